@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT
+"""Graph work for ONNX Runtime, from Python, before the session exists.
+
+Example::
+
+    import onnxruntime as ort
+    import ortplugins
+
+    so = ort.SessionOptions()
+    so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+    session = ortplugins.InferenceSession("model.onnx", so, providers=["CPUExecutionProvider"])
+    print(session.ortplugins_report)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DqMatMulNBitsFusion",
+    "InferenceSession",
+    "MissingFileError",
+    "ModelFileError",
+    "OptimizeResult",
+    "OptionError",
+    "OrtpluginsWarning",
+    "Pass",
+    "PassError",
+    "Report",
+    "__version__",
+    "configure",
+    "option",
+    "optimize",
+    "read",
+]
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from ortplugins._version import __version__
+
+if importlib.util.find_spec("onnxruntime") is None:
+    raise ImportError(
+        "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]' or "
+        "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
+    )
+
+from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.report import Report
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, configure, option, read
+
+if TYPE_CHECKING:
+    from ortplugins.optimize import OptimizeResult, optimize
+    from ortplugins.session import InferenceSession
+
+# Imported when first used: a session that comes from the cache needs no onnx.
+_LAZY = {
+    "InferenceSession": "ortplugins.session",
+    "OptimizeResult": "ortplugins.optimize",
+    "optimize": "ortplugins.optimize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value

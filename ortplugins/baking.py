@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: MIT
+"""Runs onnxruntime's own optimisers once, offline, and keeps the graph they make.
+
+The result holds for this machine, this onnxruntime and a CPU session of the same settings; it
+is opened with ORT_DISABLE_ALL. Weights are not touched: without a name for an external file,
+onnxruntime writes the new graph with the old references.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BakeSettings", "bake", "bake_settings"]
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from ortplugins.errors import PassError
+from session_options.keys import stored
+
+# Entries that change what the optimisers do. SessionOptions cannot list its entries.
+_OPTIMISER_KEYS = (
+    "optimization.constant_folding_max_output_size_in_bytes",
+    "optimization.disable_specified_optimizers",
+    "optimization.enable_cast_chain_elimination",
+    "optimization.enable_gelu_approximation",
+    "optimization.minimal_build_optimizations",
+    "session.disable_aot_function_inlining",
+    "session.disable_double_qdq_remover",
+    "session.disable_qdq_constant_folding",
+    "session.disable_quant_qdq",
+    "session.enable_dq_matmulnbits_fusion",
+    "session.enable_quant_qdq_cleanup",
+    "session.function_expansion_byte_limit",
+    "session.function_expansion_node_limit",
+    "session.gqa_value_layout",
+    "session.graph_optimizations_loop_level",
+    "session.qdq_matmulnbits_accuracy_level",
+    "session.qdq_matmulnbits_block_size",
+    "session.qdqisint8allowed",
+    "session.set_denormal_as_zero",
+    "session.strict_shape_type_inference",
+    "session.x64quantprecision",
+)
+# New constants of this size leave the .onnx file, or every session would hold a copy.
+_INLINE_LIMIT = 1 << 16
+# A protobuf ends at 2 GiB; folded constants beyond this are not worth the attempt.
+_DATA_NAME = "folded.data"
+
+
+@dataclasses.dataclass(frozen=True)
+class BakeSettings:
+    """What of a session's options the optimisers look at; part of the cache key.
+
+    Attributes:
+        level: Name of the graph optimisation level.
+        disabled: Optimisers that the session was asked to leave out.
+        entries: Entries that change what the optimisers do.
+    """
+
+    level: str
+    disabled: tuple[str, ...]
+    entries: tuple[tuple[str, str], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as JSON."""
+        return dataclasses.asdict(self)
+
+
+def bake_settings(
+    options: onnxruntime.SessionOptions, disabled_optimizers: Any
+) -> BakeSettings | None:
+    """Read the settings; None when the session wants no optimisation anyway."""
+    level = options.graph_optimization_level
+    if level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL:
+        return None
+    entries = tuple(
+        (key, text) for key in _OPTIMISER_KEYS if (text := stored(options, key)) is not None
+    )
+    return BakeSettings(level.name, tuple(sorted(disabled_optimizers or ())), entries)
+
+
+def bake(source: Path, target: Path, settings: BakeSettings) -> None:
+    """Optimise ``source`` into ``target``, both in one folder.
+
+    Raises:
+        PassError: If onnxruntime refuses, chained to its exception.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, settings.level
+    )
+    options.optimized_model_filepath = str(target)
+    options.log_severity_level = 3  # "hardware-specific file": so is the cache key
+    options.enable_cpu_mem_arena = False
+    options.intra_op_num_threads = 1  # no thread pool for a session that never runs
+    for key, text in settings.entries:
+        options.add_session_config_entry(key, text)
+    # Packing weights is for running; leaving it out keeps memory flat.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        onnxruntime.InferenceSession(
+            os.fspath(source),
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=list(settings.disabled),
+            enable_fallback=0,
+        )
+    except Exception as error:
+        raise PassError(
+            f"onnxruntime did not optimise {source.name} offline: {error}"
+        ) from error
+    _finish(source, target)
+
+
+def _finish(source: Path, target: Path) -> None:
+    """Give the baked graph back its shapes, and move new large constants out of the file.
+
+    onnxruntime saves no shapes of intermediate values, and without them its memory planner
+    takes most of the start of a large graph.
+    """
+    import onnx_ir as ir
+
+    before, after = ir.load(source), ir.load(target)
+    shaped = {
+        value.name: value
+        for node in before.graph
+        for value in node.outputs
+        if value.name and value.shape is not None
+    }
+    for node in after.graph:
+        for index, value in enumerate(node.outputs):
+            known = shaped.get(value.name)
+            # The same name may stand for another tensor once a Transpose was moved: the
+            # shape counts only where the node that makes the value is the same.
+            if known is None or not _same_node(known.producer(), node, index, known):
+                continue
+            value.shape, value.type = known.shape, known.type
+    large = [
+        value
+        for value in after.graph.initializers.values()
+        if value.const_value is not None
+        and not isinstance(value.const_value, ir.ExternalTensor)
+        and value.const_value.nbytes >= _INLINE_LIMIT
+    ]
+    tensors = [value.const_value for value in large if value.const_value is not None]
+    if tensors:
+        moved = ir.external_data.convert_tensors_to_external(
+            tensors,
+            target.parent,
+            _DATA_NAME,
+            alignment=4096,
+            align_threshold=_INLINE_LIMIT - 1,
+        )
+        for value, tensor in zip(large, moved, strict=True):
+            value.const_value = tensor
+    ir.save(after, target)
+
+
+def _same_node(before: Any, after: Any, index: int, value: Any) -> bool:
+    return (
+        before is not None
+        and before.op_identifier() == after.op_identifier()
+        and before.outputs[index : index + 1] == (value,)
+        and [x and x.name for x in before.inputs] == [x and x.name for x in after.inputs]
+        and {a.name: a.value for a in before.attributes.values() if a.name != "body"}.keys()
+        == after.attributes.keys()
+    )

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: MIT
+"""Models from disk, checked before anything trusts them, and back to disk, tensor by tensor."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DATA_THRESHOLD",
+    "LoadedModel",
+    "ModelLike",
+    "Progress",
+    "from_memory",
+    "load_bytes",
+    "load_path",
+    "output_data_path",
+    "read_model_file",
+    "save_with_data",
+]
+
+import contextlib
+import dataclasses
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from ortplugins.errors import MissingFileError, ModelFileError
+
+if TYPE_CHECKING:
+    import onnx
+
+    ModelLike = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+
+# Tensors of fewer bytes stay inside the .onnx file.
+DATA_THRESHOLD = 1024
+# Offsets of tensors in the files that we write: whole pages, so that onnxruntime's mapping of
+# a tensor is aligned for every kernel.
+_ALIGNMENT = 4096
+# Tensors in the making, all threads together.
+_IN_FLIGHT_BYTES = 64 << 20
+
+# (tensors written so far, tensors in all, name of the next one)
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model whose external data was checked; large tensors are still on disk.
+
+    Attributes:
+        model: The model; external tensors carry absolute paths.
+        data_files: The external files by the location that the model has for them.
+        name: How messages call the model.
+    """
+
+    model: ir.Model
+    data_files: dict[str, Path]
+    name: str
+
+
+def read_model_file(path: str | os.PathLike[str]) -> bytes:
+    """Read an .onnx file, without external data.
+
+    Raises:
+        MissingFileError: If there is no such file.
+        ModelFileError: If it can't be read or is empty.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise MissingFileError(f"{os.fspath(path)}: there is no such model file") from None
+    except OSError as error:
+        raise ModelFileError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
+    if not content:
+        raise ModelFileError(f"{os.fspath(path)}: the file is empty")
+    return content
+
+
+def load_path(path: str | os.PathLike[str]) -> LoadedModel:
+    """Load an .onnx file lazily; its external data is looked for beside it.
+
+    A path that is a symbolic link (as in Hugging Face's cache) may have its data beside the
+    link or beside the file that it points to, as onnxruntime allows.
+
+    Raises:
+        MissingFileError: If the model or an external file is not there.
+        ModelFileError: If the model can't be parsed, or external data is too short or outside
+            the model's folder.
+    """
+    content = read_model_file(path)
+    folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
+    return _load(content, folders, os.fspath(path))
+
+
+def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedModel:
+    """Load a serialized model; ``folder`` holds its external data, None where it has none.
+
+    Raises:
+        MissingFileError, ModelFileError: As :func:`load_path`.
+    """
+    folders = [] if folder is None else [Path(folder).absolute()]
+    return _load(content, folders, "model given as bytes")
+
+
+def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
+    """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
+    copy = model.clone() if isinstance(model, ir.Model) else ir.from_proto(model)
+    _check_parsed(copy, "model given as object")
+    return LoadedModel(copy, {}, "model given as object")
+
+
+def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
+    import google.protobuf.message
+    import onnx
+
+    if content[4:8] == b"ORTM":
+        raise ModelFileError(
+            f"{name}: is in ORT format, which was optimised already; give the .onnx"
+        )
+    try:
+        proto = onnx.ModelProto.FromString(content)
+    except google.protobuf.message.DecodeError as error:
+        raise ModelFileError(
+            f"{name}: is no ONNX model, or was cut off ({len(content)} bytes): {error}"
+        ) from error
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
+        raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
+    _check_parsed(model, name)
+    return LoadedModel(model, _bind_external_data(model, folders, name), name)
+
+
+def _check_parsed(model: ir.Model, name: str) -> None:
+    # A protobuf that was cut off between two fields parses, and lacks what came after.
+    if not model.graph.outputs or not model.opset_imports:
+        missing = "outputs" if model.opset_imports else "opset imports"
+        raise ModelFileError(f"{name}: has no graph {missing}; was the file cut off?")
+
+
+def _bind_external_data(
+    model: ir.Model, folders: Sequence[Path], name: str
+) -> dict[str, Path]:
+    """Check every external tensor and give it an absolute path; return the files by location."""
+    found: dict[str, Path] = {}
+    sizes: dict[Path, int] = {}
+    for owner, tensor in _tensors(model):
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = os.fspath(tensor.location)
+        what = f"{name}: tensor {tensor.name!r}"
+        if location not in found:
+            found[location] = _find_data_file(location, folders, what)
+            sizes[found[location]] = found[location].stat().st_size
+        path = found[location]
+        offset, length = tensor.offset or 0, tensor.length
+        if length is not None and length != tensor.nbytes:
+            raise ModelFileError(
+                f"{what}: external data is {length} bytes long, but shape "
+                f"{list(tensor.shape)} of {tensor.dtype.name.lower()} takes {tensor.nbytes}"
+            )
+        if offset < 0 or offset + tensor.nbytes > sizes[path]:
+            raise ModelFileError(
+                f"{what}: needs bytes {offset} to {offset + tensor.nbytes} of {str(path)!r}, "
+                f"which has {sizes[path]}; is the file complete?"
+            )
+        # Checked here once, the links included; an empty base_dir tells onnx_ir so.
+        owner.const_value = ir.ExternalTensor(
+            str(path),
+            offset,
+            tensor.nbytes,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape),
+            name=tensor.name,
+            doc_string=tensor.doc_string,
+            base_dir="",
+        )
+    return found
+
+
+def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value, value.const_value
+
+
+def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
+    if not folders:
+        raise MissingFileError(
+            f"{what}: has external data in {location!r}, but the model was given as bytes; set "
+            "session.model_external_initializers_file_folder_path or give a path"
+        )
+    if os.path.isabs(location) or ".." in Path(location).parts:
+        raise ModelFileError(
+            f"{what}: external data location {location!r} leaves the model's folder"
+        )
+    roots = [Path(os.path.realpath(folder)) for folder in folders]
+    for folder in folders:
+        real = Path(os.path.realpath(folder / location))
+        try:
+            mode = real.stat().st_mode
+        except OSError:
+            continue
+        if not any(real.is_relative_to(root) for root in roots):
+            raise ModelFileError(
+                f"{what}: external data location {location!r} is a link to {str(real)!r}, "
+                "outside the model's folder"
+            )
+        if not stat.S_ISREG(mode):
+            raise ModelFileError(f"{what}: external data {str(real)!r} is not a regular file")
+        return real
+    raise MissingFileError(
+        f"{what}: external data file {str(folders[0] / location)!r} is missing"
+    )
+
+
+def output_data_path(model: ir.Model, output: Path) -> Path:
+    """Return a name for the data file of ``output`` that no tensor of the model lies in."""
+    used = {
+        os.path.realpath(tensor.path)
+        for _, tensor in _tensors(model)
+        if isinstance(tensor, ir.ExternalTensor)
+    }
+    for suffix in (".data", ".ortplugins.data"):
+        path = output.with_name(output.name + suffix)
+        if os.path.realpath(path) not in used:
+            return path
+    raise ModelFileError(
+        f"{output}: the model's own data lies in {path}; choose another output"
+    )
+
+
+def save_with_data(
+    model: ir.Model,
+    output: Path,
+    *,
+    keep_in_place: bool = False,
+    inline: bool = False,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Save a model and its tensors; both files appear only when they are complete.
+
+    The model's tensors point to the new files afterwards.
+
+    Args:
+        model: The model to save.
+        output: The .onnx file.
+        keep_in_place: Leave tensors where they are that lie in files of the output's folder
+            already; nothing of them is copied.
+        inline: Keep all tensors inside the .onnx file.
+        progress: Called before each tensor.
+
+    Returns:
+        The files written.
+
+    Raises:
+        OSError: If they can't be written; earlier files of that name are as they were.
+    """
+    folder = Path(os.path.realpath(output.parent))
+    data = output_data_path(model, output)
+    to_write = []
+    for value, tensor in _tensors(model):
+        if keep_in_place and isinstance(tensor, ir.ExternalTensor):
+            path = Path(os.path.realpath(tensor.path))
+            if path.is_relative_to(folder):
+                value.const_value = _moved(tensor, path.relative_to(folder), folder)
+                continue
+        if not inline and tensor.nbytes >= DATA_THRESHOLD:
+            to_write.append(value)
+    with contextlib.ExitStack() as cleanup:
+        scratch = Path(cleanup.enter_context(_scratch_folder(folder)))
+        if to_write:
+            _write_tensors(to_write, scratch, data.name, progress)
+        ir.save(model, scratch / output.name)
+        written = [output]
+        # The data first: a model must never point to data that is not there yet.
+        if to_write:
+            os.replace(scratch / data.name, data)
+            written.insert(0, data)
+        os.replace(scratch / output.name, output)
+    for value in to_write:
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        value.const_value.base_dir = str(folder)
+    return written
+
+
+def _write_tensors(
+    values: Sequence[ir.Value], folder: Path, location: str, progress: Progress | None
+) -> None:
+    done = 0
+
+    def callback(tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, info.total, tensor.name or "")
+        done += 1
+
+    tensors = [value.const_value for value in values]
+    written = ir.external_data.convert_tensors_to_external(
+        [tensor for tensor in tensors if tensor is not None],
+        folder,
+        location,
+        callback=callback,
+        max_workers=min(4, os.cpu_count() or 1),
+        max_in_flight_bytes=_IN_FLIGHT_BYTES,
+        alignment=_ALIGNMENT,
+        align_threshold=DATA_THRESHOLD - 1,
+    )
+    for value, tensor in zip(values, written, strict=True):
+        value.const_value = tensor
+
+
+def _moved(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        location.as_posix(),
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape),
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        base_dir=str(folder),
+    )
+
+
+@contextlib.contextmanager
+def _scratch_folder(parent: Path) -> Iterator[str]:
+    """A folder on the same file system, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=parent) as name:
+        yield name

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: MIT
+"""From a model to an optimised model, as a file, as an object, or as a cache entry's files."""
+
+from __future__ import annotations
+
+__all__ = ["OptimizeResult", "build_artifact", "optimize"]
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import ModelFileError
+from ortplugins.model_files import (
+    LoadedModel,
+    Progress,
+    from_memory,
+    load_path,
+    save_with_data,
+)
+from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
+from ortplugins.report import Report
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
+from session_options.plan import make_plan, plan_from_settings
+
+if TYPE_CHECKING:
+    from ortplugins.baking import BakeSettings
+    from ortplugins.model_files import ModelLike
+
+# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
+_INLINE_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizeResult:
+    """What :func:`optimize` made.
+
+    Attributes:
+        path: The file written; None when no output was asked for.
+        report: What the passes did.
+        model: The optimised model, of the type that was given (``onnx_ir.Model`` for a path).
+            Its tensors may still lie in the source's files.
+    """
+
+    path: Path | None
+    report: Report
+    model: Any
+
+
+def optimize(
+    model: ModelLike,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    passes: Sequence[Pass | str] = (DqMatMulNBitsFusion(),),
+    options: Mapping[str, Any] | None = None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    after_pass: AfterPass | None = None,
+) -> OptimizeResult:
+    """Apply passes to a model, ahead of any session. The result runs on every machine.
+
+    Args:
+        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
+            Large tensors of a path are read only where a pass rewrites them.
+        output: File to write; its data goes to ``<output>.data``. Tensors that lie in files
+            of the output's folder already, unchanged, stay there.
+        passes: Pass objects, or names with their options in ``options``.
+        options: ``{"<pass>.<option>": value}`` for passes given by name.
+        providers: Execution providers that the result is for.
+        external_data: Whether tensors of 1 KiB and more go to the data file; by default as
+            the source has them, and always when they are more than 1 GiB.
+        overwrite: Whether ``output`` may exist.
+        progress: Called while tensors are written: done, total, name.
+        after_pass: Called after each pass.
+
+    Returns:
+        Path, report and model.
+
+    Raises:
+        FileExistsError: If ``output`` exists and ``overwrite`` is false.
+        MissingFileError, ModelFileError: If the model or its data can't be used.
+        OptionError: If a pass or an option is unknown.
+        PassError: If a pass fails. No output is written then.
+    """
+    plan = _plan(passes, options or {})
+    target = None if output is None else Path(output)
+    if target is not None:
+        _check_output(model, target, overwrite)
+    loaded = from_memory(model) if _is_object(model) else load_path(model)  # type: ignore[arg-type]
+    infer_shapes(loaded.model)
+    runs = PassRuns()
+    run_stage("rewrite", plan, loaded.model, providers, runs, after_pass)
+    run_stage("rearrange", plan, loaded.model, providers, runs, after_pass)
+    if target is None:
+        report = Report(runs.reports(), "built")
+        return OptimizeResult(None, report, _same_kind(model, loaded.model))
+    if external_data is None:
+        external_data = bool(loaded.data_files) or _tensor_bytes(loaded.model) > _INLINE_BYTES
+    save_with_data(
+        loaded.model, target, keep_in_place=True, inline=not external_data, progress=progress
+    )
+    run_stage("finish", plan, target.parent, providers, runs)
+    report = Report(runs.reports(), "built", artifact=str(target))
+    return OptimizeResult(target, report, _same_kind(model, loaded.model))
+
+
+def build_artifact(
+    loaded: LoadedModel,
+    plan: Plan,
+    folder: Path,
+    *,
+    providers: Sequence[str],
+    settings: BakeSettings | None,
+) -> dict[str, Any]:
+    """Make the files of a cache entry in an empty folder.
+
+    Args:
+        loaded: The model; changed.
+        plan: What to do.
+        folder: Gets ``model.onnx`` and its data; nothing when the original is as good.
+        providers: Execution providers of the session.
+        settings: How to run onnxruntime's optimisers; None to leave them to the session.
+
+    Returns:
+        The manifest: whether the model is baked, entries for the session, the report.
+
+    Raises:
+        PassError: If a pass fails.
+        OSError: If the folder can't be written.
+    """
+    runs = PassRuns()
+    notes: list[str] = []
+    infer_shapes(loaded.model)
+    run_stage("rewrite", plan, loaded.model, providers, runs)
+    later = any(item.takes_part_in(s) for item in plan.passes for s in ("rearrange", "finish"))
+    baked = False
+    if runs.any_fired or later:
+        model_path = folder / "model.onnx"
+        save_with_data(loaded.model, model_path)
+        if settings is not None:
+            baked = _bake_in_place(model_path, settings, notes)
+        if any(item.takes_part_in("rearrange") for item in plan.passes):
+            final = ir.load(model_path)
+            run_stage("rearrange", plan, final, providers, runs)
+            ir.save(final, model_path)
+        run_stage("finish", plan, folder, providers, runs)
+    entries = {k: v for item in plan.passes for k, v in item.session_entries().items()}
+    report = Report(
+        runs.reports(), "built" if runs.any_fired or later else "untouched", tuple(notes)
+    )
+    return {"baked": baked, "session_entries": entries, "report": report.to_dict()}
+
+
+def _bake_in_place(model_path: Path, settings: BakeSettings, notes: list[str]) -> bool:
+    """Replace a model by its baked form; tell why not where onnxruntime refuses."""
+    from ortplugins.baking import bake
+    from ortplugins.errors import PassError
+
+    baked = model_path.with_name("baked.onnx")
+    try:
+        bake(model_path, baked, settings)
+    except PassError as error:
+        notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
+        baked.unlink(missing_ok=True)
+        return False
+    os.replace(baked, model_path)
+    return True
+
+
+def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
+    names = [item for item in passes if isinstance(item, str)]
+    objects = [item for item in passes if not isinstance(item, str)]
+    if wrong := [item for item in objects if not isinstance(item, Pass)]:
+        raise OptionError(f"{wrong[0]!r} is neither a pass nor the name of one")
+    from session_options.keys import format_value
+
+    settings = {key: format_value(value) for key, value in options.items()}
+    named = plan_from_settings(names, settings)
+    return make_plan([*objects, *named.passes])
+
+
+def _check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
+    if not _is_object(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
+        raise ModelFileError(f"{output}: is the model itself; choose another output")
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output}: exists; choose another output, or say overwrite")
+    if not output.absolute().parent.is_dir():
+        raise ModelFileError(f"{output}: its folder does not exist")
+
+
+def _is_object(model: ModelLike) -> bool:
+    return not isinstance(model, (str, os.PathLike))
+
+
+def _same_kind(given: ModelLike, result: ir.Model) -> Any:
+    """Return the result as a ModelProto where one was given."""
+    return result if isinstance(given, (ir.Model, str, os.PathLike)) else ir.to_proto(result)
+
+
+def _tensor_bytes(model: ir.Model) -> int:
+    return sum(
+        value.const_value.nbytes
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    )

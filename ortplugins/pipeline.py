@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""Runs the passes of a plan over a model, stage by stage, and keeps their remarks."""
+
+from __future__ import annotations
+
+__all__ = ["AfterPass", "PassRuns", "infer_shapes", "run_stage"]
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+import onnx_ir.passes.common
+
+from ortplugins.errors import PassError
+from ortplugins.report import PassReport
+from rewrite_rules.remarks import PassContext, Remarks, RewriteError
+from session_options import Pass, Plan
+
+# Called after each pass of a graph stage with the pass, the model and the pass's report:
+# timing, dumps and verification hang here.
+AfterPass = Callable[[Pass, ir.Model, PassReport], None]
+
+
+class PassRuns:
+    """The reports of a plan's passes so far; a pass that takes part in two stages has one."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, PassReport] = {}
+
+    def add(self, report: PassReport) -> None:
+        """Append what a pass did in one stage."""
+        before = self._reports.get(report.name, PassReport(report.name, 0.0))
+        self._reports[report.name] = PassReport(
+            report.name, before.seconds + report.seconds, before.remarks + report.remarks
+        )
+
+    def reports(self) -> tuple[PassReport, ...]:
+        """Return one report per pass."""
+        return tuple(self._reports.values())
+
+    @property
+    def any_fired(self) -> bool:
+        """Whether any pass has changed anything."""
+        return any(r.outcome.value == "fired" for item in self.reports() for r in item.remarks)
+
+
+def run_stage(
+    stage: str,
+    plan: Plan,
+    target: ir.Model | Path,
+    providers: Sequence[str],
+    runs: PassRuns,
+    after_pass: AfterPass | None = None,
+) -> None:
+    """Run every pass of the plan that takes part in a stage.
+
+    Args:
+        stage: ``"rewrite"``, ``"rearrange"`` or ``"finish"``.
+        plan: The passes, in order.
+        target: The model, changed in place; for ``"finish"`` the folder with the files.
+        providers: Execution providers of the session.
+        runs: Gets each pass's report.
+        after_pass: Called after each pass on a model.
+
+    Raises:
+        PassError: If a pass raises, chained to its exception; the model is then in whatever
+            state the pass left it in.
+    """
+    for item in plan.passes:
+        if not item.takes_part_in(stage):
+            continue
+        remarks = Remarks(item.name)
+        start = time.perf_counter()
+        try:
+            getattr(item, stage)(target, PassContext(remarks, tuple(providers)))
+            if isinstance(target, ir.Model):
+                # Rewrites may put a producer behind its consumer; sorting is stable.
+                target.graph.sort()
+        except RewriteError as error:
+            raise PassError(f"pass {item.name!r} failed at {error}") from error
+        except Exception as error:
+            raise PassError(
+                f"pass {item.name!r} failed: {type(error).__name__}: {error}"
+            ) from error
+        report = PassReport(item.name, time.perf_counter() - start, tuple(remarks))
+        runs.add(report)
+        if after_pass is not None and isinstance(target, ir.Model):
+            after_pass(item, target, report)
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Give intermediate values their shapes, as far as onnx can tell.
+
+    Done on the user's graph, before it holds operators that onnx does not know. With shapes in
+    the file, onnxruntime's memory planner finds a buffer to reuse at once instead of searching
+    all of them for each node.
+    """
+    # Lenient: a node that can't be inferred must not cost the others their shapes.
+    onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)

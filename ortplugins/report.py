@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""What the passes did to a model, as text and as JSON."""
+
+from __future__ import annotations
+
+__all__ = ["PassReport", "Report"]
+
+import dataclasses
+import json
+from typing import Any
+
+from rewrite_rules.remarks import Outcome, Remark
+
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """One pass over one model.
+
+    Attributes:
+        name: Name of the pass.
+        seconds: Wall time.
+        remarks: The fate of every candidate, in the order they were met.
+    """
+
+    name: str
+    seconds: float
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What happened between a model and its session.
+
+    Attributes:
+        passes: One entry per pass that ran.
+        source: Where the model that runs came from: ``"stock"`` (no pass was switched on),
+            ``"built"`` (made now), ``"cache"`` (made earlier), ``"untouched"`` (the original:
+            nothing fired, or something failed).
+        notes: Things to know that belong to no node.
+        artifact: Path of the model that runs, or that was written; empty for the original.
+    """
+
+    passes: tuple[PassReport, ...] = ()
+    source: str = "stock"
+    notes: tuple[str, ...] = ()
+    artifact: str = ""
+
+    @property
+    def remarks(self) -> tuple[Remark, ...]:
+        """All remarks of all passes."""
+        return tuple(remark for item in self.passes for remark in item.remarks)
+
+    @property
+    def fired(self) -> tuple[Remark, ...]:
+        """The candidates that were rewritten."""
+        return self._with(Outcome.FIRED)
+
+    @property
+    def refused(self) -> tuple[Remark, ...]:
+        """The candidates that were left, with the reason."""
+        return self._with(Outcome.REFUSED)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all passes."""
+        return sum(item.seconds for item in self.passes)
+
+    def __str__(self) -> str:
+        """Return one line with the counts and the first refusals."""
+        if not self.passes:
+            return "; ".join((f"{self.source}: no pass ran", *self.notes))
+        text = f"{self.source}: fired {len(self.fired)}, refused {len(self.refused)}"
+        if self.refused:
+            shown = [f'"{remark}"' for remark in self.refused[:_SHOWN]]
+            more = len(self.refused) - len(shown)
+            text += ": " + ", ".join(shown) + (f", and {more} more" if more else "")
+        return "; ".join((text, *self.notes))
+
+    def to_text(self) -> str:
+        """Return every remark, a line each, under the pass that made it."""
+        lines = [str(self)]
+        for item in self.passes:
+            lines.append(f"{item.name} ({item.seconds * 1e3:.0f} ms)")
+            lines += [f"  {remark.outcome.value:8}{remark}" for remark in item.remarks]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the report as JSON; :meth:`from_json` reads it."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain lists, dicts, strings and numbers."""
+        return {
+            "source": self.source,
+            "artifact": self.artifact,
+            "notes": list(self.notes),
+            "fired": len(self.fired),
+            "refused": len(self.refused),
+            "passes": [
+                {
+                    "name": item.name,
+                    "seconds": round(item.seconds, 6),
+                    "remarks": [
+                        {
+                            "node": remark.node,
+                            "outcome": remark.outcome.value,
+                            "reason": remark.reason,
+                        }
+                        for remark in item.remarks
+                    ],
+                }
+                for item in self.passes
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Report:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        return cls(
+            passes=tuple(
+                PassReport(
+                    item["name"],
+                    float(item["seconds"]),
+                    tuple(
+                        Remark(item["name"], r["node"], Outcome(r["outcome"]), r["reason"])
+                        for r in item["remarks"]
+                    ),
+                )
+                for item in content["passes"]
+            ),
+            source=content["source"],
+            notes=tuple(content["notes"]),
+            artifact=content["artifact"],
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else.
+        """
+        return cls.from_dict(json.loads(text))
+
+    def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
+        return tuple(remark for remark in self.remarks if remark.outcome is outcome)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""``InferenceSession`` with the passes that its ``SessionOptions`` switch on."""
+
+from __future__ import annotations
+
+__all__ = ["InferenceSession"]
+
+import contextlib
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+
+import session_options
+from ortplugins.artifacts import Artifact, prepare
+from ortplugins.errors import OrtpluginsWarning, PassError
+from ortplugins.report import Report
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """``onnxruntime.InferenceSession`` on the model that the passes made.
+
+    Options without an entry of ours give the stock session: nothing is imported, nothing is
+    written. Else the model is optimised at the first start and comes from the cache afterwards.
+    The ``SessionOptions`` come back as they went in.
+
+    Attributes:
+        ortplugins_report: What was done to the model, and what not and why.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str],
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the session; arguments as for ``onnxruntime.InferenceSession``.
+
+        Raises:
+            OptionError: If an entry of ours has a value that it can't have.
+            MissingFileError, ModelFileError: If the model or its data can't be used.
+            PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
+                warning and the untouched model runs.
+        """
+        plan = session_options.read(sess_options)
+        self.ortplugins_report = Report()
+        self._ortplugins_source = path_or_bytes
+        self._ortplugins_kwargs = kwargs
+        if not plan:
+            super().__init__(
+                path_or_bytes, sess_options, providers, provider_options, **kwargs
+            )
+            return
+        artifact = self._prepare(path_or_bytes, plan, sess_options, providers, kwargs)
+        self.ortplugins_report = artifact.report
+        try:
+            with _borrowed(sess_options, artifact):
+                super().__init__(
+                    artifact.model or path_or_bytes,
+                    sess_options,
+                    providers,
+                    provider_options,
+                    **kwargs,
+                )
+        finally:
+            if artifact.temporary is not None:
+                # POSIX keeps the mapped files until the session closes; Windows refuses to
+                # unlink them, so the folder goes with the session.
+                with contextlib.suppress(OSError):
+                    artifact.temporary.cleanup()
+                weakref.finalize(self, artifact.temporary.cleanup)
+
+    def set_providers(
+        self,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Register providers and start again, from the model that was given.
+
+        The optimised model is for the providers it was made for.
+        """
+        self.__init__(  # type: ignore[misc]
+            self._ortplugins_source,
+            self._sess_options_initial,
+            providers,
+            provider_options,
+            **self._ortplugins_kwargs,
+        )
+
+    def _prepare(
+        self,
+        source: str | bytes | os.PathLike[str],
+        plan: session_options.Plan,
+        options: onnxruntime.SessionOptions,
+        providers: Sequence[Any] | None,
+        kwargs: Mapping[str, Any],
+    ) -> Artifact:
+        names = _provider_names(providers)
+        try:
+            return prepare(source, plan, options, names, kwargs.get("disabled_optimizers"))
+        except PassError as error:
+            if plan.strict:
+                raise
+            # Warned outside of onnxruntime's own constructor, which would take the exception
+            # for a failing provider.
+            text = f"{error}; the untouched model runs"
+            warnings.warn(text, OrtpluginsWarning, stacklevel=4)
+            return Artifact(None, Report(source="untouched", notes=(text,)))
+
+
+def _provider_names(providers: Sequence[Any] | None) -> tuple[str, ...]:
+    """Names of the providers in order, as onnxruntime chooses them when none are given."""
+    chosen = onnxruntime.get_available_providers() if not providers else providers
+    return tuple(item if isinstance(item, str) else item[0] for item in chosen)
+
+
+_borrowing = threading.Lock()
+
+
+@contextlib.contextmanager
+def _borrowed(options: onnxruntime.SessionOptions, artifact: Artifact) -> Iterator[None]:
+    """Lend the options to a session that skips what the artifact has behind it.
+
+    onnxruntime copies the options when a session is created. They cannot be copied whole from
+    Python (custom-op libraries stay behind), so the level and the entries are changed and put
+    back, by one thread at a time.
+    """
+    if not artifact.baked and not artifact.entries:
+        yield
+        return
+    with _borrowing:
+        level = options.graph_optimization_level
+        before = {key: session_options.keys.stored(options, key) for key in artifact.entries}
+        try:
+            if artifact.baked:
+                options.graph_optimization_level = (
+                    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+                )
+            for key, text in artifact.entries.items():
+                options.add_session_config_entry(key, text)
+            yield
+        finally:
+            options.graph_optimization_level = level
+            for key, old in before.items():
+                options.add_session_config_entry(key, old or "")

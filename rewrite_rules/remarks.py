@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""What a pass did to each candidate, in words that a user can act on."""
+
+from __future__ import annotations
+
+__all__ = ["Outcome", "PassContext", "Remark", "Remarks", "RewriteError"]
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+
+
+class Outcome(str, enum.Enum):
+    """What became of a candidate."""
+
+    FIRED = "fired"
+    REFUSED = "refused"
+    NOTE = "note"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """The fate of one candidate node.
+
+    Attributes:
+        pass_name: Name of the pass that looked at the node, for instance
+            ``"dq_matmulnbits_fusion"``.
+        node: Name of the node; nodes without a name are called by their first output.
+        outcome: Fired, refused, or a note about something that is neither.
+        reason: What was done or what stood in the way, with the tensor's or node's name.
+    """
+
+    pass_name: str
+    node: str
+    outcome: Outcome
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.reason}"
+
+
+class RewriteError(RuntimeError):
+    """A rule failed with an exception that it did not expect.
+
+    Attributes:
+        node: Name of the node that the rule was looking at.
+    """
+
+    def __init__(self, node: str, error: BaseException) -> None:
+        super().__init__(f"node {node!r}: {type(error).__name__}: {error}")
+        self.node = node
+
+
+class Remarks:
+    """Collects the remarks of one pass over one model; not shared between threads."""
+
+    def __init__(self, pass_name: str) -> None:
+        self.pass_name = pass_name
+        self._remarks: dict[tuple[str, str, Outcome], Remark] = {}
+
+    def __iter__(self) -> Iterator[Remark]:
+        return iter(self._remarks.values())
+
+    def __len__(self) -> int:
+        return len(self._remarks)
+
+    def fired(self, node: str, reason: str) -> None:
+        """Record that ``node`` was rewritten."""
+        self._add(node, Outcome.FIRED, reason)
+
+    def refused(self, node: str, reason: str) -> None:
+        """Record that ``node`` was left as it was, and why."""
+        self._add(node, Outcome.REFUSED, reason)
+
+    def note(self, node: str, reason: str) -> None:
+        """Record something about ``node`` that is neither a rewrite nor a refusal."""
+        self._add(node, Outcome.NOTE, reason)
+
+    @contextlib.contextmanager
+    def at(self, node: str) -> Iterator[None]:
+        """Name ``node`` in whatever exception leaves the block.
+
+        Raises:
+            RewriteError: Chained to the original exception.
+        """
+        try:
+            yield
+        except RewriteError:
+            raise
+        except Exception as error:
+            raise RewriteError(node, error) from error
+
+    def _add(self, node: str, outcome: Outcome, reason: str) -> None:
+        # A rule set may look at one node several times; a fate is told once.
+        remark = Remark(self.pass_name, node, outcome, reason)
+        self._remarks.setdefault((node, reason, outcome), remark)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassContext:
+    """What a pass may know about the session that its result is for.
+
+    Attributes:
+        remarks: Where the pass answers.
+        providers: Execution providers of the session in order of precedence, for instance
+            ``("CPUExecutionProvider",)``.
+    """
+
+    remarks: Remarks
+    providers: Sequence[str] = ("CPUExecutionProvider",)
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether every node will run on the CPU.
+
+        The Azure provider, which CPU wheels list among the available ones, takes no
+        standard operator.
+        """
+        return set(self.providers) <= {"CPUExecutionProvider", "AzureExecutionProvider"}

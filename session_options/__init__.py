@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: MIT
+"""Flags in, an ordered plan out: which passes a ``SessionOptions`` switches on, and how.
+
+Importing this package imports neither onnx nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DqMatMulNBitsFusion",
+    "OptionError",
+    "Pass",
+    "Plan",
+    "configure",
+    "enable_key",
+    "option",
+    "option_key",
+    "read",
+    "registered_passes",
+]
+
+from session_options.builtin_passes import DqMatMulNBitsFusion
+from session_options.keys import OptionError, enable_key, option, option_key
+from session_options.passes import Pass
+from session_options.plan import Plan, configure, read
+from session_options.registry import registered_passes

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: MIT
+"""Session keys and their string values, derived from the fields of a pass class."""
+
+from __future__ import annotations
+
+__all__ = [
+    "Option",
+    "OptionError",
+    "SessionConfig",
+    "closest",
+    "enable_key",
+    "format_value",
+    "option",
+    "option_key",
+    "options_of",
+    "parse_bool",
+    "parse_value",
+    "stored",
+]
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+PREFIX = "ortplugins"
+
+
+class OptionError(ValueError):
+    """An option has a value, or a pass has a name, that nobody knows."""
+
+
+class SessionConfig(Protocol):
+    """The part of ``onnxruntime.SessionOptions`` that keeps string entries."""
+
+    def add_session_config_entry(self, key: str, value: str, /) -> None:
+        """Store an entry."""
+
+    def get_session_config_entry(self, key: str, /) -> str:
+        """Return an entry; raises RuntimeError when there is none."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a pass, as its field describes it.
+
+    Attributes:
+        name: Field name.
+        default: Value when nothing is set; its type is the option's type.
+        help: One sentence for documentation and command line.
+        choices: Allowed values; empty when any of the type will do.
+        onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
+    """
+
+    name: str
+    default: bool | int | float | str
+    help: str
+    choices: tuple[bool | int | float | str, ...]
+    onnxruntime_key: str | None
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[bool | int | float | str] = (),
+    onnxruntime_key: str | None = None,
+) -> Any:
+    """Declare a field of a pass class; arguments as in :class:`Option`."""
+    metadata = {"help": help, "choices": tuple(choices), "onnxruntime_key": onnxruntime_key}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """Return the options of a pass class in the order of its fields.
+
+    Raises:
+        TypeError: If a field was not declared with :func:`option`, or its default is no bool,
+            int, float or str.
+    """
+    result = []
+    for field in dataclasses.fields(cls):
+        if "help" not in field.metadata or type(field.default) not in (bool, int, float, str):
+            raise TypeError(
+                f"{cls.__name__}.{field.name}: declare it with session_options.option() and a "
+                "default of type bool, int, float or str"
+            )
+        result.append(Option(field.name, field.default, **field.metadata))
+    return tuple(result)
+
+
+def enable_key(pass_name: str) -> str:
+    """Return the key that switches a pass on: ``ortplugins.enable_<pass>``."""
+    return f"{PREFIX}.enable_{pass_name}"
+
+
+def option_key(pass_name: str, option_name: str) -> str:
+    """Return the key of one option: ``ortplugins.<pass>.<option>``."""
+    return f"{PREFIX}.{pass_name}.{option_name}"
+
+
+def format_value(value: bool | int | float | str) -> str:
+    """Return a value as a session entry: booleans are ``"0"`` and ``"1"``, as in onnxruntime."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_bool(key: str, text: str) -> bool:
+    """Read a boolean entry.
+
+    Raises:
+        OptionError: If it is neither ``"0"`` nor ``"1"``.
+    """
+    if text not in ("0", "1"):
+        raise OptionError(f'{key} is {text!r}: "0" or "1" is expected')
+    return text == "1"
+
+
+def parse_value(key: str, text: str, spec: Option) -> bool | int | float | str:
+    """Read an entry as the option's type.
+
+    Raises:
+        OptionError: If the text is no such value or none of the choices; names the key.
+    """
+    value: bool | int | float | str
+    if isinstance(spec.default, bool):
+        value = parse_bool(key, text)
+    elif isinstance(spec.default, str):
+        value = text
+    else:
+        kind = type(spec.default)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise OptionError(
+                f"{key} is {text!r}: a value of type {kind.__name__} is expected"
+            ) from None
+    check_choice(key, value, spec)
+    return value
+
+
+def check_choice(key: str, value: object, spec: Option) -> None:
+    """Check a value of an option.
+
+    Raises:
+        OptionError: If its type is not the default's, or it is none of the choices.
+    """
+    if type(value) is not type(spec.default):
+        raise OptionError(f"{key} is {value!r}: a {type(spec.default).__name__} is expected")
+    if spec.choices and value not in spec.choices:
+        raise OptionError(
+            f"{key} is {value!r}: one of {', '.join(map(str, spec.choices))} is expected"
+        )
+
+
+def stored(options: SessionConfig, key: str) -> str | None:
+    """Return a session entry, or None when it was never set."""
+    try:
+        return options.get_session_config_entry(key)
+    except RuntimeError:  # onnxruntime's way of saying that there is none
+        return None
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the closest match, and all that are known."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(known)}"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT
+"""What a pass is: a frozen dataclass whose fields are its options, with one method per stage."""
+
+from __future__ import annotations
+
+__all__ = ["Pass"]
+
+import dataclasses
+import os
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import OptionError, check_choice, option_key, options_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Base of every pass, ours and those of entry-point group ``ortplugins.passes``.
+
+    A pass overrides the stages it takes part in. A model goes through them in this order; in
+    each stage, passes run by ``position``:
+
+    1. :meth:`rewrite`: the graph as the user gave it;
+    2. onnxruntime's own optimisers (for CPU sessions that come from the cache);
+    3. :meth:`rearrange`: the graph that will run, fused nodes included;
+    4. :meth:`finish`: the saved files.
+
+    A session that is opened on the result gets :meth:`session_entries`.
+
+    Attributes:
+        name: Lower snake case; gives the session keys. Unique.
+        summary: One line of help.
+        position: Smaller runs earlier; 50 unless said otherwise.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    position: ClassVar[int] = 50
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            OptionError: If a value has the wrong type or is none of the choices.
+        """
+        for spec in options_of(type(self)):
+            check_choice(option_key(self.name, spec.name), getattr(self, spec.name), spec)
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Rewrite the user's graph in place."""
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Change the graph that will run, after onnxruntime's own optimisers, in place."""
+
+    def finish(self, folder: str | os.PathLike[str], context: PassContext) -> None:
+        """Work on the saved files; ``model.onnx`` in ``folder`` is the model that will run."""
+
+    def session_entries(self) -> Mapping[str, str]:
+        """Return the entries that a session on the result needs, by onnxruntime's keys."""
+        return types.MappingProxyType({})
+
+    def takes_part_in(self, stage: str) -> bool:
+        """Whether the class overrides a stage (``"rewrite"``, ``"rearrange"``, ``"finish"``)."""
+        return getattr(type(self), stage) is not getattr(Pass, stage)
+
+    @classmethod
+    def validate(cls, name: str) -> None:
+        """Check what the class says of itself, for classes that come from elsewhere.
+
+        Args:
+            name: The name that it is registered under.
+
+        Raises:
+            OptionError: If it is no frozen dataclass, calls itself otherwise, or has a field
+                that is no option.
+        """
+        params = getattr(cls, "__dataclass_params__", None)
+        if "__dataclass_params__" not in vars(cls) or params is None or not params.frozen:
+            raise OptionError(f"{cls.__name__} is not a frozen dataclass")
+        if getattr(cls, "name", None) != name:
+            raise OptionError(
+                f"{cls.__name__}.name is {getattr(cls, 'name', None)!r}, its entry point {name!r}"
+            )
+        options_of(cls)

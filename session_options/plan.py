@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""From ``SessionOptions`` to an ordered plan, and back."""
+
+from __future__ import annotations
+
+__all__ = ["GENERAL_OPTIONS", "Plan", "configure", "make_plan", "plan_from_settings", "read"]
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from session_options.keys import (
+    PREFIX,
+    Option,
+    OptionError,
+    SessionConfig,
+    closest,
+    enable_key,
+    format_value,
+    option_key,
+    options_of,
+    parse_bool,
+    parse_value,
+    stored,
+)
+from session_options.passes import Pass
+from session_options.registry import find, pass_names, resolve
+
+GENERAL_OPTIONS: tuple[Option, ...] = (
+    Option(
+        "cache_dir",
+        "",
+        "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
+        "else the user's cache directory.",
+        (),
+        None,
+    ),
+    Option(
+        "strict",
+        False,
+        "An exception inside a pass raises; else it warns and the untouched model runs.",
+        (),
+        None,
+    ),
+    Option(
+        "bake",
+        True,
+        "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
+        (),
+        None,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to do to a model before the session.
+
+    Attributes:
+        passes: In the order they run.
+        cache_dir: Directory of the cache; empty for the default.
+        strict: Whether an exception inside a pass raises.
+        bake: Whether the cache keeps onnxruntime's own optimisations.
+    """
+
+    passes: tuple[Pass, ...] = ()
+    cache_dir: str = ""
+    strict: bool = False
+    bake: bool = True
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.passes)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Return what the result depends on, as JSON: passes, their code's version, options."""
+        return [
+            {
+                "pass": item.name,
+                "class": f"{type(item).__module__}.{type(item).__qualname__}",
+                "version": getattr(item, "version", ""),
+                "options": dataclasses.asdict(item),
+            }
+            for item in self.passes
+        ]
+
+
+def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
+    """Order passes into a plan.
+
+    Raises:
+        OptionError: If a pass comes twice.
+    """
+    names = [item.name for item in passes]
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(f"pass {name!r} is given {names.count(name)} times")
+    return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
+
+
+def read(options: SessionConfig | None) -> Plan:
+    """Read the plan that the entries of ``SessionOptions`` describe.
+
+    Args:
+        options: ``onnxruntime.SessionOptions``, or None.
+
+    Returns:
+        The plan; empty when no pass is switched on.
+
+    Raises:
+        OptionError: If an entry of ours has a value that it can't have; names key and value.
+    """
+    if options is None:
+        return Plan()
+    passes = []
+    for name in pass_names():
+        key = enable_key(name)
+        text = stored(options, key)
+        if text is None or not parse_bool(key, text):
+            continue
+        if (cls := find(name)) is not None:
+            passes.append(cls(**_read_options(options, cls)))
+    if not passes:
+        return Plan()
+    general: dict[str, Any] = {}
+    for spec in GENERAL_OPTIONS:
+        key = f"{PREFIX}.{spec.name}"
+        if (text := stored(options, key)) is not None:
+            general[spec.name] = parse_value(key, text, spec)
+    return make_plan(passes, **general)
+
+
+def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> None:
+    """Write passes and their options into ``SessionOptions``, checked.
+
+    Args:
+        options: ``onnxruntime.SessionOptions``; gets one entry per pass and per option.
+        *passes: Instances of pass classes, for instance ``DqMatMulNBitsFusion()``.
+        **general: ``cache_dir``, ``strict``, ``bake``.
+
+    Raises:
+        OptionError: If a pass is not registered or comes twice, or an option is unknown.
+    """
+    make_plan(passes)
+    specs = {spec.name: spec for spec in GENERAL_OPTIONS}
+    entries: dict[str, str] = {}
+    for name, value in general.items():
+        if name not in specs:
+            raise OptionError(f"unknown option {name!r}: {closest(name, specs)}")
+        if type(value) is not type(specs[name].default):
+            kind = type(specs[name].default).__name__
+            raise OptionError(f"{PREFIX}.{name} is {value!r}: a {kind} is expected")
+        entries[f"{PREFIX}.{name}"] = format_value(value)
+    for item in passes:
+        if resolve(item.name) is not type(item):
+            raise OptionError(f"pass {item.name!r} is registered with another class")
+        entries[enable_key(item.name)] = "1"
+        for spec in options_of(type(item)):
+            entries[option_key(item.name, spec.name)] = format_value(getattr(item, spec.name))
+    for key, text in entries.items():
+        options.add_session_config_entry(key, text)
+
+
+def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
+    """Make a plan from pass names and ``<pass>.<option>`` settings, as a command line has them.
+
+    Raises:
+        OptionError: If a pass or an option is unknown, or a setting is for a pass not named.
+    """
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
+    classes = {name: resolve(name) for name in names}
+    for key, text in settings.items():
+        pass_name, _, option_name = key.removeprefix(f"{PREFIX}.").partition(".")
+        if pass_name not in classes:
+            raise OptionError(
+                f"--set {key}: pass {pass_name!r} is not among the passes {list(classes)}"
+            )
+        specs = {spec.name: spec for spec in options_of(classes[pass_name])}
+        if option_name not in specs:
+            raise OptionError(f"--set {key}: unknown option; {closest(option_name, specs)}")
+        chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
+    return make_plan([cls(**chosen[name]) for name, cls in classes.items()])
+
+
+def _read_options(options: SessionConfig, cls: type[Pass]) -> dict[str, Any]:
+    values = {}
+    for spec in options_of(cls):
+        key: str | None = option_key(cls.name, spec.name)
+        assert key is not None
+        text = stored(options, key)
+        if text is None and (key := spec.onnxruntime_key) is not None:
+            text = stored(options, key)
+        if text is not None and key is not None:
+            values[spec.name] = parse_value(key, text, spec)
+    return values

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT
+"""Which passes there are: ours, and those of installed packages."""
+
+from __future__ import annotations
+
+__all__ = [
+    "NO_ENTRY_POINTS",
+    "PassWarning",
+    "find",
+    "pass_names",
+    "registered_passes",
+    "resolve",
+]
+
+import functools
+import importlib.metadata
+import os
+import warnings
+
+from session_options.builtin_passes import BUILTIN_PASSES
+from session_options.keys import OptionError, closest
+from session_options.passes import Pass
+
+ENTRY_POINT_GROUP = "ortplugins.passes"
+NO_ENTRY_POINTS = "ORTPLUGINS_NO_ENTRY_POINTS"
+
+
+class PassWarning(UserWarning):
+    """A pass of another package cannot be used."""
+
+
+def pass_names() -> tuple[str, ...]:
+    """Return the names of all passes, ours first; nothing of other packages is imported."""
+    ours = [cls.name for cls in BUILTIN_PASSES]
+    return (*ours, *sorted(set(_entry_points()) - set(ours)))
+
+
+def registered_passes() -> dict[str, type[Pass]]:
+    """Return every usable pass class by name; broken ones warn and are left out."""
+    found = {name: find(name) for name in pass_names()}
+    return {name: cls for name, cls in found.items() if cls is not None}
+
+
+def resolve(name: str) -> type[Pass]:
+    """Return a pass class by its name.
+
+    Raises:
+        OptionError: If there is none of that name, or it cannot be used.
+    """
+    if name not in pass_names():
+        raise OptionError(f"unknown pass {name!r}: {closest(name, pass_names())}")
+    if (cls := find(name)) is None:
+        raise OptionError(f"pass {name!r} cannot be used; the warning before says why")
+    return cls
+
+
+def find(name: str) -> type[Pass] | None:
+    """Return the class of a name from :func:`pass_names`; warn and return None if broken."""
+    for cls in BUILTIN_PASSES:
+        if cls.name == name:
+            return cls
+    entry_point = _entry_points()[name]
+    try:
+        cls = entry_point.load()
+        if not (isinstance(cls, type) and issubclass(cls, Pass)):
+            raise OptionError(f"{cls!r} is no subclass of ortplugins.Pass")
+        cls.validate(name)
+    except Exception as error:  # whatever another package does, sessions must start
+        warnings.warn(
+            f"ortplugins skips pass {name!r} of {entry_point.value!r}: "
+            f"{type(error).__name__}: {error}",
+            PassWarning,
+            stacklevel=2,
+        )
+        return None
+    return cls
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    if os.environ.get(NO_ENTRY_POINTS) == "1":
+        return {}
+    return _installed_entry_points()
+
+
+@functools.cache
+def _installed_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Scan the installed packages, once per process: it takes milliseconds."""
+    return {
+        point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    }
