@@ -7,8 +7,8 @@
     <root>/building/<key>.<random>/         an entry in the making
     <root>/locks/<key>.lock                 held by the one that builds
 
-An entry becomes visible by one rename, so a reader never sees half of one. Nothing here imports
-onnx: a hit costs a digest, a few stat calls and one small JSON file.
+An entry becomes visible by one rename, so a reader never sees half of one. Nothing here
+imports onnx: a hit costs a digest, a few stat calls and one small JSON file.
 """
 
 from __future__ import annotations

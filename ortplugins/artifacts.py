@@ -37,14 +37,14 @@ class Artifact:
         model: Path of the model; None for the one that the user gave.
         report: What was done to it.
         baked: Whether onnxruntime's optimisers have run already.
-        entries: Session entries that the model needs.
+        settings: What the model needs of its session, see ``Pass.session_settings``.
         temporary: Folder to remove after the start, where there is no cache.
     """
 
     model: str | None
     report: Report
     baked: bool = False
-    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     temporary: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -95,9 +95,9 @@ def prepare(
     cache = ArtifactCache(cache_root(plan.cache_dir))
     digest = cache.digest(request.content)
     locations = cache.data_locations(digest)
-    if locations is not None and (key := _key(cache, digest, locations, request)) is not None:
-        if (entry := cache.find(key)) is not None:
-            return _from_entry(entry, "cache")
+    key = None if locations is None else _key(cache, digest, locations, request)
+    if key is not None and (entry := cache.find(key)) is not None:
+        return _from_entry(entry, "cache")
     return _build(request, cache, digest)
 
 
@@ -200,7 +200,7 @@ def _from_entry(entry: Entry, origin: str) -> Artifact:
         model=model,
         report=dataclasses.replace(report, source=source, artifact=model or ""),
         baked=bool(manifest["baked"]) and model is not None,
-        entries=manifest["session_entries"],
+        settings=manifest["session_settings"],
     )
 
 

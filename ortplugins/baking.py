@@ -124,7 +124,7 @@ def _finish(source: Path, target: Path) -> None:
     import onnx_ir as ir
 
     before, after = ir.load(source), ir.load(target)
-    shaped = {
+    shaped: dict[str | None, ir.Value] = {
         value.name: value
         for node in before.graph
         for value in node.outputs

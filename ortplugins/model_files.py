@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models from disk, checked before anything trusts them, and back to disk, tensor by tensor."""
+"""Models from disk, checked before anything trusts them, and back, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _check_parsed(model: ir.Model, name: str) -> None:
 def _bind_external_data(
     model: ir.Model, folders: Sequence[Path], name: str
 ) -> dict[str, Path]:
-    """Check every external tensor and give it an absolute path; return the files by location."""
+    """Check every external tensor, give it an absolute path; return the files by location."""
     found: dict[str, Path] = {}
     sizes: dict[Path, int] = {}
     for owner, tensor in _tensors(model):
@@ -191,8 +191,8 @@ def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
 def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
     if not folders:
         raise MissingFileError(
-            f"{what}: has external data in {location!r}, but the model was given as bytes; set "
-            "session.model_external_initializers_file_folder_path or give a path"
+            f"{what}: has external data in {location!r}, but the model was given as bytes; "
+            "set session.model_external_initializers_file_folder_path or give a path"
         )
     if os.path.isabs(location) or ".." in Path(location).parts:
         raise ModelFileError(

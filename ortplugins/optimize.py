@@ -127,7 +127,7 @@ def build_artifact(
         settings: How to run onnxruntime's optimisers; None to leave them to the session.
 
     Returns:
-        The manifest: whether the model is baked, entries for the session, the report.
+        The manifest: whether the model is baked, settings for the session, the report.
 
     Raises:
         PassError: If a pass fails.
@@ -149,11 +149,11 @@ def build_artifact(
             run_stage("rearrange", plan, final, providers, runs)
             ir.save(final, model_path)
         run_stage("finish", plan, folder, providers, runs)
-    entries = {k: v for item in plan.passes for k, v in item.session_entries().items()}
+    needs = {k: v for item in plan.passes for k, v in item.session_settings().items()}
     report = Report(
         runs.reports(), "built" if runs.any_fired or later else "untouched", tuple(notes)
     )
-    return {"baked": baked, "session_entries": entries, "report": report.to_dict()}
+    return {"baked": baked, "session_settings": needs, "report": report.to_dict()}
 
 
 def _bake_in_place(model_path: Path, settings: BakeSettings, notes: list[str]) -> bool:

@@ -19,14 +19,15 @@ import session_options
 from ortplugins.artifacts import Artifact, prepare
 from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.report import Report
+from session_options.keys import stored
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """``onnxruntime.InferenceSession`` on the model that the passes made.
 
     Options without an entry of ours give the stock session: nothing is imported, nothing is
-    written. Else the model is optimised at the first start and comes from the cache afterwards.
-    The ``SessionOptions`` come back as they went in.
+    written. Else the model is optimised at the first start and comes from the cache
+    afterwards. The ``SessionOptions`` come back as they went in.
 
     Attributes:
         ortplugins_report: What was done to the model, and what not and why.
@@ -116,7 +117,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 def _provider_names(providers: Sequence[Any] | None) -> tuple[str, ...]:
     """Names of the providers in order, as onnxruntime chooses them when none are given."""
-    chosen = onnxruntime.get_available_providers() if not providers else providers
+    chosen = providers or onnxruntime.get_available_providers()
     return tuple(item if isinstance(item, str) else item[0] for item in chosen)
 
 
@@ -128,24 +129,34 @@ def _borrowed(options: onnxruntime.SessionOptions, artifact: Artifact) -> Iterat
     """Lend the options to a session that skips what the artifact has behind it.
 
     onnxruntime copies the options when a session is created. They cannot be copied whole from
-    Python (custom-op libraries stay behind), so the level and the entries are changed and put
-    back, by one thread at a time.
+    Python (custom-op libraries stay behind), so they are changed and put back, by one thread
+    at a time.
     """
-    if not artifact.baked and not artifact.entries:
+    settings = dict(artifact.settings)
+    if artifact.baked:
+        settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
+    if not settings:
         yield
         return
     with _borrowing:
-        level = options.graph_optimization_level
-        before = {key: session_options.keys.stored(options, key) for key in artifact.entries}
+        before = {name: _get(options, name) for name in settings}
         try:
-            if artifact.baked:
-                options.graph_optimization_level = (
-                    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-                )
-            for key, text in artifact.entries.items():
-                options.add_session_config_entry(key, text)
+            for name, text in settings.items():
+                _set(options, name, text)
             yield
         finally:
-            options.graph_optimization_level = level
-            for key, old in before.items():
-                options.add_session_config_entry(key, old or "")
+            for name, text in before.items():
+                _set(options, name, text)
+
+
+def _get(options: onnxruntime.SessionOptions, name: str) -> str:
+    if "." in name:
+        return stored(options, name) or "0"
+    return str(getattr(options, name).name)
+
+
+def _set(options: onnxruntime.SessionOptions, name: str, text: str) -> None:
+    if "." in name:
+        options.add_session_config_entry(name, text)
+    else:
+        setattr(options, name, getattr(type(getattr(options, name)), text))

@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockQuantizedWeight:
-    """A constant weight ``[K, N]`` in blocks along K. Tensors are by reference, never unpacked.
+    """A constant weight ``[K, N]`` in blocks along K; tensors by reference, never unpacked.
 
     Attributes:
         codes: Value of the stored codes: ``[K, N]`` when ``k_axis`` is 0, ``[N, K]`` when it
@@ -137,8 +137,8 @@ def read_dequantize_linear(dq: ir.Node, *, k_axis: int) -> BlockQuantizedWeight:
     block_size = dq.attributes.get_int("block_size", 0)
     if block_size == 0:
         raise Refusal(
-            f"scale {scales.name!r} of shape {list(_static_shape(scales, 'scale'))} is per tensor "
-            "or per channel: blocks along K fuse"
+            f"scale {scales.name!r} of shape {list(_static_shape(scales, 'scale'))} is per "
+            "tensor or per channel: blocks along K fuse"
         )
     if block_size < 0:
         raise Refusal(f"block_size {block_size} is negative")
@@ -147,8 +147,8 @@ def read_dequantize_linear(dq: ir.Node, *, k_axis: int) -> BlockQuantizedWeight:
         raise Refusal(f"axis {axis} is out of range for weight {codes.name!r} of rank 2")
     if axis % 2 != k_axis:
         raise Refusal(
-            f"blocks of weight {codes.name!r} run along axis {axis}, across the output columns: "
-            f"blocks along the reduced axis {k_axis} fuse"
+            f"blocks of weight {codes.name!r} run along axis {axis}, across the output "
+            f"columns: blocks along the reduced axis {k_axis} fuse"
         )
 
     k, n = (shape[0], shape[1]) if k_axis == 0 else (shape[1], shape[0])

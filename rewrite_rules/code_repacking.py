@@ -55,21 +55,21 @@ class ChunkedTensor(ir.LazyTensor):
             name: Name of the tensor.
         """
 
-        def evaluate() -> ir.Tensor:
+        def evaluate() -> ir.TensorProtocol:
             pieces = [piece.reshape(-1) for piece in chunks()]
             return ir.Tensor(np.concatenate(pieces).reshape(shape), dtype=dtype, name=name)
 
         super().__init__(evaluate, dtype, ir.Shape(shape), name=name)
         self._chunks = chunks
 
-    def tofile(self, file: BinaryIO) -> None:  # type: ignore[override]
+    def tofile(self, file: BinaryIO) -> None:
         """Write the tensor chunk by chunk."""
         for chunk in self._chunks():
             file.write(np.ascontiguousarray(chunk).data)
 
 
 def packed_bytes(tensor: ir.TensorProtocol) -> Bytes:
-    """Return a tensor's bytes as they are stored, flat; mapped, not read, when they are in a file."""
+    """Return a tensor's stored bytes, flat; mapped, not read, when they are in a file."""
     if isinstance(tensor, ir.ExternalTensor):
         # numpy() of a 4-bit external tensor unpacks a byte per code; the same bytes under
         # another type are a view of the mapping.
@@ -138,7 +138,7 @@ def repack(
         k_axis: Axis of the stored codes along which K runs.
 
     Yields:
-        uint8 ``[columns, blocks * block_size * bits / 8]``; all chunks together hold N columns.
+        uint8 ``[columns, blocks * block_size * bits / 8]``; N columns in all.
     """
     padded = -(-k // block_size) * block_size
     row_bytes = padded * bits // 8

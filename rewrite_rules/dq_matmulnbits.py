@@ -79,7 +79,7 @@ class _DequantizedMatMul(RewriteRuleClassBase):
         self._examined = examined
         self._weight: BlockQuantizedWeight | None = None
 
-    def check(
+    def check(  # type: ignore[override]
         self, context: MatchContext, dq: ir.Value, out: ir.Value, **_: object
     ) -> MatchResult:
         """Read the weight; every refusal is a remark."""
@@ -184,7 +184,8 @@ class _DqTransposeMatMul(_DequantizedMatMul):
         weight = super()._read(matmul, dequantize)
         if perm is not None and list(perm.as_ints()) != [1, 0]:
             raise Refusal(
-                f"Transpose {_label(transpose)!r} has perm {list(perm.as_ints())}: [1, 0] fuses"
+                f"Transpose {_label(transpose)!r} has perm {list(perm.as_ints())}: "
+                "[1, 0] fuses"
             )
         return weight
 
@@ -198,12 +199,11 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     examined: set[ir.Node] = set()
     if any(node.op_type == "DequantizeLinear" for node in model.graph.all_nodes()):
         # Rules are built per call: they hold the match between check and rewrite.
-        RewriteRuleSet(
-            [
-                _DqMatMul.rule(options, context, examined),
-                _DqTransposeMatMul.rule(options, context, examined),
-            ]
-        ).apply_to_model(model)
+        rules = [
+            rule.rule(options, context, examined)  # type: ignore[no-untyped-call]
+            for rule in (_DqMatMul, _DqTransposeMatMul)
+        ]
+        RewriteRuleSet(rules).apply_to_model(model)
     _explain_the_rest(model, context.remarks, examined)
 
 
@@ -219,13 +219,9 @@ def _dequantized_constants(model: ir.Model) -> Iterator[ir.Node]:
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     for graph in graphs:
         for node in graph.all_nodes():
-            if (
-                node.op_type == "DequantizeLinear"
-                and node.inputs
-                and node.inputs[0] is not None
-            ):
-                if node.inputs[0].const_value is not None:
-                    yield node
+            codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+            if codes is not None and codes.const_value is not None:
+                yield node
 
 
 def _other_uses(node: ir.Node, *, rule_looked: bool) -> Iterator[str]:

@@ -41,38 +41,41 @@ def write_float(weight: BlockQuantizedWeight) -> ir.Value:
 def _rows(weight: BlockQuantizedWeight) -> Iterator[npt.NDArray[Any]]:
     """Yield successive rows of ``W[K, N]``."""
     packed = packed_bytes(constant_tensor(weight.codes))
-    scales = _by_block(weight, constant_tensor(weight.scales))
-    zero_points = None
-    if weight.zero_points is not None:
-        flat = packed_bytes(constant_tensor(weight.zero_points))
-        count = weight.blocks * weight.N
-        codes = unpack(flat, weight.bits, np.arange(count, dtype=np.int64))
-        zero_points = _signed(weight, codes).reshape(
-            (weight.N, weight.blocks) if weight.k_axis else (weight.blocks, weight.N)
-        )
-        zero_points = zero_points.T if weight.k_axis else zero_points
+    scales = _scales(weight)
+    zero_points = _zero_points(weight)
     column = np.arange(weight.N, dtype=np.int64)
     step = max(1, _CHUNK_ELEMENTS // weight.N)
     for start in range(0, weight.K, step):
-        k = np.arange(start, min(start + step, weight.K), dtype=np.int64)
-        indices = (
-            column * weight.K + k[:, None] if weight.k_axis else k[:, None] * weight.N + column
-        )
-        codes = _signed(weight, unpack(packed, weight.bits, indices))
-        block = k // weight.block_size
-        if zero_points is not None:
-            codes = codes - zero_points[block]
+        k = np.arange(start, min(start + step, weight.K), dtype=np.int64)[:, None]
+        indices = column * weight.K + k if weight.k_axis else k * weight.N + column
+        block = k[:, 0] // weight.block_size
+        steps = _signed(weight, unpack(packed, weight.bits, indices)) - zero_points[block]
         # One float32 product, rounded once to float16 where the scales are: ORT's order.
-        product = codes.astype(np.float32) * scales[block].astype(np.float32)
+        product = steps.astype(np.float32) * scales[block].astype(np.float32)
         yield product.astype(scales.dtype)
 
 
-def _by_block(weight: BlockQuantizedWeight, tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
+def _scales(weight: BlockQuantizedWeight) -> npt.NDArray[Any]:
     """Scales as ``[blocks, N]``."""
-    array = packed_bytes(tensor).view(ir.DataType(tensor.dtype).numpy())
+    tensor = constant_tensor(weight.scales)
+    return _by_block(weight, packed_bytes(tensor).view(ir.DataType(tensor.dtype).numpy()))
+
+
+def _zero_points(weight: BlockQuantizedWeight) -> npt.NDArray[np.int16]:
+    """Zero points as ``[blocks, N]``; without any, zeros."""
+    count = weight.blocks * weight.N
+    if weight.zero_points is None:
+        return np.zeros((weight.blocks, weight.N), np.int16)
+    packed = packed_bytes(constant_tensor(weight.zero_points))
+    codes = unpack(packed, weight.bits, np.arange(count, dtype=np.int64))
+    return _by_block(weight, _signed(weight, codes))
+
+
+def _by_block(weight: BlockQuantizedWeight, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Flat scales or zero points as ``[blocks, N]``."""
     if weight.k_axis:
-        return array.reshape(weight.N, weight.blocks).T
-    return array.reshape(weight.blocks, weight.N)
+        return flat.reshape(weight.N, weight.blocks).T
+    return flat.reshape(weight.blocks, weight.N)
 
 
 def _signed(

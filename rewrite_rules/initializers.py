@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""New initializers that are derived from others: made once, named once, kept beside their source.
+"""New initializers derived from others: made once, named once, kept beside their source.
 
 Two rewrites that give an initializer the same name silently make an invalid model in
 onnxscript's engine (onnxscript issue #2945), and an initializer made inside an If body is
@@ -43,7 +43,7 @@ def derived_initializer(
     tensor = make_tensor(name)
     value = ir.Value(
         name=name,
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape(tensor.shape.numpy()),
         type=ir.TensorType(tensor.dtype),
         const_value=tensor,
     )

@@ -123,7 +123,7 @@ def _transposed(source: ir.TensorProtocol, name: str) -> ir.LazyTensor:
     dtype = source.dtype
     element = ir.DataType(dtype).numpy()
 
-    def evaluate() -> ir.Tensor:
+    def evaluate() -> ir.TensorProtocol:
         # Through the bytes and not numpy(): that one keeps a mapping of the file per tensor.
         array = packed_bytes(source).view(element).reshape(rows, columns)
         return ir.Tensor(np.ascontiguousarray(array.T), dtype=dtype, name=name)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator, Sequence
 
 
-class Outcome(str, enum.Enum):
+class Outcome(enum.StrEnum):
     """What became of a candidate."""
 
     FIRED = "fired"

@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = [
     "Option",
     "OptionError",
+    "Scalar",
     "SessionConfig",
     "closest",
     "enable_key",
@@ -24,6 +25,9 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 PREFIX = "ortplugins"
+
+# What an option can be; its default says which.
+Scalar = bool | int | float | str
 
 
 class OptionError(ValueError):
@@ -54,9 +58,9 @@ class Option:
     """
 
     name: str
-    default: bool | int | float | str
+    default: Scalar
     help: str
-    choices: tuple[bool | int | float | str, ...]
+    choices: tuple[Scalar, ...]
     onnxruntime_key: str | None
 
 
@@ -64,7 +68,7 @@ def option(
     default: Any,
     help: str,
     *,
-    choices: Iterable[bool | int | float | str] = (),
+    choices: Iterable[Scalar] = (),
     onnxruntime_key: str | None = None,
 ) -> Any:
     """Declare a field of a pass class; arguments as in :class:`Option`."""
@@ -81,12 +85,13 @@ def options_of(cls: type) -> tuple[Option, ...]:
     """
     result = []
     for field in dataclasses.fields(cls):
-        if "help" not in field.metadata or type(field.default) not in (bool, int, float, str):
+        default: Any = field.default
+        if "help" not in field.metadata or type(default) not in (bool, int, float, str):
             raise TypeError(
                 f"{cls.__name__}.{field.name}: declare it with session_options.option() and a "
                 "default of type bool, int, float or str"
             )
-        result.append(Option(field.name, field.default, **field.metadata))
+        result.append(Option(field.name, default, **field.metadata))
     return tuple(result)
 
 
@@ -100,8 +105,8 @@ def option_key(pass_name: str, option_name: str) -> str:
     return f"{PREFIX}.{pass_name}.{option_name}"
 
 
-def format_value(value: bool | int | float | str) -> str:
-    """Return a value as a session entry: booleans are ``"0"`` and ``"1"``, as in onnxruntime."""
+def format_value(value: Scalar) -> str:
+    """Return a value as a session entry; booleans are ``"0"`` and ``"1"``."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -116,13 +121,13 @@ def parse_bool(key: str, text: str) -> bool:
     return text == "1"
 
 
-def parse_value(key: str, text: str, spec: Option) -> bool | int | float | str:
+def parse_value(key: str, text: str, spec: Option) -> Scalar:
     """Read an entry as the option's type.
 
     Raises:
         OptionError: If the text is no such value or none of the choices; names the key.
     """
-    value: bool | int | float | str
+    value: Scalar
     if isinstance(spec.default, bool):
         value = parse_bool(key, text)
     elif isinstance(spec.default, str):

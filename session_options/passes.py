@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a pass is: a frozen dataclass whose fields are its options, with one method per stage."""
+"""What a pass is: a frozen dataclass whose fields are its options, a method per stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pass:
     3. :meth:`rearrange`: the graph that will run, fused nodes included;
     4. :meth:`finish`: the saved files.
 
-    A session that is opened on the result gets :meth:`session_entries`.
+    A session that is opened on the result gets :meth:`session_settings`.
 
     Attributes:
         name: Lower snake case; gives the session keys. Unique.
@@ -61,12 +61,17 @@ class Pass:
     def finish(self, folder: str | os.PathLike[str], context: PassContext) -> None:
         """Work on the saved files; ``model.onnx`` in ``folder`` is the model that will run."""
 
-    def session_entries(self) -> Mapping[str, str]:
-        """Return the entries that a session on the result needs, by onnxruntime's keys."""
+    def session_settings(self) -> Mapping[str, str]:
+        """Return what a session on the result needs of its ``SessionOptions``.
+
+        A key with a dot is a config entry with value ``"0"`` or ``"1"``, ``"0"`` being
+        onnxruntime's default; one without is an attribute, its value the name of a member of
+        the attribute's enumeration: ``{"execution_order": "PRIORITY_BASED"}``.
+        """
         return types.MappingProxyType({})
 
     def takes_part_in(self, stage: str) -> bool:
-        """Whether the class overrides a stage (``"rewrite"``, ``"rearrange"``, ``"finish"``)."""
+        """Whether the class overrides a stage: "rewrite", "rearrange" or "finish"."""
         return getattr(type(self), stage) is not getattr(Pass, stage)
 
     @classmethod
@@ -85,6 +90,7 @@ class Pass:
             raise OptionError(f"{cls.__name__} is not a frozen dataclass")
         if getattr(cls, "name", None) != name:
             raise OptionError(
-                f"{cls.__name__}.name is {getattr(cls, 'name', None)!r}, its entry point {name!r}"
+                f"{cls.__name__}.name is {getattr(cls, 'name', None)!r}, but its entry point "
+                f"is {name!r}"
             )
         options_of(cls)

@@ -24,7 +24,7 @@ from session_options.keys import (
     stored,
 )
 from session_options.passes import Pass
-from session_options.registry import find, pass_names, resolve
+from session_options.registry import find, pass_names, resolve, version_of
 
 GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
@@ -73,12 +73,12 @@ class Plan:
         return bool(self.passes)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Return what the result depends on, as JSON: passes, their code's version, options."""
+        """Return what the result depends on, as JSON: passes, versions, options."""
         return [
             {
                 "pass": item.name,
                 "class": f"{type(item).__module__}.{type(item).__qualname__}",
-                "version": getattr(item, "version", ""),
+                "version": version_of(item.name),
                 "options": dataclasses.asdict(item),
             }
             for item in self.passes
@@ -162,7 +162,7 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
 
 
 def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
-    """Make a plan from pass names and ``<pass>.<option>`` settings, as a command line has them.
+    """Make a plan from pass names and ``<pass>.<option>`` settings of a command line.
 
     Raises:
         OptionError: If a pass or an option is unknown, or a setting is for a pass not named.

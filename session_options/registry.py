@@ -10,6 +10,7 @@ __all__ = [
     "pass_names",
     "registered_passes",
     "resolve",
+    "version_of",
 ]
 
 import functools
@@ -74,6 +75,12 @@ def find(name: str) -> type[Pass] | None:
         )
         return None
     return cls
+
+
+def version_of(name: str) -> str:
+    """Return the version of the package that a pass comes from; empty for ours."""
+    point = _entry_points().get(name)
+    return "" if point is None or point.dist is None else point.dist.version
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
