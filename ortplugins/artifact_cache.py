@@ -2,6 +2,7 @@
 """Optimised models on disk: found by what they were made from, built once, published whole.
 
     <root>/sources/<digest of .onnx>.json   locations of the model's external data
+    <root>/digests/<path and status>        digest of a large .onnx file
     <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on
     <root>/entries/<key>/manifest.json      its files' sizes, how to open it, the report
     <root>/building/<key>.<random>/         an entry in the making
@@ -32,6 +33,9 @@ MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 # Layout of the directory; another number is another cache.
 _FORMAT = 1
+# From this size on, hashing takes a noticeable part of a start.
+_MEMO_SIZE = 4 << 20
+_SETTLED_SECONDS = 2.0
 
 
 def cache_root(chosen: str = "") -> Path:
@@ -83,6 +87,37 @@ class ArtifactCache:
         """Return the digest of an .onnx file's bytes."""
         return hashlib.sha256(content).hexdigest()
 
+    def file_digest(self, path: str | os.PathLike[str]) -> str:
+        """Return the digest of an .onnx file; of a large one seen before, without reading it.
+
+        Raises:
+            OSError: If the file can't be read.
+        """
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < _MEMO_SIZE:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            identity = (
+                os.path.realpath(path),
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
+            memo = self.root / "digests" / hashlib.sha256(repr(identity).encode()).hexdigest()
+            known = _read_json(memo)
+            if isinstance(known, str) and self._trusted():
+                return known
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # As in git's index: a file changed a moment ago may change again within the
+        # resolution of its time stamps.
+        age = time.time() - max(status.st_mtime, status.st_ctime)
+        if age > _SETTLED_SECONDS:
+            with contextlib.suppress(OSError):  # a cache that can't be written is told later
+                _write_json(self._make("digests"), memo.name, digest)
+        return digest
+
     def data_locations(self, digest: str) -> list[str] | None:
         """Return the external data locations of a model seen before, None for a new one."""
         content = _read_json(self.root / "sources" / f"{digest}.json")
@@ -96,12 +131,7 @@ class ArtifactCache:
         Raises:
             OSError: If the directory can't be written.
         """
-        folder = self._make("sources")
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(sorted(locations), file)
-        os.replace(file.name, folder / f"{digest}.json")
+        _write_json(self._make("sources"), f"{digest}.json", sorted(locations))
 
     @staticmethod
     def key(digest: str, data_files: Sequence[Path], parts: dict[str, Any]) -> str | None:
@@ -200,7 +230,7 @@ class ArtifactCache:
         import filelock
 
         removed = self.entries()
-        for name in ("entries", "sources"):
+        for name in ("entries", "sources", "digests"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         for dead in (self.root / "building").glob("*.*"):
             lock = self.root / "locks" / f"{dead.name.partition('.')[0]}.lock"
@@ -243,6 +273,12 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     complete = {**manifest, "files": sizes, "created": time.time()}
     (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
     return complete
+
+
+def _write_json(folder: Path, name: str, content: Any) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(file.name, folder / name)
 
 
 def _read_json(path: Path) -> Any:

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins._version import __version__
-from ortplugins.artifact_cache import ArtifactCache, Entry, cache_root
-from ortplugins.errors import OrtpluginsWarning
+from ortplugins.artifact_cache import ArtifactCache, Entry, cache_root, write_manifest
+from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning
 from ortplugins.machine import cpu_features
 from ortplugins.report import Report
+from rewrite_rules.remarks import PassContext, Remarks
 from session_options import Plan
 from session_options.keys import stored
 
 if TYPE_CHECKING:
     from ortplugins.baking import BakeSettings
+    from ortplugins.model_files import LoadedModel
 
 _EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
@@ -50,25 +52,79 @@ class Artifact:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Everything that an artifact depends on."""
+    """A model, and everything else that its artifact depends on.
+
+    ``folder`` is where the options say that external data lies, None where they don't.
+    """
 
     source: str | bytes | os.PathLike[str]
-    content: bytes
     folder: Path | None
     plan: Plan
     providers: tuple[str, ...]
     settings: BakeSettings | None
 
-    def parts(self) -> dict[str, Any]:
-        """What goes into the cache key beside the model itself."""
-        return {
-            "plan": self.plan.fingerprint(),
-            "ortplugins": __version__,
-            "onnxruntime": onnxruntime.__version__,
-            "providers": list(self.providers),
-            "cpu": cpu_features(),
-            "bake": None if self.settings is None else self.settings.as_json(),
-        }
+    def digest(self, cache: ArtifactCache) -> str:
+        """Digest of the .onnx file as it is now.
+
+        Raises:
+            MissingFileError, ModelFileError: If it can't be read.
+        """
+        if isinstance(self.source, bytes):
+            return cache.digest(self.source)
+        try:
+            return cache.file_digest(self.source)
+        except FileNotFoundError:
+            path = os.fspath(self.source)
+            raise MissingFileError(f"{path}: there is no such model file") from None
+        except OSError as error:
+            path = os.fspath(self.source)
+            raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+    def key(self, digest: str, locations: Sequence[str]) -> str | None:
+        """Key of the artifact; None when a data file is missing."""
+        folder = self.folder
+        if folder is None and not isinstance(self.source, bytes):
+            folder = Path(self.source).absolute().parent
+        folder = folder or Path()
+        return ArtifactCache.key(
+            digest,
+            [Path(os.path.realpath(folder / location)) for location in sorted(locations)],
+            {
+                "plan": self.plan.fingerprint(),
+                "ortplugins": __version__,
+                "onnxruntime": onnxruntime.__version__,
+                "providers": list(self.providers),
+                "cpu": cpu_features(),
+                "bake": None if self.settings is None else self.settings.as_json(),
+            },
+        )
+
+    def load(self) -> LoadedModel:
+        """Load and check the model.
+
+        Raises:
+            MissingFileError, ModelFileError: If it or its data can't be used.
+        """
+        from ortplugins.model_files import load_bytes, load_path
+
+        if isinstance(self.source, bytes):
+            return load_bytes(self.source, self.folder)
+        return load_path(self.source, self.folder)
+
+    def build(self, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+        """Fill an empty folder; return the manifest.
+
+        Raises:
+            PassError: If a pass fails.
+            OSError: If the folder can't be written.
+        """
+        from ortplugins.optimize import build_artifact
+
+        manifest = build_artifact(
+            loaded, self.plan, folder, providers=self.providers, settings=self.settings
+        )
+        is_bytes = isinstance(self.source, bytes)
+        return {**manifest, "model": "bytes" if is_bytes else os.path.abspath(self.source)}
 
 
 def prepare(
@@ -91,49 +147,38 @@ def prepare(
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails.
     """
-    request = _read_request(source, plan, options, providers, disabled_optimizers)
-    cache = ArtifactCache(cache_root(plan.cache_dir))
-    digest = cache.digest(request.content)
+    settings = None
+    if plan.bake and PassContext(Remarks(""), providers).cpu_only:
+        from ortplugins.baking import bake_settings
+
+        settings = bake_settings(options, disabled_optimizers)
+    chosen = stored(options, _EXTERNAL_FOLDER_KEY)
+    folder = Path(chosen).absolute() if chosen else None
+    request = _Request(source, folder, plan, tuple(providers), settings)
+    artifact = _find_or_build(request)
+    if chosen and artifact.model is not None:
+        # onnxruntime looks there for the data of any model, ours too.
+        here = {_EXTERNAL_FOLDER_KEY: os.path.dirname(artifact.model)}
+        artifact = dataclasses.replace(artifact, settings={**artifact.settings, **here})
+    return artifact
+
+
+def _find_or_build(request: _Request) -> Artifact:
+
+    cache = ArtifactCache(cache_root(request.plan.cache_dir))
+    digest = request.digest(cache)
     locations = cache.data_locations(digest)
-    key = None if locations is None else _key(cache, digest, locations, request)
+    key = None if locations is None else request.key(digest, locations)
     if key is not None and (entry := cache.find(key)) is not None:
         return _from_entry(entry, "cache")
     return _build(request, cache, digest)
 
 
 def _build(request: _Request, cache: ArtifactCache, digest: str) -> Artifact:
-    """Load the model, which checks it, and build under the key's lock."""
-    from ortplugins.model_files import load_bytes, load_path
-    from ortplugins.optimize import build_artifact
-
-    def load() -> Any:
-        if isinstance(request.source, bytes):
-            return load_bytes(request.content, request.folder)
-        return load_path(request.source)
-
-    def build(loaded: Any, folder: Path) -> dict[str, Any]:
-        return build_artifact(
-            loaded,
-            request.plan,
-            folder,
-            providers=request.providers,
-            settings=request.settings,
-        )
-
-    loaded = load()
+    """Build under the key's lock and publish, or build aside where there is no cache."""
+    loaded = request.load()
     try:
-        cache.remember_data_locations(digest, list(loaded.data_files))
-        key = _key(cache, digest, list(loaded.data_files), request)
-        if key is None:
-            raise FileNotFoundError("external data vanished while the model was read")
-        with cache.build(key) as result:
-            if isinstance(result, Entry):
-                return _from_entry(result, "cache")
-            manifest = {**build(loaded, result), "model": _describe(request.source)}
-            # The model may have been replaced while it was read.
-            if _key(cache, digest, list(loaded.data_files), request) != key:
-                raise FileNotFoundError("external data changed while the model was read")
-            return _from_entry(cache.publish(key, result, manifest), "built")
+        return _build_in_cache(request, cache, digest, loaded)
     except OSError as error:
         warnings.warn(
             f"ortplugins works without its cache in {str(cache.root)!r}: {error}",
@@ -141,54 +186,33 @@ def _build(request: _Request, cache: ArtifactCache, digest: str) -> Artifact:
             stacklevel=6,
         )
     temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    from ortplugins.artifact_cache import write_manifest
-
     folder = Path(temporary.name)
-    complete = write_manifest(folder, build(load(), folder))
-    artifact = _from_entry(Entry(folder, complete), "built")
+    try:
+        # Loaded again: the first attempt may have left it half rewritten.
+        manifest = write_manifest(folder, request.build(request.load(), folder))
+    except BaseException:
+        temporary.cleanup()
+        raise
+    artifact = _from_entry(Entry(folder, manifest), "built")
     return dataclasses.replace(artifact, temporary=temporary)
 
 
-def _read_request(
-    source: str | bytes | os.PathLike[str],
-    plan: Plan,
-    options: onnxruntime.SessionOptions,
-    providers: Sequence[str],
-    disabled_optimizers: Any,
-) -> _Request:
-    cpu_only = set(providers) <= {"CPUExecutionProvider", "AzureExecutionProvider"}
-    settings = None
-    if plan.bake and cpu_only:
-        from ortplugins.baking import bake_settings
-
-        settings = bake_settings(options, disabled_optimizers)
-    if isinstance(source, bytes):
-        folder = stored(options, _EXTERNAL_FOLDER_KEY)
-        chosen = Path(folder).absolute() if folder else None
-        return _Request(source, source, chosen, plan, tuple(providers), settings)
-    content = _read(source)
-    return _Request(
-        source, content, Path(source).absolute().parent, plan, tuple(providers), settings
-    )
-
-
-def _read(source: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(source, "rb") as file:
-            return file.read()
-    except OSError:
-        # Told by the same words as everywhere; model_files imports onnx_ir, a hit must not.
-        from ortplugins.model_files import read_model_file
-
-        return read_model_file(source)
-
-
-def _key(
-    cache: ArtifactCache, digest: str, locations: Sequence[str], request: _Request
-) -> str | None:
-    folder = request.folder or Path()
-    files = [Path(os.path.realpath(folder / location)) for location in sorted(locations)]
-    return cache.key(digest, files, request.parts())
+def _build_in_cache(
+    request: _Request, cache: ArtifactCache, digest: str, loaded: LoadedModel
+) -> Artifact:
+    locations = list(loaded.data_files)
+    cache.remember_data_locations(digest, locations)
+    key = request.key(digest, locations)
+    if key is None:
+        raise FileNotFoundError("external data vanished while the model was read")
+    with cache.build(key) as result:
+        if isinstance(result, Entry):
+            return _from_entry(result, "cache")
+        manifest = request.build(loaded, result)
+        # A model replaced meanwhile must not be published under the old one's key.
+        if request.key(request.digest(cache), locations) != key:
+            raise FileNotFoundError("the model changed while it was read")
+        return _from_entry(cache.publish(key, result, manifest), "built")
 
 
 def _from_entry(entry: Entry, origin: str) -> Artifact:
@@ -202,7 +226,3 @@ def _from_entry(entry: Entry, origin: str) -> Artifact:
         baked=bool(manifest["baked"]) and model is not None,
         settings=manifest["session_settings"],
     )
-
-
-def _describe(source: str | bytes | os.PathLike[str]) -> str:
-    return "bytes" if isinstance(source, bytes) else os.path.abspath(source)

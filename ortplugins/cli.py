@@ -15,11 +15,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import session_options
 from ortplugins._version import __version__
 from ortplugins.errors import ModelFileError, PassError
+from ortplugins.report import Report
 from rewrite_rules.remarks import Outcome
 from session_options.keys import PREFIX, Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
@@ -38,12 +39,12 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 
-class ReportFormat(enum.StrEnum):  # noqa: D101
+class ReportFormat(enum.StrEnum):
     TEXT = "text"
     JSON = "json"
 
 
-class TableFormat(enum.StrEnum):  # noqa: D101
+class TableFormat(enum.StrEnum):
     TEXT = "text"
     MARKDOWN = "markdown"
 
@@ -230,13 +231,15 @@ def _print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> 
         for row in (headings, *rows):
             typer.echo("\t".join(row))
         return
-    table = Table(*headings, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
-def _print_report(report: Any, format: ReportFormat, verbose: bool) -> None:
+def _print_report(report: Report, format: ReportFormat, verbose: bool) -> None:
     """Print counts, then the refusals, or all remarks if ``verbose``."""
     if format is ReportFormat.JSON:
         typer.echo(report.to_json())
@@ -254,8 +257,15 @@ def _print_report(report: Any, format: ReportFormat, verbose: bool) -> None:
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """Show a bar on stderr, gone afterwards and absent from pipes; yields its callback."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[what]}"))
-    with Progress(*columns, console=_console(stderr=True), transient=True) as progress:
+    console = _console(stderr=True)
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[what]}", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task("", total=None, what="reading and rewriting")
         yield lambda done, total, name: progress.update(
             task, completed=done, total=total, what=name

@@ -79,8 +79,10 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
-def load_path(path: str | os.PathLike[str]) -> LoadedModel:
-    """Load an .onnx file lazily; its external data is looked for beside it.
+def load_path(
+    path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None
+) -> LoadedModel:
+    """Load an .onnx file lazily; its external data is looked for beside it, or in ``folder``.
 
     A path that is a symbolic link (as in Hugging Face's cache) may have its data beside the
     link or beside the file that it points to, as onnxruntime allows.
@@ -92,6 +94,8 @@ def load_path(path: str | os.PathLike[str]) -> LoadedModel:
     """
     content = read_model_file(path)
     folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
+    if folder is not None:
+        folders = [Path(folder).absolute()]
     return _load(content, folders, os.fspath(path))
 
 

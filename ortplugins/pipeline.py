@@ -15,6 +15,7 @@ import onnx_ir.passes.common
 from ortplugins.errors import PassError
 from ortplugins.report import PassReport
 from rewrite_rules.remarks import PassContext, Remarks, RewriteError
+from rewrite_rules.symbolic_shapes import unify_symbolic_dims
 from session_options import Pass, Plan
 
 # Called after each pass of a graph stage with the pass, the model and the pass's report:
@@ -98,3 +99,4 @@ def infer_shapes(model: ir.Model) -> None:
     """
     # Lenient: a node that can't be inferred must not cost the others their shapes.
     onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    unify_symbolic_dims(model)

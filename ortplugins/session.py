@@ -60,15 +60,24 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             return
         artifact = self._prepare(path_or_bytes, plan, sess_options, providers, kwargs)
         self.ortplugins_report = artifact.report
+        if artifact.model is None:
+            super().__init__(
+                path_or_bytes, sess_options, providers, provider_options, **kwargs
+            )
+            return
         try:
             with _borrowed(sess_options, artifact):
                 super().__init__(
-                    artifact.model or path_or_bytes,
-                    sess_options,
-                    providers,
-                    provider_options,
-                    **kwargs,
+                    artifact.model, sess_options, providers, provider_options, **kwargs
                 )
+        except Exception as error:
+            # The entry was removed a moment ago, say. Whoever starts a server wants it up.
+            if plan.strict:
+                raise
+            self.ortplugins_report = _untouched(f"{artifact.model} cannot be opened: {error}")
+            super().__init__(
+                path_or_bytes, sess_options, providers, provider_options, **kwargs
+            )
         finally:
             if artifact.temporary is not None:
                 # POSIX keeps the mapped files until the session closes; Windows refuses to
@@ -84,8 +93,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> None:
         """Register providers and start again, from the model that was given.
 
-        The optimised model is for the providers it was made for.
+        An optimised model is for the providers it was made for.
         """
+        if self.ortplugins_report.source == "stock":
+            super().set_providers(providers, provider_options)
+            return
         self.__init__(  # type: ignore[misc]
             self._ortplugins_source,
             self._sess_options_initial,
@@ -108,11 +120,18 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         except PassError as error:
             if plan.strict:
                 raise
-            # Warned outside of onnxruntime's own constructor, which would take the exception
-            # for a failing provider.
-            text = f"{error}; the untouched model runs"
-            warnings.warn(text, OrtpluginsWarning, stacklevel=4)
-            return Artifact(None, Report(source="untouched", notes=(text,)))
+            return Artifact(None, _untouched(str(error)))
+
+
+def _untouched(reason: str) -> Report:
+    """Warn that the untouched model runs, and return the report that says so.
+
+    Never raised inside onnxruntime's own constructor, which would take it for a failing
+    provider.
+    """
+    text = f"{reason}; the untouched model runs"
+    warnings.warn(text, OrtpluginsWarning, stacklevel=4)
+    return Report(source="untouched", notes=(text,))
 
 
 def _provider_names(providers: Sequence[Any] | None) -> tuple[str, ...]:
@@ -149,6 +168,8 @@ def _borrowed(options: onnxruntime.SessionOptions, artifact: Artifact) -> Iterat
                 _set(options, name, text)
 
 
+# Named by their keys, a dot inside, are entries; the others are attributes (see
+# Pass.session_settings). Entries cannot be removed again: one that was not set is "0".
 def _get(options: onnxruntime.SessionOptions, name: str) -> str:
     if "." in name:
         return stored(options, name) or "0"
