@@ -49,14 +49,14 @@ from ortplugins.report import Report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, configure, option, read
 
 if TYPE_CHECKING:
-    from ortplugins.optimize import OptimizeResult, optimize
+    from ortplugins.optimization import OptimizeResult, optimize
     from ortplugins.session import InferenceSession
 
 # Imported when first used: a session that comes from the cache needs no onnx.
 _LAZY = {
     "InferenceSession": "ortplugins.session",
-    "OptimizeResult": "ortplugins.optimize",
-    "optimize": "ortplugins.optimize",
+    "OptimizeResult": "ortplugins.optimization",
+    "optimize": "ortplugins.optimization",
 }
 
 

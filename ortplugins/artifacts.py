@@ -118,7 +118,7 @@ class _Request:
             PassError: If a pass fails.
             OSError: If the folder can't be written.
         """
-        from ortplugins.optimize import build_artifact
+        from ortplugins.optimization import build_artifact
 
         manifest = build_artifact(
             loaded, self.plan, folder, providers=self.providers, settings=self.settings

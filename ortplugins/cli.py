@@ -109,7 +109,7 @@ def optimize(
     format: Format = ReportFormat.TEXT,
 ) -> None:
     """Apply passes to a model and write the result, which runs on every machine."""
-    from ortplugins.optimize import optimize
+    from ortplugins.optimization import optimize
 
     options = _parse_settings(settings)
     try:
@@ -134,7 +134,7 @@ def inspect(
     format: Format = ReportFormat.TEXT,
 ) -> None:
     """Tell what would fire on a model, what would not, and why; write nothing."""
-    from ortplugins.optimize import optimize
+    from ortplugins.optimization import optimize
 
     report = optimize(model, passes=passes, options=_parse_settings(settings)).report
     _print_report(report, format, verbose)

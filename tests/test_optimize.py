@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: MIT
+"""optimize(): one model in, one file or object out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from dequantized_models import DequantizedMatMul, op_types, relative_error, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ortplugins
+from ortplugins import DqMatMulNBitsFusion, ModelFileError, OptionError
+
+ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
+
+
+def save(case: DequantizedMatMul, folder: Path, **kwargs: object) -> Path:
+    ir.save(case.model(), folder / "model.onnx", **kwargs)
+    return folder / "model.onnx"
+
+
+def check(path: Path | None, case: DequantizedMatMul) -> None:
+    feed = case.feed()
+    (y,) = run(str(path), {"x": feed})
+    assert relative_error(y, case.reference(feed)) <= 1e-5
+
+
+@pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8"])
+@pytest.mark.parametrize("layout", ["axis0", "transposed"])
+def test_a_file_with_its_data_outside(layout: str, storage: str, tmp_path: Path):
+    case = DequantizedMatMul(96, 40, 32, storage, layout, "random")
+    path = save(case, tmp_path, external_data="model.data")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    result = ortplugins.optimize(path, tmp_path / "out.onnx")
+    check(result.path, case)
+    assert len(result.report.fired) == 1
+    # The source is as it was.
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path, external_data="model.data", size_threshold_bytes=0)
+    ortplugins.optimize(path, tmp_path / "out.onnx")
+    assert sorted(os.listdir(tmp_path)) == ["model.data", "model.onnx", "out.onnx"]
+    check(tmp_path / "out.onnx", ALIASABLE)
+
+
+def test_in_another_folder_the_output_stands_alone(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    path = save(ALIASABLE, tmp_path / "a", external_data="model.data")
+    ortplugins.optimize(path, tmp_path / "b" / "out.onnx")
+    for file in (tmp_path / "a").iterdir():
+        file.unlink()
+    check(tmp_path / "b" / "out.onnx", ALIASABLE)
+
+
+def test_a_file_with_its_data_inside_stays_one_file(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path)
+    (tmp_path / "out").mkdir()
+    result = ortplugins.optimize(path, tmp_path / "out" / "model.onnx")
+    assert os.listdir(tmp_path / "out") == ["model.onnx"]
+    check(result.path, ALIASABLE)
+
+
+def test_external_data_on_demand(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path)
+    ortplugins.optimize(path, tmp_path / "out.onnx", external_data=True)
+    assert (tmp_path / "out.onnx.data").exists()
+    check(tmp_path / "out.onnx", ALIASABLE)
+
+
+def test_a_proto_gives_a_proto_and_is_not_changed():
+    proto = ir.to_proto(ALIASABLE.model())
+    before = proto.SerializeToString()
+    result = ortplugins.optimize(proto)
+    assert result.path is None
+    assert isinstance(result.model, onnx.ModelProto)
+    assert [node.op_type for node in result.model.graph.node] == ["MatMulNBits"]
+    assert proto.SerializeToString() == before
+
+
+def test_an_ir_model_gives_an_ir_model_and_is_not_changed():
+    model = ALIASABLE.model()
+    before = ir.to_proto(model).SerializeToString()
+    result = ortplugins.optimize(model)
+    assert isinstance(result.model, ir.Model)
+    assert op_types(result.model) == ["MatMulNBits"]
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_without_output_nothing_is_written(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path, external_data="model.data")
+    result = ortplugins.optimize(path)
+    assert result.path is None
+    assert sorted(os.listdir(tmp_path)) == ["model.data", "model.onnx"]
+
+
+def test_passes_by_name_with_options(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path)
+    result = ortplugins.optimize(
+        path,
+        passes=["dq_matmulnbits_fusion"],
+        options={"dq_matmulnbits_fusion.accuracy_level": 4},
+    )
+    (node,) = [n for n in result.model.graph if n.op_type == "MatMulNBits"]
+    assert node.attributes["accuracy_level"].as_int() == 4
+
+
+def test_unknown_pass_names_the_closest():
+    with pytest.raises(OptionError, match="did you mean 'dq_matmulnbits_fusion'"):
+        ortplugins.optimize(ALIASABLE.model(), passes=["dq_matmul_fusion"])
+
+
+def test_unknown_option_value():
+    with pytest.raises(OptionError, match="accuracy_level is 9: one of 0, 1, 2, 3, 4"):
+        DqMatMulNBitsFusion(accuracy_level=9)
+
+
+def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path)
+    output = tmp_path / "out.onnx"
+    output.write_text("mine")
+    with pytest.raises(FileExistsError, match="exists"):
+        ortplugins.optimize(path, output)
+    assert output.read_text() == "mine"
+    ortplugins.optimize(path, output, overwrite=True)
+    check(output, ALIASABLE)
+
+
+def test_the_model_itself_is_no_output(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path)
+    with pytest.raises(ModelFileError, match="is the model itself"):
+        ortplugins.optimize(path, path, overwrite=True)
+
+
+def test_the_models_own_data_file_is_never_overwritten(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path, external_data="out.onnx.data")
+    before = (tmp_path / "out.onnx.data").read_bytes()
+    ortplugins.optimize(path, tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx.data").read_bytes() == before
+    check(tmp_path / "out.onnx", ALIASABLE)
+    check(path, ALIASABLE)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = save(ALIASABLE, tmp_path, external_data="model.data")
+    (tmp_path / "out").mkdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ir, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        ortplugins.optimize(path, tmp_path / "out" / "model.onnx")
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_callbacks_hear_of_passes_and_tensors(tmp_path: Path):
+    case = DequantizedMatMul(128, 64, 32)
+    path = save(case, tmp_path, external_data="model.data")
+    passes, tensors = [], []
+    ortplugins.optimize(
+        path,
+        tmp_path / "out.onnx",
+        after_pass=lambda item, model, report: passes.append((item.name, op_types(model))),
+        progress=lambda done, total, name: tensors.append((done, total)),
+    )
+    assert passes == [("dq_matmulnbits_fusion", ["MatMulNBits"])]
+    assert tensors == [(0, 2), (1, 2)]
+
+
+@given(
+    k=st.integers(1, 300),
+    n=st.integers(1, 50),
+    storage=st.sampled_from(["int4", "uint4", "int8", "uint8"]),
+    layout=st.sampled_from(["axis0", "transposed"]),
+    zero_points=st.sampled_from(["none", "random"]),
+    external=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_saved_is_what_was_meant(
+    tmp_path_factory: pytest.TempPathFactory, external: bool, **shape: object
+):
+    case = DequantizedMatMul(block_size=32, **shape)  # type: ignore[arg-type]
+    folder = tmp_path_factory.mktemp("saved")
+    path = save(case, folder, external_data="d" if external else None, size_threshold_bytes=0)
+    result = ortplugins.optimize(path, folder / "out.onnx")
+    check(result.path, case)
+
+
+def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("rewrite_rules.code_repacking._TILE_BYTES", 1 << 10)
+    monkeypatch.setattr("rewrite_rules.float_weight._CHUNK_ELEMENTS", 1 << 9)
+    for storage in ("int4", "uint8", "int2"):
+        for layout in ("axis0", "transposed"):
+            for n in (300, 301):
+                case = DequantizedMatMul(130, n, 32, storage, layout, "random")
+                for kernels in ("fuse", "float"):
+                    fusion = DqMatMulNBitsFusion(slow_kernels=kernels)
+                    result = ortplugins.optimize(case.model(), passes=[fusion])
+                    feed = case.feed()
+                    (y,) = run(result.model, {"x": feed})
+                    assert relative_error(y, case.reference(feed)) <= 1e-5
+    assert np.isfinite(y).all()
