@@ -1,0 +1,50 @@
+# Each target makes the virtual environment that it needs; only Python >= 3.11, make and a
+# package registry are expected. PYTHON chooses the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := ortplugins session_options rewrite_rules
+SOURCES := $(PACKAGES) tests benchmarks examples
+
+.PHONY: help demo test test-slow check lint bench docs clean
+
+help:
+	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
+	@echo "make test       static checks and all fast tests (under 10 minutes)"
+	@echo "make test-slow  tests that take minutes: large models, memory"
+	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
+	@echo "make docs       the documentation, as a site in site/"
+	@echo "make clean      removes what the others made"
+
+# pip install is repeated only when the project's description changes.
+$(VENV)/.installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/smollm2/demo.py
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The tests come last: their closing line closes the output.
+test: check
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/run.py
+
+docs: $(VENV)/.installed-docs $(VENV)/.installed-dev
+	$(BIN)/ortplugins passes --format markdown > docs/passes.generated.md
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) .cache site dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""Writes a chain of int4 MatMuls of any size, without holding it in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.code_repacking import ChunkedTensor
+
+
+def write_chain(
+    path: Path, layers: int, width: int, hidden: int, layout: str, storage: str = "INT4"
+) -> int:
+    """Write x -> (MatMul [width, hidden] -> MatMul [hidden, width]) x layers, block 32.
+
+    Args:
+        path: The .onnx file; the data goes beside it.
+        layers: Number of pairs.
+        width: Size of the input and output.
+        hidden: Size between the two of a pair.
+        layout: ``"axis0"`` or ``"transposed"`` ([N, K] + Transpose).
+        storage: ``"INT4"`` or ``"UINT4"``.
+
+    Returns:
+        Bytes of the codes.
+    """
+    x = ir.val("x", ir.DataType.FLOAT, ["rows", width])
+    value, nodes, initializers, size = x, [], [], 0
+    for i in range(2 * layers):
+        k, n = (width, hidden) if i % 2 == 0 else (hidden, width)
+        shape, blocks = ((k, n), (k // 32, n)) if layout == "axis0" else ((n, k), (n, k // 32))
+        codes = _initializer(_codes(f"w{i}", shape, ir.DataType[storage], i))
+        scales = _initializer(_scales(f"s{i}", blocks, k))
+        axis = 0 if layout == "axis0" else 1
+        attributes = {"axis": axis, "block_size": 32}
+        nodes.append(ir.node("DequantizeLinear", [codes, scales], attributes, name=f"dq{i}"))
+        if layout == "transposed":
+            nodes.append(ir.node("Transpose", nodes[-1].outputs, {"perm": [1, 0]}))
+        nodes.append(ir.node("MatMul", [value, nodes[-1].outputs[0]], name=f"matmul{i}"))
+        value = nodes[-1].outputs[0]
+        initializers += [codes, scales]
+        size += k * n // 2
+    value.name, value.dtype = "y", ir.DataType.FLOAT
+    graph = ir.Graph(
+        [x],
+        [value],
+        nodes=nodes,
+        initializers=initializers,
+        opset_imports={"": 21},
+        name="chain",
+    )
+    ir.save(ir.Model(graph, ir_version=10), path, external_data=f"{path.name}.data")
+    return size
+
+
+def _initializer(tensor: ir.TensorProtocol) -> ir.Value:
+    return ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(tensor.shape.numpy()),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
+
+
+def _codes(name: str, shape: tuple[int, int], dtype: ir.DataType, seed: int) -> ChunkedTensor:
+    def chunks() -> Iterator[npt.NDArray[np.uint8]]:
+        rng = np.random.default_rng(seed)
+        left = shape[0] * shape[1] // 2
+        while left:
+            count = min(left, 4 << 20)
+            yield np.frombuffer(rng.bytes(count), np.uint8)
+            left -= count
+
+    return ChunkedTensor(chunks, dtype, shape, name)
+
+
+def _scales(name: str, shape: tuple[int, int], k: int) -> ChunkedTensor:
+    def chunks() -> Iterator[npt.NDArray[np.float32]]:
+        # Variance about 1 after each MatMul: codes have one of about 21.
+        yield np.full(shape, 1 / np.sqrt(21 * k), np.float32)
+
+    return ChunkedTensor(chunks, ir.DataType.FLOAT, shape, name)
