@@ -19,6 +19,7 @@ from ortplugins._version import __version__
 from ortplugins.artifact_cache import ArtifactCache, Entry, cache_root, write_manifest
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning
 from ortplugins.machine import cpu_features
+from ortplugins.option_probe import find_hidden_options
 from ortplugins.report import Report
 from rewrite_rules.remarks import PassContext, Remarks
 from session_options import Plan
@@ -155,7 +156,8 @@ def prepare(
     chosen = stored(options, _EXTERNAL_FOLDER_KEY)
     folder = Path(chosen).absolute() if chosen else None
     request = _Request(source, folder, plan, tuple(providers), settings)
-    artifact = _find_or_build(request)
+    artifact, entry = _find_or_build(request)
+    artifact = _respect(artifact, entry, options)
     if chosen and artifact.model is not None:
         # onnxruntime looks there for the data of any model, ours too.
         here = {_EXTERNAL_FOLDER_KEY: os.path.dirname(artifact.model)}
@@ -163,18 +165,18 @@ def prepare(
     return artifact
 
 
-def _find_or_build(request: _Request) -> Artifact:
+def _find_or_build(request: _Request) -> tuple[Artifact, Entry]:
 
     cache = ArtifactCache(cache_root(request.plan.cache_dir))
     digest = request.digest(cache)
     locations = cache.data_locations(digest)
     key = None if locations is None else request.key(digest, locations)
     if key is not None and (entry := cache.find(key)) is not None:
-        return _from_entry(entry, "cache")
+        return _from_entry(entry, "cache"), entry
     return _build(request, cache, digest)
 
 
-def _build(request: _Request, cache: ArtifactCache, digest: str) -> Artifact:
+def _build(request: _Request, cache: ArtifactCache, digest: str) -> tuple[Artifact, Entry]:
     """Build under the key's lock and publish, or build aside where there is no cache."""
     loaded = request.load()
     try:
@@ -193,13 +195,13 @@ def _build(request: _Request, cache: ArtifactCache, digest: str) -> Artifact:
     except BaseException:
         temporary.cleanup()
         raise
-    artifact = _from_entry(Entry(folder, manifest), "built")
-    return dataclasses.replace(artifact, temporary=temporary)
+    entry = Entry(folder, manifest)
+    return dataclasses.replace(_from_entry(entry, "built"), temporary=temporary), entry
 
 
 def _build_in_cache(
     request: _Request, cache: ArtifactCache, digest: str, loaded: LoadedModel
-) -> Artifact:
+) -> tuple[Artifact, Entry]:
     locations = list(loaded.data_files)
     cache.remember_data_locations(digest, locations)
     key = request.key(digest, locations)
@@ -207,12 +209,40 @@ def _build_in_cache(
         raise FileNotFoundError("external data vanished while the model was read")
     with cache.build(key) as result:
         if isinstance(result, Entry):
-            return _from_entry(result, "cache")
+            return _from_entry(result, "cache"), result
         manifest = request.build(loaded, result)
         # A model replaced meanwhile must not be published under the old one's key.
         if request.key(request.digest(cache), locations) != key:
             raise FileNotFoundError("the model changed while it was read")
-        return _from_entry(cache.publish(key, result, manifest), "built")
+        entry = cache.publish(key, result, manifest)
+        return _from_entry(entry, "built"), entry
+
+
+def _respect(
+    artifact: Artifact, entry: Entry, options: onnxruntime.SessionOptions
+) -> Artifact:
+    """Give way to options that the artifact was made without."""
+    if artifact.model is None:
+        return artifact
+    hidden = find_hidden_options(options, entry.folder, entry.manifest)
+    if (name := hidden.added_initializer) is not None:
+        note = (
+            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
+        )
+        report = dataclasses.replace(
+            artifact.report,
+            source="untouched",
+            notes=(*artifact.report.notes, note),
+            artifact="",
+        )
+        return dataclasses.replace(
+            artifact, model=None, report=report, baked=False, settings={}
+        )
+    if hidden.overrides_dimensions and artifact.baked:
+        note = "free dimensions are overridden, so onnxruntime optimises at this start"
+        report = dataclasses.replace(artifact.report, notes=(*artifact.report.notes, note))
+        return dataclasses.replace(artifact, report=report, baked=False)
+    return artifact
 
 
 def _from_entry(entry: Entry, origin: str) -> Artifact:

@@ -21,6 +21,7 @@ from ortplugins.model_files import (
     load_path,
     save_with_data,
 )
+from ortplugins.option_probe import write_probe
 from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
 from ortplugins.report import Report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
@@ -135,6 +136,7 @@ def build_artifact(
     """
     runs = PassRuns()
     notes: list[str] = []
+    probed = write_probe(loaded.model, folder)
     infer_shapes(loaded.model)
     run_stage("rewrite", plan, loaded.model, providers, runs)
     later = any(item.takes_part_in(s) for item in plan.passes for s in ("rearrange", "finish"))
@@ -153,7 +155,7 @@ def build_artifact(
     report = Report(
         runs.reports(), "built" if runs.any_fired or later else "untouched", tuple(notes)
     )
-    return {"baked": baked, "session_settings": needs, "report": report.to_dict()}
+    return {**probed, "baked": baked, "session_settings": needs, "report": report.to_dict()}
 
 
 def _bake_in_place(model_path: Path, settings: BakeSettings, notes: list[str]) -> bool:

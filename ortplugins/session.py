@@ -61,6 +61,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         artifact = self._prepare(path_or_bytes, plan, sess_options, providers, kwargs)
         self.ortplugins_report = artifact.report
         if artifact.model is None:
+            if artifact.temporary is not None:
+                artifact.temporary.cleanup()
             super().__init__(
                 path_or_bytes, sess_options, providers, provider_options, **kwargs
             )

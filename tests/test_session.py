@@ -172,7 +172,7 @@ def test_a_refusal_is_told_and_the_original_runs(tmp_path: Path, cache_dir: Path
         assert "block_size 512 of weight 'w' has no kernel" in str(report)
         check(session, case)
     # What is not rewritten is not copied either.
-    assert [p.name for p in cache_dir.rglob("*.onnx*")] == []
+    assert [p.name for p in cache_dir.rglob("model.onnx*")] == []
 
 
 def test_set_providers_starts_again_from_the_model(model_path: Path):
@@ -390,3 +390,46 @@ def test_the_stock_file_says_the_same_without_us(model_path: Path):
     feed = CASE.feed()
     assert relative_error(session.run(None, {"x": feed})[0], CASE.reference(feed)) <= 1e-5
     assert run(onnx.load(model_path), {"x": feed})[0].shape == (3, 64)
+
+
+# Options that cannot be read back.
+
+
+def test_overridden_dimensions_are_respected(model_path: Path):
+    for _ in range(2):
+        so = options()
+        so.add_free_dimension_override_by_name("rows", 3)
+        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+        assert session.get_inputs()[0].shape == [3, 128]
+        assert len(session.ortplugins_report.fired) == 1
+        assert "free dimensions are overridden" in str(session.ortplugins_report)
+        check(session)
+    assert start(model_path) == "cache"
+
+
+def test_an_initializer_added_by_hand_is_respected(model_path: Path):
+    assert start(model_path) == "built"
+    other = dataclasses.replace(CASE, seed=9)
+    scales = np.ascontiguousarray(other.arrays()[1].T)
+    so = options()
+    value = ort.OrtValue.ortvalue_from_numpy(scales)
+    so.add_initializer("w_scale", value)
+    stock = ort.InferenceSession(model_path, so, providers=CPU)
+    session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+    assert "initializer 'w_scale' was added to the SessionOptions" in str(
+        session.ortplugins_report
+    )
+    feed = {"x": CASE.feed()}
+    np.testing.assert_array_equal(session.run(None, feed)[0], stock.run(None, feed)[0])
+
+
+def test_looking_leaves_no_profile_behind(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    so = options()
+    so.enable_profiling = True
+    session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+    profile = Path(session.end_profiling())
+    assert [path.name for path in tmp_path.glob("*.json")] == [profile.name]
+    assert so.enable_profiling
