@@ -17,7 +17,7 @@ import onnxruntime
 
 from ortplugins._version import __version__
 from ortplugins.artifact_cache import ArtifactCache, Entry, cache_root, write_manifest
-from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning
+from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.machine import cpu_features
 from ortplugins.option_probe import find_hidden_options
 from ortplugins.report import Report
@@ -221,10 +221,17 @@ def _build_in_cache(
 def _respect(
     artifact: Artifact, entry: Entry, options: onnxruntime.SessionOptions
 ) -> Artifact:
-    """Give way to options that the artifact was made without."""
+    """Give way to options that the artifact was made without.
+
+    Raises:
+        PassError: If the entry cannot be opened.
+    """
     if artifact.model is None:
         return artifact
-    hidden = find_hidden_options(options, entry.folder, entry.manifest)
+    try:
+        hidden = find_hidden_options(options, entry.folder, entry.manifest)
+    except Exception as error:  # removed a moment ago, say
+        raise PassError(f"{entry.folder} cannot be opened: {error}") from error
     if (name := hidden.added_initializer) is not None:
         note = (
             f"initializer {name!r} was added to the SessionOptions; the untouched model runs"

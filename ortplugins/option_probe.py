@@ -12,19 +12,21 @@ from __future__ import annotations
 __all__ = ["PROBE", "HiddenOptions", "find_hidden_options", "write_probe"]
 
 import dataclasses
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
+from ortplugins.lent_options import lent
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 PROBE = "probe.onnx"
 
-_quiet = threading.Lock()
+# A session opens its profile, and starts its threads, as soon as it is constructed.
+_QUIET = {"enable_profiling": False, "intra_op_num_threads": 1, "inter_op_num_threads": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +79,9 @@ def find_hidden_options(
     """
     state = onnxruntime.capi._pybind_state
     probe = str(folder / PROBE)
-    with _quiet:
-        # A session that profiles opens its file when it is constructed.
-        profiling, options.enable_profiling = options.enable_profiling, False
-        try:
-            copy = state.InferenceSession(options, probe, True, False).session_options
-        finally:
-            options.enable_profiling = profiling
+    with lent(options, _QUIET):
+        copy = state.InferenceSession(options, probe, True, False).session_options
     copy.optimized_model_filepath = ""
-    copy.intra_op_num_threads = copy.inter_op_num_threads = 1
     copy.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     session = state.InferenceSession(copy, probe, True, False)
     before = [list(meta.shape) for meta in session.inputs_meta]

@@ -7,10 +7,9 @@ __all__ = ["InferenceSession"]
 
 import contextlib
 import os
-import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnxruntime
@@ -18,8 +17,8 @@ import onnxruntime
 import session_options
 from ortplugins.artifacts import Artifact, prepare
 from ortplugins.errors import OrtpluginsWarning, PassError
+from ortplugins.lent_options import lent
 from ortplugins.report import Report
-from session_options.keys import stored
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -68,7 +67,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             )
             return
         try:
-            with _borrowed(sess_options, artifact):
+            with lent(sess_options, _settings(artifact)):
                 super().__init__(
                     artifact.model, sess_options, providers, provider_options, **kwargs
                 )
@@ -142,44 +141,7 @@ def _provider_names(providers: Sequence[Any] | None) -> tuple[str, ...]:
     return tuple(item if isinstance(item, str) else item[0] for item in chosen)
 
 
-_borrowing = threading.Lock()
-
-
-@contextlib.contextmanager
-def _borrowed(options: onnxruntime.SessionOptions, artifact: Artifact) -> Iterator[None]:
-    """Lend the options to a session that skips what the artifact has behind it.
-
-    onnxruntime copies the options when a session is created. They cannot be copied whole from
-    Python (custom-op libraries stay behind), so they are changed and put back, by one thread
-    at a time.
-    """
-    settings = dict(artifact.settings)
-    if artifact.baked:
-        settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
-    if not settings:
-        yield
-        return
-    with _borrowing:
-        before = {name: _get(options, name) for name in settings}
-        try:
-            for name, text in settings.items():
-                _set(options, name, text)
-            yield
-        finally:
-            for name, text in before.items():
-                _set(options, name, text)
-
-
-# Named by their keys, a dot inside, are entries; the others are attributes (see
-# Pass.session_settings). Entries cannot be removed again: one that was not set is "0".
-def _get(options: onnxruntime.SessionOptions, name: str) -> str:
-    if "." in name:
-        return stored(options, name) or "0"
-    return str(getattr(options, name).name)
-
-
-def _set(options: onnxruntime.SessionOptions, name: str, text: str) -> None:
-    if "." in name:
-        options.add_session_config_entry(name, text)
-    else:
-        setattr(options, name, getattr(type(getattr(options, name)), text))
+def _settings(artifact: Artifact) -> dict[str, str]:
+    """What the artifact needs of its session; it has its own optimisation behind it."""
+    level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+    return {**artifact.settings, **level}
