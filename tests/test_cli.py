@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: MIT
+"""The command line, through its real entry points, in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from dequantized_models import DequantizedMatMul, make_model, run
+
+import ortplugins
+import session_options
+from ortplugins import cli
+from ortplugins.artifact_cache import ArtifactCache
+from ortplugins.report import Report
+from session_options.keys import options_of
+from session_options.plan import GENERAL_OPTIONS
+
+SCRIPT = (os.path.join(sysconfig.get_path("scripts"), "ortplugins"),)
+MODULE = (sys.executable, "-m", "ortplugins")
+
+FUSED = DequantizedMatMul(64, 32, 32)
+# MatMulNBits has no kernel for blocks of 8.
+REFUSED = DequantizedMatMul(64, 32, 8)
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ortp(tmp_path: Path) -> Command:
+    """Runs the command in an empty folder; ``env`` adds to the environment."""
+
+    def command(
+        *arguments: object, entry: tuple[str, ...] = SCRIPT, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*entry, *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return command
+
+
+@pytest.fixture
+def main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """The same without a new process, which takes a second."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back
+
+    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["ortplugins", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        code = left.value.code or 0
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return command
+
+
+def save(case: DequantizedMatMul, path: Path, *, external: bool = False) -> Path:
+    model = case.model()
+    if external:
+        ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=0)
+    else:
+        ir.save(model, path)
+    return path
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a folder, with its size and its time of change."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
+
+
+def timeless(report: Report) -> dict[str, object]:
+    content = report.to_dict()
+    for item in content["passes"]:
+        del item["seconds"]
+    return content
+
+
+# The entry points.
+
+
+@pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
+def test_version(ortp: Command, entry: tuple[str, ...]):
+    done = ortp("--version", entry=entry)
+    assert (done.returncode, done.stdout) == (0, f"ortplugins {ortplugins.__version__}\n")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_one_sentence_says_what_to_install(ortp: Command, missing: str):
+    code = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; "
+        "runpy.run_module('ortplugins', run_name='__main__')"
+    )
+    done = ortp(entry=(sys.executable, "-c", code))
+    assert done.returncode == 2
+    assert done.stderr == "The command line needs: pip install 'ortplugins[cli]'\n"
+
+
+def test_what_opens_no_model_imports_no_onnx(ortp: Command):
+    code = (
+        "import sys; from ortplugins.cli import main\n"
+        "try: main()\n"
+        "finally: print({'onnx', 'onnx_ir', 'onnxscript', 'onnxruntime'} & set(sys.modules))"
+    )
+    done = ortp("passes", entry=(sys.executable, "-c", code))
+    assert done.stdout.endswith("set()\n")
+
+
+# optimize
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])
+def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
+    ortp: Command, tmp_path: Path, external: bool
+):
+    model = save(FUSED, tmp_path / "model.onnx", external=external)
+    before = snapshot(tmp_path)
+    done = ortp("optimize", model, "-o", "out.onnx")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "fired 1, refused 0\nwrote out.onnx\n"
+    feeds = {"x": FUSED.feed()}
+    (expected,), (actual,) = run(str(model), feeds), run(str(tmp_path / "out.onnx"), feeds)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    nodes = onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.node
+    assert [node.op_type for node in nodes] == ["MatMulNBits"]
+    after = snapshot(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    assert after.keys() - before.keys() <= {"out.onnx", "out.onnx.data"}
+
+
+def test_json_on_stdout_is_the_report(ortp: Command, tmp_path: Path):
+    model = save(REFUSED, tmp_path / "model.onnx")
+    done = ortp("optimize", model, "-o", "out.onnx", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = Report.from_json(done.stdout)
+    assert printed.artifact == "out.onnx"
+    expected = timeless(ortplugins.optimize(model).report)
+    assert timeless(printed) == {**expected, "artifact": "out.onnx"}
+
+
+def test_options_reach_the_pass(main: Command, tmp_path: Path):
+    model = save(FUSED, tmp_path / "model.onnx")
+    done = main(
+        "optimize",
+        *(model, "-o", "out.onnx", "--pass", "dq_matmulnbits_fusion"),
+        *("--set", "dq_matmulnbits_fusion.accuracy_level=4"),
+        *("--set", "ortplugins.dq_matmulnbits_fusion.slow_kernels=keep"),
+    )
+    assert done.returncode == 0
+    (node,) = onnx.load(tmp_path / "out.onnx").graph.node
+    values = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+    assert values["accuracy_level"] == 4
+
+
+def test_overwrites_only_by_force(ortp: Command, tmp_path: Path):
+    model = save(FUSED, tmp_path / "model.onnx")
+    output = tmp_path / "out.onnx"
+    output.write_text("somebody's")
+    done = ortp("optimize", model, "-o", output)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {output}: exists; --force overwrites it\n"
+    assert output.read_text() == "somebody's"
+
+    assert ortp("optimize", model, "-o", output, "--force").returncode == 0
+    onnx.load(output)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_a_terminal_gets_a_progress_bar(tmp_path: Path):
+    import pty
+
+    model = save(FUSED, tmp_path / "model.onnx", external=True)
+    (tmp_path / "out").mkdir()
+    mine, theirs = pty.openpty()
+    done = subprocess.run(
+        [*SCRIPT, "optimize", str(model), "-o", str(tmp_path / "out" / "out.onnx")],
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=120,
+        check=True,
+    )
+    os.close(theirs)
+    shown = os.read(mine, 1 << 20).decode()
+    os.close(mine)
+    assert "0/" in shown
+    assert done.stdout.decode().startswith("fired 1, refused 0\n")
+
+
+# inspect
+
+
+def test_inspect_writes_nothing(ortp: Command, tmp_path: Path, cache_dir: Path):
+    model = save(REFUSED, tmp_path / "model.onnx", external=True)
+    before = snapshot(tmp_path)
+    done = ortp("inspect", model)
+    assert (done.returncode, done.stderr) == (0, "")
+    counts, refusal = done.stdout.splitlines()
+    assert counts == "fired 0, refused 1"
+    assert refusal.startswith("refused dq_matmulnbits_fusion: matmul: ")
+    assert "block_size 8" in refusal
+    assert snapshot(tmp_path) == before
+    assert not cache_dir.exists()
+
+
+def test_inspect_as_json_is_the_report(ortp: Command, tmp_path: Path):
+    model = save(FUSED, tmp_path / "model.onnx")
+    done = ortp("inspect", model, "--format", "json")
+    expected = ortplugins.optimize(model).report
+    assert timeless(Report.from_json(done.stdout)) == timeless(expected)
+    assert json.loads(done.stdout)["fired"] == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "code"), [(FUSED, 0), (REFUSED, 1)], ids=["fired", "refused"]
+)
+def test_check_fails_on_a_refusal(
+    main: Command, tmp_path: Path, case: DequantizedMatMul, code: int
+):
+    assert main("inspect", save(case, tmp_path / "m.onnx"), "--check").returncode == code
+
+
+def test_verbose_shows_what_fired_under_its_own_name(main: Command, tmp_path: Path):
+    # Brackets and colons are markup to rich, and stand in many exporters' names.
+    case = FUSED
+    values, x = case.initializers(), case.input()
+    nodes = case.dequantize(values)
+    name = "/layers[0]/[red]mlp:smile:" + "x" * 200
+    nodes.append(ir.node("MatMul", [x, nodes[-1].outputs[0]], name=name))
+    ir.save(make_model([x], nodes, values, {"y": nodes[-1].outputs[0]}), tmp_path / "m.onnx")
+    assert name not in main("inspect", "m.onnx").stdout
+    fired = main("inspect", "m.onnx", "-v").stdout.splitlines()[1]
+    assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")
+
+
+# Input that cannot be used.
+
+
+def _truncated(folder: Path) -> None:
+    model = save(FUSED, folder / "model.onnx")
+    model.write_bytes(model.read_bytes()[:-100])
+
+
+def _empty(folder: Path) -> None:
+    (folder / "model.onnx").touch()
+
+
+def _no_model(folder: Path) -> None:
+    (folder / "model.onnx").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+
+
+def _data_missing(folder: Path) -> None:
+    save(FUSED, folder / "model.onnx", external=True)
+    (folder / "model.onnx.data").unlink()
+
+
+def _data_too_short(folder: Path) -> None:
+    save(FUSED, folder / "model.onnx", external=True)
+    os.truncate(folder / "model.onnx.data", 40)
+
+
+def _data_elsewhere(folder: Path) -> None:
+    model = save(FUSED, folder / "model.onnx", external=True)
+    proto = onnx.load(model, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for item in tensor.external_data:
+            if item.key == "location":
+                item.value = f"../{item.value}"
+    onnx.save(proto, model)
+
+
+@pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
+def test_both_entry_points_tell_errors_alike(
+    ortp: Command, tmp_path: Path, entry: tuple[str, ...]
+):
+    _truncated(tmp_path)
+    done = ortp("optimize", "model.onnx", "-o", "out.onnx", entry=entry)
+    assert_one_sentence(done, ["model.onnx", "cut off"])
+    assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: None, ["model.onnx", "no such"]),
+        (_truncated, ["model.onnx", "cut off"]),
+        (_empty, ["model.onnx", "empty"]),
+        (_no_model, ["model.onnx", "no ONNX model"]),
+        (_data_missing, ["model.onnx", "'w'", "model.onnx.data", "missing"]),
+        (_data_too_short, ["model.onnx", "'w'", "model.onnx.data", "40"]),
+        (_data_elsewhere, ["model.onnx", "'w'", "../model.onnx.data", "folder"]),
+    ],
+)
+def test_an_unusable_model_is_one_sentence(
+    main: Command, tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+):
+    damage(tmp_path)
+    before = snapshot(tmp_path)
+    done = main("optimize", "model.onnx", "-o", "out.onnx")
+    assert_one_sentence(done, words)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pass", "dq_matmulnbit_fusion"], ["did you mean 'dq_matmulnbits_fusion'?"]),
+        (
+            ["--set", "dq_matmulnbits_fusion.acuracy_level=4"],
+            ["dq_matmulnbits_fusion.acuracy_level", "did you mean 'accuracy_level'?"],
+        ),
+        (
+            ["--set", "dq_matmulnbits_fusion.accuracy_level=5"],
+            ["dq_matmulnbits_fusion.accuracy_level", "5", "0, 1, 2, 3, 4"],
+        ),
+        (["--set", "shape_size_reorder.x=1"], ["shape_size_reorder", "not among the passes"]),
+        (["-o", "missing/out.onnx"], ["missing/out.onnx", "folder"]),
+        (["-o", "model.onnx", "--force"], ["model.onnx", "the model itself"]),
+    ],
+)
+def test_an_unusable_option_is_one_sentence(
+    main: Command, tmp_path: Path, arguments: list[str], words: list[str]
+):
+    save(FUSED, tmp_path / "model.onnx")
+    before = snapshot(tmp_path)
+    assert_one_sentence(main("optimize", "model.onnx", "-o", "out.onnx", *arguments), words)
+    assert snapshot(tmp_path) == before
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]) -> None:
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert [word for word in words if word not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["optimize", "model.onnx"],
+        ["inspect"],
+        ["inspect", "model.onnx", "--format", "yaml"],
+        ["inspect", "model.onnx", "--set", "accuracy_level"],
+        ["cache"],
+        ["fuse"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(main: Command, arguments: list[str]):
+    done = main(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+# passes
+
+
+def test_every_session_key_has_a_row(ortp: Command):
+    header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
+    assert header == "| Session key | Default | What it does |"
+    assert rule == "|---|---|---|"
+    keys = [row.split("`")[1] for row in rows]
+    expected = []
+    for name, cls in session_options.registered_passes().items():
+        expected.append(session_options.enable_key(name))
+        expected += [session_options.option_key(name, spec.name) for spec in options_of(cls)]
+        for spec in options_of(cls):
+            assert any(spec.help in row for row in rows)
+    expected += [f"ortplugins.{spec.name}" for spec in GENERAL_OPTIONS]
+    assert keys == expected
+    assert all(row.count("|") == 4 for row in rows)
+
+
+PASSES_OF_ANOTHER_PACKAGE = """
+import dataclasses
+from typing import ClassVar
+from session_options import Pass, option
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Pass):
+    name: ClassVar[str] = "failing"
+    summary: ClassVar[str] = "fail"
+    when: str = option("always", "When to fail | and how.")
+
+    def rewrite(self, model, context):
+        with context.remarks.at("matmul"):
+            raise KeyError("scale")
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> dict[str, str]:
+    """Environment with an installed package that brings a failing and a broken pass."""
+    folder = tmp_path / "site"
+    (folder / "acme_passes-1.0.dist-info").mkdir(parents=True)
+    (folder / "acme_passes.py").write_text(PASSES_OF_ANOTHER_PACKAGE)
+    (folder / "acme_passes-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-passes\nVersion: 1.0\n"
+    )
+    (folder / "acme_passes-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ortplugins.passes]\nfailing = acme_passes:Failing\nbroken = acme_passes:Gone\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_passes_of_other_packages_are_listed(ortp: Command, plugins: dict[str, str]):
+    done = ortp("passes", env=plugins)
+    assert done.returncode == 0
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert ["ortplugins.enable_failing", "0", "Pass failing: fail."] in rows
+    assert ["ortplugins.failing.when", "always", "When to fail | and how."] in rows
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("warning: ortplugins skips pass 'broken' of 'acme_passes:Gone'")
+
+
+def test_a_failing_pass_leaves_no_output(
+    ortp: Command, tmp_path: Path, plugins: dict[str, str]
+):
+    save(FUSED, tmp_path / "model.onnx")
+    done = ortp("optimize", "model.onnx", "-o", "out.onnx", "--pass", "failing", env=plugins)
+    assert_one_sentence(done, ["'failing'", "'matmul'", "KeyError", "scale"])
+    assert not (tmp_path / "out.onnx").exists()
+
+
+# cache
+
+
+def test_cache_lists_what_a_session_left_and_clears_it(
+    ortp: Command, tmp_path: Path, cache_dir: Path
+):
+    model = save(FUSED, tmp_path / "model.onnx")
+    assert ortp("cache", "list").stdout.endswith(f"0 in all, 0 bytes, in {cache_dir}\n")
+
+    options = ort.SessionOptions()
+    session_options.configure(options, session_options.DqMatMulNBitsFusion())
+    ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    (entry,) = ArtifactCache(cache_dir).entries()
+    _, row, total = ortp("cache", "list").stdout.splitlines()
+    key, path, _, age, fate = row.split("\t")
+    assert entry.folder.name.startswith(key)
+    assert (path, fate) == (str(model), "1/0")
+    assert age.endswith((" s", " min"))
+    assert total.startswith("1 in all, ")
+
+    done = ortp("cache", "clear")
+    assert done.returncode == 0
+    assert done.stdout.startswith("removed 1, ")
+    assert done.stdout.endswith(f", from {cache_dir}\n")
+    assert ArtifactCache(cache_dir).entries() == []
+
+
+def test_cache_path_is_the_option_else_the_environment(
+    ortp: Command, tmp_path: Path, cache_dir: Path
+):
+    assert ortp("cache", "path").stdout == f"{cache_dir}\n"
+    chosen = tmp_path / "chosen"
+    assert ortp("cache", "path", "--cache-dir", chosen).stdout == f"{chosen}\n"
+    assert not chosen.exists()

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: MIT
+"""Flags in, an ordered plan out; and passes of other packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from dequantized_models import DequantizedMatMul
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ortplugins
+import session_options
+from session_options import (
+    DqMatMulNBitsFusion,
+    OptionError,
+    Pass,
+    Plan,
+    configure,
+    option,
+    read,
+    registered_passes,
+)
+from session_options.keys import options_of
+from session_options.plan import GENERAL_OPTIONS, make_plan, plan_from_settings
+from session_options.registry import NO_ENTRY_POINTS, PassWarning, _installed_entry_points
+
+ENABLE = "ortplugins.enable_dq_matmulnbits_fusion"
+ACCURACY_LEVEL = "ortplugins.dq_matmulnbits_fusion.accuracy_level"
+ONNXRUNTIMES_ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+
+
+def with_entries(content: dict[str, str]) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    for key, text in content.items():
+        options.add_session_config_entry(key, text)
+    return options
+
+
+# Keys, defaults and help come from the fields.
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Pass):
+    """One option of each type."""
+
+    name: ClassVar[str] = "everything"
+    summary: ClassVar[str] = "have options"
+
+    flag: bool = option(False, "A flag.")
+    count: int = option(3, "A count.", choices=(3, 5))
+    share: float = option(0.5, "A share.", onnxruntime_key="session.share")
+    mode: str = option("fast", "A mode.")
+
+
+def test_fields_are_the_options():
+    assert [(spec.name, spec.default, spec.help) for spec in options_of(Everything)] == [
+        ("flag", False, "A flag."),
+        ("count", 3, "A count."),
+        ("share", 0.5, "A share."),
+        ("mode", "fast", "A mode."),
+    ]
+    assert options_of(Everything)[1].choices == (3, 5)
+    assert options_of(Everything)[2].onnxruntime_key == "session.share"
+
+
+def test_keys_are_made_of_the_names():
+    assert session_options.enable_key(DqMatMulNBitsFusion.name) == ENABLE
+    assert session_options.option_key(DqMatMulNBitsFusion.name, "accuracy_level") == (
+        ACCURACY_LEVEL
+    )
+
+
+def test_general_options_are_the_plans_fields():
+    fields = {field.name: field.default for field in dataclasses.fields(Plan)}
+    del fields["passes"]
+    assert {spec.name: spec.default for spec in GENERAL_OPTIONS} == fields
+
+
+def test_every_pass_of_ours_tells_its_help():
+    for cls in registered_passes().values():
+        assert cls.summary
+        assert all(spec.help.endswith(".") for spec in options_of(cls))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        dataclasses.field(default=1),
+        option(None, "Has no type."),
+        option((), "Is a list."),
+    ],
+    ids=["not by option()", "None", "tuple"],
+)
+def test_a_field_that_is_no_option_is_refused(field: object):
+    cls = dataclasses.make_dataclass(
+        "Odd", [("what", object, field)], bases=(Pass,), namespace={"name": "odd"}, frozen=True
+    )
+    with pytest.raises(TypeError, match=r"Odd\.what: declare it with session_options\.option"):
+        options_of(cls)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"count": 4}, r"ortplugins\.everything\.count is 4: one of 3, 5 is expected"),
+        ({"count": True}, r"ortplugins\.everything\.count is True: a int is expected"),
+        ({"flag": 1}, r"ortplugins\.everything\.flag is 1: a bool is expected"),
+        ({"mode": None}, r"ortplugins\.everything\.mode is None: a str is expected"),
+        ({"share": "0.5"}, r"ortplugins\.everything\.share is '0\.5': a float is expected"),
+    ],
+)
+def test_a_pass_checks_its_options(values: dict[str, object], words: str):
+    with pytest.raises(OptionError, match=words):
+        Everything(**values)  # type: ignore[arg-type]
+
+
+# Reading.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        ort.SessionOptions(),
+        with_entries({ENABLE: "0"}),
+        with_entries({ACCURACY_LEVEL: "4"}),
+        with_entries({ONNXRUNTIMES_ACCURACY_LEVEL: "4", "ortplugins.strict": "1"}),
+    ],
+    ids=["none", "untouched", "off", "option only", "other entries"],
+)
+def test_nothing_switched_on_is_an_empty_plan(options: ort.SessionOptions | None):
+    plan = read(options)
+    assert plan == Plan()
+    assert not plan
+
+
+def test_defaults_hold_for_what_is_unset():
+    assert read(with_entries({ENABLE: "1"})) == Plan((DqMatMulNBitsFusion(),))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        (ENABLE, "true", '"0" or "1" is expected'),
+        (ENABLE, "", '"0" or "1" is expected'),
+        (ACCURACY_LEVEL, "5", "one of 0, 1, 2, 3, 4 is expected"),
+        (ACCURACY_LEVEL, "four", "a value of type int is expected"),
+        (ONNXRUNTIMES_ACCURACY_LEVEL, "5", "one of 0, 1, 2, 3, 4 is expected"),
+        ("ortplugins.dq_matmulnbits_fusion.slow_kernels", "Float", "one of float, fuse, keep"),
+        ("ortplugins.strict", "yes", '"0" or "1" is expected'),
+    ],
+)
+def test_an_impossible_value_names_key_and_value(key: str, text: str, expected: str):
+    with pytest.raises(OptionError) as error:
+        read(with_entries({ENABLE: "1", key: text}))
+    assert key in str(error.value)
+    assert text in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_onnxruntimes_own_key_counts_when_ours_is_unset():
+    content = {ENABLE: "1", ONNXRUNTIMES_ACCURACY_LEVEL: "4"}
+    assert read(with_entries(content)).passes == (DqMatMulNBitsFusion(accuracy_level=4),)
+
+
+def test_our_key_wins_over_onnxruntimes():
+    content = {ENABLE: "1", ONNXRUNTIMES_ACCURACY_LEVEL: "4", ACCURACY_LEVEL: "1"}
+    assert read(with_entries(content)).passes == (DqMatMulNBitsFusion(accuracy_level=1),)
+
+
+# Writing.
+
+
+@given(
+    accuracy_level=st.sampled_from([0, 1, 2, 3, 4]),
+    slow_kernels=st.sampled_from(["float", "fuse", "keep"]),
+    general=st.fixed_dictionaries(
+        {},
+        optional={
+            # onnxruntime keeps entries as C strings, which end at a NUL.
+            "cache_dir": st.text(st.characters(codec="utf-8", min_codepoint=1), max_size=50),
+            "strict": st.booleans(),
+            "bake": st.booleans(),
+        },
+    ),
+)
+def test_what_is_configured_is_read(
+    accuracy_level: int, slow_kernels: str, general: dict[str, bool | str]
+):
+    item = DqMatMulNBitsFusion(accuracy_level, slow_kernels)
+    options = ort.SessionOptions()
+    configure(options, item, **general)
+    assert read(options) == Plan((item,), **general)  # type: ignore[arg-type]
+
+
+def test_configure_writes_defaults_too_so_that_onnxruntimes_key_is_not_taken():
+    options = with_entries({ONNXRUNTIMES_ACCURACY_LEVEL: "4"})
+    configure(options, DqMatMulNBitsFusion())
+    assert options.get_session_config_entry(ENABLE) == "1"
+    assert options.get_session_config_entry(ACCURACY_LEVEL) == "0"
+    assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level=0),)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqMatMulNbitsFusion(Pass):
+    """Nearly the name of one of ours, and not registered."""
+
+    name: ClassVar[str] = "dq_matmulnbit_fusion"
+    summary: ClassVar[str] = "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Impostor(Pass):
+    name: ClassVar[str] = "dq_matmulnbits_fusion"
+    summary: ClassVar[str] = "nothing"
+
+
+@pytest.mark.parametrize(
+    ("passes", "general", "words"),
+    [
+        (
+            [DqMatMulNbitsFusion()],
+            {},
+            "unknown pass 'dq_matmulnbit_fusion': did you mean 'dq_matmulnbits_fusion'?",
+        ),
+        ([Impostor()], {}, "'dq_matmulnbits_fusion' is registered with another class"),
+        (
+            [DqMatMulNBitsFusion(), DqMatMulNBitsFusion(4)],
+            {},
+            "'dq_matmulnbits_fusion' is given 2 times",
+        ),
+        (
+            [DqMatMulNBitsFusion()],
+            {"strikt": True},
+            "unknown option 'strikt': did you mean 'strict'?",
+        ),
+        (
+            [DqMatMulNBitsFusion()],
+            {"strict": "1"},
+            "ortplugins.strict is '1': a bool is expected",
+        ),
+        (
+            [DqMatMulNBitsFusion()],
+            {"cache_dir": 5},
+            "ortplugins.cache_dir is 5: a str is expected",
+        ),
+    ],
+)
+def test_configure_refuses_and_writes_nothing(
+    passes: list[Pass], general: dict[str, bool | str], words: str
+):
+    options = ort.SessionOptions()
+    with pytest.raises(OptionError) as error:
+        configure(options, *passes, **general)
+    assert words in str(error.value)
+    with pytest.raises(RuntimeError):
+        options.get_session_config_entry(ENABLE)
+
+
+# Plans.
+
+
+def a_pass(called: str, position: int) -> Pass:
+    namespace = {"name": called, "summary": called, "position": position}
+    return dataclasses.make_dataclass(
+        called, [], bases=(Pass,), namespace=namespace, frozen=True
+    )()
+
+
+def test_passes_run_by_position_then_by_name():
+    ordered = (a_pass("z", 10), a_pass("a", 20), a_pass("b", 20), a_pass("y", 50))
+    for given_order in itertools.permutations(ordered):
+        assert make_plan(given_order).passes == ordered
+
+
+def test_settings_of_a_command_line_make_the_same_plan():
+    plan = plan_from_settings(
+        ["dq_matmulnbits_fusion"],
+        {
+            "dq_matmulnbits_fusion.accuracy_level": "4",
+            "ortplugins.dq_matmulnbits_fusion.slow_kernels": "fuse",
+        },
+    )
+    assert plan == Plan((DqMatMulNBitsFusion(4, "fuse"),))
+
+
+def test_a_plan_is_known_by_its_passes_and_their_options():
+    plans = [Plan((DqMatMulNBitsFusion(level),)) for level in (0, 4)]
+    assert plans[0].fingerprint() != plans[1].fingerprint()
+    # Where the result is kept changes nothing about it.
+    assert Plan(plans[0].passes, cache_dir="x").fingerprint() == plans[0].fingerprint()
+
+
+# Passes of other packages.
+
+# Takes the source of a module ``acme``, and entry points by name.
+Install = Callable[[str, dict[str, str]], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs a distribution with passes."""
+
+    def write(source: str, points: dict[str, str]) -> None:
+        folder = tmp_path / "site"
+        information = folder / "acme_passes-1.2.dist-info"
+        information.mkdir(parents=True)
+        (folder / "acme.py").write_text(textwrap.dedent(source))
+        (information / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: acme-passes\nVersion: 1.2\n"
+        )
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (information / "entry_points.txt").write_text(
+            "\n".join(["[ortplugins.passes]", *lines, ""])
+        )
+        monkeypatch.syspath_prepend(folder)
+        importlib.invalidate_caches()
+        _installed_entry_points.cache_clear()
+
+    yield write
+    sys.modules.pop("acme", None)
+    _installed_entry_points.cache_clear()
+
+
+STAMP = """
+    import dataclasses
+    from pathlib import Path
+    from typing import ClassVar
+
+    import ortplugins
+
+
+    @dataclasses.dataclass(frozen=True)
+    class Stamp(ortplugins.Pass):
+        '''Write a text into the model, and work in every stage.'''
+
+        name: ClassVar[str] = "stamp"
+        summary: ClassVar[str] = "write a text into the model"
+        position: ClassVar[int] = 10
+
+        text: str = ortplugins.option("hello", "What to write.")
+
+        def rewrite(self, model, context):
+            model.metadata_props["stamp"] = self.text
+            context.remarks.fired("model", f"stamped {self.text!r}")
+
+        def rearrange(self, model, context):
+            seen = " ".join(sorted(node.op_type for node in model.graph))
+            model.metadata_props["rearranged"] = seen
+            context.remarks.note("model", "rearranged")
+
+        def finish(self, folder, context):
+            size = (Path(folder) / "model.onnx").stat().st_size
+            (Path(folder) / "stamp.txt").write_text(str(size))
+
+        def session_settings(self):
+            return {"session.disable_prepacking": "1"}
+"""
+
+
+def save(folder: Path) -> Path:
+    ir.save(DequantizedMatMul(64, 32, 32).model(), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def start(model: Path, options: ort.SessionOptions) -> ortplugins.InferenceSession:
+    return ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("start_number", [1, 2], ids=["first start", "from the cache"])
+def test_a_pass_of_another_package_works_in_every_stage(
+    install: Install, tmp_path: Path, start_number: int
+):
+    install(STAMP, {"stamp": "acme:Stamp"})
+    assert registered_passes()["stamp"].summary == "write a text into the model"
+    model = save(tmp_path)
+    options = with_entries(
+        {"ortplugins.enable_stamp": "1", "ortplugins.stamp.text": "hi", ENABLE: "1"}
+    )
+    for _ in range(start_number):
+        session = start(model, options)
+    report = session.ortplugins_report
+    assert report.source == ("built" if start_number == 1 else "cache")
+    # The smaller position first.
+    assert [item.name for item in report.passes] == ["stamp", "dq_matmulnbits_fusion"]
+    assert "model: stamped 'hi'" in map(str, report.fired)
+    properties = session.get_modelmeta().custom_metadata_map
+    assert properties["stamp"] == "hi"
+    assert properties["rearranged"] == "MatMulNBits"
+    artifact = Path(report.artifact)
+    assert artifact.with_name("stamp.txt").read_text() == str(artifact.stat().st_size)
+    used = session.get_session_options()
+    assert used.get_session_config_entry("session.disable_prepacking") == "1"
+    # Lent, not changed: "0" is onnxruntime's default.
+    assert options.get_session_config_entry("session.disable_prepacking") == "0"
+
+
+def test_the_version_of_the_package_is_part_of_what_the_plan_is_known_by(
+    install: Install,
+):
+    install(STAMP, {"stamp": "acme:Stamp"})
+    (mine,) = plan_from_settings(["stamp"], {}).fingerprint()
+    assert (mine["class"], mine["version"]) == ("acme.Stamp", "1.2")
+
+
+def test_a_pass_that_is_not_switched_on_is_not_imported(
+    install: Install,
+):
+    install(STAMP, {"stamp": "acme:Stamp"})
+    read(with_entries({ENABLE: "1"}))
+    assert "acme" not in sys.modules
+
+
+BROKEN = {
+    "import error": ("import no_such_package", "ModuleNotFoundError"),
+    "error at import": ("1 / 0", "ZeroDivisionError"),
+    "no such class": ("Other = 1", "AttributeError"),
+    "no pass": ("class Stamp: pass", "is no subclass of ortplugins.Pass"),
+    "an instance": ("Stamp = 5", "is no subclass of ortplugins.Pass"),
+    "no dataclass": (
+        "import ortplugins\nclass Stamp(ortplugins.Pass):\n    name = 'stamp'",
+        "Stamp is not a frozen dataclass",
+    ),
+    "another name": (
+        textwrap.dedent(STAMP).replace('"stamp"\n', '"stomp"\n'),
+        "Stamp.name is 'stomp', but its entry point is 'stamp'",
+    ),
+    "no name": (
+        textwrap.dedent(STAMP).replace('    name: ClassVar[str] = "stamp"\n', ""),
+        "Stamp.name is None, but its entry point is 'stamp'",
+    ),
+    "an option that is none": (
+        textwrap.dedent(STAMP).replace('ortplugins.option("hello", "What to write.")', '"x"'),
+        "Stamp.text: declare it with session_options.option()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_pass_warns_by_name_and_is_skipped(
+    install: Install, tmp_path: Path, source: str, words: str
+):
+    install(source, {"stamp": "acme:Stamp"})
+    options = with_entries({"ortplugins.enable_stamp": "1", ENABLE: "1"})
+    with pytest.warns(PassWarning) as caught:
+        session = start(save(tmp_path), options)
+    text = str(caught[0].message)
+    assert text.startswith("ortplugins skips pass 'stamp' of 'acme:Stamp': ")
+    assert words in text
+    assert [item.name for item in session.ortplugins_report.passes] == [
+        "dq_matmulnbits_fusion"
+    ]
+
+
+def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(
+    install: Install,
+):
+    install("1 / 0", {"stamp": "acme:Stamp"})
+    with (
+        pytest.warns(PassWarning, match="ZeroDivisionError"),
+        pytest.raises(OptionError, match="'stamp' cannot be used"),
+    ):
+        plan_from_settings(["stamp"], {})
+
+
+def test_other_packages_cannot_replace_a_pass_of_ours(
+    install: Install,
+):
+    install(STAMP, {"dq_matmulnbits_fusion": "acme:Stamp"})
+    assert registered_passes() == {"dq_matmulnbits_fusion": DqMatMulNBitsFusion}
+
+
+def test_an_environment_variable_leaves_other_packages_out(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+):
+    install(STAMP, {"stamp": "acme:Stamp"})
+    monkeypatch.setenv(NO_ENTRY_POINTS, "1")
+    assert read(with_entries({"ortplugins.enable_stamp": "1"})) == Plan()
+    with pytest.raises(OptionError, match="unknown pass 'stamp'"):
+        plan_from_settings(["stamp"], {})
+
+
+# What it costs.
+
+
+def test_importing_and_reading_imports_nothing_heavy():
+    code = """
+        import sys
+        import session_options
+
+        class Options:
+            def get_session_config_entry(self, key):
+                raise RuntimeError(key)
+
+        assert not session_options.read(Options())
+        heavy = {"numpy", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, NO_ENTRY_POINTS: "0"},
+        check=True,
+    )
