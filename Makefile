@@ -34,7 +34,7 @@ check: $(VENV)/.installed-dev
 
 # The tests come last: their closing line closes the output.
 test: check
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow

@@ -24,6 +24,7 @@ __all__ = [
     "OrtpluginsWarning",
     "Pass",
     "PassError",
+    "PassWarning",
     "Report",
     "__version__",
     "configure",
@@ -46,7 +47,15 @@ if importlib.util.find_spec("onnxruntime") is None:
 
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
-from session_options import DqMatMulNBitsFusion, OptionError, Pass, configure, option, read
+from session_options import (
+    DqMatMulNBitsFusion,
+    OptionError,
+    Pass,
+    PassWarning,
+    configure,
+    option,
+    read,
+)
 
 if TYPE_CHECKING:
     from ortplugins.optimization import OptimizeResult, optimize

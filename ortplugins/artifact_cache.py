@@ -21,6 +21,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -36,6 +37,12 @@ _FORMAT = 1
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 4 << 20
 _SETTLED_SECONDS = 2.0
+_NAMES = {
+    "entries": re.compile("[0-9a-f]{40}"),
+    "sources": re.compile(r"[0-9a-f]{64}\.json"),
+    "digests": re.compile("[0-9a-f]{64}"),
+    "building": re.compile(r"[0-9a-f]{40}\..+"),
+}
 
 
 def cache_root(chosen: str = "") -> Path:
@@ -211,11 +218,8 @@ class ArtifactCache:
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first."""
-        try:
-            names = sorted(os.listdir(self.root / "entries"))
-        except OSError:
-            return []
-        found = [entry for name in names if (entry := self.find(name)) is not None]
+        paths = self._ours("entries")
+        found = [entry for path in paths if (entry := self.find(path.name)) is not None]
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     def clear(self) -> tuple[int, int]:
@@ -230,13 +234,22 @@ class ArtifactCache:
         import filelock
 
         removed = self.entries()
-        for name in ("entries", "sources", "digests"):
-            shutil.rmtree(self.root / name, ignore_errors=True)
-        for dead in (self.root / "building").glob("*.*"):
+        # By their names: the directory may be one that holds a user's files as well.
+        for path in self._ours("entries"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (*self._ours("sources"), *self._ours("digests")):
+            path.unlink(missing_ok=True)
+        for dead in self._ours("building"):
             lock = self.root / "locks" / f"{dead.name.partition('.')[0]}.lock"
             with contextlib.suppress(filelock.Timeout), filelock.FileLock(lock, timeout=0):
                 shutil.rmtree(dead, ignore_errors=True)
         return len(removed), sum(entry.size for entry in removed)
+
+    def _ours(self, name: str) -> list[Path]:
+        """Return what this class has put into a subdirectory, and nothing else."""
+        return [
+            path for path in (self.root / name).glob("*") if _NAMES[name].fullmatch(path.name)
+        ]
 
     def _make(self, name: str) -> Path:
         """Return a subdirectory, made with mode 0700."""

@@ -8,6 +8,7 @@ __all__ = [
     "LoadedModel",
     "ModelLike",
     "Progress",
+    "check_absent",
     "from_memory",
     "load_bytes",
     "load_path",
@@ -16,7 +17,6 @@ __all__ = [
     "save_with_data",
 ]
 
-import contextlib
 import dataclasses
 import os
 import stat
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
 
@@ -41,6 +42,8 @@ DATA_THRESHOLD = 1024
 _ALIGNMENT = 4096
 # Tensors in the making, all threads together.
 _IN_FLIGHT_BYTES = 64 << 20
+# Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
+_LIFTED_ELEMENTS = 16
 
 # (tensors written so far, tensors in all, name of the next one)
 Progress = Callable[[int, int, str], None]
@@ -149,13 +152,21 @@ def _bind_external_data(
     model: ir.Model, folders: Sequence[Path], name: str
 ) -> dict[str, Path]:
     """Check every external tensor, give it an absolute path; return the files by location."""
+    _lift_constants(model)
     found: dict[str, Path] = {}
     sizes: dict[Path, int] = {}
     for owner, tensor in _tensors(model):
         if not isinstance(tensor, ir.ExternalTensor):
             continue
-        location = os.fspath(tensor.location)
         what = f"{name}: tensor {tensor.name!r}"
+        location = tensor.location
+        if not isinstance(location, str) or not location or "\0" in location:
+            raise ModelFileError(
+                f"{what}: external data location {location!r} is no file name"
+            )
+        if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+            kind = tensor.dtype.name.lower()
+            raise ModelFileError(f"{what}: has external data but is of type {kind}")
         if location not in found:
             found[location] = _find_data_file(location, folders, what)
             sizes[found[location]] = found[location].stat().st_size
@@ -183,6 +194,28 @@ def _bind_external_data(
             base_dir="",
         )
     return found
+
+
+def _lift_constants(model: ir.Model) -> None:
+    """Make Constant nodes initializers, so that there is one kind of constant to look after.
+
+    Raises:
+        ModelFileError: If another attribute has external data; onnxruntime reads none there.
+    """
+    onnx_ir.passes.common.LiftConstantsToInitializersPass(
+        lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
+    )(model)
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    for node in (node for graph in graphs for node in graph.all_nodes()):
+        for attribute in node.attributes.values():
+            if attribute.type is ir.AttributeType.TENSOR and isinstance(
+                attribute.value, ir.ExternalTensor
+            ):
+                raise ModelFileError(
+                    f"attribute {attribute.name!r} of node {node.name!r} ({node.op_type}) has "
+                    "external data; only initializers and Constant nodes of "
+                    f"{_LIFTED_ELEMENTS} elements or more may"
+                )
 
 
 def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
@@ -244,9 +277,11 @@ def save_with_data(
     *,
     keep_in_place: bool = False,
     inline: bool = False,
+    overwrite: bool = False,
+    finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Save a model and its tensors; both files appear only when they are complete.
+    """Save a model and its tensors; the files appear only when they are complete.
 
     The model's tensors point to the new files afterwards.
 
@@ -256,12 +291,16 @@ def save_with_data(
         keep_in_place: Leave tensors where they are that lie in files of the output's folder
             already; nothing of them is copied.
         inline: Keep all tensors inside the .onnx file.
+        overwrite: Whether the files may exist.
+        finish: Called with the saved model, in a folder of its own with all its files, before
+            they appear; may change them and add others.
         progress: Called before each tensor.
 
     Returns:
         The files written.
 
     Raises:
+        FileExistsError: If a file exists and ``overwrite`` is false.
         OSError: If they can't be written; earlier files of that name are as they were.
     """
     folder = Path(os.path.realpath(output.parent))
@@ -275,17 +314,19 @@ def save_with_data(
                 continue
         if not inline and tensor.nbytes >= DATA_THRESHOLD:
             to_write.append(value)
-    with contextlib.ExitStack() as cleanup:
-        scratch = Path(cleanup.enter_context(_scratch_folder(folder)))
+    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
         if to_write:
-            _write_tensors(to_write, scratch, data.name, progress)
-        ir.save(model, scratch / output.name)
-        written = [output]
-        # The data first: a model must never point to data that is not there yet.
-        if to_write:
-            os.replace(scratch / data.name, data)
-            written.insert(0, data)
-        os.replace(scratch / output.name, output)
+            check_absent([data], overwrite)
+            _write_tensors(to_write, Path(scratch), data.name, progress)
+        ir.save(model, Path(scratch, output.name))
+        if finish is not None:
+            finish(Path(scratch, output.name))
+        # The model last: it must never point to data that is not there yet.
+        names = sorted(os.listdir(scratch), key=lambda name: (name == output.name, name))
+        written = [output.with_name(name) for name in names]
+        check_absent(written, overwrite)
+        for path in written:
+            os.replace(Path(scratch, path.name), path)
     for value in to_write:
         assert isinstance(value.const_value, ir.ExternalTensor)
         value.const_value.base_dir = str(folder)
@@ -331,8 +372,10 @@ def _moved(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.Extern
     )
 
 
-@contextlib.contextmanager
-def _scratch_folder(parent: Path) -> Iterator[str]:
-    """A folder on the same file system, gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=parent) as name:
-        yield name
+def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
+    """Raise FileExistsError or IsADirectoryError where an output cannot go."""
+    for path in paths:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path}: is a folder")
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path}: exists; choose another output, or say overwrite")

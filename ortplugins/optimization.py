@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+import onnxruntime
 
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, PassError
 from ortplugins.model_files import (
     LoadedModel,
     Progress,
+    check_absent,
     from_memory,
     load_path,
     save_with_data,
@@ -55,7 +57,7 @@ def optimize(
     model: ModelLike,
     output: str | os.PathLike[str] | None = None,
     *,
-    passes: Sequence[Pass | str] = (DqMatMulNBitsFusion(),),
+    passes: Sequence[Pass | str] = (DqMatMulNBitsFusion.name,),
     options: Mapping[str, Any] | None = None,
     providers: Sequence[str] = ("CPUExecutionProvider",),
     external_data: bool | None = None,
@@ -102,11 +104,21 @@ def optimize(
         return OptimizeResult(None, report, _same_kind(model, loaded.model))
     if external_data is None:
         external_data = bool(loaded.data_files) or _tensor_bytes(loaded.model) > _INLINE_BYTES
+    finishing = any(item.takes_part_in("finish") for item in plan.passes)
     save_with_data(
-        loaded.model, target, keep_in_place=True, inline=not external_data, progress=progress
+        loaded.model,
+        target,
+        keep_in_place=not finishing,
+        inline=not external_data,
+        overwrite=overwrite,
+        finish=lambda path: run_stage("finish", plan, path, providers, runs),
+        progress=progress,
     )
-    run_stage("finish", plan, target.parent, providers, runs)
-    report = Report(runs.reports(), "built", artifact=str(target))
+    needs = _session_settings(plan)
+    notes = tuple(
+        f"sessions on this file need {name} = {value}" for name, value in needs.items()
+    )
+    report = Report(runs.reports(), "built", notes, str(target))
     return OptimizeResult(target, report, _same_kind(model, loaded.model))
 
 
@@ -150,18 +162,39 @@ def build_artifact(
             final = ir.load(model_path)
             run_stage("rearrange", plan, final, providers, runs)
             ir.save(final, model_path)
-        run_stage("finish", plan, folder, providers, runs)
-    needs = {k: v for item in plan.passes for k, v in item.session_settings().items()}
+        run_stage("finish", plan, model_path, providers, runs)
+    needs = _session_settings(plan)
     report = Report(
         runs.reports(), "built" if runs.any_fired or later else "untouched", tuple(notes)
     )
     return {**probed, "baked": baked, "session_settings": needs, "report": report.to_dict()}
 
 
+def _session_settings(plan: Plan) -> dict[str, str]:
+    """What the passes want of the session, tried on options of our own.
+
+    Raises:
+        PassError: If a pass raises, or wants what onnxruntime does not take.
+    """
+    from ortplugins.lent_options import lent
+
+    needs: dict[str, str] = {}
+    for item in plan.passes:
+        try:
+            wanted = dict(item.session_settings())
+            if not all(isinstance(text, str) for pair in wanted.items() for text in pair):
+                raise TypeError(f"{wanted!r} are not all strings")
+            with lent(onnxruntime.SessionOptions(), wanted):
+                pass
+        except Exception as error:
+            raise PassError(f"pass {item.name!r}: session_settings: {error}") from error
+        needs.update(wanted)
+    return needs
+
+
 def _bake_in_place(model_path: Path, settings: BakeSettings, notes: list[str]) -> bool:
     """Replace a model by its baked form; tell why not where onnxruntime refuses."""
     from ortplugins.baking import bake
-    from ortplugins.errors import PassError
 
     baked = model_path.with_name("baked.onnx")
     try:
@@ -182,15 +215,13 @@ def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     from session_options.keys import format_value
 
     settings = {key: format_value(value) for key, value in options.items()}
-    named = plan_from_settings(names, settings)
-    return make_plan([*objects, *named.passes])
+    return make_plan([*objects, *plan_from_settings(names, settings).passes])
 
 
 def _check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
     if not _is_object(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
         raise ModelFileError(f"{output}: is the model itself; choose another output")
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output}: exists; choose another output, or say overwrite")
+    check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():
         raise ModelFileError(f"{output}: its folder does not exist")
 

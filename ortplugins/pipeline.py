@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["AfterPass", "PassRuns", "infer_shapes", "run_stage"]
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def run_stage(
     Args:
         stage: ``"rewrite"``, ``"rearrange"`` or ``"finish"``.
         plan: The passes, in order.
-        target: The model, changed in place; for ``"finish"`` the folder with the files.
+        target: The model, changed in place; for ``"finish"`` the path of the saved one.
         providers: Execution providers of the session.
         runs: Gets each pass's report.
         after_pass: Called after each pass on a model.
@@ -97,6 +98,8 @@ def infer_shapes(model: ir.Model) -> None:
     the file, onnxruntime's memory planner finds a buffer to reuse at once instead of searching
     all of them for each node.
     """
-    # Lenient: a node that can't be inferred must not cost the others their shapes.
-    onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    unify_symbolic_dims(model)
+    # Lenient: a node that can't be inferred must not cost the others their shapes, and a
+    # model without shapes runs as well.
+    with contextlib.suppress(Exception):
+        onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        unify_symbolic_dims(model)

@@ -49,15 +49,18 @@ class ChunkedTensor(ir.LazyTensor):
         """Describe the tensor; nothing is computed yet.
 
         Args:
-            chunks: Yields the tensor's elements in storage order, in pieces of any shape.
+            chunks: Yields the tensor's elements in storage order, in pieces of any shape;
+                elements of less than a byte packed, as uint8.
             dtype: Element type.
             shape: Whole shape.
             name: Name of the tensor.
         """
 
         def evaluate() -> ir.TensorProtocol:
-            pieces = [piece.reshape(-1) for piece in chunks()]
-            return ir.Tensor(np.concatenate(pieces).reshape(shape), dtype=dtype, name=name)
+            stored = np.frombuffer(b"".join(_bytes(piece) for piece in chunks()), np.uint8)
+            if dtype.bitwidth < 8:
+                return ir.PackedTensor(stored, dtype, shape=ir.Shape(shape), name=name)
+            return ir.Tensor(stored.view(dtype.numpy()).reshape(shape), dtype=dtype, name=name)
 
         super().__init__(evaluate, dtype, ir.Shape(shape), name=name)
         self._chunks = chunks
@@ -65,7 +68,11 @@ class ChunkedTensor(ir.LazyTensor):
     def tofile(self, file: BinaryIO) -> None:
         """Write the tensor chunk by chunk."""
         for chunk in self._chunks():
-            file.write(np.ascontiguousarray(chunk).data)
+            file.write(_bytes(chunk))
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def packed_bytes(tensor: ir.TensorProtocol) -> Bytes:

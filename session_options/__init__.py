@@ -10,6 +10,7 @@ __all__ = [
     "DqMatMulNBitsFusion",
     "OptionError",
     "Pass",
+    "PassWarning",
     "Plan",
     "configure",
     "enable_key",
@@ -23,4 +24,4 @@ from session_options.builtin_passes import DqMatMulNBitsFusion
 from session_options.keys import OptionError, enable_key, option, option_key
 from session_options.passes import Pass
 from session_options.plan import Plan, configure, read
-from session_options.registry import registered_passes
+from session_options.registry import PassWarning, registered_passes

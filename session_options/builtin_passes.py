@@ -28,8 +28,8 @@ class DqMatMulNBitsFusion(Pass):
     accuracy_level: int = option(
         0,
         "How MatMulNBits computes: 0 or 1 in float32 (exact), 2 in float16, 3 in bfloat16, 4 "
-        "with int8 activations (onnxruntime's own default; about 1.5 to 3 times faster, "
-        "relative error up to 2e-2).",
+        "with int8 activations (onnxruntime's own default; up to 3 times faster, relative "
+        "error up to 2e-2 for each MatMul).",
         choices=(0, 1, 2, 3, 4),
         onnxruntime_key="session.qdq_matmulnbits_accuracy_level",
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 __all__ = ["Pass"]
 
 import dataclasses
-import os
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 from session_options.keys import OptionError, check_choice, option_key, options_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnx_ir as ir
 
     from rewrite_rules.remarks import PassContext
@@ -58,8 +59,8 @@ class Pass:
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Change the graph that will run, after onnxruntime's own optimisers, in place."""
 
-    def finish(self, folder: str | os.PathLike[str], context: PassContext) -> None:
-        """Work on the saved files; ``model.onnx`` in ``folder`` is the model that will run."""
+    def finish(self, model_path: Path, context: PassContext) -> None:
+        """Work on the saved model; its folder holds its files and nothing else."""
 
     def session_settings(self) -> Mapping[str, str]:
         """Return what a session on the result needs of its ``SessionOptions``.
@@ -82,8 +83,8 @@ class Pass:
             name: The name that it is registered under.
 
         Raises:
-            OptionError: If it is no frozen dataclass, calls itself otherwise, or has a field
-                that is no option.
+            OptionError: If it is no frozen dataclass, calls itself otherwise, lacks its
+                summary, has a field that is no option, or can't be made with its defaults.
         """
         params = getattr(cls, "__dataclass_params__", None)
         if "__dataclass_params__" not in vars(cls) or params is None or not params.frozen:
@@ -93,4 +94,9 @@ class Pass:
                 f"{cls.__name__}.name is {getattr(cls, 'name', None)!r}, but its entry point "
                 f"is {name!r}"
             )
+        if not isinstance(getattr(cls, "summary", None), str):
+            raise OptionError(f"{cls.__name__}.summary is no string")
+        if not isinstance(cls.position, int):
+            raise OptionError(f"{cls.__name__}.position is {cls.position!r}, no int")
         options_of(cls)
+        cls()  # the defaults have to be among the choices

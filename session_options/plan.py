@@ -158,26 +158,30 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
         for spec in options_of(type(item)):
             entries[option_key(item.name, spec.name)] = format_value(getattr(item, spec.name))
     for key, text in entries.items():
+        if "\0" in text:  # onnxruntime would cut the value there
+            raise OptionError(f"{key} is {text!r}: holds a NUL")
         options.add_session_config_entry(key, text)
 
 
 def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
-    """Make a plan from pass names and ``<pass>.<option>`` settings of a command line.
+    """Make a plan from pass names and ``{"<pass>.<option>": value}``.
 
     Raises:
         OptionError: If a pass or an option is unknown, or a setting is for a pass not named.
     """
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError(f"pass {twice[0]!r} is given {names.count(twice[0])} times")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
     classes = {name: resolve(name) for name in names}
     for key, text in settings.items():
         pass_name, _, option_name = key.removeprefix(f"{PREFIX}.").partition(".")
         if pass_name not in classes:
             raise OptionError(
-                f"--set {key}: pass {pass_name!r} is not among the passes {list(classes)}"
+                f"option {key!r}: {pass_name!r} is not among the passes {list(classes)}"
             )
         specs = {spec.name: spec for spec in options_of(classes[pass_name])}
         if option_name not in specs:
-            raise OptionError(f"--set {key}: unknown option; {closest(option_name, specs)}")
+            raise OptionError(f"option {key!r} is unknown: {closest(option_name, specs)}")
         chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
     return make_plan([cls(**chosen[name]) for name, cls in classes.items()])
 

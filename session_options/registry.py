@@ -33,7 +33,7 @@ class PassWarning(UserWarning):
 def pass_names() -> tuple[str, ...]:
     """Return the names of all passes, ours first; nothing of other packages is imported."""
     ours = [cls.name for cls in BUILTIN_PASSES]
-    return (*ours, *sorted(set(_entry_points()) - set(ours)))
+    return (*ours, *sorted(_entry_points()))
 
 
 def registered_passes() -> dict[str, type[Pass]]:
@@ -66,7 +66,7 @@ def find(name: str) -> type[Pass] | None:
         if not (isinstance(cls, type) and issubclass(cls, Pass)):
             raise OptionError(f"{cls!r} is no subclass of ortplugins.Pass")
         cls.validate(name)
-    except Exception as error:  # whatever another package does, sessions must start
+    except (Exception, SystemExit) as error:  # whatever it does, sessions must start
         warnings.warn(
             f"ortplugins skips pass {name!r} of {entry_point.value!r}: "
             f"{type(error).__name__}: {error}",
@@ -92,6 +92,17 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 @functools.cache
 def _installed_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """Scan the installed packages, once per process: it takes milliseconds."""
-    return {
-        point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    }
+    ours = {cls.name: "ortplugins" for cls in BUILTIN_PASSES}
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
+        if point.name in ours or point.name in found:
+            first = ours.get(point.name) or found[point.name].value
+            warnings.warn(
+                f"ortplugins skips pass {point.name!r} of {point.value!r}: {first!r} has the "
+                "name already",
+                PassWarning,
+                stacklevel=2,
+            )
+            continue
+        found[point.name] = point
+    return found

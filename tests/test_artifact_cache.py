@@ -224,3 +224,16 @@ def test_list_and_clear(model_path: Path, cache_dir: Path):
     assert cache.entries() == []
     check(session)  # a session that has an entry open keeps it
     assert start(model_path).ortplugins_report.source == "built"
+
+
+def test_clear_leaves_what_is_not_the_caches(model_path: Path, cache_dir: Path):
+    start(model_path)
+    for name in ("entries", "sources", "building"):
+        (cache_dir / name / "mine").mkdir()
+    (cache_dir / "sources" / "code.py").write_text("mine")
+    ArtifactCache(cache_dir).clear()
+    assert sorted(path.name for path in (cache_dir / "sources").iterdir()) == [
+        "code.py",
+        "mine",
+    ]
+    assert [path.name for path in (cache_dir / "entries").iterdir()] == ["mine"]

@@ -209,3 +209,71 @@ def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path: Path, monkeypatch
                     (y,) = run(result.model, {"x": feed})
                     assert relative_error(y, case.reference(feed)) <= 1e-5
     assert np.isfinite(y).all()
+
+
+def test_a_foreign_data_file_is_kept_unless_said_otherwise(tmp_path: Path):
+    (tmp_path / "in").mkdir()
+    path = save(DequantizedMatMul(128, 64, 32), tmp_path / "in", external_data="model.data")
+    (tmp_path / "out.onnx.data").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.onnx\.data: exists"):
+        ortplugins.optimize(path, tmp_path / "out.onnx")
+    assert sorted(os.listdir(tmp_path)) == ["in", "out.onnx.data"]
+    assert (tmp_path / "out.onnx.data").read_text() == "mine"
+
+
+def test_a_folder_is_no_output(tmp_path: Path):
+    path = save(ALIASABLE, tmp_path, external_data="model.data")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        ortplugins.optimize(path, tmp_path / "folder", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "model.data", "model.onnx"]
+
+
+def constant_node_model(folder: Path, elements: int) -> Path:
+    """y = x + c, c a Constant node with external data."""
+    data = np.arange(elements, dtype=np.float32)
+    (folder / "c.data").write_bytes(data.tobytes())
+    tensor = onnx.TensorProto(name="c", data_type=1, dims=[elements], data_location=1)
+    for key, value in (("location", "c.data"), ("offset", "0"), ("length", str(data.nbytes))):
+        tensor.external_data.add(key=key, value=value)
+    nodes = [
+        onnx.helper.make_node("Constant", [], ["c"], value=tensor, name="constant"),
+        onnx.helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    x, y = (onnx.helper.make_tensor_value_info(name, 1, [elements]) for name in "xy")
+    graph = onnx.helper.make_graph(nodes, "g", [x], [y])
+    model = onnx.helper.make_model(
+        graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)]
+    )
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    return folder / "model.onnx"
+
+
+def test_constant_nodes_with_external_data_move_along(tmp_path: Path):
+    path = constant_node_model(tmp_path, 512)
+    (tmp_path / "out").mkdir()
+    result = ortplugins.optimize(path, tmp_path / "out" / "model.onnx")
+    (tmp_path / "c.data").unlink()
+    (y,) = run(str(result.path), {"x": np.zeros(512, np.float32)})
+    np.testing.assert_array_equal(y, np.arange(512))
+
+
+def test_external_data_in_other_attributes_is_refused(tmp_path: Path):
+    path = constant_node_model(tmp_path, 4)
+    with pytest.raises(
+        ModelFileError, match=r"attribute 'value' of node 'constant' .* external"
+    ):
+        ortplugins.optimize(path)
+
+
+def test_options_for_the_default_pass():
+    result = ortplugins.optimize(
+        ALIASABLE.model(), options={"dq_matmulnbits_fusion.accuracy_level": 4}
+    )
+    assert result.model.graph.node(0).attributes["accuracy_level"].as_int() == 4
+
+
+def test_a_pass_named_twice_is_refused():
+    name = "dq_matmulnbits_fusion"
+    with pytest.raises(OptionError, match="is given 2 times"):
+        ortplugins.optimize(ALIASABLE.model(), passes=[name, name])

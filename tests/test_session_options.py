@@ -362,9 +362,9 @@ STAMP = """
             model.metadata_props["rearranged"] = seen
             context.remarks.note("model", "rearranged")
 
-        def finish(self, folder, context):
-            size = (Path(folder) / "model.onnx").stat().st_size
-            (Path(folder) / "stamp.txt").write_text(str(size))
+        def finish(self, model_path, context):
+            size = model_path.stat().st_size
+            model_path.with_name("stamp.txt").write_text(str(size))
 
         def session_settings(self):
             return {"session.disable_prepacking": "1"}

