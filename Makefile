@@ -43,7 +43,6 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.installed-docs $(VENV)/.installed-dev
-	$(BIN)/ortplugins passes --format markdown > docs/passes.generated.md
 	$(BIN)/mkdocs build --strict
 
 clean:
