@@ -27,10 +27,10 @@ def test_the_example_pass_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     )
     (tmp_path / "acme_passes.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    from acme_passes import DropDropout as drop_dropout
+    from acme_passes import DropDropout
 
     model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["": 21]>
         g (float[n] x) => (float[n] y) { d = Dropout (x)  y = Relu (d) }""")
-    result = ortplugins.optimize(model, passes=[drop_dropout()])
+    result = ortplugins.optimize(model, passes=[DropDropout()])
     assert [node.op_type for node in result.model.graph] == ["Relu"]
     assert len(result.report.fired) == 1
