@@ -6,12 +6,11 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-slow check lint bench docs clean
+.PHONY: help demo test check lint bench docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
-	@echo "make test-slow  tests that take minutes: large models, memory"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make docs       the documentation, as a site in site/"
 	@echo "make clean      removes what the others made"
@@ -34,10 +33,7 @@ check: $(VENV)/.installed-dev
 
 # The tests come last: their closing line closes the output.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
-
-test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
