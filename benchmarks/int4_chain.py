@@ -12,6 +12,8 @@ import onnx_ir as ir
 
 from rewrite_rules.code_repacking import ChunkedTensor
 
+_MEAN_SQUARE = {"INT4": 21.5, "UINT4": 77.5}
+
 
 def write_chain(
     path: Path, layers: int, width: int, hidden: int, layout: str, storage: str = "INT4"
@@ -35,7 +37,7 @@ def write_chain(
         k, n = (width, hidden) if i % 2 == 0 else (hidden, width)
         shape, blocks = ((k, n), (k // 32, n)) if layout == "axis0" else ((n, k), (n, k // 32))
         codes = _initializer(_codes(f"w{i}", shape, ir.DataType[storage], i))
-        scales = _initializer(_scales(f"s{i}", blocks, k))
+        scales = _initializer(_scales(f"s{i}", blocks, k, storage))
         axis = 0 if layout == "axis0" else 1
         attributes = {"axis": axis, "block_size": 32}
         nodes.append(ir.node("DequantizeLinear", [codes, scales], attributes, name=f"dq{i}"))
@@ -79,9 +81,12 @@ def _codes(name: str, shape: tuple[int, int], dtype: ir.DataType, seed: int) -> 
     return ChunkedTensor(chunks, dtype, shape, name)
 
 
-def _scales(name: str, shape: tuple[int, int], k: int) -> ChunkedTensor:
+def _scales(name: str, shape: tuple[int, int], k: int, storage: str) -> ChunkedTensor:
     def chunks() -> Iterator[npt.NDArray[np.float32]]:
-        # Variance about 1 after each MatMul: codes have one of about 21.
-        yield np.full(shape, 1 / np.sqrt(21 * k), np.float32)
+        # Outputs stay about 1 from layer to layer: the mean square of a code is known, and
+        # alternating signs cancel their mean.
+        row, column = np.indices(shape, np.int32, sparse=True)
+        signs = 1 - 2 * ((row ^ column) & 1)
+        yield (signs / np.sqrt(_MEAN_SQUARE[storage] * k)).astype(np.float32)
 
     return ChunkedTensor(chunks, ir.DataType.FLOAT, shape, name)
