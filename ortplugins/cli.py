@@ -67,6 +67,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
 ]
+Version = Annotated[
+    str | None,
+    typer.Option(
+        "--onnxruntime",
+        metavar="VERSION",
+        help="Oldest onnxruntime to run on, 1.24 for instance; else the installed one.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all remarks.")]
 Format = Annotated[ReportFormat, typer.Option("--format", help="Format of the report.")]
 CacheDir = Annotated[
@@ -104,6 +112,7 @@ def optimize(
     output: Output,
     passes: Passes = _DEFAULT_PASSES,
     settings: Settings = None,
+    onnxruntime: Version = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     verbose: Verbose = False,
     format: Format = ReportFormat.TEXT,
@@ -115,7 +124,13 @@ def optimize(
     try:
         with _progress_bar() as bar:
             result = optimize(
-                model, output, passes=passes, options=options, overwrite=force, progress=bar
+                model,
+                output,
+                passes=passes,
+                options=options,
+                onnxruntime_version=onnxruntime,
+                overwrite=force,
+                progress=bar,
             )
     except FileExistsError:
         raise FileExistsError(f"{output}: exists; --force overwrites it") from None
@@ -129,6 +144,7 @@ def inspect(
     model: Model,
     passes: Passes = _DEFAULT_PASSES,
     settings: Settings = None,
+    onnxruntime: Version = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 on a refusal.")] = False,
     verbose: Verbose = False,
     format: Format = ReportFormat.TEXT,
@@ -136,7 +152,10 @@ def inspect(
     """Tell what would fire on a model, what would not, and why; write nothing."""
     from ortplugins.optimization import optimize
 
-    report = optimize(model, passes=passes, options=_parse_settings(settings)).report
+    options = _parse_settings(settings)
+    report = optimize(
+        model, passes=passes, options=options, onnxruntime_version=onnxruntime
+    ).report
     _print_report(report, format, verbose)
     if check and report.refused:
         raise typer.Exit(1)

@@ -29,6 +29,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from rewrite_rules.code_repacking import relabel
+from rewrite_rules.initializers import AliasTensor
 
 if TYPE_CHECKING:
     import onnx
@@ -336,6 +338,11 @@ def save_with_data(
 def _write_tensors(
     values: Sequence[ir.Value], folder: Path, location: str, progress: Progress | None
 ) -> None:
+    # Tensors that are the same bytes (a tied embedding and head, under two shapes) are written
+    # once; the others point there.
+    groups: dict[object, list[ir.Value]] = {}
+    for value in values:
+        groups.setdefault(_identity(value.const_value), []).append(value)
     done = 0
 
     def callback(tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
@@ -344,9 +351,8 @@ def _write_tensors(
             progress(done, info.total, tensor.name or "")
         done += 1
 
-    tensors = [value.const_value for value in values]
     written = ir.external_data.convert_tensors_to_external(
-        [tensor for tensor in tensors if tensor is not None],
+        [_original(members[0].const_value) for members in groups.values()],
         folder,
         location,
         callback=callback,
@@ -355,8 +361,27 @@ def _write_tensors(
         alignment=_ALIGNMENT,
         align_threshold=DATA_THRESHOLD - 1,
     )
-    for value, tensor in zip(values, written, strict=True):
-        value.const_value = tensor
+    for members, tensor in zip(groups.values(), written, strict=True):
+        for value in members:
+            assert value.const_value is not None
+            shape = tuple(value.const_value.shape.numpy())
+            dtype, name = value.const_value.dtype, value.name or ""
+            value.const_value = relabel(tensor, dtype, shape, name)
+
+
+def _identity(tensor: ir.TensorProtocol | None) -> object:
+    """What two tensors have in common when their bytes are the same."""
+    tensor = _original(tensor)
+    if isinstance(tensor, ir.ExternalTensor):
+        return tensor.path, tensor.offset, tensor.length
+    return id(tensor)
+
+
+def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
+    while isinstance(tensor, AliasTensor):
+        tensor = tensor.original.const_value
+    assert tensor is not None
+    return tensor
 
 
 def _moved(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:

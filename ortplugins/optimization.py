@@ -26,6 +26,7 @@ from ortplugins.model_files import (
 from ortplugins.option_probe import write_probe
 from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
 from ortplugins.report import Report
+from rewrite_rules.kernel_support import parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.plan import make_plan, plan_from_settings
 
@@ -60,6 +61,7 @@ def optimize(
     passes: Sequence[Pass | str] = (DqMatMulNBitsFusion.name,),
     options: Mapping[str, Any] | None = None,
     providers: Sequence[str] = ("CPUExecutionProvider",),
+    onnxruntime_version: str | None = None,
     external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -75,6 +77,8 @@ def optimize(
         passes: Pass objects, or names with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
         providers: Execution providers that the result is for.
+        onnxruntime_version: Oldest onnxruntime that the result has to run on, ``"1.24"`` for
+            instance; the installed one by default.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as
             the source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``output`` may exist.
@@ -87,18 +91,21 @@ def optimize(
     Raises:
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If a pass or an option is unknown.
+        OptionError: If a pass, an option or the version is unknown.
         PassError: If a pass fails. No output is written then.
     """
     plan = _plan(passes, options or {})
+    if onnxruntime_version is not None:
+        _check_version(onnxruntime_version)
     target = None if output is None else Path(output)
     if target is not None:
         _check_output(model, target, overwrite)
     loaded = from_memory(model) if _is_object(model) else load_path(model)  # type: ignore[arg-type]
     infer_shapes(loaded.model)
     runs = PassRuns()
-    run_stage("rewrite", plan, loaded.model, providers, runs, after_pass)
-    run_stage("rearrange", plan, loaded.model, providers, runs, after_pass)
+    version = onnxruntime_version
+    run_stage("rewrite", plan, loaded.model, providers, runs, after_pass, version)
+    run_stage("rearrange", plan, loaded.model, providers, runs, after_pass, version)
     if target is None:
         report = Report(runs.reports(), "built")
         return OptimizeResult(None, report, _same_kind(model, loaded.model))
@@ -111,7 +118,7 @@ def optimize(
         keep_in_place=not finishing,
         inline=not external_data,
         overwrite=overwrite,
-        finish=lambda path: run_stage("finish", plan, path, providers, runs),
+        finish=lambda path: run_stage("finish", plan, path, providers, runs, None, version),
         progress=progress,
     )
     needs = _session_settings(plan)
@@ -224,6 +231,13 @@ def _check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
     check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():
         raise ModelFileError(f"{output}: its folder does not exist")
+
+
+def _check_version(text: str) -> None:
+    try:
+        parse_version(text)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _is_object(model: ModelLike) -> bool:

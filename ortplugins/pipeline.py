@@ -12,9 +12,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 import onnx_ir.passes.common
+import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.report import PassReport
+from rewrite_rules.kernel_support import parse_version
 from rewrite_rules.remarks import PassContext, Remarks, RewriteError
 from rewrite_rules.symbolic_shapes import unify_symbolic_dims
 from session_options import Pass, Plan
@@ -54,6 +56,7 @@ def run_stage(
     providers: Sequence[str],
     runs: PassRuns,
     after_pass: AfterPass | None = None,
+    version: str | None = None,
 ) -> None:
     """Run every pass of the plan that takes part in a stage.
 
@@ -64,18 +67,22 @@ def run_stage(
         providers: Execution providers of the session.
         runs: Gets each pass's report.
         after_pass: Called after each pass on a model.
+        version: Of onnxruntime, that the result is for; the installed one by default.
 
     Raises:
         PassError: If a pass raises, chained to its exception; the model is then in whatever
             state the pass left it in.
     """
+    target_version = parse_version(version or onnxruntime.__version__)
     for item in plan.passes:
         if not item.takes_part_in(stage):
             continue
         remarks = Remarks(item.name)
         start = time.perf_counter()
         try:
-            getattr(item, stage)(target, PassContext(remarks, tuple(providers)))
+            getattr(item, stage)(
+                target, PassContext(remarks, tuple(providers), target_version)
+            )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.
                 target.graph.sort()

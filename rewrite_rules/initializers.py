@@ -8,17 +8,42 @@ unknown outside it. Every rule therefore makes its initializers here.
 
 from __future__ import annotations
 
-__all__ = ["derived_initializer"]
+__all__ = ["AliasTensor", "derived_initializer"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
+import numpy as np
 import onnx_ir as ir
 
 _SOURCE = "ortplugins.derived_from"
 
 
+class AliasTensor(ir.LazyTensor):
+    """The bytes of another initializer under another type or shape.
+
+    Whoever saves the model writes them once and gives both tensors the same place.
+
+    Attributes:
+        original: The value whose bytes these are.
+    """
+
+    def __init__(
+        self, original: ir.Value, dtype: ir.DataType, shape: tuple[int, ...], name: str
+    ) -> None:
+        def evaluate() -> ir.TensorProtocol:
+            assert original.const_value is not None
+            stored = np.frombuffer(original.const_value.tobytes(), np.uint8)
+            return ir.Tensor(stored.view(dtype.numpy()).reshape(shape), dtype=dtype, name=name)
+
+        super().__init__(evaluate, dtype, ir.Shape(shape), name=name)
+        self.original = original
+
+
 def derived_initializer(
-    anchor: ir.Value, suffix: str, make_tensor: Callable[[str], ir.TensorProtocol]
+    anchor: ir.Value,
+    suffix: str,
+    make_tensor: Callable[[str], ir.TensorProtocol],
+    key: Hashable = (),
 ) -> ir.Value:
     """Return the initializer derived from ``anchor``, made at the first call.
 
@@ -26,17 +51,19 @@ def derived_initializer(
     it, under ``<anchor><suffix>``, or that name with a number where the model has it already.
 
     Args:
-        anchor: The initializer that the new one is computed from.
-        suffix: What was done to it; together with ``anchor`` it identifies the result.
+        anchor: The initializer or Constant output that the new one is computed from.
+        suffix: What was done to it, for the name.
         make_tensor: Called with the name; returns the tensor, lazily if it is large.
+        key: What else the result depends on; with ``anchor`` and ``suffix`` it identifies it.
     """
-    graph = anchor.graph
-    if graph is None or anchor.name is None:
-        raise ValueError(f"{anchor.name!r} is not an initializer of a graph")
+    producer = anchor.producer()
+    graph = anchor.graph if producer is None else producer.graph
+    if not isinstance(graph, ir.Graph) or anchor.name is None:
+        raise ValueError(f"{anchor.name!r} is not a constant of a graph")
     base = name = f"{anchor.name}{suffix}"
     attempt = 0
     while (existing := graph.initializers.get(name)) is not None:
-        if existing.meta.get(_SOURCE) == (anchor.name, suffix):
+        if existing.meta.get(_SOURCE) == (anchor.name, suffix, key):
             return existing
         attempt += 1
         name = f"{base}_{attempt}"
@@ -47,6 +74,6 @@ def derived_initializer(
         type=ir.TensorType(tensor.dtype),
         const_value=tensor,
     )
-    value.meta[_SOURCE] = (anchor.name, suffix)  # meta is analysis only, never saved
+    value.meta[_SOURCE] = (anchor.name, suffix, key)  # meta is analysis only, never saved
     graph.register_initializer(value)
     return value

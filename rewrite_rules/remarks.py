@@ -105,10 +105,12 @@ class PassContext:
         remarks: Where the pass answers.
         providers: Execution providers of the session in order of precedence, for instance
             ``("CPUExecutionProvider",)``.
+        onnxruntime: Major and minor version that the result is for; None for the newest.
     """
 
     remarks: Remarks
     providers: Sequence[str] = ("CPUExecutionProvider",)
+    onnxruntime: tuple[int, int] | None = None
 
     @property
     def cpu_only(self) -> bool:

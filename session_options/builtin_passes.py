@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DqMatMulNBitsFusion(Pass):
-    """DequantizeLinear + MatMul -> MatMulNBits, exactly, once, ahead of the session."""
+    """Dequantised weights -> MatMulNBits, GatherBlockQuantized; once, ahead of the session."""
 
     name: ClassVar[str] = "dq_matmulnbits_fusion"
-    summary: ClassVar[str] = "fuse DequantizeLinear + MatMul into MatMulNBits"
+    summary: ClassVar[str] = "fuse weights into MatMulNBits and GatherBlockQuantized"
     position: ClassVar[int] = 20
 
     accuracy_level: int = option(
@@ -36,16 +36,22 @@ class DqMatMulNBitsFusion(Pass):
     slow_kernels: str = option(
         "float",
         "Weights whose CPU kernel would unpack them at every call (8-bit below accuracy_level "
-        "4, 2-bit mostly): 'float' makes them float constants, 'fuse' fuses all the same, "
-        "'keep' leaves them.",
+        "4, 2-bit mostly), or that no kernel takes: 'float' makes them float constants, "
+        "'fuse' fuses those that it can all the same, 'keep' leaves them.",
         choices=("float", "fuse", "keep"),
+    )
+    float_limit_mb: int = option(
+        1024,
+        "Megabytes that such float constants may take in one model; weights beyond are left, "
+        "each with a remark.",
     )
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Fuse in place; rules in :mod:`rewrite_rules.dq_matmulnbits`."""
         from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
 
-        fuse(model, FusionOptions(self.accuracy_level, self.slow_kernels), context)
+        options = FusionOptions(self.accuracy_level, self.slow_kernels, self.float_limit_mb)
+        fuse(model, options, context)
 
 
 BUILTIN_PASSES: tuple[type[Pass], ...] = (DqMatMulNBitsFusion,)

@@ -32,7 +32,7 @@ MODULE = (sys.executable, "-m", "ortplugins")
 
 FUSED = DequantizedMatMul(64, 32, 32)
 # MatMulNBits has no kernel for blocks of 8.
-REFUSED = DequantizedMatMul(64, 32, 8)
+REFUSED = DequantizedMatMul(64, 32, 24)
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -222,7 +222,7 @@ def test_inspect_writes_nothing(ortp: Command, tmp_path: Path, cache_dir: Path):
     counts, refusal = done.stdout.splitlines()
     assert counts == "fired 0, refused 1"
     assert refusal.startswith("refused dq_matmulnbits_fusion: matmul: ")
-    assert "block_size 8" in refusal
+    assert "block_size 24" in refusal
     assert snapshot(tmp_path) == before
     assert not cache_dir.exists()
 

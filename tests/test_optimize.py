@@ -197,7 +197,8 @@ def test_what_is_saved_is_what_was_meant(
 
 def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("rewrite_rules.code_repacking._TILE_BYTES", 1 << 10)
-    monkeypatch.setattr("rewrite_rules.float_weight._CHUNK_ELEMENTS", 1 << 9)
+    monkeypatch.setattr("rewrite_rules.dequantize_reader._CHUNK_ELEMENTS", 1 << 9)
+    monkeypatch.setattr("rewrite_rules.matmulnbits._CHUNK_BYTES", 1 << 6)
     for storage in ("int4", "uint8", "int2"):
         for layout in ("axis0", "transposed"):
             for n in (300, 301):

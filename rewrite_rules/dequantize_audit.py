@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: MIT
+"""Names every DequantizeLinear on a constant that is still there, and what it feeds."""
+
+from __future__ import annotations
+
+__all__ = ["explain_the_rest"]
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from rewrite_rules.constants import source_of
+from rewrite_rules.dequantize_reader import trail_to_dequantize
+from rewrite_rules.weight_forms import FusionRun, label
+
+# Consumers whose rules make a remark of their own when they refuse.
+_FUSING = frozenset({"MatMul", "FusedMatMul", "Gemm", "Gather"})
+_WEIGHT_BITS = (2, 4, 8)
+
+
+def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
+    """Give every use of a dequantised constant that no rule spoke of its remark.
+
+    Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
+    (32-bit biases, 16-bit tables) are noted.
+    """
+    for graph in [model.graph, *(function.graph for function in model.functions.values())]:
+        for node in graph.all_nodes():
+            if (
+                node.op_type != "DequantizeLinear"
+                or trail_to_dequantize(node.outputs[0] if node.outputs else None) is None
+            ):
+                continue
+            with run.context.remarks.at(label(node)):
+                _explain(node, run)
+
+
+def _explain(node: ir.Node, run: FusionRun) -> None:
+    codes = source_of(node.inputs[0]) if node.inputs[0] is not None else None
+    tensor = None if codes is None else ir.convenience.get_const_tensor(codes)
+    is_weight = tensor is None or tensor.dtype.bitwidth in _WEIGHT_BITS
+    for reason in _uses(node, node.outputs[0], run):
+        if is_weight:
+            run.context.remarks.refused(label(node), f"{reason}; it runs at every inference")
+        else:
+            run.context.remarks.note(label(node), reason)
+
+
+def _uses(node: ir.Node, value: ir.Value, run: FusionRun) -> Iterator[str]:
+    """What the value feeds, beyond what the rules told; nodes that rename it are followed."""
+    if value.is_graph_output():
+        yield f"output {value.name!r} is a graph output"
+    for use in value.uses():
+        consumer = use.node
+        if run.was_told(consumer, node):
+            continue
+        if trail_to_dequantize(consumer.outputs[0]) is not None:
+            yield from _uses(node, consumer.outputs[0], run)
+        else:
+            what = f"it feeds input {use.idx} of {consumer.op_type} {label(consumer)!r}"
+            yield f"{what}: weights of MatMul, Gemm and Gather fuse"

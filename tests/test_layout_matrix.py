@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""The matrix of layouts: each is fused or refused as the table says, and right either way."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import pytest
+from dequantized_models import relative_error, run
+from layout_matrix import LayoutCase, layout_cases
+
+from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
+
+EVERY_KERNEL = FusionOptions(accuracy_level=0, slow_kernels="fuse")
+KERNEL_BLOCKS = {16, 32, 64, 128, 256}
+
+
+def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Nodes of the graph, of every body and of every function."""
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.graph.all_nodes()
+
+
+def fused(model: ir.Model) -> list[Remark]:
+    remarks = Remarks("dq_matmulnbits_fusion")
+    fuse(model, EVERY_KERNEL, PassContext(remarks))
+    return list(remarks)
+
+
+def check_numbers(outputs: list[npt.NDArray], case: LayoutCase) -> None:
+    for actual, expected in zip(outputs, case.reference, strict=True):
+        assert actual.shape == expected.shape
+        assert np.isfinite(actual).all()
+        assert relative_error(actual, expected) <= case.tolerance
+
+
+def mentions(remark: Remark, name: str) -> bool:
+    # Inlining a function may number the names inside it.
+    return re.search(rf"{re.escape(name)}(_\d+)?(?!\w)", str(remark)) is not None
+
+
+def check_fused(model: ir.Model, case: LayoutCase) -> None:
+    """Counts of operators, and what only some cases say about the fused nodes."""
+    found = Counter(node.op_type for node in all_nodes(model))
+    assert {name: found[name] for name in case.expect} == case.expect
+    nodes = [node for node in all_nodes(model) if node.op_type == "MatMulNBits"]
+    sizes = {node.attributes["block_size"].as_int() for node in nodes}
+    assert sizes <= set(case.block_sizes or KERNEL_BLOCKS)
+    if case.zero_points is not None:
+        given = {len(node.inputs) > 3 and node.inputs[3] is not None for node in nodes}
+        assert given == {case.zero_points}
+    if case.stored_weights is not None:
+        assert len({node.inputs[1] for node in nodes}) == case.stored_weights
+
+
+@pytest.mark.parametrize("case", layout_cases(), ids=lambda case: case.name)
+def test_layout(case: LayoutCase):
+    model = case.build()
+    before = ir.to_proto(model).SerializeToString()
+    names = [node.name for node in all_nodes(model) if node.op_type == "DequantizeLinear"]
+
+    remarks = fused(model)
+
+    proto = ir.to_proto(model)
+    unchanged = proto.SerializeToString() == before
+    refusals = [str(remark) for remark in remarks if remark.outcome is Outcome.REFUSED]
+    if case.refusal is not None and not (case.or_refused and not unchanged):
+        assert any(case.refusal in text for text in refusals), refusals
+    if unchanged:
+        assert case.or_refused or not case.expect, refusals
+    else:
+        assert case.expect, "should have stayed as it is"
+        check_fused(model, case)
+    for name in names:
+        assert any(mentions(remark, name) for remark in remarks), f"{name} has no remark"
+    if case.runs or not unchanged:
+        check_numbers(run(proto, case.feeds), case)
+    if not unchanged:
+        check_numbers(run(proto, case.feeds, optimised=True), case)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in layout_cases() if case.runs], ids=lambda case: case.name
+)
+def test_reference_is_what_onnxruntime_computes(case: LayoutCase):
+    check_numbers(run(case.build(), case.feeds), case)
+
+
+def test_matrix_is_whole():
+    cases = layout_cases()
+    assert len(cases) >= 400
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.row for case in cases} == set(range(1, 16))
+
+
+def test_numbers_are_large_enough_to_compare():
+    for case in layout_cases():
+        for expected in case.reference:
+            assert 1e-3 < np.abs(expected).max() < 2e4, case.name
