@@ -10,11 +10,11 @@ from __future__ import annotations
 
 __all__ = ["FusionOptions", "fuse"]
 
-from typing import Any
+from collections.abc import Callable
 
 import onnx_ir as ir
 import onnx_ir.passes.common
-from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 from rewrite_rules.dequantize_audit import explain_the_rest
 from rewrite_rules.dq_gather import GatherToGatherBlockQuantized
@@ -25,13 +25,16 @@ from rewrite_rules.product_rules import (
     MatMulToMatMulNBits,
 )
 from rewrite_rules.remarks import PassContext
+from rewrite_rules.rooted_rule import RootedRule
 from rewrite_rules.weight_forms import FusionOptions, FusionRun
 
-_RULES = {
-    "MatMul": MatMulToMatMulNBits,
-    "FusedMatMul": FusedMatMulToMatMulNBits,
-    "Gemm": GemmToMatMulNBits,
-    "Gather": GatherToGatherBlockQuantized,
+_RULES: dict[str, Callable[[FusionRun], list[RewriteRuleClassBase]]] = {
+    "MatMul": lambda run: [MatMulToMatMulNBits(run)],
+    "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits(run)],
+    "Gemm": lambda run: [GemmToMatMulNBits(run)],
+    "Gather": lambda run: [GatherToGatherBlockQuantized(run)],
+    # One sweep is enough: an Add comes after its product, which is a MatMulNBits by then.
+    "Add": lambda run: [AddBias(run, bias_first=first) for first in (False, True)],
 }
 
 
@@ -41,27 +44,23 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     Raises:
         RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
     """
-    if "DequantizeLinear" not in _op_types(model):
+    present = _op_types(model)
+    if "DequantizeLinear" not in present:
         return
     if model.functions:
         # Whether a function's parameter is a constant shows only where it is called.
         onnx_ir.passes.common.InlinePass()(model)
     run = FusionRun(options, context)
-    # Rules are built per call: they hold the match between check and rewrite. One that no
-    # node can match costs time at each of them.
-    present = _op_types(model)
-    rules = [_built(rule, run) for op_type, rule in _RULES.items() if op_type in present]
+    # Rules are built per call: they hold the match between check and rewrite.
+    rules = [
+        RootedRule(rule, op_type)
+        for op_type, build in _RULES.items()
+        if op_type in present
+        for rule in build(run)
+    ]
     if rules:
         RewriteRuleSet(rules).apply_to_model(model)
-    if {"Add", "MatMulNBits"} <= _op_types(model):
-        sides = [_built(AddBias, run, bias_first=first) for first in (False, True)]
-        RewriteRuleSet(sides).apply_to_model(model)
     explain_the_rest(model, run)
-
-
-def _built(rule: Any, *args: object, **options: object) -> RewriteRule:
-    built: RewriteRule = rule.rule(*args, **options)
-    return built
 
 
 def _op_types(model: ir.Model) -> set[str]:
