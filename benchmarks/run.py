@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bounds import Figure, table
 from exactness import measure_exactness
 from large_models import measure_large_models
+from layout_score import measure_layout_score
+from rewrite_speed import measure_rewrite_speed
 from smollm2_sessions import measure_smollm2
 from start_cost import measure_start_cost
 
@@ -31,13 +33,17 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "smollm2": measure_smollm2,
     "start_cost": measure_start_cost,
     "exactness": measure_exactness,
+    "layout_score": measure_layout_score,
+    "rewrite_speed": measure_rewrite_speed,
     "large_models": measure_large_models,
 }
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
     "start_cost": "What a start from the cache costs beside onnxruntime on the same file",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
-    "large_models": "1.07 GB of int4 weights, peak private memory of the process",
+    "layout_score": "The matrix of weight layouts: what becomes of each",
+    "rewrite_speed": "Time of the fusion",
+    "large_models": "1.34 GB of int4 weights, peak private memory of the process",
 }
 
 

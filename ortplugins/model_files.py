@@ -309,6 +309,8 @@ def save_with_data(
     data = output_data_path(model, output)
     to_write = []
     for value, tensor in _tensors(model):
+        if isinstance(tensor, AliasTensor):
+            tensor = _under(_original(tensor), tensor)
         if keep_in_place and isinstance(tensor, ir.ExternalTensor):
             path = Path(os.path.realpath(tensor.path))
             if path.is_relative_to(folder):
@@ -316,6 +318,8 @@ def save_with_data(
                 continue
         if not inline and tensor.nbytes >= DATA_THRESHOLD:
             to_write.append(value)
+        elif isinstance(tensor, ir.ExternalTensor):
+            (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
     with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
         if to_write:
             check_absent([data], overwrite)
@@ -364,9 +368,14 @@ def _write_tensors(
     for members, tensor in zip(groups.values(), written, strict=True):
         for value in members:
             assert value.const_value is not None
-            shape = tuple(value.const_value.shape.numpy())
-            dtype, name = value.const_value.dtype, value.name or ""
-            value.const_value = relabel(tensor, dtype, shape, name)
+            value.const_value = _under(tensor, value.const_value)
+
+
+def _under(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> ir.TensorProtocol:
+    """A tensor in a file under another's type, shape and name; others as they are."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return like
+    return relabel(tensor, like.dtype, tuple(like.shape.numpy()), like.name or "")
 
 
 def _identity(tensor: ir.TensorProtocol | None) -> object:

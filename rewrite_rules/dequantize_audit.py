@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.constants import source_of
+from rewrite_rules.constants import constant, source_of
 from rewrite_rules.dequantize_reader import trail_to_dequantize
 from rewrite_rules.weight_forms import FusionRun, label
 
-# Consumers whose rules make a remark of their own when they refuse.
-_FUSING = frozenset({"MatMul", "FusedMatMul", "Gemm", "Gather"})
 _WEIGHT_BITS = (2, 4, 8)
 
 
@@ -26,13 +24,26 @@ def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
     """
     for graph in [model.graph, *(function.graph for function in model.functions.values())]:
         for node in graph.all_nodes():
-            if (
-                node.op_type != "DequantizeLinear"
-                or trail_to_dequantize(node.outputs[0] if node.outputs else None) is None
-            ):
+            if node.op_type != "DequantizeLinear":
                 continue
             with run.context.remarks.at(label(node)):
-                _explain(node, run)
+                if (quantize := _quantized_in_the_graph(node)) is not None:
+                    run.context.remarks.refused(
+                        label(node),
+                        f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
+                        "constant at every inference: fold constants first",
+                    )
+                elif trail_to_dequantize(node.outputs[0]) is not None:
+                    _explain(node, run)
+
+
+def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:
+    """The QuantizeLinear on a constant that makes the codes, as some quantizers write it."""
+    codes = source_of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
+    quantize = None if codes is None else codes.producer()
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return None
+    return quantize if constant(quantize.inputs[0]) is not None else None
 
 
 def _explain(node: ir.Node, run: FusionRun) -> None:

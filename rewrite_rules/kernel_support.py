@@ -36,6 +36,7 @@ def matmulnbits_unsupported(
     bits: int,
     accuracy_level: int,
     float16: bool,
+    captured_codes: bool,
     captured_zero_points: bool,
 ) -> None:
     """Refuse what a version of onnxruntime fails on, or computes wrongly.
@@ -45,8 +46,9 @@ def matmulnbits_unsupported(
         bits: Of the weight.
         accuracy_level: Of the node.
         float16: Whether activations are float16.
-        captured_zero_points: Whether the node lies in a body (If, Loop, Scan) and its zero
-            points in a graph around it.
+        captured_codes: Whether the node lies in a body (If, Loop, Scan) and its codes in a
+            graph around it.
+        captured_zero_points: The same of its zero points, be they given or written for it.
 
     Raises:
         NoKernel: With the version and what would do.
@@ -59,6 +61,10 @@ def matmulnbits_unsupported(
         raise _from((1, 29), version, "2-bit weights under float16 activations")
     if bits == 8 and accuracy_level != 4 and version < (1, 24):
         raise _from((1, 24), version, f"8-bit weights at accuracy_level {accuracy_level}")
+    if bits == 8 and captured_codes and version < (1, 24):
+        # It runs 8-bit codes only once they are packed, and packs them only in the body or
+        # right around it: two graphs out the run fails.
+        raise _from((1, 24), version, "8-bit weights outside the body of If, Loop or Scan")
     if captured_zero_points and accuracy_level == 4 and version < (1, 29):
         raise NoKernel(
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "

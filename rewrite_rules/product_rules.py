@@ -116,7 +116,8 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
                     bits=operand.bits,
                     accuracy_level=options.accuracy_level,
                     float16=self._kernel_dtype(weights[0]) is ir.DataType.FLOAT16,
-                    captured_zero_points=_zero_points_around(product.node, operand),
+                    captured_codes=_is_captured(operand.codes, product.node),
+                    captured_zero_points=_has_captured_zero_points(product.node, operand),
                 )
             slow = None
             if run.context.cpu_only:
@@ -361,11 +362,18 @@ def _weights(
     return tuple(operand.matrix(product.k_axis, group) for group in range(groups))
 
 
-def _zero_points_around(node: ir.Node, operand: DequantizedOperand) -> bool:
-    """Whether a node lies in a body and the weight's zero points in a graph around it."""
-    value = operand.zero_points
-    if value is None:
-        return False
+def _has_captured_zero_points(node: ir.Node, operand: DequantizedOperand) -> bool:
+    """Whether a node lies in a body and its zero points in a graph around it.
+
+    Unsigned codes without zero points get some, beside the codes.
+    """
+    if operand.zero_points is not None:
+        return _is_captured(operand.zero_points, node)
+    return not operand.signed and _is_captured(operand.codes, node)
+
+
+def _is_captured(value: ir.Value, node: ir.Node) -> bool:
+    """Whether a constant belongs to another graph than the node that reads it."""
     maker = value.producer()
     return node.graph is not (value.graph if maker is None else maker.graph)
 

@@ -457,6 +457,28 @@ def test_names_the_consumer_that_no_rule_matches():
     assert message.endswith("it runs at every inference")
 
 
+def test_refuses_codes_that_the_graph_makes_from_floats():
+    values, x = CASE.initializers(), CASE.input()
+    _, scale, zero_point = values
+    floats = ir.tensor(CASE.weight().astype(np.float32), name="floats")
+    weight = ir.Value(
+        name="floats",
+        const_value=floats,
+        shape=floats.shape,
+        type=ir.TensorType(ir.DataType.FLOAT),
+    )
+    attributes = {"axis": 0, "block_size": 32}
+    quantize = ir.node("QuantizeLinear", [weight, scale, zero_point], attributes, name="q")
+    (dq,) = CASE.dequantize([quantize.outputs[0], scale, zero_point])
+    node = ir.node("MatMul", [x, dq.outputs[0]], name="matmul")
+    model = make_model(
+        [x], [quantize, dq, node], [weight, *values[1:]], {"y": node.outputs[0]}
+    )
+    message = refused(model)
+    assert "dq: its codes are made by QuantizeLinear 'q' from a constant" in message
+    assert "fold constants first" in message
+
+
 def test_a_dequantized_activation_is_no_candidate():
     x = ir.val("x", ir.DataType.UINT8, [4])
     scale = ir.Value(

@@ -10,7 +10,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from dequantized_models import DequantizedMatMul, op_types, relative_error, run
+from dequantized_models import (
+    DequantizedMatMul,
+    make_model,
+    op_types,
+    relative_error,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +55,73 @@ def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path: Path):
     ortplugins.optimize(path, tmp_path / "out.onnx")
     assert sorted(os.listdir(tmp_path)) == ["model.data", "model.onnx", "out.onnx"]
     check(tmp_path / "out.onnx", ALIASABLE)
+
+
+def tied(case: DequantizedMatMul) -> ir.Model:
+    """A table for Gather whose rows are the columns of a head's weight."""
+    values, x = case.initializers(), case.input()
+    ids = ir.val("ids", ir.DataType.INT64, ["ids"])
+    dq, transpose = case.dequantize(values)
+    gather = ir.node("Gather", [dq.outputs[0], ids], name="embed")
+    head = ir.node("MatMul", [x, transpose.outputs[0]], name="head")
+    outputs = {"rows": gather.outputs[0], "y": head.outputs[0]}
+    return make_model([x, ids], [dq, transpose, gather, head], values, outputs)
+
+
+@pytest.mark.parametrize("zero_points", ["none", "random"])
+@pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8", "int2"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_tied_embedding_and_head_are_stored_once(
+    elsewhere: bool, storage: str, zero_points: str, tmp_path: Path
+):
+    case = DequantizedMatMul(256, 64, 32, storage, "transposed", zero_points)
+    ir.save(tied(case), tmp_path / "model.onnx", external_data="model.data")
+    output = tmp_path / "out.onnx"
+    if elsewhere:
+        output = tmp_path / "there" / "out.onnx"
+        output.parent.mkdir()
+    fusion = DqMatMulNBitsFusion(slow_kernels="fuse")
+    ortplugins.optimize(tmp_path / "model.onnx", output, passes=[fusion])
+    proto = onnx.load(output, load_external_data=False)
+    places = {
+        tensor.name: tuple(
+            (entry.key, entry.value)
+            for entry in tensor.external_data
+            if entry.key in ("location", "offset")
+        )
+        for tensor in proto.graph.initializer
+    }
+    by_op = {node.op_type: node for node in proto.graph.node}
+    assert set(by_op) == {"GatherBlockQuantized", "MatMulNBits"}
+    data, codes = by_op["GatherBlockQuantized"].input[0], by_op["MatMulNBits"].input[1]
+    assert data != codes
+    assert places[data] == places[codes] != ()
+    ids, feed = np.array([0, 63, -1, 7]), case.feed()
+    rows, y = run(str(output), {"x": feed, "ids": ids})
+    assert relative_error(rows, case.weight().T[ids]) <= 1e-6
+    assert relative_error(y, case.reference(feed)) <= 1e-5
+
+
+def test_float_constants_end_at_the_limit(tmp_path: Path):
+    # 0.39 MB as float; a second one does not fit beside it.
+    cases = [DequantizedMatMul(256, 384, 32, "int8", seed=i) for i in range(2)]
+    x = cases[0].input()
+    nodes, values, outputs = [], [], {}
+    for i, case in enumerate(cases):
+        values += (own := case.initializers(f"w{i}"))
+        nodes += case.dequantize(own, f"dq{i}")
+        nodes.append(ir.node("MatMul", [x, nodes[-1].outputs[0]], name=f"matmul{i}"))
+        outputs[f"y{i}"] = nodes[-1].outputs[0]
+    model = make_model([x], nodes, values, outputs)
+    for limit, fired in ((0, 0), (1, 2)):
+        fusion = DqMatMulNBitsFusion(float_limit_mb=limit)
+        report = ortplugins.optimize(model, passes=[fusion]).report
+        assert len(report.fired) == fired
+    assert "raise it, or take accuracy_level=4, or quantise to 4 bits" in str(
+        ortplugins.optimize(
+            model, passes=[DqMatMulNBitsFusion(float_limit_mb=0)]
+        ).report.refused[0]
+    )
 
 
 def test_in_another_folder_the_output_stands_alone(tmp_path: Path):
