@@ -76,6 +76,17 @@ class Entry:
         """Bytes of all files."""
         return sum(self.manifest["files"].values())
 
+    def damaged_files(self) -> list[str]:
+        """Names of the files that are not as they were published; reads them whole."""
+        digests = self.manifest.get("digests", {})
+        return [name for name in self.manifest["files"] if not self._is_intact(name, digests)]
+
+    def _is_intact(self, name: str, digests: dict[str, str]) -> bool:
+        try:
+            return _sha256(self.folder / name) == digests.get(name)
+        except OSError:
+            return False
+
     @property
     def created(self) -> float:
         """When it was published, seconds since the epoch."""
@@ -210,11 +221,20 @@ class ArtifactCache:
         complete = write_manifest(folder, manifest)
         final = self._make("entries") / key
         if final.exists():  # damaged, or find() had returned it
-            grave = Path(tempfile.mkdtemp(prefix=f"{key}.old.", dir=self._make("building")))
-            os.replace(final, grave / "entry")
-            shutil.rmtree(grave, ignore_errors=True)
+            self.discard(key)
         os.replace(folder, final)
         return Entry(final, complete)
+
+    def discard(self, key: str) -> None:
+        """Take an entry out of the cache; whoever has it open keeps it until they close it.
+
+        Raises:
+            OSError: If the directory can't be written.
+        """
+        grave = Path(tempfile.mkdtemp(prefix=f"{key}.old.", dir=self._make("building")))
+        with contextlib.suppress(FileNotFoundError):  # by another process, just now
+            os.replace(self.root / "entries" / key, grave / "entry")
+        shutil.rmtree(grave, ignore_errors=True)
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first."""
@@ -277,15 +297,21 @@ class ArtifactCache:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Complete a manifest with sizes and time, and write it.
+    """Complete a manifest with sizes, digests and time, and write it.
 
     Raises:
         OSError: If it can't be written.
     """
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    complete = {**manifest, "files": sizes, "created": time.time()}
+    digests = {name: _sha256(folder / name) for name in sizes}
+    complete = {**manifest, "files": sizes, "digests": digests, "created": time.time()}
     (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
     return complete
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(folder: Path, name: str, content: Any) -> None:

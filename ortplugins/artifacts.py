@@ -55,7 +55,8 @@ class Artifact:
 class _Request:
     """A model, and everything else that its artifact depends on.
 
-    ``folder`` is where the options say that external data lies, None where they don't.
+    ``folder`` is where the options say that external data lies, None where they don't;
+    ``final_graph`` whether the session runs none of onnxruntime's optimisers.
     """
 
     source: str | bytes | os.PathLike[str]
@@ -63,6 +64,7 @@ class _Request:
     plan: Plan
     providers: tuple[str, ...]
     settings: BakeSettings | None
+    final_graph: bool
 
     def digest(self, cache: ArtifactCache) -> str:
         """Digest of the .onnx file as it is now.
@@ -97,6 +99,7 @@ class _Request:
                 "providers": list(self.providers),
                 "cpu": cpu_features(),
                 "bake": None if self.settings is None else self.settings.as_json(),
+                "final": self.final_graph,
             },
         )
 
@@ -122,7 +125,12 @@ class _Request:
         from ortplugins.optimization import build_artifact
 
         manifest = build_artifact(
-            loaded, self.plan, folder, providers=self.providers, settings=self.settings
+            loaded,
+            self.plan,
+            folder,
+            providers=self.providers,
+            settings=self.settings,
+            final_graph=self.final_graph,
         )
         is_bytes = isinstance(self.source, bytes)
         return {**manifest, "model": "bytes" if is_bytes else os.path.abspath(self.source)}
@@ -155,7 +163,9 @@ def prepare(
         settings = bake_settings(options, disabled_optimizers)
     chosen = stored(options, _EXTERNAL_FOLDER_KEY)
     folder = Path(chosen).absolute() if chosen else None
-    request = _Request(source, folder, plan, tuple(providers), settings)
+    level = options.graph_optimization_level
+    final_graph = level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    request = _Request(source, folder, plan, tuple(providers), settings, final_graph)
     artifact, entry = _find_or_build(request)
     artifact = _respect(artifact, entry, options)
     if chosen and artifact.model is not None:
@@ -172,7 +182,13 @@ def _find_or_build(request: _Request) -> tuple[Artifact, Entry]:
     locations = cache.data_locations(digest)
     key = None if locations is None else request.key(digest, locations)
     if key is not None and (entry := cache.find(key)) is not None:
-        return _from_entry(entry, "cache"), entry
+        if not any(item.checks_digests() for item in request.plan.passes):
+            return _from_entry(entry, "cache"), entry
+        if not (damaged := entry.damaged_files()):
+            return _from_entry(entry, "cache"), entry
+        text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
+        warnings.warn(text, OrtpluginsWarning, stacklevel=5)
+        cache.discard(key)
     return _build(request, cache, digest)
 
 

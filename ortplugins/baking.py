@@ -8,7 +8,7 @@ onnxruntime writes the new graph with the old references.
 
 from __future__ import annotations
 
-__all__ = ["BakeSettings", "bake", "bake_settings"]
+__all__ = ["ALL_OPTIMISERS", "BakeSettings", "bake", "bake_settings"]
 
 import dataclasses
 import os
@@ -67,6 +67,10 @@ class BakeSettings:
     def as_json(self) -> dict[str, Any]:
         """Return the settings as JSON."""
         return dataclasses.asdict(self)
+
+
+# For a file that is baked without a session to look at.
+ALL_OPTIMISERS = BakeSettings("ORT_ENABLE_ALL", (), ())
 
 
 def bake_settings(

@@ -63,6 +63,7 @@ def optimize(
     providers: Sequence[str] = ("CPUExecutionProvider",),
     onnxruntime_version: str | None = None,
     external_data: bool | None = None,
+    bake: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
     after_pass: AfterPass | None = None,
@@ -81,6 +82,9 @@ def optimize(
             instance; the installed one by default.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as
             the source has them, and always when they are more than 1 GiB.
+        bake: Run onnxruntime's own optimisers too (all of them, for the CPU) before the file
+            is finished. The result is for this machine and this onnxruntime, and for sessions
+            with ``ORT_DISABLE_ALL``. :class:`PrepackedWeights` needs it.
         overwrite: Whether ``output`` may exist.
         progress: Called while tensors are written: done, total, name.
         after_pass: Called after each pass.
@@ -105,27 +109,44 @@ def optimize(
     runs = PassRuns()
     version = onnxruntime_version
     run_stage("rewrite", plan, loaded.model, providers, runs, after_pass, version)
-    run_stage("rearrange", plan, loaded.model, providers, runs, after_pass, version)
+    if not bake:
+        run_stage("rearrange", plan, loaded.model, providers, runs, after_pass, version)
     if target is None:
         report = Report(runs.reports(), "built")
         return OptimizeResult(None, report, _same_kind(model, loaded.model))
     if external_data is None:
         external_data = bool(loaded.data_files) or _tensor_bytes(loaded.model) > _INLINE_BYTES
-    finishing = any(item.takes_part_in("finish") for item in plan.passes)
+    if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
+        raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
+    finishing = bake or any(item.takes_part_in("finish") for item in plan.passes)
+    notes: list[str] = []
+    baked = False
+
+    def finish(path: Path) -> None:
+        nonlocal baked
+        if bake:
+            from ortplugins.baking import ALL_OPTIMISERS
+
+            baked = _bake_in_place(path, ALL_OPTIMISERS, notes)
+            _rearrange_file(path, plan, providers, runs, version)
+        run_stage("finish", plan, path, providers, runs, None, version, baked)
+
     save_with_data(
         loaded.model,
         target,
         keep_in_place=not finishing,
         inline=not external_data,
         overwrite=overwrite,
-        finish=lambda path: run_stage("finish", plan, path, providers, runs, None, version),
+        finish=finish,
         progress=progress,
     )
     needs = _session_settings(plan)
-    notes = tuple(
-        f"sessions on this file need {name} = {value}" for name, value in needs.items()
-    )
-    report = Report(runs.reports(), "built", notes, str(target))
+    if baked:
+        needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
+    notes += [f"sessions on this file need {name} = {value}" for name, value in needs.items()]
+    report = Report(runs.reports(), "built", tuple(notes), str(target))
+    if finishing:  # the files are not what the model was any more
+        loaded = load_path(target)
     return OptimizeResult(target, report, _same_kind(model, loaded.model))
 
 
@@ -136,6 +157,7 @@ def build_artifact(
     *,
     providers: Sequence[str],
     settings: BakeSettings | None,
+    final_graph: bool = False,
 ) -> dict[str, Any]:
     """Make the files of a cache entry in an empty folder.
 
@@ -145,6 +167,7 @@ def build_artifact(
         folder: Gets ``model.onnx`` and its data; nothing when the original is as good.
         providers: Execution providers of the session.
         settings: How to run onnxruntime's optimisers; None to leave them to the session.
+        final_graph: Whether the session runs none.
 
     Returns:
         The manifest: whether the model is baked, settings for the session, the report.
@@ -165,16 +188,43 @@ def build_artifact(
         save_with_data(loaded.model, model_path)
         if settings is not None:
             baked = _bake_in_place(model_path, settings, notes)
-        if any(item.takes_part_in("rearrange") for item in plan.passes):
-            final = ir.load(model_path)
-            run_stage("rearrange", plan, final, providers, runs)
-            ir.save(final, model_path)
-        run_stage("finish", plan, model_path, providers, runs)
+        _rearrange_file(model_path, plan, providers, runs)
+        final = final_graph or baked
+        run_stage("finish", plan, model_path, providers, runs, final_graph=final)
+    if later and not runs.any_fired:  # all that was to follow was refused
+        _remove_model(folder)
+        baked = False
     needs = _session_settings(plan)
-    report = Report(
-        runs.reports(), "built" if runs.any_fired or later else "untouched", tuple(notes)
-    )
+    source = "built" if runs.any_fired else "untouched"
+    report = Report(runs.reports(), source, tuple(notes))
     return {**probed, "baked": baked, "session_settings": needs, "report": report.to_dict()}
+
+
+def _rearrange_file(
+    model_path: Path,
+    plan: Plan,
+    providers: Sequence[str],
+    runs: PassRuns,
+    version: str | None = None,
+) -> None:
+    """Run the passes that change the graph after onnxruntime's own optimisers."""
+    if any(item.takes_part_in("rearrange") for item in plan.passes):
+        model = ir.load(model_path)
+        run_stage("rearrange", plan, model, providers, runs, version=version)
+        ir.save(model, model_path)
+
+
+def _remove_model(folder: Path) -> None:
+    """Remove a saved model and its data; what else is in the folder stays."""
+    model = ir.load(folder / "model.onnx")
+    locations = {
+        tensor.location
+        for graph in model.graphs()
+        for tensor in graph.initializers.tensors()
+        if isinstance(tensor, ir.ExternalTensor)
+    }
+    for name in ("model.onnx", *locations):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _session_settings(plan: Plan) -> dict[str, str]:

@@ -57,6 +57,7 @@ def run_stage(
     runs: PassRuns,
     after_pass: AfterPass | None = None,
     version: str | None = None,
+    final_graph: bool = False,
 ) -> None:
     """Run every pass of the plan that takes part in a stage.
 
@@ -68,6 +69,7 @@ def run_stage(
         runs: Gets each pass's report.
         after_pass: Called after each pass on a model.
         version: Of onnxruntime, that the result is for; the installed one by default.
+        final_graph: Whether no optimiser of onnxruntime will change the graph any more.
 
     Raises:
         PassError: If a pass raises, chained to its exception; the model is then in whatever
@@ -81,7 +83,7 @@ def run_stage(
         start = time.perf_counter()
         try:
             getattr(item, stage)(
-                target, PassContext(remarks, tuple(providers), target_version)
+                target, PassContext(remarks, tuple(providers), target_version, final_graph)
             )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.

@@ -79,6 +79,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             super().__init__(
                 path_or_bytes, sess_options, providers, provider_options, **kwargs
             )
+        else:
+            for item in plan.passes:
+                item.opened()
         finally:
             if artifact.temporary is not None:
                 # POSIX keeps the mapped files until the session closes; Windows refuses to

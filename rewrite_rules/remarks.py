@@ -106,11 +106,13 @@ class PassContext:
         providers: Execution providers of the session in order of precedence, for instance
             ``("CPUExecutionProvider",)``.
         onnxruntime: Major and minor version that the result is for; None for the newest.
+        final_graph: Whether no optimiser of onnxruntime will change the graph any more.
     """
 
     remarks: Remarks
     providers: Sequence[str] = ("CPUExecutionProvider",)
     onnxruntime: tuple[int, int] | None = None
+    final_graph: bool = False
 
     @property
     def cpu_only(self) -> bool:

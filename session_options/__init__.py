@@ -12,6 +12,7 @@ __all__ = [
     "Pass",
     "PassWarning",
     "Plan",
+    "PrepackedWeights",
     "configure",
     "enable_key",
     "option",
@@ -20,7 +21,7 @@ __all__ = [
     "registered_passes",
 ]
 
-from session_options.builtin_passes import DqMatMulNBitsFusion
+from session_options.builtin_passes import DqMatMulNBitsFusion, PrepackedWeights
 from session_options.keys import OptionError, enable_key, option, option_key
 from session_options.passes import Pass
 from session_options.plan import Plan, configure, read

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-__all__ = ["BUILTIN_PASSES", "DqMatMulNBitsFusion"]
+__all__ = ["BUILTIN_PASSES", "DqMatMulNBitsFusion", "PrepackedWeights"]
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from session_options.keys import option
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnx_ir as ir
 
     from rewrite_rules.remarks import PassContext
@@ -54,4 +58,57 @@ class DqMatMulNBitsFusion(Pass):
         fuse(model, options, context)
 
 
-BUILTIN_PASSES: tuple[type[Pass], ...] = (DqMatMulNBitsFusion,)
+@dataclasses.dataclass(frozen=True)
+class PrepackedWeights(Pass):
+    """Kernels' packed weights in the file, mapped and shared by all processes."""
+
+    name: ClassVar[str] = "prepacked_weights"
+    summary: ClassVar[str] = "keep packed weights in the file, shared instead of on the heap"
+    position: ClassVar[int] = 90
+
+    verify: str = option(
+        "size",
+        "What a start checks of the files: 'size', or 'digest', which reads them whole. "
+        "onnxruntime computes wrong numbers, silently, from packed weights that were damaged.",
+        choices=("size", "digest"),
+    )
+    limit_mb: int = option(
+        0,
+        "Megabytes of disk that a model may take, 0 for any number; above, nothing is packed.",
+    )
+    parallel: bool = option(
+        False,
+        "Pack on all threads at the start (session.prepack.enable_parallel): a quicker start "
+        "on many cores, for a higher peak of memory.",
+    )
+    trim: bool = option(
+        True, "Give freed memory back to the system after the start (glibc's malloc_trim)."
+    )
+    timeout: int = option(1800, "Seconds that packing may take before it is given up.")
+
+    def finish(self, model_path: Path, context: PassContext) -> None:
+        """Pack in place; see :mod:`rewrite_rules.prepacked_weights`."""
+        from rewrite_rules.prepacked_weights import PrepackOptions, prepack
+
+        prepack(model_path, PrepackOptions(self.limit_mb, self.timeout), context)
+
+    def session_settings(self) -> Mapping[str, str]:
+        """Packing in parallel, where it is asked for."""
+        return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
+
+    def opened(self) -> None:
+        """Return what packing left on the heap."""
+        if not self.trim:
+            return
+        import ctypes
+
+        # glibc only: musl and macOS give memory back by themselves, Windows has no such call.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def checks_digests(self) -> bool:
+        """Whether a start has to read the files whole."""
+        return self.verify == "digest"
+
+
+BUILTIN_PASSES: tuple[type[Pass], ...] = (DqMatMulNBitsFusion, PrepackedWeights)

@@ -32,7 +32,8 @@ class Pass:
     3. :meth:`rearrange`: the graph that will run, fused nodes included;
     4. :meth:`finish`: the saved files.
 
-    A session that is opened on the result gets :meth:`session_settings`.
+    A session that is opened on the result gets :meth:`session_settings`, and :meth:`opened` is
+    called afterwards.
 
     Attributes:
         name: Lower snake case; gives the session keys. Unique.
@@ -70,6 +71,13 @@ class Pass:
         the attribute's enumeration: ``{"execution_order": "PRIORITY_BASED"}``.
         """
         return types.MappingProxyType({})
+
+    def opened(self) -> None:
+        """Do what is left to do once a session on the result is open."""
+
+    def checks_digests(self) -> bool:
+        """Whether a start has to compare the files with the digests kept of them."""
+        return False
 
     def takes_part_in(self, stage: str) -> bool:
         """Whether the class overrides a stage: "rewrite", "rearrange" or "finish"."""
