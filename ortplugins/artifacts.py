@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Artifact", "prepare"]
+__all__ = ["Artifact", "Request", "build_and_publish", "prepare"]
 
 import dataclasses
 import os
@@ -52,7 +52,7 @@ class Artifact:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class Request:
     """A model, and everything else that its artifact depends on.
 
     ``folder`` is where the options say that external data lies, None where they don't;
@@ -165,7 +165,7 @@ def prepare(
     folder = Path(chosen).absolute() if chosen else None
     level = options.graph_optimization_level
     final_graph = level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    request = _Request(source, folder, plan, tuple(providers), settings, final_graph)
+    request = Request(source, folder, plan, tuple(providers), settings, final_graph)
     artifact, entry = _find_or_build(request)
     artifact = _respect(artifact, entry, options)
     if chosen and artifact.model is not None:
@@ -175,7 +175,7 @@ def prepare(
     return artifact
 
 
-def _find_or_build(request: _Request) -> tuple[Artifact, Entry]:
+def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
 
     cache = ArtifactCache(cache_root(request.plan.cache_dir))
     digest = request.digest(cache)
@@ -189,10 +189,41 @@ def _find_or_build(request: _Request) -> tuple[Artifact, Entry]:
         text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
         warnings.warn(text, OrtpluginsWarning, stacklevel=5)
         cache.discard(key)
+    if any(item.builds_in_child for item in request.plan.passes):
+        from ortplugins.build_process import build_in_child
+
+        # The child has published what it built; a model that changed meanwhile is not found.
+        if build_in_child(request) and (entry := _published(request, cache)) is not None:
+            return _from_entry(entry, "built"), entry
     return _build(request, cache, digest)
 
 
-def _build(request: _Request, cache: ArtifactCache, digest: str) -> tuple[Artifact, Entry]:
+def _published(request: Request, cache: ArtifactCache) -> Entry | None:
+    digest = request.digest(cache)
+    locations = cache.data_locations(digest)
+    key = None if locations is None else request.key(digest, locations)
+    return None if key is None else cache.find(key)
+
+
+def build_and_publish(request: Request) -> bool:
+    """Build the entry of a request in the cache.
+
+    Returns:
+        Whether it is there now; false where the cache can't be written.
+
+    Raises:
+        MissingFileError, ModelFileError, PassError: As for :func:`prepare`.
+    """
+    cache = ArtifactCache(cache_root(request.plan.cache_dir))
+    digest = request.digest(cache)
+    try:
+        _build_in_cache(request, cache, digest, request.load())
+    except OSError:
+        return False
+    return True
+
+
+def _build(request: Request, cache: ArtifactCache, digest: str) -> tuple[Artifact, Entry]:
     """Build under the key's lock and publish, or build aside where there is no cache."""
     loaded = request.load()
     try:
@@ -216,7 +247,7 @@ def _build(request: _Request, cache: ArtifactCache, digest: str) -> tuple[Artifa
 
 
 def _build_in_cache(
-    request: _Request, cache: ArtifactCache, digest: str, loaded: LoadedModel
+    request: Request, cache: ArtifactCache, digest: str, loaded: LoadedModel
 ) -> tuple[Artifact, Entry]:
     locations = list(loaded.data_files)
     cache.remember_data_locations(digest, locations)

@@ -68,6 +68,17 @@ class BakeSettings:
         """Return the settings as JSON."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any] | None) -> BakeSettings | None:
+        """Read what :meth:`as_json` returned; None stays None."""
+        if content is None:
+            return None
+        return cls(
+            content["level"],
+            tuple(content["disabled"]),
+            tuple((key, text) for key, text in content["entries"]),
+        )
+
 
 # For a file that is baked without a session to look at.
 ALL_OPTIMISERS = BakeSettings("ORT_ENABLE_ALL", (), ())

@@ -19,6 +19,7 @@ __all__ = [
     "unpack",
 ]
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -27,13 +28,20 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint32]
 
 # The top bit of every code in a byte, by bits per code.
 SIGN_BITS = {2: 0xAA, 4: 0x88, 8: 0x80}
 
 # Bytes of packed output made at a time: small enough to stay out of a process's peak, large
-# enough that a strip of a row-major source spans whole pages.
-_TILE_BYTES = 8 << 20
+# enough that a strip of a row-major source spans many cache lines.
+_TILE_BYTES = 4 << 20
+# What is transposed at once: little enough to stay in the cache, enough that threads seldom
+# meet at the interpreter's lock between two array operations.
+_BLOCK_BYTES = 1 << 20
+_BLOCK_ROWS = 2048
+# Codes are transposed in words of this type; the first code is in the low bits everywhere.
+_WORD = np.dtype("<u4")
 
 
 class ChunkedTensor(ir.LazyTensor):
@@ -150,64 +158,127 @@ def repack(
     padded = -(-k // block_size) * block_size
     row_bytes = padded * bits // 8
     flip = np.uint8(SIGN_BITS[bits] if signed else 0)
-    # A multiple of 8 columns starts on a whole byte whatever the bits.
-    columns = max(8, _TILE_BYTES // row_bytes // 8 * 8)
-    for start in range(0, n, columns):
-        stop = min(start + columns, n)
-        if k_axis == 1 and k * bits % 8 == 0:
-            used = k * bits // 8
-            source = packed[start * used : stop * used].reshape(stop - start, used)
-            if used == row_bytes and not flip:
-                yield source
-                continue
-            tile = np.zeros((stop - start, row_bytes), np.uint8)
-            np.bitwise_xor(source, flip, out=tile[:, :used])
-        elif k_axis == 0 and bits == 4 and n % 2 == 0 and k % 2 == 0:
-            tile = np.zeros((stop - start, row_bytes), np.uint8)
-            strip = packed.reshape(k, n // 2)[:, start // 2 : stop // 2]
-            _transpose_nibbles(strip, tile[:, : k // 2], flip)
-        elif k_axis == 0 and bits == 8:
-            tile = np.zeros((stop - start, row_bytes), np.uint8)
-            np.bitwise_xor(packed.reshape(k, n)[:, start:stop].T, flip, out=tile[:, :k])
+    codes = _Codes(packed, bits, flip, columns=k if k_axis else n)
+    step = max(8, _TILE_BYTES // row_bytes // 8 * 8)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        if k_axis == 0:
+            yield _transposed(codes, k, row_bytes, start, stop)
+        elif k == padded and not flip:
+            yield packed[start * row_bytes : stop * row_bytes].reshape(-1, row_bytes)
         else:
-            tile = _repack_any(packed, bits, flip, k, n, row_bytes, k_axis, start, stop)
-        yield tile
+            yield _padded(codes, row_bytes, start, stop)
 
 
-def _transpose_nibbles(strip: Bytes, out: Bytes, flip: np.uint8) -> None:
-    """[K, columns / 2] bytes, neighbours along N, -> [columns, K / 2], neighbours along K.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Codes:
+    """Codes ``[rows, columns]`` as they are stored: a row may start within a byte."""
 
-    Works on narrow strips: a transposed copy of a wide one misses the cache at every byte.
-    """
-    width = 128
-    for j in range(0, strip.shape[1], width):
-        block = strip[:, j : j + width]
-        even, odd = block[0::2], block[1::2]
-        out[2 * j : 2 * (j + width) : 2] = (((even & 0x0F) | (odd << 4)) ^ flip).T
-        out[2 * j + 1 : 2 * (j + width) : 2] = (((even >> 4) | (odd & 0xF0)) ^ flip).T
+    packed: Bytes
+    bits: int
+    flip: np.uint8
+    columns: int
+
+    def read(self, row: int, step: int, left: int, width: int, out: Bytes) -> None:
+        """Read rows, made unsigned, so that each starts on a whole byte.
+
+        Args:
+            row: The first row.
+            step: From a row to the next; such that all start on the same bit of a byte.
+            left: The first column.
+            width: Number of columns.
+            out: Set to the rows; bits past the last column are anything.
+        """
+        byte, shift = divmod((row * self.columns + left) * self.bits, 8)
+        spanned = -(-(shift + width * self.bits) // 8)
+        strides = (step * self.columns * self.bits // 8, 1)
+        rows = np.ndarray((len(out), spanned), np.uint8, self.packed, byte, strides)
+        if shift == 0:
+            np.bitwise_xor(rows, self.flip, out=out)
+            return
+        np.right_shift(rows[:, : out.shape[1]], np.uint8(shift), out=out)
+        out[:, : spanned - 1] |= rows[:, 1:] << np.uint8(8 - shift)
+        out ^= self.flip
 
 
-def _repack_any(
-    packed: Bytes,
-    bits: int,
-    flip: np.uint8,
-    k: int,
-    n: int,
-    row_bytes: int,
-    k_axis: int,
-    start: int,
-    stop: int,
-) -> Bytes:
-    """Any shape, odd ones too: rows that do not start on a byte are gathered code by code."""
+def _padded(codes: _Codes, row_bytes: int, start: int, stop: int) -> Bytes:
+    """Rows ``start`` to ``stop`` of codes ``[N, K]``, each padded to ``row_bytes``."""
+    k, bits = codes.columns, codes.bits
     tile = np.zeros((stop - start, row_bytes), np.uint8)
-    used = -(-k * bits // 8)
-    # Eight bytes of index per code: a few columns at a time keep that small.
-    step = max(1, _TILE_BYTES // (8 * k))
-    along_k = np.arange(k, dtype=np.int64)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        column = np.arange(first, last, dtype=np.int64)[:, None]
-        indices = column * k + along_k if k_axis == 1 else along_k * n + column
-        codes = unpack(packed, bits, indices) ^ (flip & np.uint8((1 << bits) - 1))
-        tile[first - start : last - start, :used] = pack_rows(codes, bits)
+    used = tile[:, : -(-k * bits // 8)]
+    # Mostly, every row starts on a whole byte; every 8th starts on the same bit whatever K.
+    step = 1 if k * bits % 8 == 0 else 8
+    for first in range(min(step, len(used))):
+        codes.read(start + first, step, 0, k, used[first::step])
+    if unused := -k * bits % 8:
+        used[:, -1] &= np.uint8(0xFF >> unused)
     return tile
+
+
+def _transposed(codes: _Codes, k: int, row_bytes: int, start: int, stop: int) -> Bytes:
+    """Columns ``start`` to ``stop`` of codes ``[K, N]``, each padded to ``row_bytes``.
+
+    Squares of codes, as many rows as a word has codes, are transposed by operations on whole
+    words; then the words themselves are, which is faster the fewer they are.
+    """
+    side = 8 * _WORD.itemsize // codes.bits
+    # Whole squares; what that is more than N and row_bytes is cut off at the end.
+    squares = -(-(stop - start) // side)
+    tile = np.empty((squares, side, -(-row_bytes // _WORD.itemsize)), _WORD)
+    tile[..., -(-k // side) :] = 0
+    high = min(_BLOCK_ROWS // side, -(-k // side))
+    wide = _BLOCK_BYTES // (high * side * _WORD.itemsize)
+    buffer, scratch = np.empty((2, side * high * wide), _WORD)
+    for top in range(0, k, high * side):
+        rows = min(high * side, k - top)
+        down = -(-rows // side)
+        for across in range(0, squares, wide):
+            target = tile[across : across + wide, :, top // side : top // side + down]
+            block = buffer[: target.size].reshape(side, down, len(target))
+            left = start + across * side
+            _read_squares(codes, top, rows, left, min(wide * side, stop - left), block)
+            _transpose_squares(block, codes.bits, scratch)
+            target[:] = block.transpose(2, 0, 1)
+    return tile.reshape(squares * side, -1).view(np.uint8)[: stop - start, :row_bytes]
+
+
+def _read_squares(
+    codes: _Codes, top: int, rows: int, left: int, width: int, block: Words
+) -> None:
+    """Read a part of codes ``[K, N]`` into words ``[row in its square, down, across]``.
+
+    Rows past the last become zeros; columns past the last may be anything.
+    """
+    side = len(block)
+    if rows % side:
+        block.fill(0)
+    out = block.view(np.uint8)[..., : -(-width * codes.bits // 8)]
+    # The rows of a square may each start on another bit of a byte; one square on, all start on
+    # the same ones again.
+    for first in range(min(side, rows)):
+        count = len(range(first, rows, side))
+        codes.read(top + first, side, left, width, out[first, :count])
+
+
+def _transpose_squares(block: Words, bits: int, scratch: Words) -> None:
+    """Transpose each of the squares of codes ``block[:, down, across]`` in place.
+
+    Its upper right and lower left quarters change places, then those of each quarter, and so
+    on down to single codes.
+    """
+    half = len(block) // 2
+    while half:
+        pairs = block.reshape(len(block) // (2 * half), 2, -1)
+        upper, lower = pairs[:, 0], pairs[:, 1]
+        # The first codes are in the low bits: right is up. Fields of `half` codes of `upper`
+        # change places with those of `lower`; the mask has every other field.
+        shift = np.uint32(half * bits)
+        mask = np.uint32(0xFFFFFFFF // ((1 << half * bits) + 1))
+        swap = scratch[: upper.size].reshape(upper.shape)
+        np.right_shift(upper, shift, out=swap)
+        swap ^= lower
+        swap &= mask
+        lower ^= swap
+        swap <<= shift
+        upper ^= swap
+        half //= 2

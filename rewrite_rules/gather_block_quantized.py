@@ -58,12 +58,14 @@ class TableInputs:
         zero_points: Input ``zero_points``; None where the operator's default is meant.
         attributes: ``gather_axis``, ``quantize_axis``, ``block_size``, and ``bits`` for uint8
             data (onnxruntime knows it from 1.23 on).
+        note: What kept the table from sharing a product's codes; or empty.
     """
 
     data: ir.Value
     scales: ir.Value
     zero_points: ir.Value | None
     attributes: dict[str, int]
+    note: str = ""
 
 
 def table_writer(
@@ -83,6 +85,7 @@ def table_writer(
     stored = operand.bits == 4 and not operand.renamed
     whole = _whole_axis(operand) if stored else None
     weight: BlockQuantizedWeight | None = None
+    note = ""
     try:
         weight = _rows(operand, axis)
         blocks = 1 if weight.one_block else weight.blocks(weight.block_size)
@@ -91,7 +94,9 @@ def table_writer(
             bits=weight.bits,
             odd_blocks=weight.zero_points is not None and blocks % 2 == 1,
         )
-    except NoKernel:
+    except NoKernel as refusal:
+        if tied and weight is not None:
+            note = f"its codes not shared with the product beside it: {refusal}"
         weight = None
         if not stored or (whole is None and not _has_kernel_blocks(operand)):
             raise
@@ -99,10 +104,10 @@ def table_writer(
         packed = weight
         return lambda: _write_packed(operand, packed)
     if _has_kernel_blocks(operand):
-        return lambda: _write_stored(operand, axis)
+        return lambda: dataclasses.replace(_write_stored(operand, axis), note=note)
     if whole is not None:
         along = whole
-        return lambda: _write_whole(operand, axis, along)
+        return lambda: dataclasses.replace(_write_whole(operand, axis, along), note=note)
     assert weight is not None
     rows = weight
     return lambda: _write_packed(operand, rows)

@@ -65,12 +65,14 @@ class PrepackedWeights(Pass):
     name: ClassVar[str] = "prepacked_weights"
     summary: ClassVar[str] = "keep packed weights in the file, shared instead of on the heap"
     position: ClassVar[int] = 90
+    builds_in_child: ClassVar[bool] = True
 
     verify: str = option(
         "size",
         "What a start checks of the files: 'size', or 'digest', which reads them whole. "
         "onnxruntime computes wrong numbers, silently, from packed weights that were damaged.",
         choices=("size", "digest"),
+        shapes_result=False,
     )
     limit_mb: int = option(
         0,
@@ -82,9 +84,13 @@ class PrepackedWeights(Pass):
         "on many cores, for a higher peak of memory.",
     )
     trim: bool = option(
-        True, "Give freed memory back to the system after the start (glibc's malloc_trim)."
+        True,
+        "Give freed memory back to the system after the start (glibc's malloc_trim).",
+        shapes_result=False,
     )
-    timeout: int = option(1800, "Seconds that packing may take before it is given up.")
+    timeout: int = option(
+        1800, "Seconds that packing may take before it is given up.", shapes_result=False
+    )
 
     def finish(self, model_path: Path, context: PassContext) -> None:
         """Pack in place; see :mod:`rewrite_rules.prepacked_weights`."""

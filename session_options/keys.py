@@ -55,6 +55,8 @@ class Option:
         help: One sentence for documentation and command line.
         choices: Allowed values; empty when any of the type will do.
         onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
+        shapes_result: Whether the optimised model depends on it; one that only sessions look
+            at leaves cache entries valid.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Option:
     help: str
     choices: tuple[Scalar, ...]
     onnxruntime_key: str | None
+    shapes_result: bool = True
 
 
 def option(
@@ -70,9 +73,15 @@ def option(
     *,
     choices: Iterable[Scalar] = (),
     onnxruntime_key: str | None = None,
+    shapes_result: bool = True,
 ) -> Any:
     """Declare a field of a pass class; arguments as in :class:`Option`."""
-    metadata = {"help": help, "choices": tuple(choices), "onnxruntime_key": onnxruntime_key}
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "onnxruntime_key": onnxruntime_key,
+        "shapes_result": shapes_result,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -39,11 +39,14 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
+        builds_in_child: Whether a session that has to build has a child process do it, so that
+            neither the peak nor the imports are its own.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
+    builds_in_child: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.

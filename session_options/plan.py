@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-__all__ = ["GENERAL_OPTIONS", "Plan", "configure", "make_plan", "plan_from_settings", "read"]
+__all__ = [
+    "GENERAL_OPTIONS",
+    "Plan",
+    "configure",
+    "make_plan",
+    "plan_from_settings",
+    "read",
+    "settings_of",
+]
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -79,7 +87,11 @@ class Plan:
                 "pass": item.name,
                 "class": f"{type(item).__module__}.{type(item).__qualname__}",
                 "version": version_of(item.name),
-                "options": dataclasses.asdict(item),
+                "options": {
+                    spec.name: getattr(item, spec.name)
+                    for spec in options_of(type(item))
+                    if spec.shapes_result
+                },
             }
             for item in self.passes
         ]
@@ -161,6 +173,15 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
         if "\0" in text:  # onnxruntime would cut the value there
             raise OptionError(f"{key} is {text!r}: holds a NUL")
         options.add_session_config_entry(key, text)
+
+
+def settings_of(plan: Plan) -> dict[str, str]:
+    """Return the passes' options as :func:`plan_from_settings` reads them."""
+    return {
+        f"{item.name}.{spec.name}": format_value(getattr(item, spec.name))
+        for item in plan.passes
+        for spec in options_of(type(item))
+    }
 
 
 def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
