@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test check lint bench docs clean
+.PHONY: help demo test test-versions check lint bench docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
+	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.31 (5 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make docs       the documentation, as a site in site/"
 	@echo "make clean      removes what the others made"
@@ -34,6 +35,10 @@ check: $(VENV)/.installed-dev
 # The tests come last: their closing line closes the output.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Virtual environments for the old versions go to .cache; without a registry it skips them.
+test-versions: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/versions/check_versions.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py

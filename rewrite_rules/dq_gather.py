@@ -103,6 +103,8 @@ class GatherToGatherBlockQuantized(RewriteRuleClassBase):
                 if table.scales.dtype != operand.dtype:
                     value = op.Cast(value, to=int(operand.dtype))
                 fate = f"GatherBlockQuantized, block {table.attributes['block_size']}"
+                if table.note:
+                    fate += f" ({table.note})"
             self._run.fired(node, operand.dequantize, f"{operand.layout} -> {fate}")
         return value
 
@@ -128,6 +130,6 @@ def _is_tied(operand: DequantizedOperand) -> bool:
                 source_of(use.node.outputs[0]) is operand.codes
             ):
                 pending.append(use.node.outputs[0])
-            elif use.node.op_type != "Gather":
+            elif use.node.op_type not in ("Gather", "GatherBlockQuantized"):
                 return True
     return False

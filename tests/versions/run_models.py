@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: MIT
 """Runs models on whatever onnxruntime it finds, and tells how far off the numbers are.
 
-    python run_models.py FOLDER < names
+    python run_models.py FOLDER < models
 
-where FOLDER holds, for each name, a model NAME.onnx, and beside it numbers.npz: feeds as
-"feed:<input>", expected outputs as "output:<index>". Models of one subfolder share theirs. For
-each name it prints a line of JSON:
+where each line of ``models`` is ``<subfolder>/<stem>``: FOLDER holds the model as
+``<subfolder>/<stem>.onnx`` and, for all models of the subfolder, ``<subfolder>/numbers.npz``
+with the feeds ("feed:<input>") and the expected outputs ("output:<index>"). Each model runs
+without and with onnxruntime's optimisers, and each time a line of JSON is printed:
 
-    {"name": ..., "plain": <outcome>, "optimised": <outcome>}
+    {"model": ..., "level": "plain" | "optimised", "loaded": ..., "error": ..., "off": ...}
 
-without and with onnxruntime's optimisers; an outcome is the greatest error over the greatest
-expected number, or the first line of the error. A crash shows as a missing line. Needs numpy
-and onnxruntime only, of any version.
+``error`` is short, and null where it ran; ``off`` is then the greatest error over the greatest
+expected number, null for a wrong shape, NaN or infinity. A crash shows as a missing line. It
+needs numpy and onnxruntime only, of any version.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-_ERROR_CHARACTERS = 300
-_LEVELS = {
+LEVELS = {
     "plain": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "optimised": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+_ERROR_CHARACTERS = 250
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,45 +41,47 @@ def _numbers(path: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         return feeds, [arrays[f"output:{index}"] for index in range(count)]
 
 
-def _run(model: Path, level: ort.GraphOptimizationLevel) -> float | str:
+def _run(path: Path, level: ort.GraphOptimizationLevel) -> dict[str, object]:
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    # What is left unfused is not to be fused with rounded activations by onnxruntime.
+    # What is left unfused must not get rounded activations from onnxruntime's own fusion.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-    feeds, expected = _numbers(model.parent / "numbers.npz")
+    feeds, expected = _numbers(path.parent / "numbers.npz")
+    loaded = False
     try:
-        session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-        # Twice: what reads memory that it has not written may be lucky at first.
-        runs = [session.run(None, feeds) for _ in range(2)]
-    except Exception as error:  # each version has its own kinds
-        return f"{type(error).__name__}: {error}".splitlines()[0][:_ERROR_CHARACTERS]
-    return max(_error(outputs, expected) for outputs in runs)
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        loaded = True
+        # Twice: what reads memory that nothing wrote may be lucky at first.
+        errors = [_error(session.run(None, feeds), expected) for _ in range(2)]
+    except Exception as error:  # each version has kinds of its own
+        text = " ".join(str(error).replace(str(path), path.name).split())
+        return {"loaded": loaded, "error": text[-_ERROR_CHARACTERS:], "off": None}
+    off = None if None in errors else max(error for error in errors if error is not None)
+    return {"loaded": loaded, "error": None, "off": off}
 
 
-def _error(outputs: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Greatest error over all outputs; infinite for a wrong shape, NaN or infinity."""
-    if [item.shape for item in outputs] != [item.shape for item in expected]:
-        return math.inf
+def _error(outputs: list[np.ndarray], expected: list[np.ndarray]) -> float | None:
+    """Greatest relative error of all outputs; None where they can't be compared."""
     errors = [0.0]
     for actual, right in zip(outputs, expected, strict=True):
-        if not np.isfinite(actual.astype(np.float64)).all():
-            return math.inf
+        numbers = actual.astype(np.float64)
+        if numbers.shape != right.shape or not np.isfinite(numbers).all():
+            return None
         if right.size:
-            difference = np.abs(actual.astype(np.float64) - right.astype(np.float64)).max()
-            errors.append(float(difference / max(np.abs(right).max(), 1e-30)))
+            scale = max(np.abs(right).max(), 1e-30)
+            errors.append(float(np.abs(numbers - right.astype(np.float64)).max() / scale))
     return max(errors)
 
 
 def main() -> None:
     """Run the models that standard input names."""
     folder = Path(sys.argv[1])
-    for name in sys.stdin.read().split("\n"):
-        if name:
-            model = folder / f"{name}.onnx"
-            outcomes = {kind: _run(model, level) for kind, level in _LEVELS.items()}
-            print(json.dumps({"name": name, **outcomes}), flush=True)
+    for model in sys.stdin.read().split():
+        for name, level in LEVELS.items():
+            outcome = _run(folder / f"{model}.onnx", level)
+            print(json.dumps({"model": model, "level": name, **outcome}), flush=True)
 
 
 if __name__ == "__main__":

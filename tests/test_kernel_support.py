@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: MIT
+"""What each onnxruntime lacks, in the words of ``inspect --onnxruntime``.
+
+That the words are true is measured by ``make test-versions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from layout_matrix import Drawing, Quantized
+from typer.testing import CliRunner
+
+import ortplugins
+from ortplugins.cli import app
+from rewrite_rules.block_quantized_weight import NoKernel
+from rewrite_rules.kernel_support import (
+    matmulnbits_unsupported,
+    parse_version,
+    table_unsupported,
+)
+
+VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
+
+Draw = Callable[[Drawing], None]
+
+
+# Versions.
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("1.31", (1, 31)),
+        ("1.31.1", (1, 31)),
+        ("1.9.0", (1, 9)),
+        ("2.0", (2, 0)),
+        ("1.32.0.dev20261101", (1, 32)),
+        ("1.32.0.dev20261101+cpu", (1, 32)),
+        ("1.32.dev20261101", (1, 32)),
+        ("1.31.0rc1", (1, 31)),
+        ("1.31+cu130", (1, 31)),
+        ("1.31-local", (1, 31)),
+    ],
+)
+def test_version(text: str, version: tuple[int, int]):
+    assert parse_version(text) == version
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1.", "v1.31", "1.x", "1.31rc", "newest", "1,31", ".31", " 1.31"]
+)
+def test_no_version(text: str):
+    with pytest.raises(ValueError, match=r"is no version of onnxruntime: 1\.31 or"):
+        parse_version(text)
+
+
+# inspect.
+
+
+def matmul(storage: str, dtype: type = np.float32, zero_points: str = "none") -> Draw:
+    spec = Quantized((64, 8), storage, 0, 32, zero_points=zero_points, scale_dtype=dtype)
+
+    def draw(g: Drawing) -> None:
+        x = g.input("x", (3, 64), dtype)
+        g.output(g.matmul(x, g.dequantize(spec)), dtype=dtype)
+
+    return draw
+
+
+def matmul_in_body(storage: str, zero_points: str, where: str) -> Draw:
+    """``x @ W`` in both branches of an If, W's constants in them or outside."""
+    spec = Quantized((64, 8), storage, 0, 32, zero_points=zero_points)
+
+    def draw(g: Drawing) -> None:
+        x = g.input("x", (3, 64))
+        condition = g.feed("condition", np.array(True), [])
+        tensors = g.quantized(spec) if where == "outside" else None
+        branches, array = {}, None
+        for name in ("then", "else"):
+            body = g.body()
+            y = body.matmul(x, body.dequantize(spec, tensors, name), f"matmul_{name}")
+            body.output(y, f"y_{name}")
+            branches[f"{name}_branch"] = body.graph()
+            array = y.array if array is None else array
+        assert array is not None
+        g.output(g.node("If", [condition], array, branches))
+
+    return draw
+
+
+def gather(storage: str, zero_points: str = "random", block: int = 32) -> Draw:
+    """Rows of a table that is stored the other way round: uint8 is the form that fits."""
+    spec = Quantized((64, 8), storage, 0, block, zero_points=zero_points)
+
+    def draw(g: Drawing) -> None:
+        ids = g.feed("ids", np.int64([0, 7, 3]), ["tokens"])
+        g.output(g.gather(g.transpose(g.dequantize(spec)), ids))
+
+    return draw
+
+
+def inspect(folder: Path, draw: Draw, version: str, *arguments: str) -> list[str]:
+    """Lines of ``ortplugins inspect --onnxruntime VERSION``."""
+    drawing = Drawing("kernel_support")
+    draw(drawing)
+    path = folder / "model.onnx"
+    ir.save(drawing.model(), path)
+    command = ["inspect", str(path), "--onnxruntime", version, *arguments]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+def settings(**options: object) -> list[str]:
+    pairs = [f"dq_matmulnbits_fusion.{name}={value}" for name, value in options.items()]
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+NO_KERNEL = "onnxruntime {version} has no kernel for"
+OUTSIDE = "outside the body of If, Loop or Scan"
+ZERO_POINTS_OUTSIDE = (
+    "onnxruntime {version} computes wrong numbers at accuracy_level 4 from zero points "
+    f"{OUTSIDE}: 1.29 is right, and so is accuracy_level 0"
+)
+EIGHT_BITS_OUTSIDE = f"{NO_KERNEL} 8-bit weights {OUTSIDE}: 1.24 has"
+TABLE = f"{NO_KERNEL} Gather from uint8 tables of"
+REFUSALS = [
+    # model, accuracy level, what the versions before the last one say, the last one
+    ("int2", matmul("int2"), 0, f"{NO_KERNEL} 2-bit weights: 1.24 has", "1.24"),
+    ("uint2", matmul("uint2"), 4, f"{NO_KERNEL} 2-bit weights: 1.24 has", "1.24"),
+    (
+        "int8",
+        matmul("int8"),
+        0,
+        f"{NO_KERNEL} 8-bit weights at accuracy_level 0: 1.24 has",
+        "1.24",
+    ),
+    ("int8-level4", matmul("int8"), 4, "", "1.22"),
+    ("int8-outside", matmul_in_body("int8", "none", "outside"), 4, EIGHT_BITS_OUTSIDE, "1.24"),
+    ("int8-inside", matmul_in_body("int8", "random", "inside"), 4, "", "1.22"),
+    (
+        "int4-outside",
+        matmul_in_body("int4", "random", "outside"),
+        4,
+        ZERO_POINTS_OUTSIDE,
+        "1.29",
+    ),
+    # Unsigned codes without zero points get zeros beside them: captured too.
+    (
+        "uint4-outside",
+        matmul_in_body("uint4", "none", "outside"),
+        4,
+        ZERO_POINTS_OUTSIDE,
+        "1.29",
+    ),
+    ("int4-outside-without", matmul_in_body("int4", "none", "outside"), 4, "", "1.22"),
+    ("int4-outside-level0", matmul_in_body("int4", "random", "outside"), 0, "", "1.22"),
+    ("int4-inside", matmul_in_body("int4", "random", "inside"), 4, "", "1.22"),
+    ("int4", matmul("int4", np.float16, "random"), 0, "", "1.22"),
+    ("table8", gather("int8"), 0, f"{TABLE} 8-bit codes: 1.24 has", "1.24"),
+    ("table4", gather("int4"), 0, f"{TABLE} 4-bit codes: 1.24 has", "1.24"),
+]
+
+
+@pytest.mark.parametrize(
+    ("draw", "level", "words", "first"),
+    [item[1:] for item in REFUSALS],
+    ids=[item[0] for item in REFUSALS],
+)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_refusal(tmp_path: Path, draw: Draw, level: int, words: str, first: str, version: str):
+    options = settings(accuracy_level=level, slow_kernels="fuse")
+    counts, *refusals = inspect(tmp_path, draw, version, *options)
+    if parse_version(version) >= parse_version(first):
+        assert not refusals
+        assert counts.endswith("refused 0")
+    else:
+        assert counts.startswith("fired 0")
+        assert all(words.format(version=version) in line for line in refusals)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (
+            matmul("int2", np.float16),
+            {
+                "1.22": f"{NO_KERNEL} 2-bit weights: 1.24 has",
+                "1.24": f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has",
+                "1.27": f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has",
+            },
+        ),
+        (
+            gather("uint2"),
+            {
+                "1.22": f"{TABLE} 2-bit codes: 1.24 has",
+                "1.24": f"{TABLE} 2-bit codes: 1.27 has",
+            },
+        ),
+        (
+            gather("uint4", block=64),
+            {
+                "1.22": f"{TABLE} 4-bit codes: 1.24 has",
+                "1.24": "onnxruntime 1.24 computes wrong numbers at Gather from uint8 tables "
+                "of 4-bit codes with zero points for an odd number of blocks: 1.27 is right",
+            },
+        ),
+        (gather("int4", "none", block=64), {"1.22": f"{TABLE} 4-bit codes: 1.24 has"}),
+    ],
+    ids=["float16-int2", "table2", "table4-odd_blocks", "table4-no_zero_points"],
+)
+def test_refusals_that_change(tmp_path: Path, draw: Draw, words: dict[str, str]):
+    for version in VERSIONS:
+        options = settings(slow_kernels="fuse")
+        counts, *refusals = inspect(tmp_path, draw, version, *options)
+        if version in words:
+            (refusal,) = refusals
+            assert words[version].format(version=version) in refusal
+        else:
+            assert counts == "fired 1, refused 0"
+
+
+def test_float_constant_says_why(tmp_path: Path):
+    counts, fired = inspect(tmp_path, matmul("int2"), "1.22", "--verbose")
+    assert counts == "fired 1, refused 0"
+    assert "float constant" in fired
+    assert "onnxruntime 1.22 has no kernel for 2-bit weights: 1.24 has" in fired
+
+
+def tied(g: Drawing) -> None:
+    """One table for Gather and MatMul; a scale for each row, which is an odd number."""
+    spec = Quantized((40, 64), "int4", 1, 64, zero_points="random")
+    ids = g.feed("ids", np.int64([0, 39, 3]), ["tokens"])
+    table = g.dequantize(spec)
+    g.output(g.matmul(g.gather(table, ids), g.transpose(table)))
+
+
+def test_table_that_cannot_share_says_why(tmp_path: Path):
+    for version in VERSIONS:
+        counts, *fired = inspect(tmp_path, tied, version, "--verbose")
+        assert counts == "fired 2, refused 0"
+        (gathered,) = (line for line in fired if "GatherBlockQuantized" in line)
+        said = f"(its codes not shared with the product beside it: onnxruntime {version} "
+        assert (said in gathered) == (version in ("1.22", "1.24"))
+
+
+def test_words_are_about_the_cpu():
+    drawing = Drawing("kernel_support")
+    matmul("int8")(drawing)
+    result = ortplugins.optimize(
+        drawing.model(), providers=["CUDAExecutionProvider"], onnxruntime_version="1.22"
+    )
+    assert not result.report.refused
+    assert "MatMulNBits" in str(result.report.fired[0])
+
+
+# The functions.
+
+
+def test_newest_is_refused_nothing():
+    for bits in (2, 4, 8):
+        table_unsupported(None, bits=bits, odd_blocks=True)
+        matmulnbits_unsupported(
+            None,
+            bits=bits,
+            accuracy_level=4,
+            float16=True,
+            captured_codes=True,
+            captured_zero_points=True,
+        )
+
+
+def test_version_in_between_counts_as_the_older_neighbour():
+    with pytest.raises(NoKernel, match=r"onnxruntime 1\.26 has no kernel .*: 1\.27 has"):
+        table_unsupported((1, 26), bits=2, odd_blocks=False)
+    table_unsupported((1, 28), bits=2, odd_blocks=False)
