@@ -29,7 +29,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from rewrite_rules.code_repacking import relabel
+from rewrite_rules.code_repacking import ChunkedTensor, relabel
 from rewrite_rules.initializers import AliasTensor
 
 if TYPE_CHECKING:
@@ -355,13 +355,18 @@ def _write_tensors(
             progress(done, info.total, tensor.name or "")
         done += 1
 
+    tensors = [_original(members[0].const_value) for members in groups.values()]
+    workers = min(4, os.cpu_count() or 1)
+    # onnx_ir counts every tensor whole. One that is made in chunks is never held whole: as
+    # many as can be in the making come on top, or one large weight would keep others waiting.
+    chunked = sorted(item.nbytes for item in tensors if isinstance(item, ChunkedTensor))
     written = ir.external_data.convert_tensors_to_external(
-        [_original(members[0].const_value) for members in groups.values()],
+        tensors,
         folder,
         location,
         callback=callback,
-        max_workers=min(4, os.cpu_count() or 1),
-        max_in_flight_bytes=_IN_FLIGHT_BYTES,
+        max_workers=workers,
+        max_in_flight_bytes=_IN_FLIGHT_BYTES + sum(chunked[-workers:]),
         alignment=_ALIGNMENT,
         align_threshold=DATA_THRESHOLD - 1,
     )

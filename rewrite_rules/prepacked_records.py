@@ -16,11 +16,11 @@ nodes read them, aligned, so that a cold start reads forward.
 
 from __future__ import annotations
 
-__all__ = ["Record", "lay_out", "places", "read_records", "strip_records"]
+__all__ = ["Key", "Record", "lay_out", "places", "read_records", "restore_order"]
 
 import dataclasses
-import itertools
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -33,8 +33,11 @@ _KEY = "prepacked_"
 _ALIGNMENT, _LARGE_ALIGNMENT, _LARGE = 64, 4096, 1 << 20
 _CHUNK_BYTES = 8 << 20
 
-# A graph's number and its initializers by name.
-_Scope = tuple[int, "dict[str, onnx.TensorProto]"]
+# An initializer: the way to the graph that holds it, and its name, which a body of another
+# node may have as well.
+Key = tuple[str, ...]
+_Found = tuple[Key, "onnx.TensorProto"]
+_Scope = ChainMap[str, _Found]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,40 +92,49 @@ def records_of(tensor: onnx.TensorProto) -> list[Record]:
     ]
 
 
-def read_records(model: onnx.ModelProto) -> dict[str, list[Record]]:
-    """Read the records of all initializers that have some, those of bodies too."""
+def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:
+    """Read the records of all initializers that have some, those of bodies too.
+
+    Raises:
+        ValueError: If one is malformed.
+    """
     return {
-        tensor.name: found
-        for graph in _graphs(model.graph)
+        (*way, tensor.name): found
+        for way, graph in _graphs(model.graph)
         for tensor in graph.initializer
         if (found := records_of(tensor))
     }
 
 
-def places(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+def places(model: onnx.ModelProto) -> dict[Key, tuple[str, ...]]:
     """Where the bytes of each initializer lie; equal places are equal bytes."""
-    found: dict[str, tuple[str, ...]] = {}
-    for graph in _graphs(model.graph):
+    found: dict[Key, tuple[str, ...]] = {}
+    for way, graph in _graphs(model.graph):
         for tensor in graph.initializer:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             if entries:
-                found[tensor.name] = tuple(
+                found[*way, tensor.name] = tuple(
                     entries.get(key, "0") for key in ("location", "offset", "length")
                 )
     return found
 
 
-def strip_records(model: onnx.ModelProto) -> None:
-    """Remove all records."""
-    for graph in _graphs(model.graph):
-        for tensor in graph.initializer:
-            kept = [entry for entry in tensor.external_data if not entry.key.startswith(_KEY)]
-            del tensor.external_data[:]
-            tensor.external_data.extend(kept)
+def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
+    """Put nodes back into the order of the model that onnxruntime was given.
+
+    A graph into which onnxruntime put nodes of its own stays in onnxruntime's order.
+    """
+    graphs = dict(_graphs(source.graph))
+    for way, graph in _graphs(model.graph):
+        if way not in graphs:
+            continue
+        ranks = {tuple(node.output): rank for rank, node in enumerate(graphs[way].node)}
+        if all(tuple(node.output) in ranks for node in graph.node):
+            graph.node.sort(key=lambda node, ranks=ranks: ranks[tuple(node.output)])
 
 
 def lay_out(
-    model: onnx.ModelProto, folder: Path, data_name: str, same: Mapping[str, object]
+    model: onnx.ModelProto, folder: Path, data_name: str, same: Mapping[Key, object]
 ) -> int:
     """Write a new data file and make the model point into it.
 
@@ -142,13 +154,15 @@ def lay_out(
     """
     written: dict[object, int] = {}
     with open(folder / data_name, "wb") as target:
-        for tensor in _in_order(model.graph):
+        for key, tensor in _in_order(model.graph):
             entries = {entry.key: entry.value for entry in tensor.external_data}
             if not entries:
                 continue
+            if missing := {"location", "length"} - entries.keys():
+                raise ValueError(f"{tensor.name}: its place has no {', '.join(missing)}")
             with open(folder / entries["location"], "rb") as source:
                 offset, length = int(entries.get("offset", 0)), int(entries["length"])
-                identity = same.get(tensor.name, object())
+                identity = same.get(key, object())
                 if identity not in written:
                     written[identity] = _copy(source, offset, length, target)
                 records = [
@@ -162,20 +176,21 @@ def lay_out(
                     for record in records_of(tensor)
                 ]
             del tensor.external_data[:]
-            for key, text in (
+            for name, text in (
                 ("location", data_name),
                 ("offset", str(written[identity])),
                 ("length", str(length)),
                 *((record.key, str(record)) for record in records),
             ):
                 entry = tensor.external_data.add()
-                entry.key, entry.value = key, text
+                entry.key, entry.value = name, text
         return target.tell()
 
 
 def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
     """Append a piece of a file, aligned; return where it went."""
-    if offset + length > os.fstat(source.fileno()).st_size:
+    size = os.fstat(source.fileno()).st_size
+    if offset < 0 or length < 0 or offset + length > size:
         raise ValueError(f"{source.name}: {offset} + {length} lies outside")
     alignment = _LARGE_ALIGNMENT if length >= _LARGE else _ALIGNMENT
     target.write(b"\0" * (-target.tell() % alignment))
@@ -183,41 +198,42 @@ def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
     source.seek(offset)
     while length:
         chunk = source.read(min(length, _CHUNK_BYTES))
+        if not chunk:
+            raise ValueError(f"{source.name}: got shorter while it was read")
         target.write(chunk)
         length -= len(chunk)
     return start
 
 
-def _in_order(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def _in_order(graph: onnx.GraphProto) -> Iterator[_Found]:
     """Initializers as nodes read them, once each, bodies at their node, unused ones last."""
-    done: set[tuple[int, str]] = set()
-    numbers = itertools.count()
+    done: set[Key] = set()
 
-    def scope(body: onnx.GraphProto) -> _Scope:
-        return next(numbers), {tensor.name: tensor for tensor in body.initializer}
-
-    def walk(body: onnx.GraphProto, scopes: tuple[_Scope, ...]) -> Iterator[onnx.TensorProto]:
+    def walk(way: Key, body: onnx.GraphProto, outer: _Scope) -> Iterator[_Found]:
+        own = {tensor.name: ((*way, tensor.name), tensor) for tensor in body.initializer}
+        visible = outer.new_child(own)  # the innermost graph that has a name is meant
         for node in body.node:
             for name in node.input:
-                # The innermost graph that has the name is meant.
-                number, tensors = next((s for s in scopes if name in s[1]), (-1, {}))
-                if tensors and (number, name) not in done:
-                    done.add((number, name))
-                    yield tensors[name]
-            for attribute in node.attribute:
-                for part in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                    yield from walk(part, (scope(part), *scopes))
-        number, tensors = scopes[0]
-        yield from (tensors[name] for name in tensors if (number, name) not in done)
+                if name in visible and visible[name][0] not in done:
+                    done.add(visible[name][0])
+                    yield visible[name]
+            for step, part in _bodies(node):
+                yield from walk((*way, *step), part, visible)
+        yield from (found for found in own.values() if found[0] not in done)
 
-    yield from walk(graph, (scope(graph),))
+    yield from walk((), graph, ChainMap())
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
+def _graphs(graph: onnx.GraphProto, way: Key = ()) -> Iterator[tuple[Key, onnx.GraphProto]]:
+    yield way, graph
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
-            for body in attribute.graphs:
-                yield from _graphs(body)
+        for step, body in _bodies(node):
+            yield from _graphs(body, (*way, *step))
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[tuple[Key, onnx.GraphProto]]:
+    """Graphs of a node with the way to them; outputs tell nodes of a graph apart."""
+    for attribute in node.attribute:
+        bodies = [attribute.g] if attribute.HasField("g") else attribute.graphs
+        for index, body in enumerate(bodies):
+            yield (*node.output, attribute.name, str(index)), body

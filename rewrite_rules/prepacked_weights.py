@@ -88,7 +88,7 @@ def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> 
         folder = Path(scratch)
         try:
             result = _run_child(model_path, folder, options.seconds)
-            _check(result)
+            _check(result, options)
         except _Failed as failure:
             remarks.refused(name, str(failure))
             return
@@ -116,12 +116,16 @@ def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
     }
     code = "from rewrite_rules.prepack_worker import main; main()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Nothing is written to the pipe: its end, at the latest with this process, ends the child.
+    theirs, ours = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, json.dumps(job)],
+            # -P: not what lies in the working directory under the name of a module.
+            [sys.executable, "-P", "-c", code, json.dumps(job)],
             capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
+            stdin=theirs,
+            encoding="utf-8",
+            errors="replace",
             timeout=seconds,
             env=environment,
             check=False,
@@ -130,6 +134,9 @@ def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
         raise _Failed(f"packing took more than {seconds} s and was stopped") from None
     except OSError as error:
         raise _Failed(f"the packing process could not be started: {error}") from error
+    finally:
+        os.close(theirs)
+        os.close(ours)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         text = last[0][:_ERROR_CHARACTERS]
@@ -141,13 +148,16 @@ def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
     return dict(result)
 
 
-def _check(result: dict[str, Any]) -> None:
+def _check(result: dict[str, Any], options: PrepackOptions) -> None:
     if not result["weights"]:
         raise _Failed("no kernel of this model packs weights that can be kept")
     if result["different"]:
         raise _Failed(f"with packed weights outputs {result['different']} differ")
     if not result["in_use"]:
         raise _Failed(f"a session uses none of {result['recorded']} blobs")
+    taken = result["data_bytes"] / 1e6
+    if options.limit_mb and taken > options.limit_mb:
+        raise _Failed(f"takes {taken:.1f} MB of disk, above limit_mb={options.limit_mb}")
 
 
 def _replace(model_path: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 __all__ = ["BUILTIN_PASSES", "DqMatMulNBitsFusion", "PrepackedWeights"]
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -103,14 +102,11 @@ class PrepackedWeights(Pass):
         return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
 
     def opened(self) -> None:
-        """Return what packing left on the heap."""
-        if not self.trim:
-            return
-        import ctypes
+        """Give back what packing left on the heap."""
+        if self.trim:
+            from rewrite_rules.resident_memory import trim_heap
 
-        # glibc only: musl and macOS give memory back by themselves, Windows has no such call.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+            trim_heap()
 
     def checks_digests(self) -> bool:
         """Whether a start has to read the files whole."""
