@@ -7,7 +7,6 @@ __all__ = ["Artifact", "Request", "build_and_publish", "prepare"]
 
 import dataclasses
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ from session_options import Plan
 from session_options.keys import stored
 
 if TYPE_CHECKING:
+    import tempfile
+
     from ortplugins.baking import BakeSettings
     from ortplugins.model_files import LoadedModel
 
@@ -234,6 +235,8 @@ def _build(request: Request, cache: ArtifactCache, digest: str) -> tuple[Artifac
             OrtpluginsWarning,
             stacklevel=6,
         )
+    import tempfile
+
     temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
     folder = Path(temporary.name)
     try:

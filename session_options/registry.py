@@ -14,13 +14,18 @@ __all__ = [
 ]
 
 import functools
-import importlib.metadata
 import os
+import sys
 import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from session_options.builtin_passes import BUILTIN_PASSES
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP = "ortplugins.passes"
 NO_ENTRY_POINTS = "ORTPLUGINS_NO_ENTRY_POINTS"
@@ -83,17 +88,39 @@ def version_of(name: str) -> str:
     return "" if point is None or point.dist is None else point.dist.version
 
 
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def _entry_points() -> dict[str, EntryPoint]:
     if os.environ.get(NO_ENTRY_POINTS) == "1":
         return {}
     return _installed_entry_points()
 
 
+def _any_package_may_have_passes() -> bool:
+    """Whether a package names our group; true where only importlib.metadata can tell."""
+    group = ENTRY_POINT_GROUP.encode()
+    for entry in sys.path:
+        folder = Path(entry or ".")
+        if folder.is_file():  # a zip archive
+            return True
+        for kind in ("dist-info", "egg-info"):
+            for file in folder.glob(f"*.{kind}/entry_points.txt"):
+                try:
+                    if group in file.read_bytes():
+                        return True
+                except OSError:
+                    return True
+    return False
+
+
 @functools.cache
-def _installed_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def _installed_entry_points() -> dict[str, EntryPoint]:
     """Scan the installed packages, once per process: it takes milliseconds."""
+    if not _any_package_may_have_passes():
+        return {}
+    # Heavy: 3 MB of every worker's memory, and 10 ms of its start.
+    import importlib.metadata
+
     ours = {cls.name: "ortplugins" for cls in BUILTIN_PASSES}
-    found: dict[str, importlib.metadata.EntryPoint] = {}
+    found: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         if point.name in ours or point.name in found:
             first = ours.get(point.name) or found[point.name].value
