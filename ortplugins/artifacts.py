@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["Artifact", "Request", "build_and_publish", "prepare"]
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -177,7 +178,6 @@ def prepare(
 
 
 def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
-
     cache = ArtifactCache(cache_root(request.plan.cache_dir))
     digest = request.digest(cache)
     locations = cache.data_locations(digest)
@@ -189,14 +189,28 @@ def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
             return _from_entry(entry, "cache"), entry
         text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
         warnings.warn(text, OrtpluginsWarning, stacklevel=5)
-        cache.discard(key)
-    if any(item.builds_in_child for item in request.plan.passes):
-        from ortplugins.build_process import build_in_child
-
-        # The child has published what it built; a model that changed meanwhile is not found.
-        if build_in_child(request) and (entry := _published(request, cache)) is not None:
-            return _from_entry(entry, "built"), entry
+        with contextlib.suppress(OSError):  # read-only: then what is built next lies aside
+            cache.discard(key)
+    if any(item.child_seconds() for item in request.plan.passes):
+        with contextlib.suppress(OSError), cache.one_at_a_time(digest):
+            return _build_by_child(request, cache)
     return _build(request, cache, digest)
+
+
+def _build_by_child(request: Request, cache: ArtifactCache) -> tuple[Artifact, Entry]:
+    """Have a child build; the workers that start with this one wait for it.
+
+    Raises:
+        OSError: If no child can; then it is for this process to build.
+    """
+    from ortplugins.build_process import build_in_child
+
+    if (entry := _published(request, cache)) is not None:
+        return _from_entry(entry, "cache"), entry
+    # The child has published what it built; a model that changed meanwhile is not found.
+    if build_in_child(request) and (entry := _published(request, cache)) is not None:
+        return _from_entry(entry, "built"), entry
+    raise OSError("no child process has built the entry")
 
 
 def _published(request: Request, cache: ArtifactCache) -> Entry | None:

@@ -36,10 +36,11 @@ def build_in_child(request: Request) -> bool:
 
     Raises:
         MissingFileError, ModelFileError, PassError: As the build itself; PassError too when
-            the child was killed.
+            the child was killed, or took too long.
     """
     if not sys.executable:
         return False
+    seconds = max(item.child_seconds() for item in request.plan.passes)
     content, path = b"", None
     if isinstance(request.source, bytes):
         content = request.source
@@ -65,8 +66,13 @@ def build_in_child(request: Request) -> bool:
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
             env=environment,
+            timeout=seconds,
             check=False,
         )
+    except subprocess.TimeoutExpired:
+        raise PassError(
+            f"the process that optimises the model took more than {seconds} s and was stopped"
+        ) from None
     except OSError:
         return False
     lines = done.stdout.decode(errors="replace").splitlines()

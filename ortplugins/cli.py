@@ -9,13 +9,14 @@ from __future__ import annotations
 __all__ = ["main"]
 
 import enum
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import session_options
 from ortplugins._version import __version__
@@ -38,6 +39,9 @@ except ModuleNotFoundError as missing:
     print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+if TYPE_CHECKING:
+    from ortplugins.artifact_cache import ArtifactCache
+
 
 class ReportFormat(enum.StrEnum):
     TEXT = "text"
@@ -55,7 +59,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cache_app = typer.Typer(help="Show or empty the cache of sessions.", no_args_is_help=True)
+cache_app = typer.Typer(
+    help="Show, check or empty the cache of sessions.", no_args_is_help=True
+)
 app.add_typer(cache_app, name="cache")
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
@@ -81,6 +87,7 @@ CacheDir = Annotated[
     str, typer.Option("--cache-dir", help="Else ORTPLUGINS_CACHE_DIR, else the user's own.")
 ]
 _DEFAULT_PASSES = [session_options.DqMatMulNBitsFusion.name]
+_WARM_PASSES = [*_DEFAULT_PASSES, session_options.PrepackedWeights.name]
 
 
 def main() -> None:
@@ -174,30 +181,155 @@ def passes(format: Annotated[TableFormat, typer.Option()] = TableFormat.TEXT) ->
         typer.echo(f"| `{key}` | {shown} | {text.replace('|', '&#124;')} |")
 
 
+@app.command()
+def warm(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    passes: Passes = _WARM_PASSES,
+    settings: Settings = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="A cache directory that every user may read, for an image; sessions find it "
+            "through ORTPLUGINS_CACHE_DIR. Else the cache that sessions here use.",
+        ),
+    ] = None,
+    session_entries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--session-entry",
+            metavar="KEY=VALUE",
+            help="An entry of the sessions' SessionOptions; repeatable.",
+        ),
+    ] = None,
+    optimization_level: Annotated[
+        str,
+        typer.Option(help="Of the sessions: disable, basic, extended, layout or all."),
+    ] = "all",
+) -> None:
+    """Build ahead what sessions on the CPU will look for in the cache."""
+    from ortplugins.warming import Warmed
+    from ortplugins.warming import warm as build
+
+    def done(item: Warmed) -> None:
+        if item.error:
+            where = "" if item.error.startswith(item.model) else f"{item.model}: "
+            typer.echo(f"error: {where}{item.error}", err=True)
+            return
+        typer.echo(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
+        for note in item.notes:
+            typer.echo(f"note: {note}", err=True)
+
+    results = build(
+        models,
+        passes,
+        options=_parse_settings(settings),
+        output=output,
+        session_entries=_parse_settings(session_entries, "--session-entry"),
+        optimization_level=optimization_level,
+        done=done,
+    )
+    if any(item.error for item in results):
+        raise typer.Exit(1)
+
+
 @cache_app.command("list")
 def list_cache(cache_dir: CacheDir = "") -> None:
     """List the optimised models, the newest first."""
-    from ortplugins.artifact_cache import ArtifactCache, cache_root
-
-    cache = ArtifactCache(cache_root(cache_dir))
+    cache = _cache(cache_dir)
     entries = cache.entries()
     rows = []
     for entry in entries:
         report = entry.manifest["report"]
         fate = f"{report['fired']}/{report['refused']}"
-        size, age = decimal(entry.size), _age(time.time() - entry.created)
-        rows.append((entry.folder.name[:12], entry.manifest["model"], size, age, fate))
-    _print_table(("Key", "Model", "Size", "Age", "Fired/refused"), rows)
+        age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
+        row = (_short(entry.folder.name), entry.manifest["model"], decimal(entry.size))
+        rows.append((*row, age, used, fate))
+    _print_table(("Key", "Model", "Size", "Age", "Last use", "Fired/refused"), rows)
     size = decimal(sum(entry.size for entry in entries))
     typer.echo(f"{len(entries)} in all, {size}, in {cache.root}")
+
+
+@cache_app.command("verify")
+def verify_cache(
+    cache_dir: CacheDir = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Take damaged ones out.")] = False,
+) -> None:
+    """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
+    cache = _cache(cache_dir)
+    number = damaged = removed = 0
+    for item in cache.verify():
+        number += 1
+        name = f"{_short(item.key)} {item.model}".rstrip()
+        if not item.has_digests:
+            typer.echo(f"no digests (written by an older version), sizes only: {name}")
+        if not item.damage:
+            continue
+        damaged += 1
+        what = "; ".join(f"{file}: {text}" for file, text in item.damage.items())
+        typer.echo(f"damaged: {name}: {what}")
+        if remove:
+            try:
+                cache.discard(item.key)
+                removed += 1
+            except OSError as error:  # Windows keeps files that a process has open
+                typer.echo(f"left: {name}: {error}")
+    fate = f", {removed} removed" if remove else ""
+    typer.echo(f"{number} checked, {damaged} damaged{fate}, in {cache.root}")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command("gc")
+def collect_cache(
+    cache_dir: CacheDir = "",
+    max_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=_parse_size,
+            metavar="SIZE",
+            help="Remove the least recently used above this: 500MB, 10GB, 1GiB.",
+        ),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            parser=_parse_age,
+            metavar="AGE",
+            help="Remove what was not used for this long: 12h, 30d, 2w.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would go; remove nothing.")
+    ] = False,
+) -> None:
+    """Remove what was not used for long, and the least recently used above a size."""
+    if max_size is None and older_than is None:
+        raise typer.BadParameter("give --max-size, --older-than or both")
+    cache = _cache(cache_dir)
+    result = cache.collect(max_size, older_than, dry_run=dry_run)
+    removed, remain = ("would remove", "would remain") if dry_run else ("removed", "remain")
+    for item in result.removed:
+        name = f"{_short(item.key)} {item.model}".rstrip()
+        used = _since(item.last_used)
+        typer.echo(f"{removed}: {name}, {decimal(item.size)}, last used {used} ago")
+    for item, reason in result.left:
+        name = f"{_short(item.key)} {item.model}".rstrip()
+        typer.echo(f"left: {name}, {decimal(item.size)}: {reason}")
+    if result.abandoned:
+        size = decimal(result.abandoned)
+        typer.echo(f"{removed}: what builders left that were killed, {size}")
+    size = decimal(sum(item.size for item in result.removed))
+    kept = f"{result.kept} {remain}, {decimal(result.size)}"
+    typer.echo(f"{removed} {len(result.removed)}, {size}; {kept}, in {cache.root}")
 
 
 @cache_app.command("clear")
 def clear_cache(cache_dir: CacheDir = "") -> None:
     """Remove every optimised model from the cache."""
-    from ortplugins.artifact_cache import ArtifactCache, cache_root
-
-    cache = ArtifactCache(cache_root(cache_dir))
+    cache = _cache(cache_dir)
     number, size = cache.clear()
     typer.echo(f"removed {number}, {decimal(size)}, from {cache.root}")
 
@@ -205,19 +337,50 @@ def clear_cache(cache_dir: CacheDir = "") -> None:
 @cache_app.command("path")
 def print_cache_path(cache_dir: CacheDir = "") -> None:
     """Print the directory of the cache."""
-    from ortplugins.artifact_cache import cache_root
-
-    typer.echo(cache_root(cache_dir))
+    typer.echo(_cache(cache_dir).root)
 
 
-def _parse_settings(settings: list[str] | None) -> dict[str, str]:
+def _cache(cache_dir: str) -> ArtifactCache:
+    from ortplugins.artifact_cache import ArtifactCache, cache_root
+
+    return ArtifactCache(cache_root(cache_dir))
+
+
+def _short(key: str) -> str:
+    return key[:12]
+
+
+def _parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
     pairs = {}
     for item in settings or ():
         key, equals, value = item.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint="--set")
+            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
         pairs[key] = value
     return pairs
+
+
+_SIZES = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def _quantity(text: str, units: dict[str, int], expected: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise typer.BadParameter(f"{text!r}: {expected} is expected")
+    return float(found[1]) * units[found[2]]
+
+
+def _parse_size(text: str) -> int:
+    return int(_quantity(text, _SIZES, "a size such as 500MB, 10GB or 1GiB"))
+
+
+def _parse_age(text: str) -> float:
+    return _quantity(text, _AGES, "an age such as 45min, 12h, 30d or 2w")
 
 
 def _key_rows() -> Iterator[tuple[str, str, str]]:
@@ -291,7 +454,8 @@ def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def _age(seconds: float) -> str:
+def _since(moment: float) -> str:
+    seconds = time.time() - moment
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

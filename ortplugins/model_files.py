@@ -15,6 +15,7 @@ __all__ = [
     "output_data_path",
     "read_model_file",
     "save_with_data",
+    "stored_bytes",
 ]
 
 import dataclasses
@@ -116,9 +117,16 @@ def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedM
 
 def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
-    copy = model.clone() if isinstance(model, ir.Model) else ir.from_proto(model)
-    _check_parsed(copy, "model given as object")
-    return LoadedModel(copy, {}, "model given as object")
+    name = "model given as object"
+    if isinstance(model, ir.Model):
+        copy = model.clone()
+    else:
+        # Tensors keep their proto, and passes may rename them.
+        own = type(model)()
+        own.CopyFrom(model)
+        copy = _deserialize(own, name)
+    _check_parsed(copy, name)
+    return LoadedModel(copy, {}, name)
 
 
 def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
@@ -135,12 +143,29 @@ def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
         raise ModelFileError(
             f"{name}: is no ONNX model, or was cut off ({len(content)} bytes): {error}"
         ) from error
-    try:
-        model = ir.from_proto(proto)
-    except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
-        raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
+    model = _deserialize(proto, name)
     _check_parsed(model, name)
     return LoadedModel(model, _bind_external_data(model, folders, name), name)
+
+
+def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
+    if any(graph.sparse_initializer for graph in _proto_graphs(proto.graph)):
+        raise ModelFileError(f"{name}: has sparse initializers; make them dense first")
+    try:
+        return ir.from_proto(proto)
+    except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
+        raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
+
+
+def _proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in (
+                *attribute.graphs,
+                *([attribute.g] if attribute.HasField("g") else ()),
+            ):
+                yield from _proto_graphs(body)
 
 
 def _check_parsed(model: ir.Model, name: str) -> None:
@@ -148,6 +173,17 @@ def _check_parsed(model: ir.Model, name: str) -> None:
     if not model.graph.outputs or not model.opset_imports:
         missing = "outputs" if model.opset_imports else "opset imports"
         raise ModelFileError(f"{name}: has no graph {missing}; was the file cut off?")
+    for node in model.graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.is_ref():
+                raise ModelFileError(
+                    f"{name}: attribute {attribute.name!r} of node {node.name!r} refers to "
+                    "one of a function, but the node is in none"
+                )
+    try:
+        model.graph.sort()
+    except Exception as error:  # ValueError for a cycle, others for damaged bodies
+        raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
 
 
 def _bind_external_data(
@@ -162,6 +198,8 @@ def _bind_external_data(
             continue
         what = f"{name}: tensor {tensor.name!r}"
         location = tensor.location
+        if any(not isinstance(size, int) or size < 0 for size in tensor.shape):
+            raise ModelFileError(f"{what}: has shape {list(tensor.shape)}")
         if not isinstance(location, str) or not location or "\0" in location:
             raise ModelFileError(
                 f"{what}: external data location {location!r} is no file name"
@@ -225,6 +263,13 @@ def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value, value.const_value
+
+
+def stored_bytes(tensor: ir.TensorProtocol) -> int:
+    """Bytes that a tensor takes in a data file; strings stay in the model: 0."""
+    if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return 0
+    return tensor.nbytes
 
 
 def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
@@ -303,6 +348,7 @@ def save_with_data(
 
     Raises:
         FileExistsError: If a file exists and ``overwrite`` is false.
+        ModelFileError: If the model holds what ONNX cannot.
         OSError: If they can't be written; earlier files of that name are as they were.
     """
     folder = Path(os.path.realpath(output.parent))
@@ -316,7 +362,7 @@ def save_with_data(
             if path.is_relative_to(folder):
                 value.const_value = _moved(tensor, path.relative_to(folder), folder)
                 continue
-        if not inline and tensor.nbytes >= DATA_THRESHOLD:
+        if not inline and stored_bytes(tensor) >= DATA_THRESHOLD:
             to_write.append(value)
         elif isinstance(tensor, ir.ExternalTensor):
             (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
@@ -324,7 +370,12 @@ def save_with_data(
         if to_write:
             check_absent([data], overwrite)
             _write_tensors(to_write, Path(scratch), data.name, progress)
-        ir.save(model, Path(scratch, output.name))
+        try:
+            ir.save(model, Path(scratch, output.name))
+        except OSError:
+            raise
+        except Exception as error:  # a name that is no UTF-8, an attribute without a type
+            raise ModelFileError(f"{output.name}: cannot be written: {error}") from error
         if finish is not None:
             finish(Path(scratch, output.name))
         # The model last: it must never point to data that is not there yet.

@@ -22,6 +22,7 @@ from ortplugins.model_files import (
     from_memory,
     load_path,
     save_with_data,
+    stored_bytes,
 )
 from ortplugins.option_probe import write_probe
 from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
@@ -301,7 +302,7 @@ def _same_kind(given: ModelLike, result: ir.Model) -> Any:
 
 def _tensor_bytes(model: ir.Model) -> int:
     return sum(
-        value.const_value.nbytes
+        stored_bytes(value.const_value)
         for graph in model.graphs()
         for value in graph.initializers.values()
         if value.const_value is not None

@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.constants import constant, source_of
+from rewrite_rules.constants import (
+    check_stored,
+    constant,
+    int_attribute,
+    is_dequantize_linear,
+    source_of,
+)
 from rewrite_rules.initializers import derived_initializer
 
 _QUANTISED = (ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8)
@@ -38,12 +44,16 @@ class ColumnBias:
 
 
 def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
-    """Read a bias of shape [N], [1, N], [1], [1, 1] ... or a scalar; None for any other."""
+    """Read a bias of shape [N], [1, N], [1], [1, 1] ... or a scalar; None for any other.
+
+    Raises:
+        Refusal: If its data is damaged.
+    """
     value = source_of(value)
     node = value.producer()
-    if node is not None and node.op_type == "DequantizeLinear":
+    if node is not None and is_dequantize_linear(node):
         numbers = _dequantized(node, columns)
-        anchor = node.inputs[0]
+        anchor = node.inputs[0] if node.inputs else None
     else:
         node, anchor = None, value
         numbers = _numbers(value, columns, _FLOATS)
@@ -66,10 +76,16 @@ def write_column_bias(bias: ColumnBias, factor: float, dtype: ir.DataType) -> ir
     ):
         return bias.anchor
     # Rounded as a dequantised bias is, then as its product with beta is.
-    numbers = bias.numbers.astype(dtype.numpy()).astype(np.float64) * factor
-    array = numbers.astype(dtype.numpy())
-    scales = None if bias.dequantize is None else bias.dequantize.inputs[1]
-    key = (shape, factor, dtype, None if scales is None else scales.name)
+    with np.errstate(over="ignore"):
+        numbers = bias.numbers.astype(dtype.numpy()).astype(np.float64) * factor
+        array = numbers.astype(dtype.numpy())
+    # The scale itself and not its name: sibling bodies may give theirs the same.
+    key = (
+        shape,
+        factor,
+        dtype,
+        None if bias.dequantize is None else bias.dequantize.inputs[1],
+    )
     return derived_initializer(
         bias.anchor, ".bias", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
     )
@@ -83,6 +99,7 @@ def _numbers(
     if tensor is None or tensor.dtype not in dtypes:
         return None
     shape = tuple(tensor.shape.numpy())
+    check_stored(tensor, f"bias {tensor.name!r}")
     if math.prod(shape) not in (1, columns) or (shape and shape[-1] not in (1, columns)):
         return None
     if shape and math.prod(shape) != shape[-1]:
@@ -93,10 +110,10 @@ def _numbers(
 
 def _dequantized(node: ir.Node, columns: int) -> npt.NDArray[np.float64] | None:
     """The numbers of a dequantised bias with one scale, or one for each column."""
-    inputs = [*node.inputs, None, None]
+    inputs = [*node.inputs, None, None, None]
     codes = _numbers(inputs[0], columns, _QUANTISED)
     scales = _numbers(inputs[1], columns, _FLOATS)
-    if codes is None or scales is None or node.attributes.get_int("block_size", 0) != 0:
+    if codes is None or scales is None or int_attribute(node, "block_size", 0):
         return None
     offset: npt.NDArray[np.float64] | float = 0.0
     if inputs[2] is not None:

@@ -3,10 +3,26 @@
 
 from __future__ import annotations
 
-__all__ = ["Refusal", "check_stored", "constant", "constant_ints", "described", "source_of"]
+__all__ = [
+    "Refusal",
+    "check_stored",
+    "constant",
+    "constant_ints",
+    "described",
+    "float_attribute",
+    "int_attribute",
+    "is_dequantize_linear",
+    "source_of",
+]
+
+import math
 
 import numpy as np
 import onnx_ir as ir
+
+_MICROSOFT = "com.microsoft"
+# Longer lists are no shapes or axes.
+_MOST_INTS = 64
 
 
 class Refusal(Exception):
@@ -15,12 +31,53 @@ class Refusal(Exception):
 
 def source_of(value: ir.Value) -> ir.Value:
     """Follow Identity nodes back to the value that they repeat."""
+    seen = set()
     while (node := value.producer()) is not None and node.op_type == "Identity":
-        source = node.inputs[0]
-        if source is None or node.domain not in ("", "ai.onnx"):
+        source = node.inputs[0] if len(node.inputs) == 1 else None
+        if source is None or node.domain not in ("", "ai.onnx") or node in seen:
             break
+        seen.add(node)
         value = source
     return value
+
+
+def is_dequantize_linear(node: ir.Node) -> bool:
+    """Whether a node is ONNX's DequantizeLinear, or onnxruntime's of the same meaning."""
+    return node.op_type == "DequantizeLinear" and node.domain in ("", "ai.onnx", _MICROSOFT)
+
+
+def int_attribute(node: ir.Node, name: str, default: int) -> int:
+    """Read an attribute.
+
+    Raises:
+        Refusal: If it is there and no int.
+    """
+    attribute = node.attributes.get(name)
+    if attribute is None:
+        return default
+    if attribute.type is not ir.AttributeType.INT or attribute.is_ref():
+        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no int")
+    return attribute.as_int()
+
+
+def float_attribute(node: ir.Node, name: str, default: float) -> float:
+    """Read an attribute.
+
+    Raises:
+        Refusal: If it is there and no finite float.
+    """
+    attribute = node.attributes.get(name)
+    if attribute is None:
+        return default
+    if attribute.type is not ir.AttributeType.FLOAT or attribute.is_ref():
+        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no float")
+    if not math.isfinite(attribute.as_float()):
+        raise Refusal(f"attribute {name!r} of {node.op_type} is {attribute.as_float()}")
+    return attribute.as_float()
+
+
+def _kind(attribute: ir.Attr) -> str:
+    return "a reference" if attribute.is_ref() else attribute.type.name.lower()
 
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -35,16 +92,28 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value.is_graph_input():
         return None
     node = value.producer()
-    if node is not None and (node.op_type != "Constant" or len(node.attributes) != 1):
+    if node is not None and (
+        node.op_type != "Constant"
+        or node.domain not in ("", "ai.onnx")
+        or len(node.attributes) != 1
+        or len(node.outputs) != 1
+    ):
         return None
     return ir.convenience.get_const_tensor(value)
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a constant int32 or int64 tensor, flat; None if it is none."""
+    """The numbers of a short constant int32 or int64 tensor, flat; None if it is none.
+
+    Raises:
+        Refusal: If its data is damaged.
+    """
     tensor = constant(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
         return None
+    if tensor.size > _MOST_INTS:
+        return None
+    check_stored(tensor, f"constant {tensor.name!r}")
     return [int(number) for number in tensor.numpy().reshape(-1)]
 
 
@@ -79,11 +148,13 @@ def check_stored(tensor: ir.TensorProtocol, what: str) -> None:
     Raises:
         Refusal: Also if numbers lie outside the type's range.
     """
-    if not isinstance(tensor, ir.TensorProtoTensor):
-        return
+    if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        raise Refusal(f"{what} is of type {tensor.dtype.name.lower()}")
     shape = tuple(tensor.shape.numpy())
     if any(size < 0 for size in shape):
         raise Refusal(f"{what} has shape {list(shape)}, with a negative size")
+    if not isinstance(tensor, ir.TensorProtoTensor):
+        return
     proto = tensor.raw
     bits = tensor.dtype.bitwidth
     name = tensor.dtype.name.lower()
@@ -94,7 +165,8 @@ def check_stored(tensor: ir.TensorProtocol, what: str) -> None:
                 f"takes {tensor.nbytes}"
             )
         return
-    stored = proto.float_data if tensor.dtype is ir.DataType.FLOAT else proto.int32_data
+    wide = {ir.DataType.FLOAT: proto.float_data, ir.DataType.INT64: proto.int64_data}
+    stored = wide.get(tensor.dtype, proto.int32_data)
     # Codes of less than a byte are packed: several to each number.
     expected = tensor.size if bits >= 8 else tensor.nbytes
     if len(stored) != expected:

@@ -9,11 +9,18 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.constants import constant, source_of
-from rewrite_rules.dequantize_reader import trail_to_dequantize
+from rewrite_rules.constants import constant, is_dequantize_linear, source_of
+from rewrite_rules.dequantize_reader import renames, trail_to_dequantize
 from rewrite_rules.weight_forms import FusionRun, label
 
-_WEIGHT_BITS = (2, 4, 8)
+_WEIGHTS = (
+    ir.DataType.INT2,
+    ir.DataType.UINT2,
+    ir.DataType.INT4,
+    ir.DataType.UINT4,
+    ir.DataType.INT8,
+    ir.DataType.UINT8,
+)
 
 
 def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
@@ -24,7 +31,7 @@ def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
     """
     for graph in [model.graph, *(function.graph for function in model.functions.values())]:
         for node in graph.all_nodes():
-            if node.op_type != "DequantizeLinear":
+            if not is_dequantize_linear(node) or len(node.outputs) != 1:
                 continue
             with run.context.remarks.at(label(node)):
                 if (quantize := _quantized_in_the_graph(node)) is not None:
@@ -49,24 +56,30 @@ def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:
 def _explain(node: ir.Node, run: FusionRun) -> None:
     codes = source_of(node.inputs[0]) if node.inputs[0] is not None else None
     tensor = None if codes is None else ir.convenience.get_const_tensor(codes)
-    is_weight = tensor is None or tensor.dtype.bitwidth in _WEIGHT_BITS
-    for reason in _uses(node, node.outputs[0], run):
+    is_weight = tensor is None or tensor.dtype in _WEIGHTS
+    for reason in _uses(node, run):
         if is_weight:
             run.context.remarks.refused(label(node), f"{reason}; it runs at every inference")
         else:
             run.context.remarks.note(label(node), reason)
 
 
-def _uses(node: ir.Node, value: ir.Value, run: FusionRun) -> Iterator[str]:
-    """What the value feeds, beyond what the rules told; nodes that rename it are followed."""
-    if value.is_graph_output():
-        yield f"output {value.name!r} is a graph output"
-    for use in value.uses():
-        consumer = use.node
-        if run.was_told(consumer, node):
-            continue
-        if trail_to_dequantize(consumer.outputs[0]) is not None:
-            yield from _uses(node, consumer.outputs[0], run)
-        else:
+def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
+    """What the output feeds, beyond what the rules told; nodes that rename it are followed."""
+    pending = [node.outputs[0]]
+    followed = set(pending)
+    while pending:
+        value = pending.pop()
+        if value.is_graph_output():
+            yield f"output {value.name!r} is a graph output"
+        for use in value.uses():
+            consumer = use.node
+            if run.was_told(consumer, node):
+                continue
+            if renames(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
+                if consumer.outputs[0] not in followed:
+                    followed.add(consumer.outputs[0])
+                    pending.append(consumer.outputs[0])
+                continue
             what = f"it feeds input {use.idx} of {consumer.op_type} {label(consumer)!r}"
             yield f"{what}: weights of MatMul, Gemm and Gather fuse"

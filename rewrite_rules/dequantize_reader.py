@@ -12,7 +12,7 @@ block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the
 
 from __future__ import annotations
 
-__all__ = ["DequantizedOperand", "read_operand", "trail_to_dequantize"]
+__all__ = ["DequantizedOperand", "read_operand", "renames", "trail_to_dequantize"]
 
 import dataclasses
 import math
@@ -25,7 +25,14 @@ import onnx_ir as ir
 
 from rewrite_rules.block_quantized_weight import BlockQuantizedWeight, Grid, NoKernel
 from rewrite_rules.code_repacking import packed_bytes, unpack
-from rewrite_rules.constants import Refusal, constant_ints, described, source_of
+from rewrite_rules.constants import (
+    Refusal,
+    constant_ints,
+    described,
+    int_attribute,
+    is_dequantize_linear,
+    source_of,
+)
 from rewrite_rules.strided_axes import Axis, Run, joined, offsets, reshape, row_major
 
 _STORAGE = {
@@ -41,6 +48,9 @@ _RENAMING = frozenset(
 )
 _DOMAINS = ("", "ai.onnx")
 _CHUNK_ELEMENTS = 1 << 20
+_MOST_AXES = 8
+# More nodes in a row rename nothing that a fewer could not; and a cycle must end.
+_LONGEST_TRAIL = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,6 +113,8 @@ class DequantizedOperand:
             )
         block_size = K if k_run.scales == 0 else k_run.block
         index = group or 0
+        if index * batch_run.codes * self.bits % 8:
+            raise NoKernel(f"a group of weight {self.codes.name!r} starts within a byte")
         grid = Grid(
             offset=index // batch_run.block * batch_run.scales,
             block_step=k_run.scales,
@@ -163,18 +175,25 @@ def trail_to_dequantize(value: ir.Value | None) -> list[ir.Node] | None:
     """
     trail: list[ir.Node] = []
     while value is not None and (node := value.producer()) is not None:
+        if len(node.outputs) != 1 or len(trail) >= _LONGEST_TRAIL:
+            return None
         trail.append(node)
-        if node.op_type == "DequantizeLinear":
+        if is_dequantize_linear(node):
             codes = node.inputs[0] if node.inputs else None
             if codes is None:
                 return None
             codes = source_of(codes)
             # An overridable initializer is a candidate: its refusal tells how to fix it.
             return trail[::-1] if ir.convenience.get_const_tensor(codes) is not None else None
-        if node.op_type not in _RENAMING or node.domain not in _DOMAINS:
+        if not renames(node):
             return None
         value = node.inputs[0] if node.inputs else None
     return None
+
+
+def renames(node: ir.Node) -> bool:
+    """Whether a node keeps the numbers of its first input, under other axes or types."""
+    return node.op_type in _RENAMING and node.domain in _DOMAINS
 
 
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
@@ -207,12 +226,16 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
         raise Refusal(f"weight {codes.name!r} of shape {list(shape)} is empty")
+    if len(shape) > _MOST_AXES:
+        raise Refusal(
+            f"weight {codes.name!r} has rank {len(shape)}: {_MOST_AXES} at most fuse"
+        )
     if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         raise Refusal(
             f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
             "fuse"
         )
-    dtype = ir.DataType(dq.attributes.get_int("output_dtype", 0) or int(scale_tensor.dtype))
+    dtype = _data_type(int_attribute(dq, "output_dtype", 0) or int(scale_tensor.dtype))
     axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
     if zero_points is not None and zero_point_tensor is not None:
         if zero_point_tensor.dtype != code_tensor.dtype:
@@ -254,7 +277,7 @@ def _axes(
 ) -> tuple[tuple[Axis, ...], str]:
     """Where codes and scales lie, and how they are quantised in a few words."""
     steps = row_major(shape)
-    block_size = dq.attributes.get_int("block_size", 0)
+    block_size = int_attribute(dq, "block_size", 0)
     if block_size < 0:
         raise Refusal(f"block_size {block_size} is negative")
     plain = [(Run(size, step),) for size, step in zip(shape, steps, strict=True)]
@@ -262,7 +285,7 @@ def _axes(
         return tuple(plain), "one scale"
 
     rank = len(shape)
-    axis = dq.attributes.get_int("axis", 1)
+    axis = int_attribute(dq, "axis", 1)
     if not -rank <= axis < rank:
         raise Refusal(f"axis {axis} is out of range for weight {codes.name!r} of rank {rank}")
     axis %= rank
@@ -301,12 +324,16 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     if node.op_type == "Identity":
         return operand
     if node.op_type == "Cast":
-        dtype = ir.DataType(node.attributes.get_int("to", 0))
+        dtype = _data_type(int_attribute(node, "to", 0))
         return dataclasses.replace(operand, casts=(*operand.casts, dtype))
     if node.op_type == "Transpose":
         rank = len(operand.axes)
         attribute = node.attributes.get("perm")
-        perm = list(range(rank))[::-1] if attribute is None else list(attribute.as_ints())
+        perm = list(range(rank))[::-1]
+        if attribute is not None:
+            if attribute.type is not ir.AttributeType.INTS or attribute.is_ref():
+                raise Refusal(f"{label} has a perm that is no list of ints")
+            perm = list(attribute.as_ints())
         if sorted(perm) != list(range(rank)):
             raise Refusal(f"{label} has perm {perm}: the weight has rank {rank}")
         axes = tuple(operand.axes[i] for i in perm)
@@ -314,6 +341,8 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     shape = _new_shape(operand.shape, node)
     if shape is None or math.prod(shape) != math.prod(operand.shape):
         raise Refusal(f"{label} does not give {list(operand.shape)} a constant shape")
+    if len(shape) > _MOST_AXES:
+        raise Refusal(f"{label} gives rank {len(shape)}: {_MOST_AXES} at most fuse")
     reshaped = reshape(operand.axes, shape)
     if reshaped is None:
         raise NoKernel(f"{label} cuts {list(operand.shape)} in the middle of blocks or axes")
@@ -323,10 +352,13 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
 def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
     """Shape after Reshape, Squeeze or Unsqueeze; None where it isn't constant."""
     wanted = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
+    attribute = node.attributes.get("axes")  # before opset 13
+    if attribute is not None and attribute.type is ir.AttributeType.INTS:
+        wanted = list(attribute.as_ints())
     if node.op_type == "Reshape":
         if wanted is None:
             return None
-        if not node.attributes.get_int("allowzero", 0):
+        if not int_attribute(node, "allowzero", 0):
             if any(size == 0 and i >= len(old) for i, size in enumerate(wanted)):
                 return None
             wanted = [old[i] if size == 0 else size for i, size in enumerate(wanted)]
@@ -340,6 +372,8 @@ def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
     if wanted is not None and any(not -rank <= axis < rank for axis in wanted):
         return None
     at = {axis % rank for axis in wanted or ()}
+    if len(at) != len(wanted or ()):
+        return None
     if node.op_type == "Squeeze":
         dropped = at or {i for i, size in enumerate(old) if size == 1}
         return [size for i, size in enumerate(old) if i not in dropped]
@@ -381,6 +415,13 @@ def _check_zero_scales(operand: DequantizedOperand, scales: npt.NDArray[Any]) ->
                 f"scale {operand.scales.name!r} is 0 (element {at}) where the codes of weight "
                 f"{operand.codes.name!r} differ from the zero point: their numbers are lost"
             )
+
+
+def _data_type(number: int) -> ir.DataType:
+    try:
+        return ir.DataType(number)
+    except ValueError:
+        raise Refusal(f"type {number} is none of ONNX") from None
 
 
 def _order(k_run: Run, n_run: Run, K: int, N: int) -> int | None:

@@ -18,10 +18,11 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.block_quantized_weight import NoKernel
-from rewrite_rules.constants import Refusal, source_of
+from rewrite_rules.constants import Refusal, int_attribute, is_dequantize_linear
 from rewrite_rules.dequantize_reader import (
     DequantizedOperand,
     read_operand,
+    renames,
     trail_to_dequantize,
 )
 from rewrite_rules.gather_block_quantized import TableInputs, table_writer
@@ -110,7 +111,7 @@ class GatherToGatherBlockQuantized(RewriteRuleClassBase):
 
 
 def _axis(node: ir.Node, rank: int) -> int:
-    axis = node.attributes.get_int("axis", 0)
+    axis = int_attribute(node, "axis", 0)
     if not -rank <= axis < rank:
         raise Refusal(f"axis {axis} is out of range for a table of rank {rank}")
     return axis % rank
@@ -124,12 +125,14 @@ def _is_quantized_again(node: ir.Node) -> bool:
 def _is_tied(operand: DequantizedOperand) -> bool:
     """Whether anything but Gather reads the same codes, through whatever renames them."""
     pending = [operand.codes]
+    followed = set(pending)
     while pending:
         for use in pending.pop().uses():
-            if trail_to_dequantize(use.node.outputs[0]) is not None or (
-                source_of(use.node.outputs[0]) is operand.codes
-            ):
-                pending.append(use.node.outputs[0])
+            follow = use.idx == 0 and (renames(use.node) or is_dequantize_linear(use.node))
+            if follow and len(use.node.outputs) == 1:
+                if use.node.outputs[0] not in followed:
+                    followed.add(use.node.outputs[0])
+                    pending.append(use.node.outputs[0])
             elif use.node.op_type not in ("Gather", "GatherBlockQuantized"):
                 return True
     return False

@@ -28,6 +28,7 @@ from rewrite_rules.remarks import PassContext
 from rewrite_rules.rooted_rule import RootedRule
 from rewrite_rules.weight_forms import FusionOptions, FusionRun
 
+_MOST_INLINED = 200_000
 _RULES: dict[str, Callable[[FusionRun], list[RewriteRuleClassBase]]] = {
     "MatMul": lambda run: [MatMulToMatMulNBits(run)],
     "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits(run)],
@@ -47,10 +48,16 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     present = _op_types(model)
     if "DequantizeLinear" not in present:
         return
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    if opset is None:
+        context.remarks.refused("model", "it imports no opset of the default domain")
+        return
     if model.functions:
-        # Whether a function's parameter is a constant shows only where it is called.
-        onnx_ir.passes.common.InlinePass()(model)
-    run = FusionRun(options, context)
+        with context.remarks.at("functions"):
+            _check_calls(model)
+            # Whether a function's parameter is a constant shows only where it is called.
+            onnx_ir.passes.common.InlinePass()(model)
+    run = FusionRun(options, context, opset)
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [
         RootedRule(rule, op_type)
@@ -61,6 +68,42 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     if rules:
         RewriteRuleSet(rules).apply_to_model(model)
     explain_the_rest(model, run)
+
+
+def _check_calls(model: ir.Model) -> None:
+    """Refuse functions that would fill memory once they are inlined.
+
+    Raises:
+        ValueError: With the function's name.
+    """
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+
+    def size(
+        identifier: ir.OperatorIdentifier, callers: tuple[ir.OperatorIdentifier, ...]
+    ) -> int:
+        if identifier in callers:
+            raise ValueError(f"calls are a cycle: function {identifier[1]!r} calls itself")
+        if identifier not in sizes:
+            nodes = list(model.functions[identifier].graph.all_nodes())
+            sizes[identifier] = len(nodes) + sum(
+                size(node.op_identifier(), (*callers, identifier))
+                for node in nodes
+                if node.op_identifier() in model.functions
+            )
+        if sizes[identifier] > _MOST_INLINED:
+            raise ValueError(
+                f"function {identifier[1]!r} is {sizes[identifier]} nodes once the functions "
+                f"that it calls are inlined: {_MOST_INLINED} at most are"
+            )
+        return sizes[identifier]
+
+    total = sum(
+        size(node.op_identifier(), ())
+        for node in model.graph.all_nodes()
+        if node.op_identifier() in model.functions
+    )
+    if total > _MOST_INLINED:
+        raise ValueError(f"its calls of functions are {total} nodes once they are inlined")
 
 
 def _op_types(model: ir.Model) -> set[str]:

@@ -29,6 +29,6 @@ def write_float(operand: DequantizedOperand) -> ir.Value:
     def make(name: str) -> ir.TensorProtocol:
         return ChunkedTensor(operand.rows, operand.dtype, operand.shape, name)
 
-    scales, zero_points = operand.scales.name, operand.zero_points and operand.zero_points.name
-    key = (operand.axes, operand.casts, scales, zero_points)
+    # Values and not their names: sibling bodies may give theirs the same.
+    key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
     return derived_initializer(operand.codes, ".float", make, key)

@@ -82,6 +82,10 @@ def table_writer(
     Raises:
         NoKernel: If the operator takes the table in no form.
     """
+    if len(operand.shape) < 2:
+        raise NoKernel(
+            f"table {operand.codes.name!r} has rank {len(operand.shape)}: 2 has one"
+        )
     stored = operand.bits == 4 and not operand.renamed
     whole = _whole_axis(operand) if stored else None
     weight: BlockQuantizedWeight | None = None

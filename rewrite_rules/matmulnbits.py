@@ -161,10 +161,8 @@ def write_codes(weight: BlockQuantizedWeight, block_size: int) -> ir.Value:
     source = weight.code_tensor
     blocks = weight.blocks(block_size)
     shape = (weight.N, blocks, block_size * weight.bits // 8)
-    first, rest = divmod(weight.offset * weight.bits, 8)
+    first = weight.offset * weight.bits // 8
     length = -(-weight.K * weight.N * weight.bits // 8)
-    if rest:
-        raise NoKernel(f"a group of weight {weight.codes.name!r} starts within a byte")
 
     def chunks() -> Iterator[npt.NDArray[np.uint8]]:
         return repack(

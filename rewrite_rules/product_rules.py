@@ -33,7 +33,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.block_quantized_weight import BlockQuantizedWeight, NoKernel
 from rewrite_rules.column_bias import ColumnBias, read_column_bias, write_column_bias
-from rewrite_rules.constants import Refusal, constant
+from rewrite_rules.constants import Refusal, constant, int_attribute, is_dequantize_linear
 from rewrite_rules.dequantize_reader import (
     DequantizedOperand,
     read_operand,
@@ -46,7 +46,7 @@ from rewrite_rules.matmulnbits import (
     slow_kernel,
     write_matmulnbits,
 )
-from rewrite_rules.products import Product, products
+from rewrite_rules.products import Product, read_product
 from rewrite_rules.weight_forms import FusionRun, check_type, label, producer
 
 # Batched weights of more groups would swell the graph more than they save.
@@ -83,13 +83,13 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         del context  # Unused
         result = MatchResult()
         node = producer(out)
-        for product in products(node):
-            trail = trail_to_dequantize(product.weight)
+        for index in (1, 0):
+            trail = trail_to_dequantize(node.inputs[index])
             if trail is None:
                 continue
             with self._run.context.remarks.at(label(node)):
                 try:
-                    self._plan = self._decide(product, trail)
+                    self._plan = self._decide(read_product(node, index), trail)
                 except Refusal as refusal:
                     self._run.refused(node, trail[0], refusal)
                     return result.fail(str(refusal), node)
@@ -109,6 +109,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         try:
             check_type(operand)
             weights = _weights(product, operand)
+            self._check_opset(product, operand)
             block_size = kernel_block_size(weights[0])
             if run.context.cpu_only:
                 matmulnbits_unsupported(
@@ -129,6 +130,18 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             run.float_fits(operand, slow)
             return _Plan(product, operand, to_float=slow)
         return _Plan(product, operand, weights, block_size)
+
+    def _check_opset(self, product: Product, operand: DequantizedOperand) -> None:
+        """Refuse forms that need Split or Unsqueeze as opset 13 has them."""
+        old = self._run.opset is not None and self._run.opset < 13
+        if (
+            old
+            and len(operand.shape) == 3
+            and (operand.shape[0] > 1 or (_rank(product) or 3) < 3)
+        ):
+            raise NoKernel(
+                f"a weight of rank 3 fuses from opset 13 on, not at {self._run.opset}"
+            )
 
     def rewrite(self, op: Any, **_: object) -> ir.Value:
         """Emit MatMulNBits, or the node itself with a float constant."""
@@ -167,7 +180,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         in_scales = alpha == 1.0 or fold_into_scales(weight, dtype, alpha)
         columns = None
         if bias is not None and in_scales and not product.transpose_y:
-            columns = read_column_bias(bias, weight.N)
+            columns = _column_bias(bias, weight.N)
         if product.transpose_x and rank != 1:
             x = _swapped(op, x, rank)
         y = self._emit_kernel(op, x, plan, weight, alpha if in_scales else 1.0, columns)
@@ -296,7 +309,13 @@ class AddBias(RewriteRuleClassBase):
             return result.fail("the product has another use", node)
         if len(node.inputs) > 5 and node.inputs[5] is not None:
             return result.fail("there is a bias already", node)
-        self._columns = read_column_bias(bias, node.attributes["N"].as_int())
+        if constant(node.inputs[2]) is None:
+            return result.fail("the scales are no constant", node)
+        try:
+            columns = int_attribute(node, "N", 0)
+            self._columns = read_column_bias(bias, columns)
+        except Refusal as refusal:
+            return result.fail(str(refusal), node)
         if self._columns is None:
             return result.fail("the bias is no constant of the columns", node)
         if self._columns.rank > (1 if x.shape is None else len(x.shape)):
@@ -309,7 +328,7 @@ class AddBias(RewriteRuleClassBase):
         assert columns is not None
         with self._run.context.remarks.at(label(add)):
             scales = constant(node.inputs[2])
-            assert scales is not None
+            assert scales is not None  # looked at by check
             what = f"bias of MatMulNBits {label(node)!r}"
             if columns.dequantize is not None:
                 self._run.folded(add, columns.dequantize, what)
@@ -339,6 +358,11 @@ def _weights(
     shape = None if x is None else x.shape
     name = operand.codes.name
     if rank == 2:
+        fused = product.node.op_type == "FusedMatMul"
+        if fused and product.transpose_y and _rank(product) == 1:
+            # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
+            # and not ours to change.
+            raise NoKernel(f"weight {name!r} is on the left of a vector in FusedMatMul")
         if (product.transpose_x or product.transpose_y) and _rank(product) is None:
             raise NoKernel(
                 f"weight {name!r} is on the left, or its other operand transposed, and that "
@@ -378,6 +402,14 @@ def _is_captured(value: ir.Value, node: ir.Node) -> bool:
     return node.graph is not (value.graph if maker is None else maker.graph)
 
 
+def _column_bias(bias: ir.Value, columns: int) -> ColumnBias | None:
+    """Read a bias; None where it is none of the columns, or damaged, and stays as it is."""
+    try:
+        return read_column_bias(bias, columns)
+    except Refusal:
+        return None
+
+
 def _rank(product: Product) -> int | None:
     """Rank of the operand that is not the weight; None where it isn't known."""
     if not product.batched:
@@ -401,15 +433,17 @@ def _scalar(op: Any, number: float, dtype: ir.DataType) -> ir.Value:
 
 def _is_dequantized(value: ir.Value | None) -> bool:
     """Whether a value is an activation that was quantised to 8 bits."""
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type == "DequantizeLinear":
-            codes, *rest = node.inputs
+    seen = set()
+    while value is not None and (node := value.producer()) is not None and node not in seen:
+        seen.add(node)
+        if is_dequantize_linear(node):
+            codes, *rest = [*node.inputs, None]
             if codes is None or constant(codes) is not None:
                 return False
             zero_point = constant(rest[1]) if len(rest) > 1 else None
             dtype = codes.dtype if zero_point is None else zero_point.dtype
             return dtype is None or dtype in _EIGHT_BITS
-        if node.op_type not in _TRANSPARENT:
+        if node.op_type not in _TRANSPARENT or not node.inputs:
             return False
         value = node.inputs[0]
     return False

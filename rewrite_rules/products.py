@@ -7,12 +7,13 @@ y = alpha * W.T @ x + beta * bias                 on the left: y.T = alpha * x.T
 
 from __future__ import annotations
 
-__all__ = ["Product", "products"]
+__all__ = ["Product", "read_product"]
 
 import dataclasses
-from collections.abc import Iterator
 
 import onnx_ir as ir
+
+from rewrite_rules.constants import Refusal, float_attribute, int_attribute
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,34 +58,32 @@ class Product:
         return self.node.inputs[2]
 
 
-def products(node: ir.Node) -> Iterator[Product]:
-    """Yield the node as a product with its right operand as the weight, then its left."""
-    attributes = node.attributes
+def read_product(node: ir.Node, index: int) -> Product:
+    """Read a node as a product whose weight is one of its first two inputs.
+
+    Raises:
+        Refusal: If an attribute has the wrong type, or is one that no rule understands.
+    """
+    trans_a = trans_b = 0
+    alpha = beta = 1.0
+    if node.op_type != "MatMul":
+        trans_a, trans_b = int_attribute(node, "transA", 0), int_attribute(node, "transB", 0)
+        alpha = float_attribute(node, "alpha", 1.0)
     if node.op_type == "Gemm":
-        trans_a, trans_b = attributes.get_int("transA", 0), attributes.get_int("transB", 0)
-        beta, batched = attributes.get_float("beta", 1.0), False
-    else:  # MatMul has none of these attributes
-        trans_a, trans_b = attributes.get_int("transA", 0), attributes.get_int("transB", 0)
-        beta, batched = 1.0, True
-        if attributes.get_int("transBatchA", 0) or attributes.get_int("transBatchB", 0):
-            return
-    alpha = attributes.get_float("alpha", 1.0)
-    yield Product(
+        beta = float_attribute(node, "beta", 1.0)
+    elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
+        raise Refusal(f"{node.op_type} transposes batches")
+    if index == 1:
+        k_axis, transpose_x, transpose_y = 1 if trans_b else 0, bool(trans_a), False
+    else:
+        k_axis, transpose_x, transpose_y = 0 if trans_a else 1, not trans_b, True
+    return Product(
         node,
-        index=1,
-        k_axis=1 if trans_b else 0,
-        transpose_x=bool(trans_a),
+        index=index,
+        k_axis=k_axis,
+        transpose_x=transpose_x,
+        transpose_y=transpose_y,
         alpha=alpha,
         beta=beta,
-        batched=batched,
-    )
-    yield Product(
-        node,
-        index=0,
-        k_axis=0 if trans_a else 1,
-        transpose_x=not trans_b,
-        transpose_y=True,
-        alpha=alpha,
-        beta=beta,
-        batched=batched,
+        batched=node.op_type != "Gemm",
     )

@@ -32,6 +32,7 @@ class RootedRule(RewriteRule):
 
     def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:  # type: ignore[override]
         """Match and rewrite, as the base class does, if the operator is the rule's."""
-        if node.op_type != self._op_type:
+        # onnxscript binds no output of a node that has none or several.
+        if node.op_type != self._op_type or len(node.outputs) != 1:
             return None
         return super().try_rewrite(model, graph, node, **options)

@@ -171,6 +171,10 @@ class _Solver:
             self._set(dim, (1, (first,)))
 
 
+_MOST_SYMBOLS = 16
+_LARGEST = 1 << 62
+
+
 def _multiply(factors: Iterable[_Product | None]) -> _Product | None:
     number = 1
     symbols: list[str] = []
@@ -179,4 +183,7 @@ def _multiply(factors: Iterable[_Product | None]) -> _Product | None:
             return None
         number *= factor[0]
         symbols += factor[1]
+        # Products of products grow without end.
+        if len(symbols) > _MOST_SYMBOLS or number > _LARGEST:
+            return None
     return number, tuple(sorted(symbols))

@@ -53,14 +53,18 @@ class FusionRun:
     Attributes:
         options: How to fuse.
         context: Whom for, and where remarks go.
+        opset: Version of the default domain; None where it isn't known.
     """
 
-    def __init__(self, options: FusionOptions, context: PassContext) -> None:
+    def __init__(
+        self, options: FusionOptions, context: PassContext, opset: int | None = None
+    ) -> None:
+        self.opset = opset
         self.options = options
         self.context = context
         self._told: set[tuple[ir.Node, ir.Node]] = set()
         self._float_bytes = 0
-        self._float_names: set[str | None] = set()
+        self._floats: set[ir.Value] = set()
 
     def check_providers(self) -> None:
         """Refuse execution providers without the kernels.
@@ -100,8 +104,8 @@ class FusionRun:
     def write_float(self, operand: DequantizedOperand) -> ir.Value:
         """Make the operand a float constant, or find the one made earlier."""
         value = write_float(operand)
-        if value.name not in self._float_names:
-            self._float_names.add(value.name)
+        if value not in self._floats:
+            self._floats.add(value)
             self._float_bytes += float_bytes(operand)
         return value
 
@@ -129,11 +133,15 @@ def check_type(operand: DequantizedOperand) -> None:
     """Refuse types that no consumer of ours computes in.
 
     Raises:
-        NoKernel: With the type.
+        NoKernel: If it is rounded on its way, as a kernel would not.
+        Refusal: With the type.
     """
-    if operand.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-        name = operand.dtype.name.lower()
-        raise NoKernel(f"the weight is used as {name}: float32 and float16 have kernels")
+    for dtype in operand.casts:
+        if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+            name = dtype.name.lower()
+            raise Refusal(f"the weight is cast to {name}: float32 and float16 fuse")
+    if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:-1]):
+        raise NoKernel("the weight is rounded to float16 on its way")
 
 
 def producer(value: ir.Value | None) -> ir.Node:
@@ -145,7 +153,8 @@ def producer(value: ir.Value | None) -> ir.Node:
 
 def label(node: ir.Node) -> str:
     """How remarks call a node: its name, else its first output's."""
-    return node.name or node.outputs[0].name or node.op_type
+    names = (output.name for output in node.outputs)
+    return node.name or next((name for name in names if name), None) or node.op_type
 
 
 def _named(dequantize: ir.Node) -> str:

@@ -64,7 +64,6 @@ class PrepackedWeights(Pass):
     name: ClassVar[str] = "prepacked_weights"
     summary: ClassVar[str] = "keep packed weights in the file, shared instead of on the heap"
     position: ClassVar[int] = 90
-    builds_in_child: ClassVar[bool] = True
 
     verify: str = option(
         "size",
@@ -107,6 +106,10 @@ class PrepackedWeights(Pass):
             from rewrite_rules.resident_memory import trim_heap
 
             trim_heap()
+
+    def child_seconds(self) -> int:
+        """Twice the time for packing: the graph's own passes come before."""
+        return 2 * self.timeout
 
     def checks_digests(self) -> bool:
         """Whether a start has to read the files whole."""

@@ -39,14 +39,11 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
-        builds_in_child: Whether a session that has to build has a child process do it, so that
-            neither the peak nor the imports are its own.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
-    builds_in_child: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -77,6 +74,13 @@ class Pass:
 
     def opened(self) -> None:
         """Do what is left to do once a session on the result is open."""
+
+    def child_seconds(self) -> int:
+        """Return how long a child process may take that builds instead of the session's own.
+
+        0 for no child. With one, neither the peak nor the imports are the session's.
+        """
+        return 0
 
     def checks_digests(self) -> bool:
         """Whether a start has to compare the files with the digests kept of them."""

@@ -99,15 +99,15 @@ def _any_package_may_have_passes() -> bool:
     group = ENTRY_POINT_GROUP.encode()
     for entry in sys.path:
         folder = Path(entry or ".")
-        if folder.is_file():  # a zip archive
-            return True
-        for kind in ("dist-info", "egg-info"):
-            for file in folder.glob(f"*.{kind}/entry_points.txt"):
-                try:
+        try:
+            if folder.is_file():  # a zip archive
+                return True
+            for kind in ("dist-info", "egg-info"):
+                for file in folder.glob(f"*.{kind}/entry_points.txt"):
                     if group in file.read_bytes():
                         return True
-                except OSError:
-                    return True
+        except OSError:  # a folder that this user may not look into
+            return True
     return False
 
 

@@ -462,7 +462,7 @@ def test_cache_lists_what_a_session_left_and_clears_it(
     ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     (entry,) = ArtifactCache(cache_dir).entries()
     _, row, total = ortp("cache", "list").stdout.splitlines()
-    key, path, _, age, fate = row.split("\t")
+    key, path, _, age, _, fate = row.split("\t")
     assert entry.folder.name.startswith(key)
     assert (path, fate) == (str(model), "1/0")
     assert age.endswith((" s", " min"))

@@ -1,0 +1,987 @@
+# SPDX-License-Identifier: MIT
+"""Random models, and damaged files: no crash, no hang, no wrong number.
+
+Two searches, each small by default (some 20 seconds together):
+
+* ``test_random_chains``: DequantizeLinear, whatever renames its numbers, a consumer; shapes,
+  axes, blocks and types right and wrong. What onnxruntime runs, it must run after the fusion
+  too, with the same numbers.
+* ``test_damaged_files``: saved models with bytes or fields changed, optimised in a child
+  process with limits on time and memory. A result, or an error that ``optimize`` documents.
+
+``ORTPLUGINS_FUZZ=50`` looks at 50 times as many of both (about 10 minutes), at other ones for
+each ``ORTPLUGINS_FUZZ_SEED``; the chain that is being looked at is then in
+``ortplugins-fuzz-chain.onnx`` in the temporary folder. ``python tests/test_fuzz.py SEED``
+repeats one damaged file.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import queue
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.printer
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+
+import ortplugins
+from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.remarks import PassContext, Remark, Remarks, RewriteError
+
+TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))
+FIRST_SEED = int(os.environ.get("ORTPLUGINS_FUZZ_SEED", "0"))
+CHAINS = 200
+FILES = 300
+# Of one damaged file in the child; its parent gives it twice as long, then kills it.
+SECONDS = 5
+ADDRESS_SPACE = 6 << 30
+RESIDENT = 1 << 30
+
+T = onnx.TensorProto
+STORAGE = {
+    "int4": (T.INT4, ml_dtypes.int4, -8, 8),
+    "uint4": (T.UINT4, ml_dtypes.uint4, 0, 16),
+    "int8": (T.INT8, np.int8, -128, 128),
+    "uint8": (T.UINT8, np.uint8, 0, 256),
+    "int2": (T.INT2, ml_dtypes.int2, -2, 2),
+    "uint2": (T.UINT2, ml_dtypes.uint2, 0, 4),
+}
+TOLERANCE = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3}
+
+
+# What both searches ask of a model and of its optimised form.
+
+
+def session(model: bytes | str) -> ort.InferenceSession:
+    """As the model stands: without onnxruntime's own fusions."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def feeds_of(opened: ort.InferenceSession) -> list[list[dict[str, npt.NDArray]]]:
+    """Three sets of random inputs, for each branch of a condition; undeclared sizes are 3."""
+    conditions = any(value.type == "tensor(bool)" for value in opened.get_inputs())
+    return [
+        [_feed(opened, seed, truth) for seed in range(3)]
+        for truth in ((False, True) if conditions else (True,))
+    ]
+
+
+def _feed(opened: ort.InferenceSession, seed: int, truth: bool) -> dict[str, npt.NDArray]:
+    rng = np.random.default_rng(seed)
+    feeds = {}
+    for value in opened.get_inputs():
+        shape = [size if isinstance(size, int) and size >= 0 else 3 for size in value.shape]
+        if math.prod(shape) > 1 << 20:
+            raise ValueError(f"input {value.name!r} has {shape}: too large to try")
+        name = value.type.removeprefix("tensor(").removesuffix(")")
+        dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}.get(name)
+        if dtype is not None:
+            feeds[value.name] = np.asarray(rng.standard_normal(shape)).astype(dtype)
+        elif name == "bool":
+            feeds[value.name] = np.full(shape, truth)
+        else:
+            feeds[value.name] = np.zeros(shape, name)
+    return feeds
+
+
+def run_all(
+    opened: ort.InferenceSession, feeds: Sequence[Sequence[dict[str, npt.NDArray]]]
+) -> list[list[list[npt.NDArray]]]:
+    """Outputs for what :func:`feeds_of` gave."""
+    return [[opened.run(None, feed) for feed in group] for group in feeds]
+
+
+def wrong_numbers(
+    before: Sequence[Sequence[list[npt.NDArray]]],
+    after: Sequence[Sequence[list[npt.NDArray]]],
+    *,
+    halves: bool,
+) -> str:
+    """The first difference beyond rounding; empty if there is none.
+
+    Sums that cancel lose more digits: wrong numbers are wrong for every set of inputs.
+    """
+    for groups in zip(before, after, strict=True):
+        wrong = [difference(a, b, halves=halves) for a, b in zip(*groups, strict=True)]
+        if all(wrong):
+            return wrong[0]
+    return ""
+
+
+def difference(
+    before: Sequence[npt.NDArray], after: Sequence[npt.NDArray], *, halves: bool
+) -> str:
+    """What is different beyond rounding; empty if nothing is."""
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"output {index} was {a.dtype} {a.shape} and is {b.dtype} {b.shape}"
+        if a.dtype.kind != "f":
+            if not np.array_equal(a, b):
+                return f"output {index} differs: {a} {b}"
+            continue
+        expected, actual = a.astype(np.float64), b.astype(np.float64)
+        greatest = np.abs(expected).max(initial=0.0)
+        limit = 1e3 if halves else 1e30
+        if not np.isfinite(greatest) or greatest > limit or 0 < greatest < 1 / limit:
+            continue  # where an overflow happens depends on the order of sums
+        tolerance = TOLERANCE["float16" if halves else a.dtype.name]
+        error = np.abs(actual - expected).max(initial=0.0)
+        if not error <= tolerance * greatest:
+            return f"output {index} is off by {error} where the greatest is {greatest}"
+    return ""
+
+
+def holds_halves(proto: onnx.ModelProto) -> bool:
+    """Whether anything in the model rounds to float16 or bfloat16."""
+    halves = (T.FLOAT16, T.BFLOAT16)
+
+    def in_graph(graph: onnx.GraphProto) -> bool:
+        return (
+            any(tensor.data_type in halves for tensor in graph.initializer)
+            or any(value.type.tensor_type.elem_type in halves for value in graph.input)
+            or in_nodes(graph.node)
+        )
+
+    def in_nodes(nodes: Sequence[onnx.NodeProto]) -> bool:
+        attributes = [attribute for node in nodes for attribute in node.attribute]
+        return any(
+            (a.name in ("to", "output_dtype", "dtype") and a.i in halves)
+            or a.t.data_type in halves
+            or (a.type == a.GRAPH and in_graph(a.g))
+            for a in attributes
+        )
+
+    return in_graph(proto.graph) or any(in_nodes(f.node) for f in proto.functions)
+
+
+# Random chains.
+
+
+@st.composite
+def models(draw: st.DrawFn) -> onnx.ModelProto:
+    """A dequantised constant, what renames its numbers, and what reads them."""
+    return _Chain(draw).model()
+
+
+class _Chain:
+    """Draws a model node by node, following the shape of the weight."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+        self.rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+        self.nodes: list[onnx.NodeProto] = []
+        self.tensors: list[onnx.TensorProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.opset = 21
+        self.shape: list[int] = []
+        self.value = ""
+        self.dtype = T.FLOAT
+
+    def rarely(self) -> bool:
+        return self.draw(st.integers(0, 24)) == 17
+
+    def one_of(self, *choices: object):  # type: ignore[no-untyped-def]
+        return self.draw(st.sampled_from(choices))
+
+    def constant(self, name: str, array: npt.NDArray) -> str:
+        tensor = numpy_helper.from_array(array, name)
+        if self.one_of(False, False, True):
+            self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+        else:
+            self.tensors.append(tensor)
+        return name
+
+    def node(self, op_type: str, inputs: Sequence[str], domain: str = "", **more: object):  # type: ignore[no-untyped-def]
+        name = f"{op_type}_{len(self.nodes)}"
+        node = helper.make_node(
+            op_type, inputs, [f"{name}_out"], name=name, domain=domain, **more
+        )
+        self.nodes.append(node)
+        return f"{name}_out"
+
+    def model(self) -> onnx.ModelProto:
+        storage = self.one_of(*STORAGE, "int4", "uint4")
+        self.dequantize(storage)
+        for _ in range(self.draw(st.integers(0, 3))):
+            self.rename()
+        outputs = [self.consume()]
+        if self.one_of(False, False, False, True):
+            self.rename()
+            outputs.append(self.consume())
+        if self.rarely():
+            outputs.append(self.value)
+        return self.finished(outputs)
+
+    def finished(self, outputs: Sequence[str]) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self.nodes,
+            "chain",
+            self.inputs,
+            [onnx.ValueInfoProto(name=name) for name in outputs],
+            self.tensors,
+        )
+        imports = [
+            helper.make_opsetid("", self.opset),
+            helper.make_opsetid("com.microsoft", 1),
+        ]
+        model = helper.make_model(graph, opset_imports=imports)
+        model.ir_version = 13 if self.opset == 25 else 10
+        return model
+
+    def dequantize(self, storage: str) -> None:
+        _, dtype, low, high = STORAGE[storage]
+        sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 15, 16, 17, 24, 32, 33, 64, 96])
+        rank = self.one_of(2, 2, 2, 2, 3, 3, 1, 4)
+        small = st.sampled_from([1, 2, 3, 4])
+        shape = [self.draw(sizes if i >= rank - 2 else small) for i in range(rank)]
+        if self.rarely():
+            shape = self.one_of([], [0], [4, 0], shape[::-1])
+        mode = self.one_of("blocks", "blocks", "blocks", "channel", "tensor", "tensor1")
+        axis = self.draw(st.integers(-len(shape), max(len(shape) - 1, 0)))
+        block = self.one_of(16, 32, 16, 32, 64, 128, 8, 2, 1, 4, 256)
+        if self.rarely():
+            axis = self.one_of(-9, 7, 1 << 40, -(1 << 62))
+        if self.rarely():
+            block = self.one_of(24, 3, 48, -1, -32, 1 << 40, 1 << 62, (1 << 63) - 1, 100)
+        scale_shape: list[int] = [1] if mode == "tensor1" else []
+        if -len(shape) <= axis < len(shape) and mode == "channel":
+            scale_shape = [shape[axis]]
+        elif -len(shape) <= axis < len(shape) and mode == "blocks":
+            scale_shape = list(shape)
+            scale_shape[axis] = -(-shape[axis] // block) if block > 0 else 1
+        if self.rarely() and scale_shape:
+            at = self.draw(st.integers(0, len(scale_shape) - 1))
+            scale_shape[at] = max(0, scale_shape[at] + self.one_of(-1, 1))
+        if self.rarely():
+            scale_shape = self.one_of([1, *scale_shape], [*scale_shape, 1], scale_shape[1:])
+        scale_type = self.one_of(np.float32, np.float32, np.float32, np.float16)
+        if storage.endswith("2"):
+            self.opset = 25
+        elif mode != "blocks" and storage.endswith("8"):
+            self.opset = self.one_of(21, 23, 13, 11 if mode == "tensor" else 13)
+        else:
+            self.opset = self.one_of(21, 21, 23)
+
+        codes = self.rng.integers(low, high, shape)
+        scales = self.rng.uniform(0.5, 2, scale_shape) * self.rng.choice([-1, 1], scale_shape)
+        scales = np.asarray(scales / high).astype(scale_type)
+        if self.rarely() and scales.size:
+            scales.flat[-1] = self.one_of(0.0, np.nan, np.inf, -np.inf, 1e-7)
+        inputs = [
+            self.constant("w", codes.astype(dtype)),
+            self.constant("w_scale", scales),
+        ]
+        zero_points = self.one_of("none", "random", "default", "none")
+        if zero_points != "none":
+            zero = np.full(scale_shape, (low + high) // 2)
+            if zero_points == "random":
+                zero = np.asarray(self.rng.integers(low, high, scale_shape))
+            if self.rarely():
+                zero = zero.reshape(self.one_of([*scale_shape, 1], [1, *scale_shape]))
+            other = STORAGE[self.one_of(*STORAGE)][1] if self.rarely() else dtype
+            inputs.append(self.constant("w_zero", zero.astype(other)))
+        attributes: dict[str, object] = {}
+        if self.opset > 11:
+            attributes["axis"] = axis
+            if mode == "blocks":
+                attributes["block_size"] = block
+        self.dtype = T.FLOAT if scale_type is np.float32 else T.FLOAT16
+        if self.opset >= 23 and self.one_of(False, False, True):
+            self.dtype = self.one_of(T.FLOAT, T.FLOAT16)
+            attributes["output_dtype"] = self.dtype
+        domain = "some.domain" if self.rarely() else ""
+        self.value = self.node("DequantizeLinear", inputs, domain, **attributes)
+        self.shape = shape
+
+    # Nodes that rename.
+
+    def rename(self) -> None:
+        kinds = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast", "Reshape")
+        getattr(self, f"_{self.one_of(*kinds).lower()}")()
+
+    def _identity(self) -> None:
+        self.value = self.node("Identity", [self.value])
+
+    def _cast(self) -> None:
+        floats = (T.FLOAT, T.FLOAT16, T.FLOAT)
+        rare = (T.INT32, T.INT8, T.DOUBLE, T.BFLOAT16, T.BOOL, T.INT64, T.INT32, 99)
+        odd = self.one_of(False, False, False, False, True)
+        self.dtype = self.one_of(*(rare if odd else floats))
+        self.value = self.node("Cast", [self.value], to=self.dtype)
+        if odd and self.one_of(True, True, False):  # what was rounded stays so
+            self.dtype = T.FLOAT
+            self.value = self.node("Cast", [self.value], to=self.dtype)
+
+    def _transpose(self) -> None:
+        rank = len(self.shape)
+        perm = list(self.draw(st.permutations(range(rank))))
+        wrong = self.rarely() and rank > 0
+        if wrong:
+            perm[-1] = self.one_of(perm[0], -1, 9)
+        if self.one_of(True, True, True, False) and rank:
+            self.value = self.node("Transpose", [self.value], perm=perm)
+        else:
+            perm = perm if wrong else list(range(rank))[::-1]
+            self.value = self.node("Transpose", [self.value])
+        if not wrong:
+            self.shape = [self.shape[i] for i in perm]
+
+    def _reshape(self) -> None:
+        """Merge or split axes; sometimes with 0, -1 or nonsense."""
+        shape = list(self.shape)
+        for _ in range(self.draw(st.integers(0, 2))):
+            if self.one_of(True, False) and len(shape) > 1:
+                at = self.draw(st.integers(0, len(shape) - 2))
+                shape[at : at + 2] = [shape[at] * shape[at + 1]]
+            elif shape:
+                at = self.draw(st.integers(0, len(shape) - 1))
+                divisors = [d for d in range(1, shape[at] + 1) if shape[at] % d == 0]
+                d = self.draw(st.sampled_from(divisors or [1]))
+                shape[at : at + 1] = [d, shape[at] // d]
+        written = list(shape)
+        if written and self.one_of(False, True):
+            written[self.draw(st.integers(0, len(written) - 1))] = -1
+        for i in range(min(len(shape), len(self.shape))):
+            if shape[i] == self.shape[i] and written[i] != -1 and self.one_of(False, True):
+                written[i] = 0
+        attributes = {}
+        if self.rarely():
+            written = self.one_of(
+                [-1, -1], [7, -1], [0] * 9, [-2, 4], [1 << 40], [*written, 2]
+            )
+        if self.rarely():
+            attributes["allowzero"] = 1
+        target = self.constant(f"shape_{len(self.nodes)}", np.int64(written))
+        self.value = self.node("Reshape", [self.value, target], **attributes)
+        self.shape = shape
+
+    def _squeeze(self) -> None:
+        ones = [i for i, size in enumerate(self.shape) if size == 1]
+        axes = [i for i in ones if self.one_of(True, False)]
+        written = [i - self.one_of(0, len(self.shape)) for i in axes]
+        if self.rarely():
+            written = self.one_of([0], [-1], [9], [0, 0], [1 << 40])
+        if written or self.one_of(True, False):
+            self.value = self._with_axes("Squeeze", written)
+        else:
+            axes = ones
+            self.value = self.node("Squeeze", [self.value])
+        self.shape = [
+            size for i, size in enumerate(self.shape) if i not in (axes if written else ones)
+        ]
+
+    def _unsqueeze(self) -> None:
+        rank = len(self.shape) + 1
+        axis = self.draw(st.integers(0, rank - 1))
+        written = [axis - self.one_of(0, rank)]
+        if self.rarely():
+            written = self.one_of([], [0, 0], [0, -4], [9], [-(1 << 40)])
+        self.value = self._with_axes("Unsqueeze", written)
+        self.shape.insert(axis, 1)
+
+    def _with_axes(self, op_type: str, axes: list[int]) -> str:
+        if self.opset < 13:
+            y = self.node(op_type, [self.value])
+            attribute = helper.make_attribute("axes", axes, attr_type=onnx.AttributeProto.INTS)
+            self.nodes[-1].attribute.append(attribute)
+            return y
+        name = self.constant(f"axes_{len(self.nodes)}", np.array(axes, np.int64))
+        return self.node(op_type, [self.value, name])
+
+    # Consumers.
+
+    def consume(self) -> str:
+        kinds = ("MatMul", "MatMul", "Gemm", "FusedMatMul", "Gather", "MatMul")
+        if len(self.shape) == 1 and self.one_of(True, True, False):
+            self._unsqueeze()
+        y = getattr(self, f"_{self.one_of(*kinds).lower()}")()
+        if self.one_of(False, False, True):
+            n = self.shape[-1] if self.shape else 1
+            bias = self.rng.standard_normal(self.one_of([n], [1, n], [1], [], [1, 1], [3, n]))
+            name = self.constant(f"bias_{len(self.nodes)}", self._typed(bias))
+            y = self.node("Add", self.one_of([y, name], [name, y]))
+        return y
+
+    def _typed(self, array: npt.NDArray) -> npt.NDArray:
+        halves = {T.FLOAT16: np.float16, T.DOUBLE: np.float64}
+        return np.asarray(array).astype(halves.get(self.dtype, np.float32))
+
+    def input(self, shape: Sequence[int], dtype: int | None = None) -> str:
+        """Its first sizes are sometimes not declared."""
+        name = f"x_{len(self.nodes)}"
+        if self.rarely():
+            shape = [*shape[:-1], shape[-1] + 1] if shape else [2]
+        hidden = self.draw(st.integers(0, max(len(shape) - 1, 0)))
+        dims = [None if i < hidden and size == 3 else size for i, size in enumerate(shape)]
+        dtype = self.dtype if dtype is None else dtype
+        self.inputs.append(helper.make_tensor_value_info(name, dtype or T.FLOAT, dims))
+        return name
+
+    def _operands(self, k: int, left: bool, batch: bool, vector: bool = True) -> list[str]:
+        groups = self.shape[:-2]
+        lead = [*groups] if groups and batch else self.one_of([], [], [3], [1])
+        rows = self.one_of([3], [1], [3])
+        if vector and not lead and not groups and self.one_of(False, False, False, True):
+            shape = [k]
+        else:
+            shape = [*lead, k, *rows] if left else [*lead, *rows, k]
+        x = self.input(shape)
+        if self.one_of(False, False, True):
+            x = self.node("Relu", [x])
+        return [self.value, x] if left else [x, self.value]
+
+    def _matmul(self) -> str:
+        left = self.one_of(False, False, True)
+        rows, columns = ([1, 1, *self.shape] if len(self.shape) != 1 else self.shape * 2)[-2:]
+        k = columns if left else rows
+        return self.node("MatMul", self._operands(k, left, self.one_of(True, False)))
+
+    def _fusedmatmul(self) -> str:
+        left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
+        rows, columns = [1, 1, *self.shape][-2:]
+        k = columns if left != trans_w else rows
+        # With transA, onnxruntime 1.31 takes the bytes of W[K, N] for those of [N, K] where x
+        # has rank 1.
+        vector = not (left and trans_w)
+        operands = self._operands(k, left != trans_x, True, vector)
+        if left != (operands[0] == self.value):
+            operands.reverse()
+        attributes: dict[str, object] = {"alpha": self.one_of(1.0, 0.5, -2.5, 1.0, 3.0)}
+        attributes["transA" if left else "transB"] = int(trans_w)
+        attributes["transB" if left else "transA"] = int(trans_x)
+        return self.node("FusedMatMul", operands, "com.microsoft", **attributes)
+
+    def _gemm(self) -> str:
+        left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
+        rows, columns = [1, 1, *self.shape][-2:]
+        k, n = (columns, rows) if left != trans_w else (rows, columns)
+        m = self.one_of(3, 1)
+        x = self.input([k, m] if left != trans_x else [m, k])
+        operands = [self.value, x] if left else [x, self.value]
+        attributes: dict[str, object] = {
+            "transA" if left else "transB": int(trans_w),
+            "transB" if left else "transA": int(trans_x),
+        }
+        factors = (1.0, 1.0, 0.5, -3.0, 0.1, 0.0)
+        rare = (math.nan, math.inf, 1e-40, 1e38, 1e-8)
+        for name in ("alpha", "beta"):
+            if self.one_of(False, True):
+                attributes[name] = self.one_of(*(rare if self.rarely() else factors))
+        if self.one_of(False, True):
+            y = [n, m] if left else [m, n]
+            shape = self.one_of([y[1]], [1, y[1]], [1], [], y, [y[0], 1], [1, 1])
+            bias = self._typed(self.rng.standard_normal(shape))
+            operands.append(self.constant(f"bias_{len(self.nodes)}", bias))
+        return self.node("Gemm", operands, **attributes)
+
+    def _gather(self) -> str:
+        rank = max(len(self.shape), 1)
+        axis = self.draw(st.integers(-rank, rank - 1)) if self.one_of(False, True) else 0
+        if self.rarely():
+            axis = self.one_of(-9, 9, 1 << 40)
+        size = self.shape[axis] if -len(self.shape) <= axis < len(self.shape) else 1
+        low = -size if self.one_of(False, True) else 0
+        shape = self.one_of([], [3], [2, 2], [1], [0])
+        indices = np.asarray(self.rng.integers(low, max(size, 1), shape))
+        if self.rarely() and indices.size:
+            indices.flat[0] = self.one_of(size, 1 << 30, -size - 1)
+        kind = self.one_of(np.int64, np.int64, np.int32)
+        name = self.constant(f"indices_{len(self.nodes)}", indices.astype(kind))
+        if self.one_of(True, True, False):
+            # Indices that are known, and yet no constant.
+            name = self.node(
+                "Add", [name, self.input([1], T.INT64 if kind is np.int64 else T.INT32)]
+            )
+        attributes = {"axis": axis} if axis or self.one_of(True, False) else {}
+        return self.node("Gather", [self.value, name], **attributes)
+
+
+OPTIONS = st.builds(
+    FusionOptions,
+    accuracy_level=st.just(0),
+    slow_kernels=st.sampled_from(["fuse", "float", "float", "keep"]),
+    float_limit_mb=st.sampled_from([1024, 1024, 0]),
+)
+
+
+@hypothesis.given(proto=models(), options=OPTIONS)
+@hypothesis.settings(
+    max_examples=CHAINS * TIMES,
+    deadline=None,
+    derandomize=TIMES == 1,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    print_blob=True,
+)
+def test_random_chains(proto: onnx.ModelProto, options: FusionOptions):
+    content = proto.SerializeToString()
+    hypothesis.note(onnx.printer.to_text(proto))
+    if TIMES > 1:  # should onnxruntime crash on it
+        Path(tempfile.gettempdir(), "ortplugins-fuzz-chain.onnx").write_bytes(content)
+    feeds = expected = None
+    with contextlib.suppress(Exception):  # most models that are wrong
+        opened = session(content)
+        feeds = feeds_of(opened)
+        expected = run_all(opened, feeds)
+    try:
+        model = ir.from_proto(onnx.ModelProto.FromString(content))
+    except ir.serde.SerdeError:  # an input of no type
+        assert expected is None
+        return
+    before = serialised(model)
+    remarks = Remarks("dq_matmulnbits_fusion")
+    try:
+        with time_limit(SECONDS):
+            fuse(model, options, PassContext(remarks))
+    except RewriteError as error:
+        assert expected is None, f"a sound model: {error}"
+        assert any(node.name == error.node for node in proto.graph.node), error
+        return
+    check_remarks(proto, list(remarks))
+    unchanged = serialised(model) == before
+    assert unchanged or any(remark.outcome in ("fired", "note") for remark in remarks)
+    if expected is None or unchanged:  # some models give other numbers at each run
+        return
+    actual = run_all(session(ir.to_proto(model).SerializeToString()), feeds)
+    wrong = wrong_numbers(expected, actual, halves=holds_halves(proto))
+    assert not wrong, (wrong, [str(remark) for remark in remarks])
+
+
+def serialised(model: ir.Model) -> bytes:
+    """The model, without the types that reading a Constant node's tensor writes down."""
+    proto = ir.to_proto(model)
+    del proto.graph.value_info[:]
+    return proto.SerializeToString()
+
+
+def check_remarks(proto: onnx.ModelProto, remarks: Sequence[Remark]) -> None:
+    """Each use of a dequantised constant has its fate told."""
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear" and not node.domain:
+            assert any(
+                node.name in (remark.node, *remark.reason.replace("'", " ").split())
+                for remark in remarks
+            ), f"no remark on {node.name}"
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow, which no ``except Exception`` stops, where the block takes longer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def too_slow(*_: object) -> None:
+        raise TooSlow(f"more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, too_slow)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+class TooSlow(BaseException):
+    pass
+
+
+# Damaged files.
+
+
+def _tensor(name: str, array: npt.NDArray) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.ascontiguousarray(array), name)
+
+
+def _weight(
+    rng: np.random.Generator, storage: str, shape: Sequence[int], axis: int, block: int
+):  # type: ignore[no-untyped-def]
+    """Codes, scales and zero points in blocks."""
+    _, dtype, low, high = STORAGE[storage]
+    scale_shape = list(shape)
+    scale_shape[axis] = -(-shape[axis] // block)
+    return [
+        _tensor("w", rng.integers(low, high, shape).astype(dtype)),
+        _tensor("w_scale", rng.uniform(0.5, 2, scale_shape).astype(np.float32)),
+        _tensor("w_zero", rng.integers(low, high, scale_shape).astype(dtype)),
+    ]
+
+
+def _dequantize(axis: int, block: int, output: str = "d") -> onnx.NodeProto:
+    return helper.make_node(
+        "DequantizeLinear",
+        ["w", "w_scale", "w_zero"],
+        [output],
+        f"dq_{output}",
+        axis=axis,
+        block_size=block,
+    )
+
+
+def _saved(
+    nodes: Sequence[onnx.NodeProto],
+    tensors: Sequence[onnx.TensorProto],
+    inputs: Sequence[onnx.ValueInfoProto] = (),
+    outputs: Sequence[str] = ("y",),
+    functions: Sequence[onnx.FunctionProto] = (),
+) -> onnx.ModelProto:
+    x = helper.make_tensor_value_info("x", T.FLOAT, ["rows", 32])
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [*inputs] or [x],
+        [helper.make_tensor_value_info(name, T.FLOAT, None) for name in outputs],
+        tensors,
+    )
+    imports = [helper.make_opsetid(domain, v) for domain, v in (("", 21), ("f", 1))]
+    model = helper.make_model(graph, opset_imports=imports, functions=functions)
+    model.ir_version = 10
+    return model
+
+
+def seed_models() -> list[onnx.ModelProto]:
+    """Small models of many kinds: a random byte falls on a name, a shape, an attribute."""
+    rng = np.random.default_rng(7)
+    node = helper.make_node
+    indices = helper.make_tensor_value_info("i", T.INT64, ["rows"])
+    flag = helper.make_tensor_value_info("flag", T.BOOL, [])
+    x = helper.make_tensor_value_info("x", T.FLOAT, ["rows", 32])
+    plain = node("MatMul", ["x", "d"], ["y"], "matmul")
+    bias = _tensor("b", rng.standard_normal(6).astype(np.float32))
+    shape = _tensor("shape", np.int64([6, 32]))
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [
+                _dequantize(0, 16, f"d_{name}"),
+                node("MatMul", ["x", f"d_{name}"], [f"y_{name}"]),
+            ],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"y_{name}", T.FLOAT, None)],
+        )
+        for name in ("then", "else")
+    }
+    function = helper.make_function(
+        "f",
+        "linear",
+        ["x", "w", "w_scale", "w_zero"],
+        ["y"],
+        [_dequantize(0, 16), plain],
+        [helper.make_opsetid("", 21)],
+    )
+    call = node("linear", ["x", "w", "w_scale", "w_zero"], ["y"], "call", domain="f")
+    return [
+        _saved([_dequantize(0, 16), plain], _weight(rng, "int4", [32, 6], 0, 16)),
+        _saved(
+            [
+                _dequantize(2, 16),
+                node("Reshape", ["d", "shape"], ["r"], "reshape"),
+                node("Transpose", ["r"], ["t"], "transpose", perm=[1, 0]),
+                node("MatMul", ["x", "t"], ["z"], "matmul"),
+                node("Add", ["z", "b"], ["y"], "add"),
+            ],
+            [*_weight(rng, "uint4", [6, 2, 16], 2, 16), bias, shape],
+        ),
+        _saved(
+            [
+                _dequantize(1, 32),
+                node("Gemm", ["x", "d", "b"], ["y"], "gemm", alpha=0.5, beta=2.0, transB=1),
+            ],
+            [*_weight(rng, "int8", [6, 32], 1, 32), bias],
+        ),
+        _saved(
+            [
+                _dequantize(1, 16),
+                node("Gather", ["d", "i"], ["e"], "gather"),
+                node("Transpose", ["d"], ["t"], "transpose"),
+                node("MatMul", ["e", "t"], ["y"], "head"),
+            ],
+            _weight(rng, "uint4", [6, 32], 1, 16),
+            [indices],
+        ),
+        _saved(
+            [node("If", ["flag"], ["y"], "if", **branches)],
+            _weight(rng, "uint4", [32, 6], 0, 16),
+            [x, flag],
+        ),
+        _saved([call], _weight(rng, "int4", [32, 6], 0, 16), functions=[function]),
+    ]
+
+
+class Damage:
+    """One damaged model; the seed decides which and how."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = random.Random(seed)
+        self.path = folder / "model.onnx"
+        self.data = folder / "model.data"
+        models = seed_models()
+        model = models[seed % len(models)]
+        if self.rng.random() < 0.5:
+            for _ in range(self.rng.choice((1, 1, 1, 2, 3))):
+                self._change_field(model)
+            external = self.rng.random() < 0.3
+            self._save(model, external)
+            return
+        external = self.rng.random() < 0.5
+        self._save(model, external)
+        for _ in range(self.rng.choice((1, 1, 1, 2, 4, 8))):
+            target = self.data if external and self.rng.random() < 0.3 else self.path
+            target.write_bytes(self._changed(target.read_bytes()))
+
+    def _save(self, model: onnx.ModelProto, external: bool) -> None:
+        if external:
+            with contextlib.suppress(Exception):  # a changed field may not allow it
+                onnx.save_model(
+                    model, self.path, save_as_external_data=True, location=self.data.name,
+                    size_threshold=0,
+                )  # fmt: skip
+                return
+        self.data.unlink(missing_ok=True)
+        self.path.write_bytes(model.SerializeToString())
+
+    def _changed(self, content: bytes) -> bytes:
+        rng, changed = self.rng, bytearray(content)
+        at = rng.randrange(len(changed)) if changed else 0
+        span = rng.choice((1, 1, 2, 4, 8, 32))
+        how = rng.randrange(8)
+        if how <= 1 and changed:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif how == 2 and changed:
+            changed[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        elif how == 3:
+            changed[at:at] = rng.randbytes(span)
+        elif how == 4:
+            del changed[at : at + span]
+        elif how == 5:
+            del changed[at:]
+        elif how == 6:
+            other = rng.randrange(len(changed)) if changed else 0
+            changed[at:at] = changed[other : other + span]
+        else:  # the longest number that protobuf writes
+            changed[at : at + 1] = b"\xff" * 9 + b"\x01"
+        return bytes(changed)
+
+    def _change_field(self, model: onnx.ModelProto) -> None:
+        """Change one field somewhere in the model to something of the same type."""
+        messages: list[object] = [model]
+        fields = []
+        for message in messages:
+            for descriptor, value in message.ListFields():  # type: ignore[attr-defined]
+                fields.append((message, descriptor, value))
+                if descriptor.message_type is not None:
+                    repeated = not hasattr(value, "ListFields")
+                    messages += list(value) if repeated else [value]
+        message, descriptor, value = self.rng.choice(fields)
+        name, rng = descriptor.name, self.rng
+        if hasattr(value, "ListFields"):
+            message.ClearField(name)  # type: ignore[attr-defined]
+            return
+        if isinstance(value, (bool, int, float, str, bytes)):
+            with contextlib.suppress(ValueError):  # an enumeration takes its own values only
+                setattr(message, name, self._other(value))
+            return
+        how = rng.randrange(4)
+        at = rng.randrange(len(value))
+        if how == 0:
+            del value[at]
+        elif how == 1 and descriptor.message_type is not None:
+            value.add().CopyFrom(value[at])
+        elif how == 1:
+            value.append(value[at])
+        elif descriptor.message_type is None:
+            value[at] = self._other(value[at])
+        else:
+            other = rng.randrange(len(value))
+            value[at].CopyFrom(value[other])
+
+    def _other(self, value: object) -> object:
+        rng = self.rng
+        if isinstance(value, bytes):
+            return self._changed(value)
+        if isinstance(value, str):
+            names = ("", "x", "w", "w_scale", "w_zero", "d", "y", "t", "axis", "to", "perm",
+                     "Identity", "Cast", "Reshape", "Transpose", "MatMul", "Gemm", "Gather",
+                     "DequantizeLinear", "com.microsoft", "alpha", "block_size", "length",
+                     value * 2)  # fmt: skip
+            return rng.choice(names)
+        if isinstance(value, float):
+            return rng.choice((0.0, -1.0, math.nan, math.inf, 1e30, 1e-30, 3.0))
+        small = (0, 1, -1, 2, 3, 7, 15, 16, 32, 33, 64, 192, 10, 11, 16, 21, 22, 25)
+        huge = (1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), -5, 99)
+        return rng.choice(rng.choice((small, huge)))
+
+
+DOCUMENTED = (ortplugins.ModelFileError, ortplugins.PassError)
+
+
+def look_at(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield (stage, complaint): the stage that begins, or what was wrong in the one before."""
+    damage = Damage(seed, folder)
+    slow = random.Random(seed).choice(("float", "fuse", "keep"))
+    arguments = {"options": {"dq_matmulnbits_fusion.slow_kernels": slow}}
+    output = folder / "optimised" / "out.onnx"
+    output.parent.mkdir()
+    result = None
+    for stage, target in (("inspect", None), ("optimize", output)):
+        yield stage, ""
+        try:
+            with time_limit(SECONDS):
+                result = ortplugins.optimize(damage.path, target, **arguments)
+        except DOCUMENTED as error:
+            result = None
+            inner = error.__cause__
+            if isinstance(inner, MemoryError) or "MemoryError" in str(error):
+                yield stage, f"MemoryError: {where(error)}"
+            elif isinstance(error, ortplugins.PassError) and not names_node(error):
+                yield stage, f"no node named: {error} {where(error)}"
+        except TooSlow as error:
+            yield stage, f"hang: {where(error)}"
+            return
+        except Exception as error:
+            yield stage, f"{type(error).__name__}: {error} {where(error)}"
+            return
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if used > RESIDENT:
+        yield "optimize", f"took {used >> 20} MiB"
+    if result is None:
+        return
+    yield "run original", ""
+    with contextlib.suppress(Exception), time_limit(SECONDS):
+        before = session(str(damage.path))
+        feeds = feeds_of(before)
+        expected = run_all(before, feeds)
+        proto = onnx.load(damage.path, load_external_data=False)
+        yield "run optimised", ""
+        yield "run optimised", _compared(output, feeds, expected, holds_halves(proto))
+
+
+def names_node(error: ortplugins.PassError) -> bool:
+    """Whether a message names a node, the function that cannot be inlined, or a cycle."""
+    texts = ("failed at node", "function", "clone_node", "cycle")
+    return any(text in str(error) for text in texts)
+
+
+def _compared(
+    output: Path,
+    feeds: Sequence[Sequence[dict[str, npt.NDArray]]],
+    expected: Sequence[Sequence[list[npt.NDArray]]],
+    halves: bool,
+) -> str:
+    try:
+        actual = run_all(session(str(output)), feeds)
+    except Exception as error:
+        return f"onnxruntime ran the original, not the optimised: {error}"
+    wrong = wrong_numbers(expected, actual, halves=halves)
+    return f"wrong numbers: {wrong}" if wrong else ""
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of ours."""
+    inner = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    frames = traceback.extract_tb(inner.__traceback__)
+    packages = ("/ortplugins/", "/rewrite_rules/", "/session_options/")
+    own = [frame for frame in frames if any(part in frame.filename for part in packages)]
+    frame = (own or frames)[-1]
+    return f"({Path(frame.filename).name}:{frame.lineno})"
+
+
+def work(first: int, stop: int) -> None:
+    """Look at damaged files; a JSON line for each stage."""
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for seed in range(first, stop):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            for stage, complaint in look_at(seed, Path(folder)):
+                print(json.dumps([seed, stage, complaint]), flush=True)
+    print(json.dumps([stop, "end", ""]), flush=True)
+
+
+def run_files(first: int, stop: int) -> dict[str, list[int]]:
+    """Look at damaged files in children; complaints with their seeds."""
+    complaints: dict[str, list[int]] = collections.defaultdict(list)
+    while first < stop:
+        child = subprocess.Popen(
+            [sys.executable, __file__, str(first), str(stop)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(child, lines))
+        reader.start()
+        seed, stage = first, "start"
+        while True:
+            try:
+                # The first line waits for the imports.
+                line = lines.get(timeout=2 * SECONDS + (60 if stage == "start" else 0))
+            except queue.Empty:
+                child.kill()
+                line = ""
+                stage = f"{stage}, killed because it hung,"
+            if not line:
+                child.wait()
+                break
+            seed, stage, complaint = json.loads(line)
+            if complaint:
+                complaints[f"{stage}: {complaint}"].append(seed)
+            if stage == "end":
+                child.wait()
+                break
+        reader.join()
+        if stage == "end":
+            break
+        # onnxruntime's own crashes on a damaged model are not ours.
+        if not stage.startswith("run original"):
+            complaints[f"{stage} ended with {child.returncode}"].append(seed)
+        first = seed + 1
+    return complaints
+
+
+def _read(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_damaged_files(part: int):
+    count = FILES * TIMES // 2
+    first = (FIRST_SEED * 2 + part) * count
+    complaints = run_files(first, first + count)
+    text = [f"{len(seeds)} x {what}, seeds {seeds[:5]}" for what, seeds in complaints.items()]
+    assert not complaints, "\n".join(text)
+
+
+if __name__ == "__main__":
+    begin = int(sys.argv[1])
+    work(begin, int(sys.argv[2]) if len(sys.argv) > 2 else begin + 1)
