@@ -125,7 +125,8 @@ def _measure(
             values.append(result)
         return statistics.median(values)
 
-    plain, packed = (_workers({**running, "passes": passes}) for passes in (PLAIN, PACKED))
+    decoding = {**running, "feeds": {"decode": feeds["decode"]}}
+    plain, packed = (_workers({**decoding, "passes": passes}) for passes in (PLAIN, PACKED))
     return [
         Figure(
             f"{name}: start from the cache",
@@ -154,7 +155,7 @@ def _measure(
             "MB",
         ),
         Figure(
-            f"{name}: PSS of {WORKERS} workers after {RUNS} runs", packed, plain, "MB", 0.35
+            f"{name}: PSS of {WORKERS} workers after {RUNS} tokens", packed, plain, "MB", 0.35
         ),
         *(
             Figure(

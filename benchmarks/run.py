@@ -24,6 +24,7 @@ from bounds import Figure, table
 from exactness import measure_exactness
 from large_models import measure_large_models
 from layout_score import measure_layout_score
+from prepacked import measure_prepacked
 from rewrite_speed import measure_rewrite_speed
 from smollm2_sessions import measure_smollm2
 from start_cost import measure_start_cost
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "exactness": measure_exactness,
     "layout_score": measure_layout_score,
     "rewrite_speed": measure_rewrite_speed,
+    "prepacked": measure_prepacked,
     "large_models": measure_large_models,
 }
 TITLES = {
@@ -43,6 +45,7 @@ TITLES = {
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "layout_score": "The matrix of weight layouts: what becomes of each",
     "rewrite_speed": "Time of the fusion",
+    "prepacked": "Packed weights in the file, beside onnxruntime on the QDQ file",
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
 }
 

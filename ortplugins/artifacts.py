@@ -8,6 +8,7 @@ __all__ = ["Artifact", "Request", "build_and_publish", "prepare"]
 import contextlib
 import dataclasses
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ortplugins.baking import BakeSettings
     from ortplugins.model_files import LoadedModel
 
+# After this time a start tries again what broke in an earlier one.
+_RETRY_SECONDS = 60.0
 _EXTERNAL_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
@@ -87,13 +90,9 @@ class Request:
 
     def key(self, digest: str, locations: Sequence[str]) -> str | None:
         """Key of the artifact; None when a data file is missing."""
-        folder = self.folder
-        if folder is None and not isinstance(self.source, bytes):
-            folder = Path(self.source).absolute().parent
-        folder = folder or Path()
         return ArtifactCache.key(
             digest,
-            [Path(os.path.realpath(folder / location)) for location in sorted(locations)],
+            [self._data_file(location) for location in sorted(locations)],
             {
                 "plan": self.plan.fingerprint(),
                 "ortplugins": __version__,
@@ -104,6 +103,15 @@ class Request:
                 "final": self.final_graph,
             },
         )
+
+    def _data_file(self, location: str) -> Path:
+        """Where external data lies: beside the model, or beside the file that it links to."""
+        folders = [self.folder or Path()]
+        if self.folder is None and not isinstance(self.source, bytes):
+            path = os.path.abspath(self.source)
+            folders = [Path(path).parent, Path(os.path.realpath(path)).parent]
+        found = next((f / location for f in folders if (f / location).exists()), None)
+        return Path(os.path.realpath(found or folders[0] / location))
 
     def load(self) -> LoadedModel:
         """Load and check the model.
@@ -180,21 +188,32 @@ def prepare(
 def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
     cache = ArtifactCache(cache_root(request.plan.cache_dir))
     digest = request.digest(cache)
-    locations = cache.data_locations(digest)
-    key = None if locations is None else request.key(digest, locations)
-    if key is not None and (entry := cache.find(key)) is not None:
-        if not any(item.checks_digests() for item in request.plan.passes):
+    if (entry := _published(request, cache, digest)) is not None:
+        fault = _fault(entry, request.plan)
+        if fault is None:
             return _from_entry(entry, "cache"), entry
-        if not (damaged := entry.damaged_files()):
-            return _from_entry(entry, "cache"), entry
-        text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
-        warnings.warn(text, OrtpluginsWarning, stacklevel=5)
-        with contextlib.suppress(OSError):  # read-only: then what is built next lies aside
-            cache.discard(key)
+        try:
+            cache.discard(entry.folder.name)
+        except OSError as error:  # read-only, or open elsewhere on Windows
+            return _build_aside(request, cache, error)
     if any(item.child_seconds() for item in request.plan.passes):
         with contextlib.suppress(OSError), cache.one_at_a_time(digest):
             return _build_by_child(request, cache)
     return _build(request, cache, digest)
+
+
+def _fault(entry: Entry, plan: Plan) -> str | None:
+    """Why a published entry has to be built again; None when it is good."""
+    if any(item.checks_digests() for item in plan.passes) and (
+        damaged := entry.damaged_files()
+    ):
+        text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
+        warnings.warn(text, OrtpluginsWarning, stacklevel=6)
+        return text
+    # Workers that start together don't all try again what has just failed.
+    if entry.manifest.get("provisional") and abs(time.time() - entry.created) > _RETRY_SECONDS:
+        return "something broke when it was built"
+    return None
 
 
 def _build_by_child(request: Request, cache: ArtifactCache) -> tuple[Artifact, Entry]:
@@ -205,16 +224,17 @@ def _build_by_child(request: Request, cache: ArtifactCache) -> tuple[Artifact, E
     """
     from ortplugins.build_process import build_in_child
 
-    if (entry := _published(request, cache)) is not None:
+    if (entry := _published(request, cache, request.digest(cache))) is not None:
         return _from_entry(entry, "cache"), entry
     # The child has published what it built; a model that changed meanwhile is not found.
-    if build_in_child(request) and (entry := _published(request, cache)) is not None:
-        return _from_entry(entry, "built"), entry
+    if build_in_child(request):
+        entry = _published(request, cache, request.digest(cache))
+        if entry is not None:
+            return _from_entry(entry, "built"), entry
     raise OSError("no child process has built the entry")
 
 
-def _published(request: Request, cache: ArtifactCache) -> Entry | None:
-    digest = request.digest(cache)
+def _published(request: Request, cache: ArtifactCache, digest: str) -> Entry | None:
     locations = cache.data_locations(digest)
     key = None if locations is None else request.key(digest, locations)
     return None if key is None else cache.find(key)
@@ -244,18 +264,35 @@ def _build(request: Request, cache: ArtifactCache, digest: str) -> tuple[Artifac
     try:
         return _build_in_cache(request, cache, digest, loaded)
     except OSError as error:
-        warnings.warn(
-            f"ortplugins works without its cache in {str(cache.root)!r}: {error}",
-            OrtpluginsWarning,
-            stacklevel=6,
-        )
+        return _build_aside(request, cache, error)
+
+
+def _build_aside(
+    request: Request, cache: ArtifactCache, reason: OSError
+) -> tuple[Artifact, Entry]:
+    """Build in a temporary folder, for this session only.
+
+    Raises:
+        PassError: If there is no room for that either.
+    """
     import tempfile
 
-    temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
+    warnings.warn(
+        f"ortplugins works without its cache in {str(cache.root)!r}: {reason}",
+        OrtpluginsWarning,
+        stacklevel=6,
+    )
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
+    except OSError as error:
+        raise PassError(f"there is no temporary folder to build in: {error}") from error
     folder = Path(temporary.name)
     try:
-        # Loaded again: the first attempt may have left it half rewritten.
+        # Loaded here: an attempt before may have left a model half rewritten.
         manifest = write_manifest(folder, request.build(request.load(), folder))
+    except OSError as error:
+        temporary.cleanup()
+        raise PassError(f"{folder}: nothing can be built there: {error}") from error
     except BaseException:
         temporary.cleanup()
         raise

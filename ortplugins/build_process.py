@@ -62,7 +62,7 @@ def build_in_child(request: Request) -> bool:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
             env=environment,

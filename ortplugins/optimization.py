@@ -7,6 +7,7 @@ __all__ = ["OptimizeResult", "build_artifact", "optimize"]
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import ModelFileError, PassError
+from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_files import (
     LoadedModel,
     Progress,
@@ -147,7 +148,10 @@ def optimize(
     notes += [f"sessions on this file need {name} = {value}" for name, value in needs.items()]
     report = Report(runs.reports(), "built", tuple(notes), str(target))
     if finishing:  # the files are not what the model was any more
-        loaded = load_path(target)
+        with warnings.catch_warnings():
+            # onnx_ir has no place for the records of packed weights.
+            warnings.filterwarnings("ignore", message="Ignoring unknown external data")
+            loaded = load_path(target)
     return OptimizeResult(target, report, _same_kind(model, loaded.model))
 
 
@@ -198,7 +202,15 @@ def build_artifact(
     needs = _session_settings(plan)
     source = "built" if runs.any_fired else "untouched"
     report = Report(runs.reports(), source, tuple(notes))
-    return {**probed, "baked": baked, "session_settings": needs, "report": report.to_dict()}
+    for text in runs.provisional:
+        warnings.warn(f"{text}; a later start tries again", OrtpluginsWarning, stacklevel=2)
+    return {
+        **probed,
+        "baked": baked,
+        "session_settings": needs,
+        "report": report.to_dict(),
+        "provisional": bool(runs.provisional),
+    }
 
 
 def _rearrange_file(

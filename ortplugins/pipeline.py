@@ -27,10 +27,15 @@ AfterPass = Callable[[Pass, ir.Model, PassReport], None]
 
 
 class PassRuns:
-    """The reports of a plan's passes so far; a pass that takes part in two stages has one."""
+    """The reports of a plan's passes so far; a pass that takes part in two stages has one.
+
+    Attributes:
+        provisional: What broke and may work another time.
+    """
 
     def __init__(self) -> None:
         self._reports: dict[str, PassReport] = {}
+        self.provisional: list[str] = []
 
     def add(self, report: PassReport) -> None:
         """Append what a pass did in one stage."""
@@ -96,6 +101,7 @@ def run_stage(
             ) from error
         report = PassReport(item.name, time.perf_counter() - start, tuple(remarks))
         runs.add(report)
+        runs.provisional += [f"{item.name}: {text}" for text in remarks.provisional]
         if after_pass is not None and isinstance(target, ir.Model):
             after_pass(item, target, report)
 

@@ -53,6 +53,10 @@ class _Failed(Exception):
     """The child did not make a model; the text is the reason a user reads."""
 
 
+class _Broken(_Failed):
+    """It did not, and might another time: killed, too slow, no room."""
+
+
 def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> None:
     """Pack the weights of a saved model, in place.
 
@@ -89,6 +93,9 @@ def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> 
         try:
             result = _run_child(model_path, folder, options.seconds)
             _check(result, options)
+        except _Broken as failure:
+            remarks.failed(name, str(failure))
+            return
         except _Failed as failure:
             remarks.refused(name, str(failure))
             return
@@ -131,20 +138,20 @@ def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise _Failed(f"packing took more than {seconds} s and was stopped") from None
+        raise _Broken(f"packing took more than {seconds} s and was stopped") from None
     except OSError as error:
-        raise _Failed(f"the packing process could not be started: {error}") from error
+        raise _Broken(f"the packing process could not be started: {error}") from error
     finally:
         os.close(theirs)
         os.close(ours)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         text = last[0][:_ERROR_CHARACTERS]
-        raise _Failed(f"the packing process ended with {done.returncode}: {text}")
+        raise _Broken(f"the packing process ended with {done.returncode}: {text}")
     try:
         result = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise _Failed("the packing process gave no result") from None
+        raise _Broken("the packing process gave no result") from None
     return dict(result)
 
 

@@ -14,5 +14,5 @@ def trim_heap() -> None:
 
     glibc only: musl and macOS give memory back by themselves, Windows has no such call.
     """
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

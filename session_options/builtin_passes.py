@@ -108,8 +108,8 @@ class PrepackedWeights(Pass):
             trim_heap()
 
     def child_seconds(self) -> int:
-        """Twice the time for packing: the graph's own passes come before."""
-        return 2 * self.timeout
+        """The time for packing, and as much for what comes before, ten minutes at least."""
+        return self.timeout + max(600, self.timeout)
 
     def checks_digests(self) -> bool:
         """Whether a start has to read the files whole."""
