@@ -24,9 +24,7 @@ import json
 import os
 import re
 import secrets
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -319,12 +317,12 @@ class ArtifactCache:
                 return
             # The lock is ours: whatever else builds this key was killed.
             for dead in building.glob(f"{key}.*"):
-                shutil.rmtree(dead, ignore_errors=True)
-            folder = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=building))
+                _remove_tree(dead)
+            folder = Path(_make_folder(prefix=f"{key}.", dir=building))
             try:
                 yield folder
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_tree(folder)
 
     @contextlib.contextmanager
     def one_at_a_time(self, digest: str) -> Iterator[None]:
@@ -359,7 +357,7 @@ class ArtifactCache:
             OSError: If the directory can't be written.
         """
         with contextlib.suppress(FileNotFoundError):  # by another process, just now
-            shutil.rmtree(self._bury(key), ignore_errors=True)
+            _remove_tree(self._bury(key))
 
     def _bury(self, key: str) -> Path:
         """Take an entry out of readers' sight by one rename.
@@ -389,7 +387,7 @@ class ArtifactCache:
         removed = self.entries()
         # By their names: the directory may be one that holds a user's files as well.
         for path in self._ours("entries"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_tree(path)
         for path in (*self._ours("sources"), *self._ours("digests")):
             path.unlink(missing_ok=True)
         self._clear_abandoned()
@@ -470,7 +468,7 @@ class ArtifactCache:
             if os.name != "nt":
                 raise
             raise _InUse("open in a process, and Windows keeps files that are open") from None
-        shutil.rmtree(grave, ignore_errors=True)
+        _remove_tree(grave)
 
     def _withdraw(self, item: Stored) -> Path:
         """Bury an entry that was not used since it was looked at; return where.
@@ -570,7 +568,7 @@ class ArtifactCache:
                 with filelock.FileLock(lock, mode=0o600, timeout=0):
                     size += _disk_size(dead)
                     if not dry_run:
-                        shutil.rmtree(dead, ignore_errors=True)
+                        _remove_tree(dead)
         return size
 
     def _lock_path(self, key: str) -> Path:
@@ -671,6 +669,19 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     return content
 
 
+# A start that finds its entry needs neither of these modules, and each worker would hold them.
+def _remove_tree(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folder(*, prefix: str, dir: Path) -> str:
+    import tempfile
+
+    return tempfile.mkdtemp(prefix=prefix, dir=dir)
+
+
 def _sample(path: Path, size: int) -> str:
     """Digest of pages spread over a file: weights exported anew under an old time stamp."""
     digest = hashlib.sha256()
@@ -687,6 +698,8 @@ def _sha256(path: Path) -> str:
 
 
 def _write_json(folder: Path, name: str, content: Any) -> None:
+    import tempfile
+
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
         json.dump(content, file)
     os.replace(file.name, folder / name)
