@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import logging
 import os
 import platform
 import sys
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=sorted(BENCHMARKS), default=[])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks.md")
     chosen = parser.parse_args(arguments)
+    # onnxruntime's quantizer turns everybody's logging on: a line for each rewritten node.
+    logging.getLogger("onnx_ir").setLevel(logging.WARNING)
     names = chosen.only or list(BENCHMARKS)
     parts, missed = [_head(chosen.rounds)], []
     with tempfile.TemporaryDirectory(prefix="ortplugins-bench-") as folder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 __all__ = ["Artifact", "Request", "build_and_publish", "prepare"]
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -197,8 +196,13 @@ def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
         except OSError as error:  # read-only, or open elsewhere on Windows
             return _build_aside(request, cache, error)
     if any(item.child_seconds() for item in request.plan.passes):
-        with contextlib.suppress(OSError), cache.one_at_a_time(digest):
-            return _build_by_child(request, cache)
+        from ortplugins.build_process import build_in_child
+
+        origin = build_in_child(request)
+        # A model that changed meanwhile is not found.
+        entry = _published(request, cache, request.digest(cache)) if origin else None
+        if entry is not None:
+            return _from_entry(entry, origin), entry
     return _build(request, cache, digest)
 
 
@@ -216,35 +220,18 @@ def _fault(entry: Entry, plan: Plan) -> str | None:
     return None
 
 
-def _build_by_child(request: Request, cache: ArtifactCache) -> tuple[Artifact, Entry]:
-    """Have a child build; the workers that start with this one wait for it.
-
-    Raises:
-        OSError: If no child can; then it is for this process to build.
-    """
-    from ortplugins.build_process import build_in_child
-
-    if (entry := _published(request, cache, request.digest(cache))) is not None:
-        return _from_entry(entry, "cache"), entry
-    # The child has published what it built; a model that changed meanwhile is not found.
-    if build_in_child(request):
-        entry = _published(request, cache, request.digest(cache))
-        if entry is not None:
-            return _from_entry(entry, "built"), entry
-    raise OSError("no child process has built the entry")
-
-
 def _published(request: Request, cache: ArtifactCache, digest: str) -> Entry | None:
     locations = cache.data_locations(digest)
     key = None if locations is None else request.key(digest, locations)
     return None if key is None else cache.find(key)
 
 
-def build_and_publish(request: Request) -> bool:
-    """Build the entry of a request in the cache.
+def build_and_publish(request: Request) -> str:
+    """Build the entry of a request in the cache, one process at a time for each model.
 
     Returns:
-        Whether it is there now; false where the cache can't be written.
+        ``"built"``, or ``"cache"`` where another process was quicker; empty where the cache
+        can't be written.
 
     Raises:
         MissingFileError, ModelFileError, PassError: As for :func:`prepare`.
@@ -252,10 +239,13 @@ def build_and_publish(request: Request) -> bool:
     cache = ArtifactCache(cache_root(request.plan.cache_dir))
     digest = request.digest(cache)
     try:
-        _build_in_cache(request, cache, digest, request.load())
+        with cache.one_at_a_time(digest):
+            if _published(request, cache, digest) is not None:
+                return "cache"
+            artifact, _ = _build_in_cache(request, cache, digest, request.load())
+            return artifact.report.source if artifact.model is not None else "built"
     except OSError:
-        return False
-    return True
+        return ""
 
 
 def _build(request: Request, cache: ArtifactCache, digest: str) -> tuple[Artifact, Entry]:

@@ -28,18 +28,19 @@ _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassE
 _ERROR_CHARACTERS = 500
 
 
-def build_in_child(request: Request) -> bool:
+def build_in_child(request: Request) -> str:
     """Have a child build the entry of a request.
 
     Returns:
-        Whether it did; false where no child can do it, so that this process has to.
+        ``"built"``, or ``"cache"`` where another one was quicker; empty where no child can do
+        it, so that this process has to.
 
     Raises:
         MissingFileError, ModelFileError, PassError: As the build itself; PassError too when
             the child was killed, or took too long.
     """
     if not sys.executable:
-        return False
+        return ""
     seconds = max(item.child_seconds() for item in request.plan.passes)
     content, path = b"", None
     if isinstance(request.source, bytes):
@@ -74,7 +75,7 @@ def build_in_child(request: Request) -> bool:
             f"the process that optimises the model took more than {seconds} s and was stopped"
         ) from None
     except OSError:
-        return False
+        return ""
     lines = done.stdout.decode(errors="replace").splitlines()
     try:
         answer = json.loads(lines[-1])
@@ -87,18 +88,18 @@ def build_in_child(request: Request) -> bool:
         warnings.warn(text, OrtpluginsWarning, stacklevel=7)
     if answer["error"] is not None:
         raise _ERRORS[answer["error"]](answer["text"])
-    return bool(answer["built"])
+    return str(answer["origin"])
 
 
 def main() -> None:
     """Do the job on standard input."""
     header, _, content = sys.stdin.buffer.read().partition(b"\n")
     # Whatever else prints goes to the error output: the answer is the last line.
-    answer: dict[str, Any] = {"built": False, "error": None, "text": "", "warnings": []}
+    answer: dict[str, Any] = {"origin": "", "error": None, "text": "", "warnings": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            answer["built"] = _build(json.loads(header), content)
+            answer["origin"] = _build(json.loads(header), content)
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
             answer.update(error=kind, text=str(error))
@@ -108,14 +109,14 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _build(job: dict[str, Any], content: bytes) -> bool:
+def _build(job: dict[str, Any], content: bytes) -> str:
     from ortplugins.artifacts import Request, build_and_publish
     from ortplugins.baking import BakeSettings
 
     plan = plan_from_settings(job["passes"], job["settings"])
     plan = make_plan(plan.passes, cache_dir=job["cache_dir"], bake=job["bake"])
     if json.loads(json.dumps(plan.fingerprint())) != job["fingerprint"]:
-        return False  # a pass that only the parent knows, or another version of it
+        return ""  # a pass that only the parent knows, or another version of it
     request = Request(
         source=content if job["source"] is None else job["source"],
         folder=None if job["folder"] is None else Path(job["folder"]),
