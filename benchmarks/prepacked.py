@@ -125,7 +125,9 @@ def _measure(
             values.append(result)
         return statistics.median(values)
 
-    decoding = {**running, "feeds": {"decode": feeds["decode"]}}
+    # A worker that has made so many tokens holds a cache of that length.
+    sizes = {**feeds["decode"], "past": RUNS}
+    decoding = {**running, "feeds": {"decode": sizes}}
     plain, packed = (_workers({**decoding, "passes": passes}) for passes in (PLAIN, PACKED))
     return [
         Figure(
@@ -156,6 +158,19 @@ def _measure(
         ),
         Figure(
             f"{name}: PSS of {WORKERS} workers after {RUNS} tokens", packed, plain, "MB", 0.35
+        ),
+        *(
+            Figure(
+                f"{name}: PSS of {WORKERS} workers with a cache of 128 tokens",
+                *(
+                    _workers(
+                        {**running, "feeds": {"decode": feeds["decode"]}, "passes": passes}
+                    )
+                    for passes in (PACKED, PLAIN)
+                ),
+                "MB",
+            )
+            for _ in range("past" in feeds["decode"])
         ),
         *(
             Figure(

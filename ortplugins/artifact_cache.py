@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -365,7 +364,7 @@ class ArtifactCache:
         Raises:
             OSError: If that can't be done; FileNotFoundError if there is none.
         """
-        grave = self._make("building") / f"{key}.old.{secrets.token_hex(8)}"
+        grave = self._make("building") / f"{key}.old.{os.urandom(8).hex()}"
         os.replace(self.root / "entries" / key, grave)
         return grave
 
