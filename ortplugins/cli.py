@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -210,7 +210,7 @@ def warm(
     ] = "all",
 ) -> None:
     """Build ahead what sessions on the CPU will look for in the cache."""
-    from ortplugins.warming import Warmed
+    from ortplugins.warming import Warmed, expected_bytes
     from ortplugins.warming import warm as build
 
     def done(item: Warmed) -> None:
@@ -222,6 +222,12 @@ def warm(
         for note in item.notes:
             typer.echo(f"note: {note}", err=True)
 
+    if session_options.PrepackedWeights.name in passes:
+        for model in models:
+            # What is wrong with a model is told when its turn comes.
+            with suppress(ModelFileError, OSError):
+                size = decimal(expected_bytes(model))
+                typer.echo(f"{model}: may take {size} of disk with packed weights", err=True)
     results = build(
         models,
         passes,

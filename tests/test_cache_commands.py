@@ -101,7 +101,9 @@ def execute(
 
 def lines(*arguments: object, code: int = 0) -> list[str]:
     done = ortp(*arguments)
-    assert (done.returncode, done.stderr) == (code, "")
+    # What packing may take of the disk is told before it is taken.
+    errors = [line for line in done.stderr.splitlines() if " may take " not in line]
+    assert (done.returncode, errors) == (code, [])
     return done.stdout.splitlines()
 
 
@@ -598,7 +600,8 @@ def test_warm_fails_where_nothing_can_be_kept(model_path: Path, tmp_path: Path):
     blocked.write_text("not a folder")
     done = ortp("warm", model_path, "--output", blocked / "cache")
     assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    told, line = done.stderr.splitlines()
+    assert told.startswith(f"{model_path}: may take ")
     assert line.startswith(f"error: {model_path}: not kept: ")
     assert str(blocked) in line
 
