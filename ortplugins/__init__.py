@@ -27,6 +27,7 @@ __all__ = [
     "PassWarning",
     "PrepackedWeights",
     "Report",
+    "WeightOnlyQuantization",
     "__version__",
     "configure",
     "option",
@@ -48,6 +49,7 @@ if importlib.util.find_spec("onnxruntime") is None:
 
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
+from ortplugins.weight_only_quantization import WeightOnlyQuantization
 from session_options import (
     DqMatMulNBitsFusion,
     OptionError,
@@ -58,6 +60,9 @@ from session_options import (
     option,
     read,
 )
+from session_options.registry import ship
+
+ship(WeightOnlyQuantization)
 
 if TYPE_CHECKING:
     from ortplugins.optimization import OptimizeResult, optimize

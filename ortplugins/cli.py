@@ -9,18 +9,17 @@ from __future__ import annotations
 __all__ = ["main"]
 
 import enum
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import session_options
 from ortplugins._version import __version__
-from ortplugins.errors import ModelFileError, PassError
+from ortplugins.errors import ModelFileError, PassError, QuantizationError
 from ortplugins.report import Report
 from rewrite_rules.remarks import Outcome
 from session_options.keys import PREFIX, Option, format_value, options_of
@@ -28,16 +27,16 @@ from session_options.plan import GENERAL_OPTIONS
 
 try:
     import typer
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Table
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] not in ("rich", "typer"):
         raise
     # Here and not in main(): the commands below cannot even be declared without typer.
     print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
+
+from ortplugins.quantize_command import quantize
+from ortplugins.terminal import console, parse_age, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.artifact_cache import ArtifactCache
@@ -95,7 +94,13 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         app()
-    except (ModelFileError, session_options.OptionError, PassError, OSError) as error:
+    except (
+        ModelFileError,
+        session_options.OptionError,
+        PassError,
+        QuantizationError,
+        OSError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -129,7 +134,7 @@ def optimize(
 
     options = _parse_settings(settings)
     try:
-        with _progress_bar() as bar:
+        with progress_bar() as bar:
             result = optimize(
                 model,
                 output,
@@ -168,12 +173,15 @@ def inspect(
         raise typer.Exit(1)
 
 
+app.command()(quantize)
+
+
 @app.command()
 def passes(format: Annotated[TableFormat, typer.Option()] = TableFormat.TEXT) -> None:
     """List the passes and their options, as session keys."""
     headings = ("Session key", "Default", "What it does")
     if format is TableFormat.TEXT:
-        _print_table(headings, _key_rows())
+        print_table(headings, _key_rows())
         return
     typer.echo(f"| {' | '.join(headings)} |\n|---|---|---|")
     for key, default, text in _key_rows():
@@ -253,7 +261,7 @@ def list_cache(cache_dir: CacheDir = "") -> None:
         age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
         row = (_short(entry.folder.name), entry.manifest["model"], decimal(entry.size))
         rows.append((*row, age, used, fate))
-    _print_table(("Key", "Model", "Size", "Age", "Last use", "Fired/refused"), rows)
+    print_table(("Key", "Model", "Size", "Age", "Last use", "Fired/refused"), rows)
     size = decimal(sum(entry.size for entry in entries))
     typer.echo(f"{len(entries)} in all, {size}, in {cache.root}")
 
@@ -294,7 +302,7 @@ def collect_cache(
     max_size: Annotated[
         int | None,
         typer.Option(
-            parser=_parse_size,
+            parser=parse_size,
             metavar="SIZE",
             help="Remove the least recently used above this: 500MB, 10GB, 1GiB.",
         ),
@@ -302,7 +310,7 @@ def collect_cache(
     older_than: Annotated[
         float | None,
         typer.Option(
-            parser=_parse_age,
+            parser=parse_age,
             metavar="AGE",
             help="Remove what was not used for this long: 12h, 30d, 2w.",
         ),
@@ -366,29 +374,6 @@ def _parse_settings(settings: list[str] | None, param_hint: str = "--set") -> di
     return pairs
 
 
-_SIZES = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def _quantity(text: str, units: dict[str, int], expected: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units:
-        raise typer.BadParameter(f"{text!r}: {expected} is expected")
-    return float(found[1]) * units[found[2]]
-
-
-def _parse_size(text: str) -> int:
-    return int(_quantity(text, _SIZES, "a size such as 500MB, 10GB or 1GiB"))
-
-
-def _parse_age(text: str) -> float:
-    return _quantity(text, _AGES, "an age such as 45min, 12h, 30d or 2w")
-
-
 def _key_rows() -> Iterator[tuple[str, str, str]]:
     """Yield every session key of ours with its default and its help."""
     for name, cls in session_options.registered_passes().items():
@@ -408,56 +393,19 @@ def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
     return key, format_value(spec.default), text
 
 
-def _console(*, stderr: bool = False) -> Console:
-    # Names of nodes and tensors hold brackets and colons, which rich would take for markup.
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
-
-
-def _print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    console = _console()
-    if not console.is_terminal:  # for other programs: nothing wrapped or padded
-        for row in (headings, *rows):
-            typer.echo("\t".join(row))
-        return
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def _print_report(report: Report, format: ReportFormat, verbose: bool) -> None:
     """Print counts, then the refusals, or all remarks if ``verbose``."""
     if format is ReportFormat.JSON:
         typer.echo(report.to_json())
         return
-    console = _console()
+    out = console()
     styles = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
-    console.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
+    out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
     for remark in report.remarks if verbose else report.refused:
         line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
-        console.print(line, style=styles[remark.outcome], soft_wrap=True)
+        out.print(line, style=styles[remark.outcome], soft_wrap=True)
     for note in report.notes:
-        console.print(note, soft_wrap=True)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar on stderr, gone afterwards and absent from pipes; yields its callback."""
-    console = _console(stderr=True)
-    with Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[what]}", markup=False),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=None, what="reading and rewriting")
-        yield lambda done, total, name: progress.update(
-            task, completed=done, total=total, what=name
-        )
+        out.print(note, soft_wrap=True)
 
 
 def _since(moment: float) -> str:

@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-__all__ = ["MissingFileError", "ModelFileError", "OrtpluginsWarning", "PassError"]
+__all__ = [
+    "CalibrationError",
+    "MissingFileError",
+    "ModelFileError",
+    "OrtpluginsWarning",
+    "PassError",
+    "QuantizationError",
+]
 
 
 class ModelFileError(ValueError):
@@ -12,6 +19,14 @@ class ModelFileError(ValueError):
 
 class MissingFileError(ModelFileError, FileNotFoundError):
     """A model file, or an external data file, is not there."""
+
+
+class QuantizationError(ValueError):
+    """A weight, an option or a pattern cannot be quantised, or is none; names it."""
+
+
+class CalibrationError(QuantizationError):
+    """Calibration data cannot be used; names sample and tensor."""
 
 
 class PassError(RuntimeError):

@@ -86,23 +86,44 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def load_path(
-    path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    map_inline: bool = False,
 ) -> LoadedModel:
     """Load an .onnx file lazily; its external data is looked for beside it, or in ``folder``.
 
     A path that is a symbolic link (as in Hugging Face's cache) may have its data beside the
     link or beside the file that it points to, as onnxruntime allows.
 
+    Args:
+        path: The file.
+        folder: Where its external data is; None for beside it.
+        map_inline: Whether large tensors within the file count as external data of it. Results
+            that point to them must not be saved as such.
+
     Raises:
         MissingFileError: If the model or an external file is not there.
         ModelFileError: If the model can't be parsed, or external data is too short or outside
             the model's folder.
     """
-    content = read_model_file(path)
     folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
     if folder is not None:
         folders = [Path(folder).absolute()]
-    return _load(content, folders, os.fspath(path))
+    if map_inline and os.path.isfile(path):
+        content = _read_reduced(path)
+        if content is not None:
+            return _load(content, folders, os.fspath(path))
+    return _load(read_model_file(path), folders, os.fspath(path))
+
+
+def _read_reduced(path: str | os.PathLike[str]) -> bytes | None:
+    from ortplugins.inline_tensors import read_without_tensors
+
+    try:
+        return read_without_tensors(path)
+    except OSError:
+        return None  # whoever reads it whole says what is wrong
 
 
 def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedModel:

@@ -10,6 +10,7 @@ __all__ = [
     "pass_names",
     "registered_passes",
     "resolve",
+    "ship",
     "version_of",
 ]
 
@@ -35,9 +36,27 @@ class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
 
 
+# Passes of ours whose work is done in a room above this one.
+_SHIPPED: list[type[Pass]] = []
+
+
+def ship(cls: type[Pass]) -> None:
+    """Have a pass count as one of ours; for the package that this one is installed with.
+
+    Entry points would do it, too, but finding those takes each session's start milliseconds.
+    """
+    if cls not in _SHIPPED:
+        cls.validate(cls.name)
+        _SHIPPED.append(cls)
+
+
+def _ours() -> tuple[type[Pass], ...]:
+    return (*BUILTIN_PASSES, *_SHIPPED)
+
+
 def pass_names() -> tuple[str, ...]:
     """Return the names of all passes, ours first; nothing of other packages is imported."""
-    ours = [cls.name for cls in BUILTIN_PASSES]
+    ours = [cls.name for cls in _ours()]
     return (*ours, *sorted(_entry_points()))
 
 
@@ -62,7 +81,7 @@ def resolve(name: str) -> type[Pass]:
 
 def find(name: str) -> type[Pass] | None:
     """Return the class of a name from :func:`pass_names`; warn and return None if broken."""
-    for cls in BUILTIN_PASSES:
+    for cls in _ours():
         if cls.name == name:
             return cls
     entry_point = _entry_points()[name]
@@ -119,7 +138,7 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
     # Heavy: 3 MB of every worker's memory, and 10 ms of its start.
     import importlib.metadata
 
-    ours = {cls.name: "ortplugins" for cls in BUILTIN_PASSES}
+    ours = {cls.name: "ortplugins" for cls in _ours()}
     found: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         if point.name in ours or point.name in found:

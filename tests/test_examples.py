@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 
 import ortplugins
-from ortplugins.quantization import quantize_matmuls
+from ortplugins.quantization import quantize
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
 sys.path.insert(0, str(EXAMPLE))
@@ -55,17 +55,16 @@ def checkpoint() -> Checkpoint:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session", params=["axis0", "transposed"])
+@pytest.fixture(scope="session", params=["QDQ", "QDQ_transposed"])
 def reference(
     request: pytest.FixtureRequest,
     checkpoint: Checkpoint,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Reference:
     model = build_llama(checkpoint.config, checkpoint.weights, layers=LAYERS)
-    remarks = quantize_matmuls(model, layout=request.param)
-    assert len(remarks) == WEIGHTS
     path = tmp_path_factory.mktemp("smollm2") / "model.onnx"
-    ir.save(model, path, external_data="model.onnx.data")
+    result = quantize(model, path, method="rtn", quant_format=request.param)
+    assert len(result.report.quantized) == WEIGHTS
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

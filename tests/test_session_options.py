@@ -481,7 +481,8 @@ def test_other_packages_cannot_replace_a_pass_of_ours(
     install: Install,
 ):
     install(STAMP, {"dq_matmulnbits_fusion": "acme:Stamp"})
-    assert registered_passes() == {cls.name: cls for cls in BUILTIN_PASSES}
+    ours = (*BUILTIN_PASSES, ortplugins.WeightOnlyQuantization)
+    assert registered_passes() == {cls.name: cls for cls in ours}
 
 
 def test_an_environment_variable_leaves_other_packages_out(

@@ -29,11 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from ortplugins.quantization import quantize_matmuls
+from ortplugins.quantization import quantize
 
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "demo"
 QUESTION = "What is the capital of France?"
 LAYOUTS = {"axis0": "[K, N], blocks along axis 0", "transposed": "[N, K] + Transpose"}
+FORMATS = {"axis0": "QDQ", "transposed": "QDQ_transposed"}
 
 # What onnxruntime itself offers for such models, beside its defaults.
 OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
@@ -111,9 +112,13 @@ def make_models(work: Path, console: Console) -> list[Model]:
         if not path.exists():
             console.print(f"Quantising to int4, block 32, {LAYOUTS[layout]} ...")
             with _new_folder(path.parent) as folder:
-                llama = ir.load(floats)
-                quantize_matmuls(llama, bits=4, block_size=32, layout=layout)
-                ir.save(llama, folder / "model.onnx", external_data="model.onnx.data")
+                quantize(
+                    floats,
+                    folder / "model.onnx",
+                    method="rtn",
+                    block_size=32,
+                    quant_format=FORMATS[layout],
+                )
         models.append(Model(path, layout, checkpoint.tokenizer))
     return models
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-__all__ = ["quantize_blocks", "quantize_matmuls"]
+__all__ = ["BlockFormat", "QuantizeReport", "QuantizeResult", "quantize", "quantize_blocks"]
 
-from ortplugins.quantization.matmul_weights import quantize_matmuls
+from ortplugins.quantization.block_format import BlockFormat
+from ortplugins.quantization.quantize_model import QuantizeResult, quantize
+from ortplugins.quantization.report import QuantizeReport
 from ortplugins.quantization.round_to_nearest import quantize_blocks

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: MIT
+"""Reads an .onnx file without its large tensors, which stay in the file as external data.
+
+A protobuf holds a tensor's raw_data as a plain run of bytes, so that run can be mapped like
+any external data file. Parsing the whole file instead takes twice its size in memory: once as
+bytes, once as the parsed message. Only fields of the main graph's initializers are looked into
+(https://protobuf.dev/programming-guides/encoding/); all else is copied as it is.
+"""
+
+from __future__ import annotations
+
+__all__ = ["read_without_tensors"]
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Smaller tensors stay in the message.
+_LEAST_BYTES = 1 << 16
+_LEAST_FILE_BYTES = 1 << 22
+
+# Field numbers of onnx.proto.
+_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
+_RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14
+_ENTRY_KEY, _ENTRY_VALUE = 1, 2
+_EXTERNAL = 1
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class _MalformedError(Exception):
+    """The bytes are no protobuf message, or of a kind that this module does not read."""
+
+
+def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
+    """Return a serialized ModelProto whose large initializers are external data of ``path``.
+
+    None where that gains nothing, or where the file is no such message: whoever parses it
+    whole will say what is wrong.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < _LEAST_FILE_BYTES:
+            return None
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            try:
+                return _reduced_model(content, Path(path).name)
+            except _MalformedError:
+                return None
+
+
+def _reduced_model(content: mmap.mmap, location: str) -> bytes | None:
+    parts, reduced = [], False
+    for number, kind, start, value, stop in _fields(content, 0, len(content)):
+        if number == _MODEL_GRAPH and kind == _BYTES:
+            graph, changed = _reduced_graph(content, value, stop, location)
+            parts.append(_field(_MODEL_GRAPH, graph) if changed else content[start:stop])
+            reduced |= changed
+        else:
+            parts.append(content[start:stop])
+    return b"".join(parts) if reduced else None
+
+
+def _reduced_graph(
+    content: mmap.mmap, start: int, stop: int, location: str
+) -> tuple[bytes, bool]:
+    parts, reduced = [], False
+    for number, kind, first, value, last in _fields(content, start, stop):
+        tensor = None
+        if number == _GRAPH_INITIALIZER and kind == _BYTES and last - value >= _LEAST_BYTES:
+            tensor = _reduced_tensor(content, value, last, location)
+        if tensor is not None:
+            parts.append(_field(_GRAPH_INITIALIZER, tensor))
+            reduced = True
+        else:
+            parts.append(content[first:last])
+    return b"".join(parts), reduced
+
+
+def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) -> bytes | None:
+    """Refer to a tensor's raw data instead of holding it; None where it is held otherwise."""
+    parts, data = [], None
+    for number, kind, first, value, last in _fields(content, start, stop):
+        if number in (_EXTERNAL_DATA, _DATA_LOCATION):
+            return None
+        if number == _RAW_DATA:
+            if kind != _BYTES or data is not None:
+                return None
+            data = (value, last - value)
+        else:
+            parts.append(content[first:last])
+    if data is None or data[1] < _LEAST_BYTES:
+        return None
+    entries = {"location": location, "offset": str(data[0]), "length": str(data[1])}
+    for key, text in entries.items():
+        entry = _field(_ENTRY_KEY, key.encode()) + _field(_ENTRY_VALUE, os.fsencode(text))
+        parts.append(_field(_EXTERNAL_DATA, entry))
+    parts.append(_varint(_DATA_LOCATION << 3 | _VARINT) + _varint(_EXTERNAL))
+    return b"".join(parts)
+
+
+def _fields(
+    content: mmap.mmap, start: int, stop: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield a message's fields: number, wire type, start, start of the value, end.
+
+    Raises:
+        _MalformedError: If a field does not end within the message.
+    """
+    while start < stop:
+        tag, value = _read_varint(content, start, stop)
+        number, kind = tag >> 3, tag & 7
+        if kind == _VARINT:
+            _, end = _read_varint(content, value, stop)
+        elif kind == _BYTES:
+            length, value = _read_varint(content, value, stop)
+            end = value + length
+        elif kind in (_FIXED32, _FIXED64):
+            end = value + (4 if kind == _FIXED32 else 8)
+        else:
+            raise _MalformedError
+        if end > stop:
+            raise _MalformedError
+        yield number, kind, start, value, end
+        start = end
+
+
+def _read_varint(content: mmap.mmap, start: int, stop: int) -> tuple[int, int]:
+    """Return a number, seven bits a byte, the low ones first; and where it ends."""
+    number = shift = 0
+    while start < stop and shift < 70:
+        byte = content[start]
+        number |= (byte & 0x7F) << shift
+        start, shift = start + 1, shift + 7
+        if byte < 0x80:
+            return number, start
+    raise _MalformedError
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: MIT
+"""What calibration remembers of an activation: mean |x|, some of its tokens, its Gram matrix.
+
+Tokens stream through and are forgotten. The same tokens in the same updates give the same
+statistics, bit for bit, whatever else is collected beside them.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ActivationStatistics", "StatisticsAccumulator", "accumulator_bytes", "pooled"]
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortplugins.errors import CalibrationError
+
+Floats = npt.NDArray[np.float32]
+
+# Rows of the Gram matrix per product. Only what lies right of the diagonal is computed: 384 is
+# where that saves most. numpy takes ssyrk for x.T @ x, but mirrors its result element by
+# element, which costs more than ssyrk saves: 12 ms against 4 for 256 tokens of K = 1536, 110
+# against 24 for K = 4096.
+_GRAM_ROWS = 384
+# Tokens per product, where updates bring fewer: adding a product to the matrix costs as much
+# as multiplying some 200 tokens.
+_GRAM_TOKENS = 256
+# Bytes of |x| at a time: what stays in the cache.
+_CHUNK_BYTES = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ActivationStatistics:
+    """An activation as calibration saw it; K is its last axis, a token all before that.
+
+    Attributes:
+        count: Tokens seen.
+        mean_abs: float32 ``[K]``, the mean of ``|x|`` over all tokens.
+        tokens: float32 ``[T, K]``, a uniform random sample of the tokens, in their order; all
+            of them where there were no more than asked for.
+        gram: float32 ``[K, K]``, ``X^T X / count`` over all tokens, or None where it was not
+            asked for. Exactly symmetric.
+    """
+
+    count: int
+    mean_abs: Floats
+    tokens: Floats
+    gram: Floats | None
+
+
+def accumulator_bytes(k: int, *, gram: bool, max_tokens: int) -> int:
+    """Return what a :class:`StatisticsAccumulator` takes at most, in bytes."""
+    waiting = (k * k + _GRAM_TOKENS * k) * 4 if gram else 0
+    return waiting + max_tokens * (k + 2) * 4 + k * 8
+
+
+class StatisticsAccumulator:
+    """Makes :class:`ActivationStatistics` of tokens that stream through it."""
+
+    def __init__(self, name: str, k: int, *, gram: bool, max_tokens: int, seed: int = 0):
+        """Start with no tokens.
+
+        Args:
+            name: The activation, for messages.
+            k: Size of its last axis.
+            gram: Whether to collect the Gram matrix, which takes most of time and memory.
+            max_tokens: Tokens to keep, at most.
+            seed: Activations of one seed keep the tokens of the same positions, as long as
+                they have equally many.
+        """
+        self._name, self._k, self._max_tokens = name, k, max_tokens
+        self._rng = np.random.default_rng(seed)
+        self._count = 0
+        self._sum_abs = np.zeros(k, np.float64)
+        self._tokens: Floats = np.empty((max_tokens, k), np.float32)
+        self._positions = np.empty(max_tokens, np.int64)
+        self._gram: Floats | None = np.zeros((k, k), np.float32) if gram else None
+        self._waiting: Floats = np.empty((_GRAM_TOKENS if gram else 0, k), np.float32)
+        self._waiting_tokens = 0
+
+    def update(self, x: npt.NDArray[Any]) -> None:
+        """Take in tokens; the array is not kept.
+
+        Args:
+            x: ``[..., K]``, float32, float16 or bfloat16.
+
+        Raises:
+            CalibrationError: If the last axis is not K, the type is no float, or there are
+                NaN or infinite values; names the activation.
+        """
+        if not x.ndim or x.shape[-1] != self._k:
+            raise CalibrationError(
+                f"activation {self._name!r} has shape {list(x.shape)}: its last axis should "
+                f"be K = {self._k}"
+            )
+        if x.dtype.kind not in "fV":
+            raise CalibrationError(
+                f"activation {self._name!r} is {x.dtype}: a float type is expected"
+            )
+        rows: Floats = np.ascontiguousarray(x.reshape(-1, self._k), np.float32)
+        self._add_magnitudes(rows)
+        self._sample(rows)
+        if self._gram is not None:
+            self._add_products(rows)
+        self._count += len(rows)
+
+    def finish(self) -> ActivationStatistics:
+        """Return the statistics; the accumulator is spent.
+
+        Raises:
+            CalibrationError: If there were no tokens.
+        """
+        if not self._count:
+            raise CalibrationError(
+                f"activation {self._name!r} had no tokens: every calibration sample left it "
+                "empty"
+            )
+        kept = min(self._count, self._max_tokens)
+        order = np.argsort(self._positions[:kept])
+        gram = self._gram
+        if gram is not None:
+            self._flush(gram)
+            gram /= np.float32(self._count)
+            for start in range(0, self._k, _GRAM_ROWS):
+                end = start + _GRAM_ROWS
+                square = gram[start:end, start:end]
+                square[:] = np.triu(square) + np.triu(square, 1).T
+                gram[end:, start:end] = gram[start:end, end:].T
+        return ActivationStatistics(
+            self._count,
+            (self._sum_abs / self._count).astype(np.float32),
+            self._tokens[:kept][order],
+            gram,
+        )
+
+    def _add_magnitudes(self, rows: Floats) -> None:
+        sums = np.zeros(self._k, np.float64)
+        step = max(1, _CHUNK_BYTES // (4 * max(1, self._k)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, len(rows), step):
+                sums += np.abs(rows[start : start + step]).sum(axis=0)
+        # NaN and infinity show in the sums, so that x need not be read again; finite values
+        # may add up to infinity in float32, and only then x is looked at.
+        if not np.isfinite(sums).all():
+            if not np.isfinite(rows).all():
+                raise CalibrationError(
+                    f"activation {self._name!r} holds NaN or infinite values"
+                )
+            sums = np.abs(rows).sum(axis=0, dtype=np.float64)
+        self._sum_abs += sums
+
+    def _sample(self, rows: Floats) -> None:
+        """Algorithm R: token i replaces one of the kept ones with probability max_tokens/i."""
+        head = min(len(rows), max(0, self._max_tokens - self._count))
+        kept = slice(self._count, self._count + head)
+        self._tokens[kept] = rows[:head]
+        self._positions[kept] = np.arange(self._count, self._count + head)
+        # One draw per token, so that tokens in other portions draw the same.
+        positions = np.arange(self._count + head, self._count + len(rows))
+        places = (self._rng.random(len(positions)) * (positions + 1)).astype(np.int64)
+        for index in np.flatnonzero(places < self._max_tokens):
+            self._tokens[places[index]] = rows[head + index]
+            self._positions[places[index]] = positions[index]
+
+    def _add_products(self, rows: Floats) -> None:
+        assert self._gram is not None
+        if self._waiting_tokens + len(rows) > _GRAM_TOKENS:
+            self._flush(self._gram)
+        if len(rows) >= _GRAM_TOKENS:
+            _add_upper(rows, self._gram)
+            return
+        end = self._waiting_tokens + len(rows)
+        self._waiting[self._waiting_tokens : end] = rows
+        self._waiting_tokens = end
+
+    def _flush(self, gram: Floats) -> None:
+        if self._waiting_tokens:
+            _add_upper(self._waiting[: self._waiting_tokens], gram)
+            self._waiting_tokens = 0
+
+
+def _add_upper(rows: Floats, gram: Floats) -> None:
+    """Add ``rows^T rows`` to the blocks on and above the diagonal."""
+    for start in range(0, rows.shape[1], _GRAM_ROWS):
+        block = rows[:, start : start + _GRAM_ROWS]
+        gram[start : start + _GRAM_ROWS, start:] += block.T @ rows[:, start:]
+
+
+def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
+    """Return the statistics of all tokens together, for a weight that has several inputs.
+
+    Args:
+        statistics: One or more, of one K.
+
+    Returns:
+        The means weighted by token counts; as many tokens as the longest sample has, taken
+        from each in proportion to its count and evenly spread over it.
+
+    Raises:
+        ValueError: If there are none, they differ in K, or only some have a Gram matrix.
+    """
+    if not statistics:
+        raise ValueError("there are no statistics to pool")
+    if len(statistics) == 1:
+        return statistics[0]
+    sizes = sorted({item.mean_abs.size for item in statistics})
+    if len(sizes) > 1:
+        raise ValueError(f"statistics of different K cannot be pooled: {sizes}")
+    grams = [item.gram for item in statistics if item.gram is not None]
+    if len(grams) not in (0, len(statistics)):
+        raise ValueError(
+            "some statistics have a Gram matrix, others none: collect all or none"
+        )
+    count = sum(item.count for item in statistics)
+    shares = [item.count / count for item in statistics]
+    mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
+    gram: Floats | None = None
+    for share, matrix in zip(shares, grams, strict=bool(grams)):
+        part = matrix * np.float32(share)
+        gram = part if gram is None else np.add(gram, part, out=gram)
+    room = max(len(item.tokens) for item in statistics)
+    tokens = [
+        _spread(item.tokens, max(1, round(room * share)))
+        for share, item in zip(shares, statistics, strict=True)
+    ]
+    return ActivationStatistics(
+        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:room], gram
+    )
+
+
+def _spread(tokens: Floats, count: int) -> Floats:
+    """Return ``count`` rows, or all if there are fewer, evenly spread."""
+    if count >= len(tokens):
+        return tokens
+    return tokens[(np.arange(count) * len(tokens)) // count]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT
+"""Which nodes a user means: by name, by glob, or by regular expression."""
+
+from __future__ import annotations
+
+__all__ = ["Pattern", "check_names", "matches"]
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Collection, Iterable
+
+from ortplugins.errors import QuantizationError
+
+# A name; a glob where it has one of *?[; a regular expression, found anywhere in the name,
+# where it starts with "re:" or was compiled.
+Pattern = str | re.Pattern[str]
+
+_REGEX = "re:"
+
+
+def matches(pattern: Pattern, name: str) -> bool:
+    """Whether a pattern means the node of a name.
+
+    Raises:
+        QuantizationError: If a regular expression cannot be compiled.
+    """
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(name) is not None
+    if pattern.startswith(_REGEX):
+        try:
+            return re.search(pattern.removeprefix(_REGEX), name) is not None
+        except re.error as error:
+            raise QuantizationError(
+                f"{pattern!r} is no regular expression: {error}"
+            ) from error
+    # A name with brackets is a name first.
+    return pattern == name or (_is_glob(pattern) and fnmatch.fnmatchcase(name, pattern))
+
+
+def check_names(
+    option: str, patterns: Iterable[Pattern], names: Collection[str], *, all_patterns: bool
+) -> list[str]:
+    """Check that patterns mean something.
+
+    Args:
+        option: What messages call them.
+        patterns: The patterns.
+        names: Names of the nodes that there are.
+        all_patterns: Whether globs and regular expressions must match, too.
+
+    Returns:
+        The globs and regular expressions that match nothing, as text.
+
+    Raises:
+        QuantizationError: Naming every pattern that means no node, with the closest names.
+    """
+    unmatched = [p for p in patterns if not any(matches(p, name) for name in names)]
+    wrong = [p for p in unmatched if all_patterns or _is_name(p)]
+    if wrong:
+        raise QuantizationError(f"{option}: {'; '.join(_unknown(p, names) for p in wrong)}")
+    return [_text(pattern) for pattern in unmatched]
+
+
+def _unknown(pattern: Pattern, names: Collection[str]) -> str:
+    if not _is_name(pattern):
+        return f"{_text(pattern)!r} matches no node that can be quantised"
+    assert isinstance(pattern, str)
+    near = difflib.get_close_matches(pattern, names, n=3)
+    hint = f" (the closest: {', '.join(map(repr, near))})" if near else ""
+    return f"no node that can be quantised is called {pattern!r}{hint}"
+
+
+def _is_name(pattern: Pattern) -> bool:
+    return (
+        isinstance(pattern, str) and not pattern.startswith(_REGEX) and not _is_glob(pattern)
+    )
+
+
+def _is_glob(pattern: str) -> bool:
+    return any(character in pattern for character in "*?[")
+
+
+def _text(pattern: Pattern) -> str:
+    return _REGEX + pattern.pattern if isinstance(pattern, re.Pattern) else pattern

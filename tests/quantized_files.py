@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""What a quantised model says, read by hand: numpy and the ONNX specification, no ortplugins."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+Numbers = npt.NDArray[np.float64]
+
+_LOOKED_THROUGH = ("Transpose", "Identity")
+
+
+def read(model: onnx.ModelProto | ir.Model | str | os.PathLike[str]) -> onnx.ModelProto:
+    """The model with its data in it, whatever it is."""
+    if isinstance(model, ir.Model):
+        return ir.to_proto(model)
+    if isinstance(model, onnx.ModelProto):
+        return model
+    return onnx.load(os.fspath(model))
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and every body in it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from graphs_of(attribute.g)
+
+
+def nodes_of(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for graph in graphs_of(model.graph):
+        yield from graph.node
+
+
+def kinds(model: onnx.ModelProto) -> list[str]:
+    """Operators of all graphs, in their order; constants apart."""
+    return [node.op_type for node in nodes_of(model) if node.op_type != "Constant"]
+
+
+def arrays_of(model: onnx.ModelProto) -> dict[str, npt.NDArray]:
+    """Every initializer by its name; codes as the small integers that they are."""
+    return {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for graph in graphs_of(model.graph)
+        for tensor in graph.initializer
+    }
+
+
+def dequantised(model: onnx.ModelProto) -> dict[str, Numbers]:
+    """``W[K, N]`` of every node that reads codes, by the node's name; K is what has blocks."""
+    arrays = arrays_of(model)
+    found: dict[str, Numbers] = {}
+    for node in nodes_of(model):
+        if node.op_type == "DequantizeLinear" and node.input[0] in arrays:
+            for reader in _readers(model, node.output[0]):
+                found[reader.name] = _dequantize_linear(node, arrays)
+        elif node.op_type == "MatMulNBits":
+            found[node.name] = _matmul_n_bits(node, arrays)
+        elif node.op_type == "GatherBlockQuantized":
+            found[node.name] = _gather_block_quantized(node, arrays)
+    return found
+
+
+def codes_of(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.int64]]:
+    """What DequantizeLinear reads as ``[K, N]``, by the name of the node that multiplies."""
+    arrays, found = arrays_of(model), {}
+    for node in nodes_of(model):
+        if node.op_type == "DequantizeLinear" and node.input[0] in arrays:
+            codes = arrays[node.input[0]].astype(np.int64)
+            for reader in _readers(model, node.output[0]):
+                found[reader.name] = codes if _k_axis(node, arrays) == 0 else codes.T
+    return found
+
+
+def rounded_to_nearest(
+    weight: npt.NDArray, *, bits: int, block_size: int, is_symmetric: bool = True
+) -> tuple[npt.NDArray[np.int64], Numbers]:
+    """Codes ``[K, N]`` and what they stand for: a loop over blocks, by the definition."""
+    k, n = weight.shape
+    size = k if block_size == -1 else block_size
+    stored = np.float16 if weight.dtype == np.float16 else np.float32
+    codes, values = np.zeros((k, n), np.int64), np.zeros((k, n))
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if is_symmetric else (0, 2**bits - 1)
+    for column in range(n):
+        for start in range(0, k, size):
+            block = weight[start : start + size, column].astype(np.float64)
+            if is_symmetric:
+                scale, zero = max(block, key=abs) / low, 0
+            else:
+                least, most = min(block.min(), 0), max(block.max(), 0)
+                scale = (most - least) / high
+                zero = np.rint(-least / float(stored(scale))) if scale else 0
+            scale = float(stored(scale)) or 1.0
+            for row, number in enumerate(block, start):
+                codes[row, column] = np.clip(np.rint(number / scale) + zero, low, high)
+                values[row, column] = (codes[row, column] - zero) * scale
+    return codes, values
+
+
+def _readers(model: onnx.ModelProto, name: str) -> Iterator[onnx.NodeProto]:
+    for node in nodes_of(model):
+        if name in node.input:
+            if node.op_type in _LOOKED_THROUGH:
+                yield from _readers(model, node.output[0])
+            else:
+                yield node
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, int]:
+    return {item.name: item.i for item in node.attribute}
+
+
+def _k_axis(node: onnx.NodeProto, arrays: dict[str, npt.NDArray]) -> int:
+    axis = _attributes(node).get("axis", 1)
+    # One scale per column: they lie along N, blocks lie along K.
+    return 1 - axis if arrays[node.input[1]].ndim == 1 else axis
+
+
+def _dequantize_linear(node: onnx.NodeProto, arrays: dict[str, npt.NDArray]) -> Numbers:
+    codes = arrays[node.input[0]].astype(np.float64)
+    grids = [arrays[name].astype(np.float64) for name in node.input[1:]]
+    k_axis = _k_axis(node, arrays)
+    if k_axis == 1:
+        codes, grids = codes.T, [grid.T for grid in grids]
+    block_size = _attributes(node).get("block_size", 0) or len(codes)
+    rows = np.arange(len(codes)) // block_size
+    scales, zeros = ([grid.reshape(-1, codes.shape[1])[rows] for grid in grids] + [0])[:2]
+    return (codes - zeros) * scales
+
+
+def _unpacked(array: npt.NDArray, bits: int) -> Numbers:
+    """Numbers in bytes, the first in the lowest bits, along the last axis."""
+    shifts = np.arange(0, 8, bits)
+    parts = (array.view(np.uint8)[..., None] >> shifts) & (2**bits - 1)
+    return parts.reshape(*array.shape[:-1], -1).astype(np.float64)
+
+
+def _matmul_n_bits(node: onnx.NodeProto, arrays: dict[str, npt.NDArray]) -> Numbers:
+    attributes = _attributes(node)
+    k, n = attributes["K"], attributes["N"]
+    bits, size = attributes.get("bits", 4), attributes["block_size"]
+    blocks = -(-k // size)
+    codes = _unpacked(arrays[node.input[1]], bits).reshape(n, -1)[:, :k]
+    scales = arrays[node.input[2]].astype(np.float64).reshape(n, blocks)
+    zeros: Numbers = np.full((n, blocks), 2.0 ** (bits - 1))
+    if len(node.input) > 3 and node.input[3]:
+        stored = arrays[node.input[3]].reshape(n, -1)
+        zeros = _unpacked(stored, bits)[:, :blocks] if stored.dtype == np.uint8 else stored
+    columns = np.arange(k) // size
+    return ((codes - zeros[:, columns]) * scales[:, columns]).T
+
+
+def _gather_block_quantized(node: onnx.NodeProto, arrays: dict[str, npt.NDArray]) -> Numbers:
+    attributes = _attributes(node)
+    codes = arrays[node.input[0]]
+    bits = attributes.get("bits", 4)
+    packed = codes.dtype == np.uint8
+    numbers = _unpacked(codes, bits) if packed else codes.astype(np.float64)
+    size = attributes["block_size"]
+    scales = arrays[node.input[2]].astype(np.float64)
+    zeros: Numbers = np.full(scales.shape, 2.0 ** (bits - 1) if packed else 0.0)
+    if len(node.input) > 3 and node.input[3]:
+        stored = arrays[node.input[3]]
+        zeros = _unpacked(stored, bits) if packed else stored.astype(np.float64)
+    columns = np.arange(numbers.shape[1]) // size
+    return ((numbers - zeros[:, columns]) * scales[:, columns]).T
+
+
+def source_name(initializer: str) -> str:
+    """The weight that codes were made from, by their name."""
+    return re.split(r"\.u?int[248]_", initializer)[0]

@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: MIT
+"""Calibration: samples are read once and checked, activations stream into statistics."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ortplugins
+from ortplugins.errors import CalibrationError
+from ortplugins.model_files import load_path
+from ortplugins.quantization.activation_statistics import (
+    StatisticsAccumulator,
+    accumulator_bytes,
+    pooled,
+)
+from ortplugins.quantization.calibration import ActivationRequest, collect
+from ortplugins.quantization.calibration_data import KeptSamples
+
+K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
+RNG = np.random.default_rng(0)
+
+LAYER = """
+    norm{i} = LayerNormalization <axis = -1> (x{i}, gain)
+    q{i} = MatMul(norm{i}, wq{i})
+    k{i} = MatMul(norm{i}, wk{i})
+    v{i} = MatMul(norm{i}, wv{i})
+    kt{i} = Transpose <perm = [0, 2, 1]> (k{i})
+    score{i} = MatMul(q{i}, kt{i})
+    p{i} = Softmax <axis = -1> (score{i})
+    mixed{i} = MatMul(p{i}, v{i})
+    o{i} = MatMul(mixed{i}, wo{i})
+    mid{i} = Add(x{i}, o{i})
+    up{i} = MatMul(mid{i}, wu{i})
+    act{i} = Sigmoid(up{i})
+    down{i} = MatMul(act{i}, wd{i})
+    x{j} = Add(mid{i}, down{i})
+"""
+SIZES = {"norm": K, "mixed": K, "mid": K, "act": HIDDEN}
+NAMES = [f"{name}{i}" for i in range(LAYERS) for name in SIZES]
+
+
+def transformer():
+    weights = {"gain": np.ones(K), "table": RNG.standard_normal((VOCABULARY, K))}
+    for i in range(LAYERS):
+        for name in "qkvo":
+            weights[f"w{name}{i}"] = RNG.standard_normal((K, K)) / K**0.5
+        weights[f"wu{i}"] = RNG.standard_normal((K, HIDDEN)) / K**0.5
+        weights[f"wd{i}"] = RNG.standard_normal((HIDDEN, K)) / HIDDEN**0.5
+    body = "".join(LAYER.format(i=i, j=i + 1) for i in range(LAYERS))
+    return ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        toy (int64[batch, sequence] input_ids) => (float[batch, sequence, {K}] x{LAYERS}) {{
+            x0 = Gather(table, input_ids)
+            {body}
+        }}""",
+        initializers=[
+            ir.tensor(array.astype(np.float32), name=name) for name, array in weights.items()
+        ],
+    )
+
+
+def token_samples(*lengths):
+    rng = np.random.default_rng(1)
+    return [{"input_ids": rng.integers(0, VOCABULARY, (1, n))} for n in lengths]
+
+
+def requests(gram=True, max_tokens=8):
+    return [
+        ActivationRequest(name, SIZES[name[:-1]], gram=gram, max_tokens=max_tokens)
+        for name in NAMES
+    ]
+
+
+def run_all(model, feeds, names):
+    """What onnxruntime says the activations are, tokens of all feeds after each other."""
+    import onnxruntime
+
+    model = model.clone()
+    present = set(model.graph.outputs)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs.extend(values[n] for n in names if values[n] not in present)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    outputs = [session.run(names, feed) for feed in feeds]
+    return {
+        name: np.concatenate([x[i].reshape(-1, x[i].shape[-1]) for x in outputs])
+        for i, name in enumerate(names)
+    }
+
+
+def batches_of(model, source, tmp_path, wanted, **options):
+    samples = KeptSamples(source, model, scratch=tmp_path)
+    return list(collect(model, wanted, samples, scratch=tmp_path, **options))
+
+
+def merged(batches):
+    return {name: found for batch in batches for name, found in batch.items()}
+
+
+def assert_same_bits(first, second):
+    assert first.keys() == second.keys()
+    for name, a in first.items():
+        b = second[name]
+        assert a.count == b.count
+        np.testing.assert_array_equal(a.mean_abs, b.mean_abs)
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.gram, b.gram)
+
+
+# Statistics
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=5),
+    k=st.sampled_from([1, 7, 400, 800]),
+    max_tokens=st.sampled_from([0, 1, 16, 300]),
+)
+def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
+    x = np.random.default_rng(0).standard_normal((sum(lengths) + 1, k)).astype(np.float32)
+    accumulator = StatisticsAccumulator("x", k, gram=True, max_tokens=max_tokens)
+    start = 0
+    for length in [*lengths, 1]:
+        accumulator.update(x[None, start : start + length])
+        start += length
+    found = accumulator.finish()
+    assert found.count == len(x)
+    np.testing.assert_allclose(found.mean_abs, np.abs(x).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found.gram, x.T @ x / len(x), atol=1e-5)
+    np.testing.assert_array_equal(found.gram, found.gram.T)
+    assert found.tokens.shape == (min(max_tokens, len(x)), k)
+    if k > 1:  # the sample is in the order of the tokens, each once
+        places = [np.flatnonzero((x == token).all(1))[0] for token in found.tokens]
+        assert places == sorted(set(places))
+
+
+def test_a_sample_of_tokens_is_uniform_and_does_not_depend_on_portions():
+    x = np.arange(2000, dtype=np.float32)[:, None]
+    whole = StatisticsAccumulator("x", 1, gram=False, max_tokens=500)
+    parts = StatisticsAccumulator("x", 1, gram=False, max_tokens=500)
+    whole.update(x)
+    for part in np.split(x, [3, 499, 501, 1600]):
+        parts.update(part)
+    tokens = whole.finish().tokens
+    np.testing.assert_array_equal(tokens, parts.finish().tokens)
+    quarters, _ = np.histogram(tokens, 4, (0, 2000))
+    assert (abs(quarters - 125) < 40).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_taken(dtype):
+    x = RNG.standard_normal((5, 3)).astype(dtype)
+    accumulator = StatisticsAccumulator("x", 3, gram=True, max_tokens=9)
+    accumulator.update(x)
+    np.testing.assert_array_equal(accumulator.finish().tokens, x.astype(np.float32))
+
+
+def test_great_finite_values_are_no_infinity():
+    x = np.full((400, 2), 3e38, np.float32)
+    accumulator = StatisticsAccumulator("x", 2, gram=False, max_tokens=1)
+    accumulator.update(x)
+    np.testing.assert_allclose(accumulator.finish().mean_abs, 3e38, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.full((2, 3), np.nan, np.float32), "'x' holds NaN or infinite"),
+        (np.full((2, 3), np.inf, np.float32), "'x' holds NaN or infinite"),
+        (np.ones((3, 2), np.float32), r"'x' has shape \[3, 2\].*K = 3"),
+        (np.ones((2, 3), np.int64), "'x' is int64"),
+        (np.ones((0, 3), np.float32), "'x' had no tokens"),
+    ],
+)
+def test_bad_activations_are_refused_by_name(x, message):
+    accumulator = StatisticsAccumulator("x", 3, gram=True, max_tokens=4)
+    with pytest.raises(CalibrationError, match=message):
+        accumulator.update(x)
+        accumulator.finish()
+
+
+def statistics(x, gram=True, max_tokens=16):
+    accumulator = StatisticsAccumulator("x", x.shape[-1], gram=gram, max_tokens=max_tokens)
+    accumulator.update(x)
+    return accumulator.finish()
+
+
+def test_pooled_statistics_are_those_of_all_tokens_together():
+    x, y = (RNG.standard_normal((n, 6)).astype(np.float32) for n in (30, 90))
+    both = np.concatenate([x, y])
+    found = pooled([statistics(x), statistics(y)])
+    assert found.count == 120
+    np.testing.assert_allclose(found.mean_abs, np.abs(both).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
+    assert [
+        sum((token == part).all(1).any() for token in found.tokens) for part in (x, y)
+    ] == [
+        4,
+        12,
+    ]
+
+
+def test_only_like_statistics_are_pooled():
+    x = np.ones((2, 3), np.float32)
+    with pytest.raises(ValueError, match="no statistics"):
+        pooled([])
+    with pytest.raises(ValueError, match=r"different K.*\[2, 3\]"):
+        pooled([statistics(x), statistics(x[:, :2])])
+    with pytest.raises(ValueError, match="collect all or none"):
+        pooled([statistics(x), statistics(x, gram=False)])
+
+
+# Samples
+
+
+class Reader:
+    def __init__(self, items):
+        self.items, self.pulls, self.rewinds = items, 0, 0
+        self.left = iter(items)
+
+    def get_next(self):
+        self.pulls += 1
+        return next(self.left, None)
+
+    def rewind(self):
+        self.rewinds += 1
+        self.left = iter(self.items)
+
+
+TWO_INPUTS = ir.from_onnx_text(
+    """<ir_version: 10, opset_import: ["": 21]>
+    g (int64[batch, n] ids, float[batch, 2] extra) => (float[batch, 2] y) {
+        y = Identity(extra)
+    }"""
+)
+
+
+def sample(**changes):
+    arrays = {"ids": np.ones((1, 4), np.int64), "extra": np.ones((1, 2), np.float32)}
+    return {name: array for name, array in {**arrays, **changes}.items() if array is not None}
+
+
+def kept(source, tmp_path, **options):
+    return KeptSamples(source, TWO_INPUTS, scratch=tmp_path, **options)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 50, 1 << 20])
+def test_a_reader_is_pulled_once_and_its_arrays_are_its_own(tmp_path, memory_bytes):
+    ids = np.zeros((1, 4), np.int64)
+
+    def generate():
+        for number in range(3):
+            ids[:] = number  # the reader uses its array again
+            yield sample(ids=ids)
+
+    reader = Reader([])
+    reader.left = generate()
+    samples = kept(reader, tmp_path, memory_bytes=memory_bytes)
+    next(iter(samples))  # given up half-way
+    for _ in range(3):
+        assert [feed["ids"][0, 0] for feed in samples] == [0, 1, 2]
+    assert samples.count == 3
+    assert reader.pulls == 4
+    assert len(list(tmp_path.glob("*.npz"))) == {0: 3, 50: 2, 1 << 20: 0}[memory_bytes]
+
+
+def test_rewinding_keeps_nothing(tmp_path):
+    reader = Reader([sample(), sample()])
+    samples = kept(reader, tmp_path, memory_bytes=0, rewind=True)
+    assert [len(list(samples)) for _ in range(3)] == [2, 2, 2]
+    assert reader.rewinds == 2
+    assert not list(tmp_path.iterdir())
+    reader.items = reader.items[:1]
+    with pytest.raises(CalibrationError, match="gave 2 samples, and 1 after rewind"):
+        list(samples)
+    with pytest.raises(CalibrationError, match=r"a list has no rewind\(\)"):
+        kept([sample()], tmp_path, rewind=True)
+
+
+def test_files_hold_a_sample_or_a_stack_of_them(tmp_path):
+    np.savez(tmp_path / "one.npz", **sample())
+    stack = {name: np.stack([array] * 3) for name, array in sample().items()}
+    np.savez(tmp_path / "three.npz", **stack)
+    assert len(list(kept(tmp_path / "one.npz", tmp_path))) == 1
+    both = [str(tmp_path / "one.npz"), tmp_path / "three.npz", sample()]
+    assert [feed["ids"].shape for feed in kept(both, tmp_path)] == [(1, 4)] * 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b"nonsense", "cannot be read"),
+        ({"ids": np.array([None])}, "cannot be read.*allow_pickle"),
+        ({"ids": np.ones((2, 1, 4)), "extra": np.ones((3, 1, 2))}, "arrays disagree"),
+        ({"idz": np.ones((1, 4))}, "sample 0 of '.*bad.npz' has 'idz'.*'ids' meant"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, content, message):
+    path = tmp_path / "bad.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.savez(path, **content)
+    with pytest.raises(CalibrationError, match=rf"(?s)bad\.npz.*|{message}") as caught:
+        list(kept(path, tmp_path))
+    assert caught.match(message)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ((1, 2), "sample 1 is a tuple: a dict"),
+        (sample(extra=None), "sample 1 lacks the inputs 'extra'"),
+        (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is no input.*'ids' meant"),
+        (sample(ids=np.ones((1, 4), np.int32)), r"'ids' is int32.*astype\('int64'\)"),
+        (sample(extra=np.ones((1, 2))), "'extra' is float64.*takes float32"),
+        (sample(ids=np.ones(4, np.int64)), r"shape \[4\].*\[batch, n\].*batch axis missing"),
+        (sample(extra=np.ones((1, 3), np.float32)), r"\[1, 3\].*takes \[batch, 2\]"),
+        (sample(extra=np.array([[1, np.nan]], np.float32)), "'extra' holds NaN"),
+        (sample(extra=object()), "'extra' is a object that is no array"),
+        (sample(extra=[[1.0], [2.0, 3.0]]), "'extra' is a list that is no array"),
+        (sample(ids=[[1.5, 2.0]]), "'ids' is a list of float64, which int64.*does not hold"),
+        (sample(ids=[["a", "b"]]), "'ids' is a list of <U1"),
+    ],
+)
+def test_bad_samples_are_refused_by_number_and_input(tmp_path, item, message):
+    samples = kept([sample(), item], tmp_path)
+    for _ in range(2):  # a second attempt does not take the data for complete
+        with pytest.raises(CalibrationError, match=message):
+            list(samples)
+
+
+def test_lists_get_the_type_of_the_input(tmp_path):
+    (feed,) = kept([{"ids": [[1, 2]], "extra": [[0.1, 2]]}], tmp_path)
+    assert feed["ids"].dtype == np.int64
+    assert feed["extra"].dtype == np.float32
+
+
+def test_a_failing_reader_is_told_from_one_without_data(tmp_path):
+    def failing():
+        yield sample()
+        raise OSError("disk gone")
+
+    with pytest.raises(CalibrationError, match="sample 1: OSError: disk gone") as caught:
+        list(kept(failing(), tmp_path))
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(CalibrationError, match="is empty"):
+        list(kept(Reader([]), tmp_path))
+    with pytest.raises(CalibrationError, match="which is one sample: give a list"):
+        kept(sample(), tmp_path)
+    with pytest.raises(CalibrationError, match="is a int"):
+        kept(3, tmp_path)
+
+
+def test_without_data_inputs_are_random_and_it_is_said(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (int64[batch, seq] input_ids, int64[batch, total_sequence_length] attention_mask,
+           int64[batch, seq] position_ids, float[batch, 3, past_length, 8] past, float[8] x)
+           => (float[8] y) { y = Identity(x) }"""
+    )
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="random inputs"):
+        samples = KeptSamples(None, model, scratch=tmp_path)
+    feed = next(iter(samples))
+    assert feed["input_ids"].shape == feed["position_ids"].shape == (1, 32)
+    assert feed["input_ids"].max() < 10
+    assert feed["attention_mask"].tolist() == [[1] * 32]
+    assert feed["position_ids"].tolist() == [list(range(32))]
+    assert feed["past"].shape == (1, 3, 0, 8)
+    assert feed["x"].std() > 0
+
+
+# Collecting
+
+
+def test_statistics_are_those_of_the_models_activations(tmp_path):
+    model, feeds = transformer(), token_samples(5, 9, 1)
+    (found,) = batches_of(model, feeds, tmp_path, requests(max_tokens=100))
+    expected = run_all(model, feeds, NAMES)
+    assert list(found) == NAMES
+    for name, x in expected.items():
+        assert found[name].count == 15
+        np.testing.assert_allclose(found[name].tokens, x, atol=1e-5)
+        np.testing.assert_allclose(found[name].mean_abs, np.abs(x).mean(0), rtol=1e-4)
+        np.testing.assert_allclose(found[name].gram, x.T @ x / 15, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:calibrating:ortplugins.OrtpluginsWarning")
+def test_less_memory_means_more_passes_and_the_same_bits(tmp_path):
+    model, feeds = transformer(), token_samples(20, 300, 7)
+    (whole,) = batches_of(model, feeds, tmp_path, requests())
+    passes = []
+    for budget in (1 << 20, 400_000, 200_000, 1):
+        reader = Reader(feeds)
+        batches = batches_of(
+            model, reader, tmp_path, requests(), max_calibration_memory=budget
+        )
+        assert reader.pulls == len(feeds) + 1
+        assert [name for batch in batches for name in batch] == NAMES
+        assert_same_bits(merged(batches), whole)
+        passes.append(len(batches))
+    assert passes[0] < passes[1] < passes[2] < passes[3] == len(NAMES)
+
+
+def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
+    model, feeds = transformer(), token_samples(20)
+    wanted = [
+        ActivationRequest("norm0", K, group="a"),
+        ActivationRequest("act0", HIDDEN),
+        ActivationRequest("norm1", K, group="a"),
+    ]
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'norm0', 'norm1' takes"):
+        batches = batches_of(model, feeds, tmp_path, wanted, max_calibration_memory=35_000)
+    assert [list(batch) for batch in batches] == [["norm0", "norm1"], ["act0"]]
+
+
+def test_accumulators_take_what_was_planned():
+    accumulator = StatisticsAccumulator("x", 300, gram=True, max_tokens=50)
+    arrays = [item for item in vars(accumulator).values() if isinstance(item, np.ndarray)]
+    assert sum(a.nbytes for a in arrays) <= accumulator_bytes(300, gram=True, max_tokens=50)
+
+
+def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
+    model = transformer()
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "model.onnx"
+    ir.save(model, path, external_data="model.data", size_threshold_bytes=0)
+    loaded = load_path(path).model
+    before = ir.to_proto(loaded).SerializeToString()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    samples = KeptSamples(token_samples(6), loaded, scratch=scratch)
+    (found,) = collect(loaded, requests(), samples, scratch=scratch)
+    assert ir.to_proto(loaded).SerializeToString() == before
+    assert not [f for f in scratch.iterdir() if f.stat().st_size]
+    assert_same_bits(
+        merged([found]), merged(batches_of(model, token_samples(6), tmp_path, requests()))
+    )
+
+
+def test_graph_inputs_and_outputs_are_activations_too(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 2] x, float[n, 2] idle) => (float[n, 2] y) { y = Neg(x) }"""
+    )
+    feeds = [{"x": np.eye(2, dtype=np.float32), "idle": np.ones((1, 2), np.float32)}]
+    wanted = [ActivationRequest(name, 2) for name in ("y", "x", "idle")]
+    (found,) = batches_of(model, feeds, tmp_path, wanted)
+    np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
+    np.testing.assert_array_equal(found["y"].tokens, -np.eye(2))
+    assert found["idle"].count == 1
+    (alone,) = batches_of(model, feeds, tmp_path, wanted[1:])
+    assert alone.keys() == {"x", "idle"}
+
+
+def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 2] x) => (float[n, 2] y) {
+            half = Cast <to = 16> (x)
+            y = Cast <to = 1> (half)
+        }"""
+    )
+    next(iter(model.graph)).outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
+    feeds = [{"x": np.array([[1 / 3, 2]], np.float32)}]
+    (found,) = batches_of(model, feeds, tmp_path, [ActivationRequest("half", 2)])
+    expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(found["half"].tokens, expected)
+
+
+def test_progress_counts_samples_of_all_passes(tmp_path):
+    model, calls = transformer(), []
+    batches = batches_of(
+        model,
+        token_samples(20, 20),
+        tmp_path,
+        requests(),
+        max_calibration_memory=150_000,
+        progress=lambda *call: calls.append(call),
+    )
+    assert [done for done, _, _ in calls] == list(range(2 * len(batches)))
+    assert {total for _, total, _ in calls} == {2 * len(batches)}
+    assert calls[-1][2] == f"calibration, pass {len(batches)} of {len(batches)}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ([ActivationRequest("norm9", K)], CalibrationError, "'norm9' is not there"),
+        ([ActivationRequest("wq0", K)], CalibrationError, "'wq0' is an initializer"),
+        ([ActivationRequest("norm0", 99)], CalibrationError, r"\[1, 4, 32\].*K = 99"),
+        ([ActivationRequest("norm0", K)] * 2, ValueError, "'norm0' is requested twice"),
+    ],
+)
+def test_impossible_requests_are_refused(tmp_path, wanted, error, message):
+    with pytest.raises(error, match=message):
+        batches_of(transformer(), token_samples(4), tmp_path, wanted)
+
+
+def test_a_budget_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_calibration_memory is 0"):
+        batches_of(
+            transformer(), token_samples(4), tmp_path, requests(), max_calibration_memory=0
+        )
+
+
+def test_a_failing_run_names_the_sample(tmp_path):
+    feeds = [*token_samples(9, 4), {"input_ids": np.array([[VOCABULARY + 7]])}]
+    with pytest.raises(CalibrationError, match=r"sample 2: onnxruntime failed.*71"):
+        batches_of(transformer(), feeds, tmp_path, requests())
+
+
+def test_activations_that_overflow_name_sample_and_tensor(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 2] x) => (float[n, 2] y) { h = Exp(x) y = Neg(h) }"""
+    )
+    feeds = [{"x": np.full((1, 2), size, np.float32)} for size in (1, 500)]
+    with pytest.raises(CalibrationError, match="sample 1: activation 'h' holds NaN or inf"):
+        batches_of(model, feeds, tmp_path, [ActivationRequest("h", 2)])
+
+
+def test_a_model_that_onnxruntime_refuses_is_told_so(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 2] x) => (float[n, 2] y) { y = NoSuchOperator(x) }"""
+    )
+    feeds = [{"x": np.ones((1, 2), np.float32)}]
+    with pytest.raises(CalibrationError, match=r"refuses the model.*NoSuchOperator"):
+        batches_of(model, feeds, tmp_path, [ActivationRequest("y", 2)])

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: MIT
+"""Round-to-nearest on whole models: what the file says is what runs, in every form.
+
+A form is a way to multiply by a constant matrix, as ONNX text, and its formula in float64. The
+matrix that the formula gets is read out of the quantised file, by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from dequantized_models import relative_error, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_files import (
+    codes_of,
+    dequantised,
+    kinds,
+    nodes_of,
+    read,
+    rounded_to_nearest,
+)
+
+import ortplugins
+from ortplugins.quantization import quantize
+
+FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
+ALL = ("MatMul", "Gemm", "Gather")
+BLOCKS = (16, 32, 64, 128, -1)
+K, N = 37, 13
+
+Array = npt.NDArray
+Formula = Callable[[Array, Mapping[str, Array]], Array]
+
+
+def model_of(
+    text: str, weights: Mapping[str, Array], *, opset: int = 21, ir_version: int = 10
+) -> ir.Model:
+    """A model from ONNX text, whose initializers come as arrays; checked."""
+    header = f'<ir_version: {ir_version}, opset_import: ["": {opset}, "com.microsoft": 1]>'
+    proto = onnx.parser.parse_model(f"{header}\n{text}")
+    arrays = [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()]
+    proto.graph.initializer.extend(arrays)
+    return ir.from_proto(proto)
+
+
+def normal(*shape: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A model that multiplies, and what it computes.
+
+    ``W`` of the text is the weight, ``x`` the activation, ``[m]`` the node.
+    """
+
+    text: str
+    shape: tuple[int, ...]
+    x: tuple[int, ...]
+    formula: Formula
+    others: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    op_type: str = "MatMul"
+    float16: bool = True
+
+    def model(self, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> ir.Model:
+        weights = {"W": normal(*self.shape, dtype=dtype, seed=seed)}
+        weights |= {
+            name: array if array.dtype.kind == "i" else array.astype(dtype)
+            for name, array in self.others.items()
+        }
+        text = self.text if dtype == np.float32 else self.text.replace("float", "float16")
+        return model_of(text, weights)
+
+    def feed(self, dtype: npt.DTypeLike = np.float32) -> Array:
+        if self.op_type == "Gather":
+            return np.random.default_rng(0).integers(-K, K, self.x)
+        return normal(*self.x, dtype=dtype, seed=1)
+
+
+def gemm(attributes: str, trans_a: bool, trans_b: bool, bias: Array | None = None) -> Form:
+    """``y = 0.5 * x @ W + 2 * bias``, where the attributes say so."""
+    alpha = 0.5 if "alpha" in attributes else 1.0
+    beta = 2.0 if "beta" in attributes else 0.0 if bias is None else 1.0
+    reads = "x, W" if bias is None else "x, W, bias"
+
+    def formula(x: Array, w: Mapping[str, Array]) -> Array:
+        product = alpha * (x.T if trans_a else x) @ w["m"]
+        return product if bias is None else product + beta * bias.astype(np.float64)
+
+    return Form(
+        f"g (float[P, Q] x) => (float[R, S] y) {{ [m] y = Gemm {attributes} ({reads}) }}",
+        (N, K) if trans_b else (K, N),
+        (K, 5) if trans_a else (5, K),
+        formula,
+        {} if bias is None else {"bias": bias},
+        "Gemm",
+    )
+
+
+FORMS = {
+    "right": Form(
+        "g (float[P, K] x) => (float[P, N] y) { [m] y = MatMul(x, W) }",
+        (K, N), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "batched": Form(
+        "g (float[A, B, C, K] x) => (float[A, B, C, N] y) { [m] y = MatMul(x, W) }",
+        (K, N), (2, 3, 4, K), lambda x, w: x @ w["m"],
+    ),
+    "a vector": Form(
+        "g (float[K] x) => (float[N] y) { [m] y = MatMul(x, W) }",
+        (K, N), (K,), lambda x, w: x @ w["m"],
+    ),
+    "left": Form(
+        "g (float[K, P] x) => (float[N, P] y) { [m] y = MatMul(W, x) }",
+        (N, K), (K, 5), lambda x, w: w["m"].T @ x,
+    ),
+    "left, batched": Form(
+        "g (float[A, K, P] x) => (float[A, N, P] y) { [m] y = MatMul(W, x) }",
+        (N, K), (3, K, 5), lambda x, w: w["m"].T @ x,
+    ),
+    "fused transB": Form(
+        """g (float[A, P, K] x) => (float[A, P, N] y) {
+            [m] y = com.microsoft.FusedMatMul <transB = 1, alpha = 0.25> (x, W)
+        }""",
+        (N, K), (2, 5, K), lambda x, w: 0.25 * x @ w["m"],
+    ),
+    "fused transA": Form(
+        """g (float[A, K, P] x) => (float[A, P, N] y) {
+            [m] y = com.microsoft.FusedMatMul <transA = 1> (x, W)
+        }""",
+        (K, N), (2, K, 5), lambda x, w: x.swapaxes(1, 2) @ w["m"],
+    ),
+    "fused, left transA": Form(
+        """g (float[A, K, P] x) => (float[A, N, P] y) {
+            [m] y = com.microsoft.FusedMatMul <transA = 1> (W, x)
+        }""",
+        (K, N), (2, K, 5), lambda x, w: w["m"].T @ x,
+    ),
+    "fused, left transB": Form(
+        """g (float[P, K] x) => (float[N, P] y) {
+            [m] y = com.microsoft.FusedMatMul <transB = 1, alpha = 3.0> (W, x)
+        }""",
+        (N, K), (5, K), lambda x, w: 3 * w["m"].T @ x.T,
+    ),
+    "gemm": gemm("", False, False),
+    "gemm transA": gemm("<transA = 1>", True, False),
+    "gemm transB": gemm("<transB = 1>", False, True, normal(N)),
+    "gemm transA transB": gemm("<transA = 1, transB = 1>", True, True, normal(5, 1)),
+    "gemm alpha": gemm("<alpha = 0.5>", False, False, normal(1, N)),
+    "gemm beta": gemm("<beta = 2.0>", False, False, normal(5, N)),
+    "gemm all": gemm(
+        "<alpha = 0.5, beta = 2.0, transA = 1, transB = 1>", True, True, normal(N)
+    ),
+    "gemm scalar bias": gemm("<beta = 2.0, transB = 1>", False, True, np.array(1.5)),
+    "gemm one-number bias": gemm("<alpha = 0.5>", False, False, np.array([1.5])),
+    "gemm, left": Form(
+        """g (float[K, P] x) => (float[N, P] y) {
+            [m] y = Gemm <alpha = 0.5, beta = 2.0, transA = 1> (W, x, bias)
+        }""",
+        (K, N), (K, 5), lambda x, w: 0.5 * w["m"].T @ x + 2 * normal(N, 1).astype(float),
+        {"bias": normal(N, 1)}, "Gemm",
+    ),
+    "gather": Form(
+        "g (int64[A, B] x) => (float[A, B, C] y) { [m] y = Gather(W, x) }",
+        (K, 20), (2, 5), lambda x, w: w["m"].T[x], op_type="Gather",
+    ),
+    "transposed": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            t = Transpose <perm = [1, 0]> (W)
+            [m] y = MatMul(x, t)
+        }""",
+        (N, K), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "transposed by default": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            t = Transpose(W)
+            [m] y = MatMul(x, t)
+        }""",
+        (N, K), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "transposed, transB": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            t = Transpose(W)
+            [m] y = Gemm <transB = 1> (x, t)
+        }""",
+        (K, N), (5, K), lambda x, w: x @ w["m"], op_type="Gemm",
+    ),
+    "transposed twice": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            t = Transpose(W)
+            i = Identity(t)
+            u = Transpose <perm = [1, 0]> (i)
+            [m] y = MatMul(x, u)
+        }""",
+        (K, N), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "identity": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            i = Identity(W)
+            j = Identity(i)
+            [m] y = MatMul(x, j)
+        }""",
+        (K, N), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "both orientations": Form(
+        """g (float[P, K] x) => (float[P, K] y) {
+            [m] h = MatMul(x, W)
+            t = Transpose(W)
+            [n] y = MatMul(h, t)
+        }""",
+        (K, N), (5, K), lambda x, w: x @ w["m"] @ w["n"],
+    ),
+    "both orientations of a square": Form(
+        """g (float[P, K] x) => (float[P, K] y) {
+            [m] h = MatMul(x, W)
+            [n] y = com.microsoft.FusedMatMul <transB = 1> (h, W)
+        }""",
+        (K, K), (5, K), lambda x, w: x @ w["m"] @ w["n"],
+    ),
+    "shared": Form(
+        """g (float[P, K] x) => (float[P, K] y) {
+            [m] h = MatMul(x, W)
+            r = Relu(h)
+            [n] y = Gemm(r, W)
+        }""",
+        (K, K), (5, K), lambda x, w: np.maximum(x @ w["m"], 0) @ w["n"],
+    ),
+    "a table and a head": Form(
+        """g (int64[A, B] x) => (float[A, B, K] y) {
+            [m] h = Gather(W, x)
+            t = Transpose(W)
+            [n] y = MatMul(h, t)
+        }""",
+        (K, 20), (2, 5), lambda x, w: w["m"].T[x] @ w["n"], op_type="Gather",
+    ),
+    "in both branches": Form(
+        """g (float[P, K] x) => (float[P, N] y) {
+            s = ReduceMax <keepdims = 0> (x)
+            c = Less(s, s)
+            y = If (c) <
+                then_branch = a () => (float[P, N] u) { [l] u = MatMul(x, W) },
+                else_branch = b () => (float[P, N] v) { [m] v = MatMul(x, W) }
+            >
+        }""",
+        (K, N), (5, K), lambda x, w: x @ w["m"],
+    ),
+    "captured, and outside": Form(
+        """g (float[P, K] x) => (float[P, K] y) {
+            s = ReduceMax <keepdims = 0> (x)
+            c = Equal(s, s)
+            h = If (c) <
+                then_branch = a () => (float[P, K] u) { [m] u = MatMul(x, W) },
+                else_branch = b () => (float[P, K] v) { v = Identity(x) }
+            >
+            [n] y = MatMul(h, W)
+        }""",
+        (K, K), (5, K), lambda x, w: x @ w["m"] @ w["n"],
+    ),
+    "in a Scan": Form(
+        """g (float[5, K] x) => (float[K] last, float[5, K] y) {
+            z = ReduceSum <keepdims = 0> (x, axes)
+            last, y = Scan <num_scan_inputs = 1, body = b (float[K] h, float[K] e)
+                => (float[K] next, float[K] out) {
+                    [m] p = MatMul(e, W)
+                    next = Tanh(p)
+                    out = Identity(next)
+                }
+            > (z, x)
+        }""",
+        (K, K), (5, K), lambda x, w: np.tanh(x @ w["m"])[-1], {"axes": np.array([0])},
+    ),
+}  # fmt: skip
+
+# Which of them onnxruntime itself gets wrong, see below.
+PAIRS = [(form, layout) for form, layout in itertools.product(FORMS, FORMATS)]
+
+
+def quantised(form: Form, layout: str, dtype: npt.DTypeLike = np.float32, **options):
+    """The quantised model, and what its own matrices say that it computes on the feed."""
+    result = quantize(form.model(dtype), quant_format=layout, op_types=ALL, **options)
+    proto = read(result.model)
+    onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
+    x = form.feed(dtype)
+    matrices = dequantised(proto)
+    assert set(matrices) == {row.node for row in result.report.quantized}
+    if layout == "MatMulNBits":  # its scales may hold alpha
+        portable = quantize(form.model(dtype), op_types=ALL, **options).model
+        matrices = dequantised(read(portable))
+    wide = x if form.op_type == "Gather" else x.astype(np.float64)
+    return proto, x, form.formula(wide, matrices)
+
+
+def run_plain(proto: onnx.ModelProto, x: Array) -> list[Array]:
+    """onnxruntime with all its optimisers, activations in float."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    return session.run(None, {"x": x})
+
+
+def run_fused(proto: onnx.ModelProto, x: Array) -> list[Array]:
+    """After our own fusion, unoptimised otherwise."""
+    fused = ortplugins.optimize(proto, passes=[ortplugins.DqMatMulNBitsFusion()]).model
+    return run(fused, {"x": x})
+
+
+@pytest.mark.parametrize(("name", "layout"), PAIRS, ids=lambda value: value)
+def test_every_form_computes_what_its_file_says(name, layout):
+    form = FORMS[name]
+    options = zip((2, 4, 8), (16, -1, 32), (True, False, True), strict=True)
+    for bits, block_size, is_symmetric in options:
+        proto, x, expected = quantised(
+            form, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
+        )
+        actual = run(proto, {"x": x})[0]
+        assert relative_error(actual, expected) < 1e-5, (bits, block_size)
+
+
+@pytest.mark.parametrize(("name", "layout"), PAIRS, ids=lambda value: value)
+def test_optimisers_keep_the_numbers(name, layout):
+    form = FORMS[name]
+    for bits, block_size in ((4, 16), (8, 32)):
+        proto, x, expected = quantised(form, layout, bits=bits, block_size=block_size)
+        assert relative_error(run_plain(proto, x)[0], expected) < 1e-5, bits
+        assert relative_error(run_fused(proto, x)[0], expected) < 1e-5, bits
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("name", list(FORMS))
+def test_float16_forms(name, layout):
+    proto, x, expected = quantised(FORMS[name], layout, np.float16)
+    actual = run(proto, {"x": x})[0]
+    assert actual.dtype == np.float16
+    assert relative_error(actual, expected) < 4e-3

@@ -1,0 +1,619 @@
+# SPDX-License-Identifier: MIT
+"""What quantize() is asked, what it gives back, and what it leaves alone."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import multiprocessing
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from dequantized_models import relative_error, run
+from quantized_files import arrays_of, codes_of, dequantised, kinds, nodes_of, read
+from test_quantize import FORMATS, model_of, normal
+
+from ortplugins.errors import ModelFileError
+from ortplugins.quantization import quantize
+
+D = 32
+
+
+def chain(*names: str, kind: str = "MatMul", opset: int = 21) -> ir.Model:
+    """A product after the other, by names; ``""`` leaves a node without."""
+    lines, weights, value = [], {}, "x"
+    for number, name in enumerate(names):
+        result = "y" if number == len(names) - 1 else f"h{number}"
+        lines.append(f"{result} = {kind}({value}, W{number})")
+        weights[f"W{number}"] = normal(D, D, seed=number)
+        value = result
+    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {' '.join(lines)} }}"
+    model = model_of(text, weights, opset=opset)
+    for node, name in zip(model.graph, names, strict=True):
+        node.name = name
+    return model
+
+
+LAYERS = ("/l.0/up", "/l.0/down", "/l.1/up", "/l.1/down", "/lm_head")
+
+
+def chosen(model: ir.Model, **options) -> list[str]:
+    report = quantize(model, **options).report
+    assert len(report.nodes) == len(list(model.graph))
+    assert sum(map(len, (report.quantized, report.refused))) == len(report.nodes)
+    return [row.node for row in report.quantized]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        (["/lm_head"], LAYERS[:4]),
+        (["/l.1/up", "/l.0/up"], ("/l.0/down", "/l.1/down", "/lm_head")),
+        (["*/up"], ("/l.0/down", "/l.1/down", "/lm_head")),
+        (["/l.[0]/*"], LAYERS[2:]),
+        (["/l.?/up", "/lm_*"], ("/l.0/down", "/l.1/down")),
+        (["re:head$"], LAYERS[:4]),
+        (["re:^/l"], ()),
+        ([re.compile(r"l\.\d/up")], ("/l.0/down", "/l.1/down", "/lm_head")),
+        ([re.compile("UP", re.IGNORECASE), "/lm_head"], ("/l.0/down", "/l.1/down")),
+        ([], LAYERS),
+    ],
+    ids=str,
+)
+def test_nodes_are_meant_by_name_glob_and_regular_expression(patterns, left):
+    taken = tuple(name for name in LAYERS if name not in left)
+    if left:
+        assert chosen(chain(*LAYERS), nodes_to_exclude=patterns) == list(left)
+    if taken:
+        assert chosen(chain(*LAYERS), nodes_to_include=patterns) == list(taken)
+    else:
+        with pytest.raises(ModelFileError, match="nothing to quantise"):
+            quantize(chain(*LAYERS), nodes_to_include=patterns)
+
+
+def test_excluding_wins_over_including():
+    options = {"nodes_to_include": ["*/up"], "nodes_to_exclude": ["/l.0/*"]}
+    assert chosen(chain(*LAYERS), **options) == ["/l.1/up"]
+
+
+def test_every_node_that_stays_says_why():
+    report = quantize(
+        chain(*LAYERS), nodes_to_include=["/l*"], nodes_to_exclude=["/lm_head"]
+    ).report
+    (row,) = report.refused
+    assert (row.node, row.bits, row.bytes_before) == ("/lm_head", 0, row.bytes_after)
+    assert "nodes_to_exclude" in row.reason
+
+
+def test_a_name_with_brackets_is_a_name():
+    names = ("up[0]", "up0", "up*")
+    assert chosen(chain(*names), nodes_to_include=["up[0]"]) in (["up[0]"], ["up[0]", "up0"])
+    assert "up[0]" in chosen(chain(*names), nodes_to_include=["up[0]"])
+    assert chosen(chain("up[0]", "down"), nodes_to_exclude=["up[0]"]) == ["down"]
+
+
+def test_a_node_without_a_name_goes_by_its_output():
+    assert chosen(chain("", "", "z"), nodes_to_include=["h1", "z"]) == ["h1", "z"]
+
+
+def test_node_config_gives_bits_and_block_and_the_last_one_wins():
+    model = chain("a", "b", "c", "d")
+    config = {
+        "*": {"bits": 8},
+        "re:[bc]": {"block_size": 16},
+        re.compile("c"): {"bits": 4, "block_size": -1},
+        "d": {"bits": 2, "block_size": 8},
+    }
+    report = quantize(model, node_config=config).report
+    found = {row.node: (row.bits, row.block_size) for row in report.nodes}
+    assert found == {"a": (8, 32), "b": (8, 16), "c": (4, -1), "d": (2, 8)}
+    reordered = dict(reversed(config.items()))
+    report = quantize(model, node_config=reordered).report
+    assert {row.bits for row in report.nodes} == {8}
+
+
+def test_one_weight_in_two_forms():
+    model = model_of(
+        f"g (float[T, {D}] x) => (float[T, {D}] y) {{ [a] h = MatMul(x, W) [b] y = MatMul(h, W) }}",
+        {"W": normal(D, D)},
+    )
+    for layout in FORMATS:
+        result = quantize(
+            model, quant_format=layout, bits=8, node_config={"b": {"bits": 4, "block_size": 16}}
+        )
+        proto, x = read(result.model), normal(3, D)
+        matrices = dequantised(proto)
+        assert not np.array_equal(matrices["a"], matrices["b"])
+        expected = x.astype(float) @ matrices["a"] @ matrices["b"]
+        assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
+        assert {row.node: row.bits for row in result.report.nodes} == {"a": 8, "b": 4}
+
+
+@pytest.mark.parametrize("option", ["nodes_to_include", "nodes_to_exclude", "node_config"])
+def test_unknown_names_are_all_told_with_the_closest(option):
+    names = ["/l.0/upp", "/lm_haed", "entirely other"]
+    given = dict.fromkeys(names, {"bits": 8}) if option == "node_config" else names
+    with pytest.raises(ValueError, match=option) as error:
+        quantize(chain(*LAYERS), **{option: given})
+    message = str(error.value)
+    for name in (*names, "/l.0/up", "/lm_head"):
+        assert repr(name) in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "awq"}, "method is 'awq'.*awq_lite"),
+        ({"bits": 3}, "bits is 3"),
+        ({"bits": "4"}, "bits is '4'"),
+        ({"bits": 4.0}, "bits is 4.0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": -2}, "block_size is -2"),
+        ({"block_size": 32.0}, "block_size is 32.0"),
+        ({"block_size": None}, "block_size is None"),
+        ({"grid": "max"}, "grid is 'max'"),
+        ({"op_types": ["Conv"]}, r"op_types has \['Conv'\]"),
+        ({"op_types": "MatMul"}, "op_types"),
+        ({"nodes_to_exclude": "/lm_head"}, "nodes_to_exclude is a string"),
+        ({"nodes_to_include": "/lm_head"}, "nodes_to_include is a string"),
+        ({"nodes_to_exclude": ["re:("]}, r"'re:\(' is no regular expression"),
+        ({"node_config": {"*": {"bits": 5}}}, r"node_config: '\*': bits is 5"),
+        ({"node_config": {"*": {"group": 5}}}, r"node_config: '\*' has \['group'\]"),
+        ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
+        ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
+        ({"accuracy_level": 5, "quant_format": "MatMulNBits"}, "accuracy_level is 5"),
+        ({"block_size": 24, "quant_format": "MatMulNBits"}, "block_size 24"),
+        (
+            {"node_config": {"*": {"block_size": 8}}, "quant_format": "MatMulNBits"},
+            "block_size 8",
+        ),
+        ({"max_calibration_memory": 0, "method": "awq_lite"}, "max_calibration_memory is 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_told_by_name(tmp_path, options, message):
+    output = tmp_path / "out.onnx"
+    options = {"calibration_data_reader": [{"x": normal(3, D)}]} | options
+    with pytest.raises(ValueError, match=message):
+        quantize(chain("m", "n"), output, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "Gather"])
+def test_op_types_choose(kind):
+    model = model_of(
+        f"""g (int64[A] i) => (float[A, {D}] y) {{
+            [Gather] a = Gather(W0, i)
+            [MatMul] b = MatMul(a, W1)
+            [Gemm] y = Gemm(b, W2)
+        }}""",
+        {f"W{number}": normal(D, D, seed=number) for number in range(3)},
+    )
+    assert [row.node for row in quantize(model, op_types=[kind]).report.quantized] == [kind]
+    assert [row.node for row in quantize(model).report.quantized] == ["MatMul", "Gemm"]
+
+
+def test_onnxruntimes_format_enum_is_read():
+    import enum
+
+    theirs = enum.Enum("QuantFormat", ["QOperator", "QDQ"])
+    assert "MatMulNBits" in kinds(read(quantize(chain("m"), quant_format=theirs.QOperator).model))
+    assert "DequantizeLinear" in kinds(read(quantize(chain("m"), quant_format=theirs.QDQ).model))
+
+
+def test_accuracy_level_is_an_attribute():
+    for level in (0, 1, 4):
+        result = quantize(chain("m"), quant_format="MatMulNBits", accuracy_level=level)
+        (node,) = [n for n in nodes_of(read(result.model)) if n.op_type == "MatMulNBits"]
+        assert [a.i for a in node.attribute if a.name == "accuracy_level"] in ([level], [])
+
+
+# What was quantised before.
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_a_second_round_leaves_what_is_done(layout):
+    model, options = chain("a", "b", "c"), {"quant_format": layout, "block_size": 16}
+    first = read(quantize(model, nodes_to_include=["b"], **options).model)
+    second = quantize(first, **options)
+    done = dequantised(first)
+    assert list(done) == ["b"]
+    both = dequantised(read(second.model))
+    assert np.array_equal(both["b"], done["b"])
+    kept = arrays_of(read(second.model))
+    for name, array in arrays_of(first).items():
+        if name not in ("W0", "W2"):
+            assert array.tobytes() == kept[name].tobytes()
+    assert {row.node for row in second.report.quantized} == {"a", "c"}
+    at_once = dequantised(read(quantize(model, **options).model))
+    assert all(np.array_equal(both[name], at_once[name]) for name in "abc")
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_nothing_left_is_told(tmp_path, layout):
+    done = quantize(chain("a", "b"), quant_format=layout).model
+    for again in FORMATS:
+        with pytest.raises(ModelFileError, match="already quantised"):
+            quantize(done, tmp_path / "out.onnx", quant_format=again)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_matrix_partly_done_before():
+    model = model_of(
+        f"g (float[T, {D}] x) => (float[T, {D}] y) {{ [a] h = MatMul(x, W) [b] y = MatMul(h, W) }}",
+        {"W": normal(D, D)},
+    )
+    once = quantize(model, nodes_to_include=["a"]).model
+    twice = read(quantize(once).model)
+    matrices = dequantised(twice)
+    assert np.array_equal(matrices["a"], matrices["b"])
+    x = normal(3, D)
+    expected = x @ matrices["a"] @ matrices["b"]
+    assert relative_error(run(twice, {"x": x})[0], expected) < 1e-5
+
+
+# Models, files, and their kinds.
+
+
+def test_each_kind_of_model_comes_back_as_it_came_and_unchanged(tmp_path):
+    model = chain("a", "b")
+    proto = ir.to_proto(model)
+    path = tmp_path / "model.onnx"
+    ir.save(ir.from_proto(proto), path, external_data="w.data")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    x = normal(3, D)
+    answers = []
+    for given, kind in ((model, ir.Model), (proto, onnx.ModelProto), (str(path), ir.Model)):
+        frozen = proto.SerializeToString(deterministic=True)
+        for output in (None, tmp_path / f"out{len(answers)}.onnx"):
+            result = quantize(given, output)
+            assert isinstance(result.model, kind)
+            assert result.path == output
+            answers.append(run(str(output) if output else result.model, {"x": x})[0])
+        assert proto.SerializeToString(deterministic=True) == frozen
+        assert ir.to_proto(model).SerializeToString(deterministic=True) == frozen
+    assert all(np.array_equal(answers[0], answer) for answer in answers)
+    assert before == {file: file.read_bytes() for file in before}
+
+
+@pytest.mark.parametrize("given", [ir.Model, onnx.ModelProto, Path])
+def test_the_result_is_usable_beside_its_file(tmp_path, given):
+    model = chain("a", "b")
+    source = tmp_path / "source.onnx"
+    ir.save(model, source, external_data="source.data")
+    inputs = {ir.Model: model, onnx.ModelProto: ir.to_proto(model), Path: source}
+    for external in (True, False):
+        output = tmp_path / f"{external}.onnx"
+        result = quantize(inputs[given], output, external_data=external)
+        x = normal(3, D)
+        assert np.array_equal(run(result.model, {"x": x})[0], run(str(output), {"x": x})[0])
+
+
+@pytest.mark.parametrize("stored_outside", [True, False])
+@pytest.mark.parametrize("external_data", [True, False, None])
+def test_external_data_goes_where_it_is_said_or_as_the_source_has_it(
+    tmp_path, stored_outside, external_data
+):
+    model = model_of(
+        "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
+        {"W": normal(128, 96)},
+    )
+    source, output = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    ir.save(model, source, external_data="model.data" if stored_outside else None)
+    quantize(source, output, external_data=external_data)
+    outside = stored_outside if external_data is None else external_data
+    names = {"model.onnx", "out.onnx"} | ({"model.data"} if stored_outside else set())
+    assert set(path.name for path in tmp_path.iterdir()) == names | (
+        {"out.onnx.data"} if outside else set()
+    )
+    source.unlink()
+    if stored_outside:
+        (tmp_path / "model.data").unlink()
+    x = normal(3, 128)
+    assert relative_error(run(str(output), {"x": x})[0], x @ dequantised(read(output))["m"]) < 1e-5
+
+
+def test_an_output_that_exists_needs_overwrite(tmp_path):
+    output = tmp_path / "out.onnx"
+    output.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.onnx"):
+        quantize(chain("m"), output)
+    assert output.read_text() == "mine"
+    quantize(chain("m"), output, overwrite=True)
+    assert dequantised(read(output))
+    output.with_name("new.onnx.data").write_text("mine")
+    large = model_of(
+        "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
+        {"W": normal(128, 96)},
+    )
+    with pytest.raises(FileExistsError, match=r"new\.onnx\.data"):
+        quantize(large, output.with_name("new.onnx"), external_data=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.onnx.data", "out.onnx"]
+
+
+def test_the_model_is_no_output_of_itself(tmp_path):
+    path = tmp_path / "model.onnx"
+    ir.save(chain("m"), path)
+    (tmp_path / "link.onnx").symlink_to(path)
+    (tmp_path / "folder").mkdir()
+    before = path.read_bytes()
+    for output in (path, tmp_path / "link.onnx", tmp_path / "folder" / ".." / "model.onnx"):
+        with pytest.raises(ModelFileError, match="the model itself"):
+            quantize(path, output, overwrite=True)
+    assert path.read_bytes() == before
+    with pytest.raises((ModelFileError, OSError), match="folder"):
+        quantize(path, tmp_path / "nowhere" / "out.onnx")
+    with pytest.raises((ModelFileError, OSError), match="folder"):
+        quantize(path, tmp_path / "folder")
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "link.onnx", "folder"}
+
+
+def test_the_models_own_data_file_is_not_overwritten(tmp_path):
+    path = tmp_path / "model.onnx"
+    ir.save(model := chain("m"), path, external_data="out.onnx.data")
+    x = normal(3, D)
+    before = run(model, {"x": x})[0]
+    for overwrite in (False, True):
+        quantize(path, tmp_path / "out.onnx", overwrite=overwrite, external_data=True)
+        assert np.array_equal(run(str(path), {"x": x})[0], before)
+
+
+# What it says.
+
+
+SHAPES = [(1, 1), (1, 7), (33, 1), (33, 5), (64, 3), (31, 37)]
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_dry_run_writes_nothing_and_tells_the_bytes(tmp_path, bits, is_symmetric, layout):
+    products = "\n".join(
+        f"[m{i}] y{i} = MatMul(x{i}, W{i})" for i in range(len(SHAPES))
+    )
+    inputs = ", ".join(f"float[T, {k}] x{i}" for i, (k, _) in enumerate(SHAPES))
+    outputs = ", ".join(f"float[T, {n}] y{i}" for i, (_, n) in enumerate(SHAPES))
+    model = model_of(
+        f"g ({inputs}) => ({outputs}) {{ {products} }}",
+        {f"W{i}": normal(*shape) for i, shape in enumerate(SHAPES)},
+    )
+    options = {"bits": bits, "is_symmetric": is_symmetric, "block_size": 16}
+    options["quant_format"] = layout
+    dry = quantize(model, tmp_path / "out.onnx", dry_run=True, **options)
+    assert dry.path is None
+    assert dry.model is None
+    assert not list(tmp_path.iterdir())
+    wet = quantize(model, **options)
+    for expected, found in zip(dry.report.nodes, wet.report.nodes, strict=True):
+        assert (expected.node, expected.bytes_before) == (found.node, found.bytes_before)
+        assert expected.bytes_after == found.bytes_after, found
+        assert (expected.bits, expected.block_size) == (found.bits, found.block_size)
+        assert (expected.K, expected.N) == (found.K, found.N)
+    if layout != "MatMulNBits":  # which fills blocks up, and splits one per column
+        tensors = read(wet.model).graph.initializer
+        assert sum(len(tensor.raw_data) for tensor in tensors) == wet.report.bytes_after
+
+
+def test_bytes_are_counted_once():
+    model = model_of(
+        f"""g (float[T, {D}] x) => (float[T, {D}] y) {{
+            [a] h = MatMul(x, W) [b] i = MatMul(h, W) [c] j = MatMul(i, W) [d] y = MatMul(j, W)
+        }}""",
+        {"W": normal(D, D)},
+    )
+    for options in ({}, {"nodes_to_exclude": ["c", "d"]}, {"node_config": {"a": {"bits": 8}}}):
+        for dry_run in (True, False):
+            report = quantize(model, dry_run=dry_run, **options).report
+            assert report.bytes_before == 4 * D * D, (options, dry_run)
+
+
+def test_the_report_is_json_and_text():
+    report = quantize(chain("a", "b"), nodes_to_exclude=["b"]).report
+    told = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert told["quantized"] == told["refused"] == 1
+    a, b = told["nodes"]
+    assert (a["node"], a["bits"], a["block_size"], a["bytes_before"]) == ("a", 4, 32, 4096)
+    assert a["bytes_after"] == D * D // 2 + 4 * D
+    assert 0 < a["weight_error"] < 0.2
+    assert (b["node"], b["bits"], b["weight_error"]) == ("b", 0, None)
+    assert told["bits_per_weight"] == report.bits_per_weight == 5.0
+    assert "1 quantised, 1 refused" in str(report)
+
+
+def test_errors_in_the_report_are_those_of_the_file():
+    model, x = chain("m"), normal(50, D, seed=9)
+    result = quantize(model, calibration_data_reader=[{"x": x}], block_size=16)
+    (row,) = result.report.nodes
+    weight, found = normal(D, D, seed=0), dequantised(read(result.model))["m"]
+    ratio = np.linalg.norm(found - weight) / np.linalg.norm(weight)
+    assert row.weight_error == pytest.approx(ratio, rel=1e-4)
+    ratio = np.linalg.norm(x @ found - x @ weight) / np.linalg.norm(x @ weight)
+    assert row.output_error == pytest.approx(ratio, rel=1e-3)
+
+
+def test_progress_goes_forward_to_the_end(tmp_path):
+    calls = []
+    quantize(
+        chain("a", "b", "c"), tmp_path / "out.onnx", external_data=True,
+        progress=lambda *call: calls.append(call),
+    )  # fmt: skip
+    assert all(0 <= done <= total for done, total, _ in calls)
+    assert all(isinstance(name, str) for *_, name in calls)
+    stages = [list(group) for _, group in itertools.groupby(calls, key=lambda call: call[1])]
+    for stage in stages:
+        assert [done for done, *_ in stage] == sorted(done for done, *_ in stage)
+    assert {name for *_, name in calls} >= {"a", "b", "c"}
+
+
+# Where it runs.
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_full", "awq_gptq"])
+def test_the_same_bits_wherever_it_runs(tmp_path, method):
+    lines = " ".join(f"[m{i}] h{i + 1} = MatMul(h{i}, W{i})" for i in range(6))
+    model = model_of(
+        f"g (float[T, 160] h0) => (float[T, 160] h6) {{ {lines} }}",
+        {f"W{i}": normal(160, 160, seed=i) / 10 for i in range(6)},
+    )
+    path = tmp_path / "model.onnx"
+    ir.save(model, path, external_data="model.data")
+    data = [{"h0": normal(64, 160, seed=i)} for i in range(3)]
+    spawn = multiprocessing.get_context("spawn")
+    executors = {
+        "default": None,
+        "1 thread": concurrent.futures.ThreadPoolExecutor(1),
+        "2 threads": concurrent.futures.ThreadPoolExecutor(2),
+        "4 threads": concurrent.futures.ThreadPoolExecutor(4),
+    }
+    if method == "awq_full":
+        executors["2 processes"] = concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn)
+    found = {}
+    for name, executor in executors.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        quantize(
+            path, folder / "out.onnx", method=method, executor=executor, is_symmetric=False,
+            calibration_data_reader=data if method != "rtn" else None,
+        )  # fmt: skip
+        found[name] = digest(folder)
+        if executor is not None:
+            executor.shutdown()
+    assert all(each == found["default"] for each in found.values())
+    assert set(found["default"]) == {"out.onnx", "out.onnx.data"}
+
+
+# Opsets and what else a model carries.
+
+
+OLD = """
+    a = ReduceMean <axes = [-1], keepdims = 1> (x)
+    b = Sub(x, a)
+    c = Softmax <axis = -1> (b)
+    d = Clip(c, low, high)
+    e = Unsqueeze <axes = [0]> (d)
+    f = Squeeze <axes = [0]> (e)
+    g0, g1 = Split <axis = -1, split = [16, 16]> (f)
+    h = Concat <axis = -1> (g0, g1)
+    i = Pad(h, pads)
+    [m] y = MatMul(i, W)
+"""
+NEWER = OLD.replace("<axes = [0]> (d)", "(d, zero)").replace(
+    "<axes = [0]> (e)", "(e, zero)"
+).replace(", split = [16, 16]> (f)", "> (f, halves)")  # fmt: skip
+NEWEST = NEWER.replace("<axes = [-1], keepdims = 1> (x)", "<keepdims = 1> (x, last)")
+EXTRAS = {
+    "low": np.float32(0.01), "high": np.float32(0.9), "pads": np.array([0, 0, 1, 0]),
+    "zero": np.array([0]), "halves": np.array([16, 16]), "last": np.array([-1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("opset", "body"), [(11, OLD), (13, NEWER), (17, NEWER), (20, NEWEST)])
+def test_old_opsets_are_really_converted(opset, body, bits):
+    extras = {name: array for name, array in EXTRAS.items() if name in body}
+    model = model_of(
+        f"g (float[T, {D}] x) => (float[U, {D}] y) {{ {body} }}",
+        {"W": normal(D, D), **extras}, opset=opset, ir_version=7,
+    )  # fmt: skip
+    x = normal(5, D)
+    before = run(model, {"x": x})[0]
+    result = quantize(model, bits=bits)
+    proto = read(result.model)
+    onnx.checker.check_model(proto, full_check=True)
+    (version,) = [item.version for item in proto.opset_import if item.domain == ""]
+    assert version >= (25 if bits == 2 else 21)
+    assert any(f"opset {opset} was converted" in note for note in result.report.notes)
+    # The same with the float weight of the file: only the opset is another.
+    weight = dequantised(proto)["m"]
+    exact = model_of(
+        f"g (float[T, {D}] x) => (float[U, {D}] y) {{ {body} }}",
+        {"W": weight.astype(np.float32), **extras}, opset=opset, ir_version=7,
+    )  # fmt: skip
+    assert relative_error(run(proto, {"x": x})[0], run(exact, {"x": x})[0]) < 1e-5
+    assert not np.allclose(before, run(exact, {"x": x})[0], rtol=1e-6)
+    kept = quantize(model, bits=bits, quant_format="MatMulNBits")
+    assert [i.version for i in read(kept.model).opset_import if i.domain == ""] == [opset]
+
+
+def test_bodies_are_converted_too():
+    body = """
+        s = ReduceMax <keepdims = 0> (x)
+        c = Equal(s, s)
+        y = If (c) <
+            then_branch = t () => (float[T, 32] u) {
+                a = ReduceMean <axes = [-1], keepdims = 1> (x)
+                b = Sub(x, a)
+                [m] u = MatMul(b, W)
+            },
+            else_branch = e () => (float[T, 32] v) {
+                d = Unsqueeze <axes = [0]> (x)
+                f = Squeeze <axes = [0]> (d)
+                v = Identity(f)
+            }
+        >
+    """
+    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {body} }}"
+    model = model_of(text, {"W": normal(D, D)}, opset=12, ir_version=7)
+    x = normal(5, D)
+    run(model, {"x": x})
+    for layout in FORMATS:
+        result = quantize(model, quant_format=layout)
+        weight = dequantised(read(result.model))["m"]
+        expected = (x - x.mean(-1, keepdims=True)) @ weight
+        assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
+
+
+def test_what_else_a_model_carries_survives():
+    model = chain("a", "b")
+    model.metadata_props["author"] = "nobody"
+    model.producer_name, model.doc_string = "pytest", "a chain"
+    model.graph.doc_string = "two products"
+    model.graph.opset_imports["ai.onnx.ml"] = 3
+    model.graph[0].doc_string = "the first"
+    model.graph[0].metadata_props["layer"] = "0"
+    for layout in FORMATS:
+        proto = read(quantize(model, quant_format=layout).model)
+        assert {p.key: p.value for p in proto.metadata_props} == {"author": "nobody"}
+        assert (proto.producer_name, proto.doc_string) == ("pytest", "a chain")
+        assert proto.graph.doc_string == "two products"
+        assert ("ai.onnx.ml", 3) in [(i.domain, i.version) for i in proto.opset_import]
+        assert [v.name for v in (*proto.graph.input, *proto.graph.output)] == ["x", "y"]
+        if layout != "MatMulNBits":
+            (first,) = [node for node in proto.graph.node if node.name == "a"]
+            assert first.doc_string == "the first"
+            assert {p.key: p.value for p in first.metadata_props} == {"layer": "0"}
+
+
+FUNCTIONS = """
+<ir_version: 10, opset_import: ["": 21, "own": 1]>
+g (float[T, 32] x) => (float[T, 32] y) {
+    h = own.twice(x)
+    [m] y = MatMul(h, W)
+}
+<domain: "own", opset_import: ["": 21]>
+twice (a) => (b) { b = Add(a, a) }
+"""
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_functions_survive_and_are_told(opset):
+    proto = onnx.parser.parse_model(FUNCTIONS.replace('"": 21', f'"": {opset}'))
+    weight = normal(D, D)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
+    x = normal(3, D)
+    result = quantize(proto)
+    # Where they are converted, functions are inlined.
+    told = any("function" in note for note in result.report.notes)
+    assert told == bool(read(result.model).functions) == (opset == 21)
+    expected = 2 * x @ dequantised(result.model)["m"]
+    assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
