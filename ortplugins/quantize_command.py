@@ -92,6 +92,13 @@ def quantize(
             help="""{"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.""",
         ),
     ] = "{}",
+    share_of_8_bits: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the weights, 0 to 1: those that gain the most from it get 8 bits.",
+        ),
+    ] = 0.0,
     quant_format: Annotated[
         QuantFormat, typer.Option(help="MatMulNBits is for onnxruntime alone.")
     ] = QuantFormat.QDQ,
@@ -149,6 +156,7 @@ def quantize(
                 nodes_to_include=include or None,
                 nodes_to_exclude=exclude or (),
                 node_config=_read_config(node_config),
+                share_of_8_bits=share_of_8_bits,
                 quant_format=str(quant_format),
                 accuracy_level=accuracy_level,
                 calibration_data_reader=calibration or None,
@@ -180,10 +188,10 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
             "needs: pip install 'ortplugins[dask]'", param_hint="--scheduler"
         ) from None
     try:
-        client = Client(scheduler, timeout=10)
+        client = Client(scheduler, timeout=10)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise OSError(f"{scheduler}: no scheduler answers: {error}") from error
-    with client, client.get_executor() as executor:
+    with client, client.get_executor() as executor:  # type: ignore[no-untyped-call]
         yield executor
 
 

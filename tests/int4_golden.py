@@ -4,8 +4,8 @@
     python tests/int4_golden.py    # where nvidia-modelopt[onnx] 0.47.0 is installed
 
 wrote tests/data/int4_golden.npz (numpy 2.4.6, x86-64 with AVX512). Every function here takes a
-module, ModelOpt's or ours, and returns named arrays: equal ones, bit for bit. No random numbers:
-numpy's streams may change.
+module, ModelOpt's or ours, and returns named arrays: equal ones, bit for bit. No random
+numbers: numpy's streams may change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 GOLDEN = Path(__file__).parent / "data" / "int4_golden.npz"
 
@@ -28,7 +28,9 @@ DTYPES = ("float32", "float16", "float64")
 
 def numbers(seed, *shape, dtype="float32"):
     """Numbers in (-1, 1), signs alternating: of three neighbours none is far from 0 alone."""
-    state = np.arange(1, np.prod(shape) + 1, dtype=np.uint64) * np.uint64(2654435761 + 97 * seed)
+    state = np.arange(1, np.prod(shape) + 1, dtype=np.uint64) * np.uint64(
+        2654435761 + 97 * seed
+    )
     state ^= state >> np.uint64(15)
     state *= np.uint64(2246822519)
     state &= np.uint64(0xFFFFFFFF)
@@ -106,7 +108,18 @@ def searches(int4):
         packed("b", weight(5, 48, 12), transposed=True),
     ]
     helpers, _ = int4.run_awq_scale_search_per_node(
-        pack, "model.onnx", 48, False, Session(), [None, None], inputs, "", False, False, [], {}
+        pack,
+        "model.onnx",
+        48,
+        False,
+        Session(),
+        [None, None],
+        inputs,
+        "",
+        False,
+        False,
+        [],
+        {},
     )
     found = {}
     for name, helper in zip("ab", helpers, strict=True):
@@ -132,22 +145,20 @@ def model(opset=21, k=33):
     shapes = {"wq": (k, 16), "wv": (k, 16), "wg": (16, 12), "bg": (12,), "head": (12, 8)}
     tensors = {name: numbers(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     tensors |= {"table": numbers(9, 20, k), "norm": np.ones(k, np.float32)}
-    text = """
-        <ir_version: 9, opset_import: ["": %d]>
-        g (int64[b, s] ids) => (float[b, s, 8] y) {
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": {opset}]>
+        g (int64[b, s] ids) => (float[b, s, 8] y) {{
             x = Gather (table, ids)
             n = LayerNormalization (x, norm)
             q = MatMul (n, wq)
             v = MatMul (n, wv)
             a = Add (q, v)
-            flat = Reshape (a, <int64[2] {-1, 16}>)
+            flat = Reshape (a, two)
             g = Gemm (flat, wg, bg)
             r = Relu (g)
-            h = Reshape (r, <int64[3] {1, -1, 12}>)
+            h = Reshape (r, three)
             y = MatMul (h, head)
-        }""" % opset
-    text = text.replace("<int64[2] {-1, 16}>", "two").replace("<int64[3] {1, -1, 12}>", "three")
-    proto = onnx.parser.parse_model(text)
+        }}""")
     shapes_of = {"two": np.array([-1, 16]), "three": np.array([1, -1, 12])}
     for name, array in (tensors | shapes_of).items():
         proto.graph.initializer.append(numpy_helper.from_array(array, name))
@@ -172,6 +183,8 @@ def rounded_models(int4):
         "column": {"block_size": -1},
         "8bit": {"block_size": 8, "layers_8bit": "v_proj"},
         "mixed": {"block_size": 8, "enable_mixed_quant": True},
+        "gather": {"block_size": 8, "gather_quantize_axis": 1, "gather_block_size": 16},
+        "column-major": {"block_size": 8, "use_column_major": True},
     }.items():
         result = int4.quantize(model(), "rtn_dq", log_level="ERROR", **options)
         for name, array in quantized(result).items():

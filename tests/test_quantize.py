@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -281,7 +280,6 @@ FORMS = {
     ),
 }  # fmt: skip
 
-# Which of them onnxruntime itself gets wrong, see below.
 PAIRS = [(form, layout) for form, layout in itertools.product(FORMS, FORMATS)]
 
 
@@ -344,3 +342,83 @@ def test_float16_forms(name, layout):
     actual = run(proto, {"x": x})[0]
     assert actual.dtype == np.float16
     assert relative_error(actual, expected) < 4e-3
+
+
+FORMATS_OF_CODES = list(itertools.product((2, 4, 8), BLOCKS, (True, False), FORMATS))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("size", [(1, 1), (37, 13), (64, 8), (129, 3)], ids=str)
+def test_codes_are_the_nearest_in_every_format(size, dtype):
+    kind = "float" if dtype == np.float32 else "float16"
+    weight = normal(*size, dtype=dtype)
+    model = model_of(
+        f"g ({kind}[P, K] x) => ({kind}[P, N] y) {{ [m] y = MatMul(x, W) }}", {"W": weight}
+    )
+    for bits, block_size, is_symmetric, layout in FORMATS_OF_CODES:
+        options = {"bits": bits, "block_size": block_size, "is_symmetric": is_symmetric}
+        proto = read(quantize(model, quant_format=layout, **options).model)
+        codes, values = rounded_to_nearest(weight, **options)
+        if layout != "MatMulNBits":
+            assert np.array_equal(codes_of(proto)["m"], codes), options
+        found = dequantised(proto)["m"]
+        assert np.allclose(found, values, rtol=1e-6, atol=1e-30), (options, layout)
+
+
+@given(
+    k=st.sampled_from([1, 2, 3, 7, 16, 31, 32, 33, 65, 127, 130]),
+    n=st.sampled_from([1, 2, 3, 5, 8, 17]),
+    bits=st.sampled_from([2, 4, 8]),
+    block_size=st.sampled_from([*BLOCKS, 256]),
+    is_symmetric=st.booleans(),
+    layout=st.sampled_from(FORMATS),
+    name=st.sampled_from(["right", "left", "gemm transB", "transposed"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
+    form = FORMS[name]
+    sizes = {K: k, N: n, 5: 3}
+    others = {"bias": normal(n)} if form.others else {}
+    small = dataclasses.replace(
+        form,
+        shape=tuple(sizes[size] for size in form.shape),
+        x=tuple(sizes[size] for size in form.x),
+        others=others,
+        formula=lambda x, w: form.formula(x, w)
+        if not others
+        else x @ w["m"] + others["bias"],
+    )
+    proto, x, expected = quantised(
+        small, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
+    )
+    assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
+    assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
+    if bits != 2 or layout == "MatMulNBits":  # see below
+        assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
+
+
+# onnxruntime 1.31 gets 2 bits wrong in other cases, or fails to open the session.
+def optimisers_are_right(layout: str, n: int, block_size: int, is_symmetric: bool) -> bool:
+    if layout == "QDQ":  # rows of [K, N] that do not fill their last byte are read shifted
+        return n % 4 == 0
+    # A DequantizeLinear of uint2 per column and its Transpose are folded, wrongly.
+    return layout == "MatMulNBits" or is_symmetric or block_size != -1
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("n", [4, 7, 8])
+def test_optimisers_keep_two_bits_where_onnxruntime_can(n, layout):
+    weight = normal(40, n)
+    model = model_of(
+        "g (float[P, K] x) => (float[P, N] y) { [m] y = MatMul(x, W) }", {"W": weight}
+    )
+    x = normal(5, 40, seed=1)
+    for block_size, is_symmetric in itertools.product((16, 32, -1), (True, False)):
+        result = quantize(
+            model, bits=2, quant_format=layout, block_size=block_size, is_symmetric=is_symmetric
+        )
+        proto = read(result.model)
+        expected = x @ dequantised(proto)["m"]
+        assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
+        if optimisers_are_right(layout, n, block_size, is_symmetric):
+            assert relative_error(run_plain(proto, x)[0], expected) < 1e-5

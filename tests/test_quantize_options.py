@@ -40,6 +40,14 @@ def chain(*names: str, kind: str = "MatMul", opset: int = 21) -> ir.Model:
     return model
 
 
+def large() -> ir.Model:
+    """One product, whose codes are large enough for a data file."""
+    return model_of(
+        "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
+        {"W": normal(128, 96)},
+    )
+
+
 LAYERS = ("/l.0/up", "/l.0/down", "/l.1/up", "/l.1/down", "/lm_head")
 
 
@@ -284,14 +292,14 @@ def test_each_kind_of_model_comes_back_as_it_came_and_unchanged(tmp_path):
 
 @pytest.mark.parametrize("given", [ir.Model, onnx.ModelProto, Path])
 def test_the_result_is_usable_beside_its_file(tmp_path, given):
-    model = chain("a", "b")
+    model = large()
     source = tmp_path / "source.onnx"
     ir.save(model, source, external_data="source.data")
     inputs = {ir.Model: model, onnx.ModelProto: ir.to_proto(model), Path: source}
     for external in (True, False):
         output = tmp_path / f"{external}.onnx"
         result = quantize(inputs[given], output, external_data=external)
-        x = normal(3, D)
+        x = normal(3, 128)
         assert np.array_equal(run(result.model, {"x": x})[0], run(str(output), {"x": x})[0])
 
 
@@ -300,10 +308,7 @@ def test_the_result_is_usable_beside_its_file(tmp_path, given):
 def test_external_data_goes_where_it_is_said_or_as_the_source_has_it(
     tmp_path, stored_outside, external_data
 ):
-    model = model_of(
-        "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
-        {"W": normal(128, 96)},
-    )
+    model = large()
     source, output = tmp_path / "model.onnx", tmp_path / "out.onnx"
     ir.save(model, source, external_data="model.data" if stored_outside else None)
     quantize(source, output, external_data=external_data)
@@ -328,12 +333,8 @@ def test_an_output_that_exists_needs_overwrite(tmp_path):
     quantize(chain("m"), output, overwrite=True)
     assert dequantised(read(output))
     output.with_name("new.onnx.data").write_text("mine")
-    large = model_of(
-        "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
-        {"W": normal(128, 96)},
-    )
     with pytest.raises(FileExistsError, match=r"new\.onnx\.data"):
-        quantize(large, output.with_name("new.onnx"), external_data=True)
+        quantize(large(), output.with_name("new.onnx"), external_data=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.onnx.data", "out.onnx"]
 
 

@@ -75,6 +75,7 @@ class WeightTask:
         codes: Room for the packed codes, uint8.
         scales: Room for the scales.
         zero_points: Room for the zero points, a byte each; None when symmetric.
+        alternative: The same weight with more bits, to be chosen from later.
     """
 
     name: str
@@ -85,6 +86,7 @@ class WeightTask:
     codes: TensorReference
     scales: TensorReference
     zero_points: TensorReference | None
+    alternative: WeightTask | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +125,15 @@ class WeightResult:
         weight_error: Frobenius norm of the difference over the weight's, the scales of input
             channels taken out again.
         output_error: The same of the products with the sampled tokens; NaN without any.
+        added_error: Square of the error of the products, for each token, summed over the
+            columns; NaN likewise.
+        alternative: The same for the alternative.
     """
 
     weight_error: float
     output_error: float
+    added_error: float = float("nan")
+    alternative: WeightResult | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,46 +226,80 @@ def _quantize(
     tokens: Floats | None,
     gram: Floats | None,
 ) -> WeightResult:
-    """Quantise one weight, strip by strip of its columns."""
-    matrix, form = _matrix(task), task.form
-    steps = METHODS[group.method]
+    """Quantise one weight, and its alternative, strip by strip of the columns."""
+    matrix = _matrix(task)
     k, n = matrix.shape
-    sink = _Sink(task, k, n)
-    sums = np.zeros(4)  # squares of: error and weight, error and product
+    steps = METHODS[group.method]
+    outputs = [
+        _Output(item, group.method, _Sink(item, k, n))
+        for item in (task, task.alternative)
+        if item
+    ]
+    # An alternative has so many bits that rounding is as good as any search.
+    outputs[1:] = [dataclasses.replace(output, method="rtn") for output in outputs[1:]]
     sample = None if tokens is None else tokens[:_ERROR_TOKENS]
     for columns in _strips(k, n, "gptq" in steps and gram is not None):
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
-        try:
-            codes, scales, zero_points = _codes(scaled, form, group, tokens, gram)
-        except QuantizationError as error:
-            raise QuantizationError(
-                f"weight {task.name!r} cannot be quantised: {error}"
-            ) from error
-        sink.write(columns, codes, scales, zero_points)
-        difference = dequantize_blocks(codes, scales, zero_points, form)
-        difference -= scaled
-        if sample is not None:
-            sums[2] += _square(sample @ difference)
-            sums[3] += _square(sample @ scaled)
-        if channel_scales is not None:
-            difference /= channel_scales[:, None]
-        sums[0] += _square(difference)
-        sums[1] += _square(strip)
-    sink.close()
-    ratios = np.sqrt(sums[::2] / np.where(sums[1::2] > 0, sums[1::2], 1))
-    output_error = float(ratios[1]) if sample is not None else float("nan")
-    return WeightResult(float(ratios[0]), output_error)
+        product = None if sample is None else sample @ scaled
+        for output in outputs:
+            try:
+                quantized = _codes(
+                    scaled, output.task.form, output.method, group, tokens, gram
+                )
+            except QuantizationError as error:
+                raise QuantizationError(
+                    f"weight {task.name!r} cannot be quantised: {error}"
+                ) from error
+            output.sink.write(columns, *quantized)
+            difference = dequantize_blocks(*quantized, output.task.form)
+            difference -= scaled
+            if sample is not None and product is not None:
+                output.sums[2] += _square(sample @ difference) / len(sample)
+                output.sums[3] += _square(product) / len(sample)
+            if channel_scales is not None:
+                difference /= channel_scales[:, None]
+            output.sums[0] += _square(difference)
+            output.sums[1] += _square(strip)
+    result = None
+    for output in reversed(outputs):
+        output.sink.close()
+        result = output.result(sample is not None, result)
+    assert result is not None
+    return result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Output:
+    """Where the codes of a weight go, and how far they turned out to be from it."""
+
+    task: WeightTask
+    method: str
+    sink: _Sink
+    # Squares of: error and weight, error and product for each token.
+    sums: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(4))
+
+    def result(self, measured: bool, alternative: WeightResult | None) -> WeightResult:
+        """Sum up."""
+        ratios = np.sqrt(self.sums[::2] / np.where(self.sums[1::2] > 0, self.sums[1::2], 1))
+        nan = float("nan")
+        return WeightResult(
+            float(ratios[0]),
+            float(ratios[1]) if measured else nan,
+            float(self.sums[2]) if measured else nan,
+            alternative,
+        )
 
 
 def _codes(
     weight: Floats,
     form: BlockFormat,
+    method: str,
     group: GroupTask,
     tokens: Floats | None,
     gram: Floats | None,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
-    steps = METHODS[group.method]
+    steps = METHODS[method]
     if "gptq" in steps and gram is not None:
         return gptq(weight, gram, form)
     ratios = None

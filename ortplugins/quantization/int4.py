@@ -273,7 +273,7 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in kwargs:
         if name not in _KEYWORDS:
-            near = difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(name, _KEYWORDS, n=1)
             hint = (
                 f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(_KEYWORDS)}"
             )

@@ -44,6 +44,8 @@ class QuantizeSettings:
         nodes_to_exclude: The same; they keep their float weight.
         node_config: ``{pattern: {"bits": ..., "block_size": ...}}``; later ones win.
         codes_k_last: Whether codes are stored as ``[N, K]``.
+        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits: those whose codes add
+            the most error to their outputs.
         alphas: Exponents that AWQ tries for the scales of input channels; None for its own.
         clip_ratios: Ratios that it tries for what blocks are clipped to; None for its own.
         fold_scales: Whether scales may be folded into the constants of a producer.
@@ -59,6 +61,7 @@ class QuantizeSettings:
     nodes_to_exclude: Sequence[Pattern] = ()
     node_config: Mapping[Any, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     codes_k_last: bool = False
+    share_of_8_bits: float = 0.0
     alphas: tuple[float, ...] | None = None
     clip_ratios: tuple[float, ...] | None = None
     fold_scales: bool = True
@@ -71,6 +74,10 @@ class QuantizeSettings:
         if wrong := set(self.op_types) - set(OP_TYPES):
             raise QuantizationError(
                 f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
+            )
+        if not 0 <= self.share_of_8_bits <= 1:
+            raise QuantizationError(
+                f"share_of_8_bits is {self.share_of_8_bits}: 0 to 1 is expected"
             )
         for name in ("nodes_to_include", "nodes_to_exclude"):
             if isinstance(getattr(self, name), str):
@@ -94,8 +101,8 @@ class QuantizeSettings:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the method looks at activations."""
-        return bool(METHODS[self.method])
+        """Whether activations have to be watched."""
+        return bool(METHODS[self.method]) or self.share_of_8_bits > 0
 
     @property
     def needs_gram(self) -> bool:

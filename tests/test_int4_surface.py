@@ -1,0 +1,653 @@
+# SPDX-License-Identifier: MIT
+"""ortplugins.quantization.int4 against ModelOpt's: values, signatures, what breaks there.
+
+The stored values are ModelOpt's own, see int4_golden.py; an installed one is asked anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from pathlib import Path
+
+import int4_golden
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from int4_golden import numbers, packed, weight
+from onnx import TensorProto, helper, numpy_helper
+
+import ortplugins
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.quantization import int4
+
+METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
+PAGE = Path(__file__).parents[1] / "docs" / "moving-from-modelopt.md"
+
+
+def samples():
+    # Of different lengths: ModelOpt puts them together before it divides them into tokens.
+    return [{"ids": np.arange(n).reshape(1, n) % 20} for n in (5, 9, 7)]
+
+
+def run(proto, feed=None, *, exact=True):
+    options = onnxruntime.SessionOptions()
+    if exact:  # onnxruntime's own fusion rounds activations to int8
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, feed or samples()[1])[0]
+
+
+def relative_error(result, expected):
+    return np.linalg.norm(result - expected) / np.linalg.norm(expected)
+
+
+def products(proto):
+    """Bits of each product's weight by the node's name; 32 for float."""
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    bits = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT8: 8}
+    found = {}
+    for node in proto.graph.node:
+        if node.op_type in ("MatMul", "Gemm"):
+            maker = makers.get(node.input[1])
+            if maker is not None and maker.op_type == "Transpose":
+                maker = makers[maker.input[0]]
+            found[node.name] = 32 if maker is None else bits[types[maker.input[0]]]
+    return found
+
+
+# Values
+
+
+@pytest.mark.parametrize("make", int4_golden.DIGESTED, ids=lambda make: make.__name__)
+def test_values_are_modelopts_bit_for_bit(make):
+    stored = int4_golden.load()[0]
+    found = int4_golden.everything(int4, [make])
+    expected = {name: stored[name] for name in stored if name.startswith(f"{make.__name__}:")}
+    assert {name: int4_golden.digest(array) for name, array in found.items()} == expected
+
+
+@pytest.mark.parametrize("make", int4_golden.KEPT, ids=lambda make: make.__name__)
+def test_statistics_and_searches_are_modelopts(make):
+    # Their last digit depends on the processor, hence the tolerance.
+    stored = int4_golden.load()[1]
+    found = int4_golden.everything(int4, [make])
+    assert found.keys() == {n for n in stored if n.startswith(f"{make.__name__}:")}
+    for name, array in found.items():
+        tolerance = 2e-3 if stored[name].dtype == np.float16 else 1e-5
+        np.testing.assert_allclose(array, stored[name], tolerance, 1e-7, err_msg=name)
+        assert array.dtype == stored[name].dtype
+
+
+def test_an_installed_modelopt_agrees_bit_for_bit():
+    theirs = pytest.importorskip(
+        "modelopt.onnx.quantization.int4",
+        reason="nvidia-modelopt[onnx] is not installed",
+        exc_type=ImportError,
+    )
+    expected = int4_golden.everything(theirs)
+    found = int4_golden.everything(int4)
+    assert found.keys() == expected.keys()
+    differing = [
+        name
+        for name, array in found.items()
+        if int4_golden.digest(array) != int4_golden.digest(expected[name])
+    ]
+    assert not differing
+
+
+# Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
+SIGNATURES = {
+    "quantize": "onnx_path, calibration_method='awq_lite', calibration_data_reader=None, "
+    "calibration_eps=['cpu', 'cuda:0', 'trt'], use_external_data_format=True, "
+    "use_zero_point=False, block_size=None, nodes_to_exclude=['/lm_head'], log_level='INFO', "
+    "input_shapes_profile=None, **kwargs",
+    "quantize_rtn": "onnx_model, block_size, dq_only=False, nodes_to_exclude=[], **kwargs",
+    "rtn": "w, s, block_size, quantize_axis=0, zp=None, num_bits=4",
+    "dq_tensor": "w, s, block_size, quantize_axis=0, zp=None",
+    "quant_tensor": "w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, "
+    "num_bits=4",
+    "find_scales": "w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, "
+    "num_bits=4",
+    "get_act_scale": "x",
+    "get_weight_scale": "weight, block_size=None",
+    "get_scale": "x_max, w_max, alpha",
+    "AWQLiteHelper": "x, w, block_size, **kwargs",
+    "AWQClipHelper": "w, block_size, **kwargs",
+    "clip_search": "x, w, awq_clip, max_tokens=64, num_bits=4, **kwargs",
+    "run_awq_scale_search_per_node": "wa_pack, augmented_onnx_path, block_size, "
+    "use_zero_point, session, awq_lite, inputs, tqdm_msg_append_str, enable_weight_clipping, "
+    "enable_fast_path_using_high_sysram, output_data, clip_alphas, layer_info=None, **kwargs",
+    "run_awq_scale_search_per_subgraph": "wa_pack, act_to_wa_pack_map, "
+    "act_to_quant_nodes_weight_shape_map, augmented_onnx_path, block_size, use_zero_point, "
+    "session, awq_lite, inputs, tqdm_msg_append_str, **kwargs",
+    "get_x_w_mean_for_subgraph": "wa_pack, wa_pack_idx_list, augmented_onnx_path, x, "
+    "block_size",
+    "get_act_to_weight_map_and_act_to_wa_pack_map": "wa_pack",
+    "get_parent_child_nodes_map": "graph, wa_pack, nodes_to_exclude",
+    "find_quantizable_weights": "graph, nodes_to_exclude",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_and_defaults_are_modelopts(name):
+    parameters = inspect.signature(getattr(int4, name)).parameters.values()
+    words = []
+    for parameter in parameters:
+        default = parameter.default
+        if isinstance(default, tuple):
+            default = list(default)
+        word = "**" * (parameter.kind is parameter.VAR_KEYWORD) + parameter.name
+        words.append(word if default is parameter.empty else f"{word}={default!r}")
+    assert ", ".join(words) == SIGNATURES[name]
+    assert name in int4.__all__
+
+
+# Where ModelOpt's primitives are wrong
+
+
+def test_a_range_of_zero_points_includes_0():
+    w = np.linspace(5, 6, 64, dtype=np.float32).reshape(32, 2)
+    for weights in (w, -w):
+        codes, scales, zeros = int4.quant_tensor(weights, 16, use_zero_point=True)
+        error = int4.dq_tensor(codes, scales, 16, zp=zeros) - weights
+        assert abs(error).max() <= scales.max() / 2 + 1e-6
+
+
+def test_8_bit_codes_with_zero_points_do_not_wrap():
+    w = numbers(1, 40, 3)
+    codes, scales, zeros = int4.quant_tensor(w, 8, use_zero_point=True, num_bits=8)
+    assert codes.dtype == np.uint8
+    error = int4.dq_tensor(codes, scales, 8, zp=zeros) - w
+    assert abs(error).max() <= scales.max() * 0.51
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_block_minus_1_is_the_whole_axis(axis):
+    w = numbers(2, 12, 7)
+    k = w.shape[axis]
+    for left, right in zip(
+        int4.quant_tensor(w, -1, axis), int4.quant_tensor(w, k, abs(axis)), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_weight_statistics_are_of_neighbours():
+    w = np.repeat(np.float32([1, 100]), 32)[:, None] * np.ones((1, 4), np.float32)
+    np.testing.assert_array_equal(int4.get_weight_scale(w, 32), np.ones(64))
+    # ModelOpt's, of rows K / block apart, on rows in such an order, are the same numbers.
+    w = weight(6, 64, 5)
+    stride = np.arange(64).reshape(4, 16).T.reshape(-1)
+    strided = np.abs(w[stride]).reshape(16, -1)
+    tiny = np.finfo(np.float32).tiny
+    relative = (strided / (strided.max(axis=0) + tiny)).reshape(64, 5)
+    np.testing.assert_array_equal(int4.get_weight_scale(w, 16)[stride], relative.mean(axis=1))
+
+
+def test_arrays_of_several_axes_have_blocks_along_the_first():
+    w = numbers(4, 24, 3, 2)
+    codes, scales, _ = int4.quant_tensor(w, 8)
+    flat = int4.quant_tensor(w.reshape(24, 6), 8)
+    np.testing.assert_array_equal(codes, flat[0].reshape(w.shape))
+    np.testing.assert_array_equal(scales, flat[1].reshape(3, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: int4.find_scales(w, 8, 2), "axis 2 of an array of shape [24, 6]"),
+        (lambda w: int4.find_scales(w[None], 8, 1), "axis 1 of an array of shape [1, 24, 6]"),
+        (lambda w: int4.find_scales(w, 8, num_bits=3), "bits is 3"),
+        (lambda w: int4.find_scales(w, 0), "block_size is 0"),
+        (lambda w: int4.rtn(w, w[:5], 8), "3 blocks of 8 along axis 0 are expected"),
+        (lambda w: int4.AWQLiteHelper(w, w, 8, awqlite_alpha_step=0), "awqlite_alpha_step"),
+        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_min=2), "awqclip_alpha_min"),
+        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_step=0), "awqclip_alpha_step"),
+        (lambda w: int4.AWQLiteHelper(None, w, 8).update_best_params(), "without activations"),
+    ],
+)
+def test_bad_arguments_of_primitives_are_named(call, message):
+    with pytest.raises(QuantizationError, match=re.escape(message)):
+        call(numbers(1, 24, 6))
+
+
+# The searches
+
+
+def test_the_steps_of_searches_act():
+    x, w = numbers(1, 9, 16), numbers(2, 16, 4)
+    helper = int4.AWQLiteHelper(x, w, 8, awqlite_alpha_step=0.3)
+    assert list(helper.loss) == pytest.approx([0, 0.3, 0.6, 0.9])
+    assert list(int4.AWQLiteHelper(x, w, 8).loss) == [k.item() for k in np.arange(0, 1.1, 0.1)]
+    assert int4.AWQLiteHelper(None, None, -1).block_size == -1
+    helper = int4.AWQClipHelper(w, -1, awqclip_alpha_step=0.005, awqclip_alpha_min=0.9)
+    assert helper.block_size == 16
+    assert len(helper.alphas) == len(helper.loss) == 21
+    assert int4.AWQClipHelper(w, 8).alphas == [round(0.5 + 0.05 * i, 2) for i in range(11)]
+
+
+def search_per_node(pack, inputs, **kwargs):
+    arguments = {
+        "session": int4_golden.Session(),
+        "awq_lite": [None] * len(pack),
+        "inputs": inputs,
+        "tqdm_msg_append_str": "",
+        "enable_weight_clipping": False,
+        "enable_fast_path_using_high_sysram": False,
+        "output_data": [],
+        "clip_alphas": {},
+    }
+    return int4.run_awq_scale_search_per_node(
+        pack, "model.onnx", 16, False, **(arguments | kwargs)
+    )
+
+
+def test_clips_are_searched_with_the_activation_of_the_scaled_weight():
+    gains = np.linspace(0.01, 4, 48, dtype=np.float32)
+    x, w = numbers(1, 60, 48) * gains, numbers(2, 48, 6)
+    (helper,), clips = search_per_node(
+        [packed("a", w)], [{"x": x}], enable_weight_clipping=True, awqclip_bsz_col=4
+    )
+    expected = int4.AWQClipHelper(w * helper.best_scale[:, None], 16)
+    int4.clip_search(x / helper.best_scale, w * helper.best_scale[:, None], expected)
+    assert helper.best_alpha > 0
+    np.testing.assert_array_equal(clips["a"], expected.best_alpha)
+    assert len(set(expected.best_alpha)) > 1
+
+
+def test_the_fast_path_takes_activations_and_lets_them_go():
+    x, pack = numbers(1, 2, 9, 48), [packed("a", numbers(2, 48, 6))]
+    data = [[x[0]], [x[1]]]
+    fast, _ = search_per_node(
+        pack, [], enable_fast_path_using_high_sysram=True, output_data=data
+    )
+    slow, _ = search_per_node(pack, [{"x": x[:1]}, {"x": x[1:]}])
+    assert data == [[None], [None]]
+    np.testing.assert_array_equal(fast[0].best_scale, slow[0].best_scale)
+    with pytest.raises(QuantizationError, match="output_data holds no activations"):
+        search_per_node(pack, [], enable_fast_path_using_high_sysram=True)
+    with pytest.raises(QuantizationError, match="0 places for 1 weights"):
+        search_per_node(pack, [], awq_lite=[])
+
+
+def test_layer_info_sets_bits_and_blocks():
+    w = numbers(2, 48, 6)
+    info = {"a": {"precision": 8, "block_size": -1, "axis": 0}}
+    inputs = [{"x": numbers(1, 9, 48)}]
+    (fine,), _ = search_per_node([packed("a", w)], inputs, layer_info=info)
+    (coarse,), _ = search_per_node([packed("a", w)], inputs)
+    assert fine.block_size == 48
+    assert min(fine.loss.values()) < min(coarse.loss.values()) / 50
+
+
+def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
+    pack = [packed("a", numbers(2, 48, 6)), packed("b", numbers(3, 48, 9), transposed=True)]
+    x = numbers(1, 1, 30, 48)
+    parts, whole = [{"x": x[:, :13]}, {"x": x[:, 13:]}], [{"x": x}]
+    for inputs in (parts, whole):
+        maps = int4.get_act_to_weight_map_and_act_to_wa_pack_map(pack)
+        assert maps[0] == {"x": [0, 1]}
+        assert [list(shape) for shape in maps[1]["x"]] == [[48, 6], [9, 48]]
+        found = int4.run_awq_scale_search_per_subgraph(
+            pack, *maps, "m.onnx", 16, False, int4_golden.Session(), [None, None], inputs, ""
+        )
+        assert found[0].best_scale is found[1].best_scale
+        if inputs is parts:
+            first = found[0].best_scale
+    np.testing.assert_array_equal(first, found[0].best_scale)
+    per_node = [search_per_node(pack, inputs)[0][1].best_alpha for inputs in (parts, whole)]
+    assert per_node[0] == per_node[1]
+
+
+def test_weights_of_one_activation_must_agree_in_k():
+    pack = [packed("a", numbers(1, 48, 6)), packed("b", numbers(1, 40, 6))]
+    with pytest.raises(QuantizationError, match="'b' has K = 40, and others that read 'x'"):
+        int4.get_act_to_weight_map_and_act_to_wa_pack_map(pack)
+
+
+def test_parents_and_their_products():
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        g (float[4, 8] x, float[4, 4] other) => (float[4, 4] y) {
+            [s] a, b = Split <axis = 1, num_outputs = 2> (x)
+            [m1] p = MatMul (a, w1)
+            [m2] q = MatMul (b, w2)
+            [m3] r = MatMul (other, a)
+            [m4] t = MatMul (other, w2)
+            [m5] u = MatMul (a, w2)
+            y = Sum (p, q, r, t, u)
+        }""")
+    for name in ("w1", "w2"):
+        proto.graph.initializer.append(numpy_helper.from_array(numbers(1, 4, 4), name))
+    pack = int4.find_quantizable_weights(proto.graph, ["m5"])
+    assert [(entry[0].name, entry[1].name, entry[4]) for entry in pack] == [
+        ("a", "w1", "m1"),
+        ("b", "w2", "m2"),
+        ("other", "w2", "m4"),
+    ]
+    children, consumers = int4.get_parent_child_nodes_map(proto.graph, pack, ["m5"])
+    names = {parent: [node.name for node in nodes] for parent, nodes in children.items()}
+    assert names == {"s": ["m1", "m2"], "root_0": ["m4"]}
+    assert [node.name for node in consumers["a"]] == ["m1", "m3", "m5"]
+
+
+# quantize
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 16},
+        {"block_size": -1},
+        {"use_zero_point": True, "block_size": 8},
+        {"use_column_major": True, "block_size": 16},
+        {"gather_quantize_axis": -1, "gather_block_size": 16},
+        {"awqlite_alpha_step": 0.25, "awqclip_alpha_step": 0.1, "awqlite_fuse_nodes": False},
+        {"layers_8bit": "v_proj, /model/layers.0/mlp"},
+    ],
+    ids=lambda options: ",".join(options) or "defaults",
+)
+def test_every_method_makes_a_model_that_runs(method, options):
+    proto = int4_golden.model()
+    before = proto.SerializeToString()
+    result = int4.quantize(proto, method, samples(), **options)
+    assert isinstance(result, onnx.ModelProto)
+    assert proto.SerializeToString() == before
+    onnx.checker.check_model(result)
+    bits = products(result)
+    assert bits.pop("/lm_head/MatMul") == 32
+    assert set(bits.values()) <= {4, 8} and len(bits) == 3
+    types = {tensor.name: tensor.data_type for tensor in result.graph.initializer}
+    assert ("wq_zp" in types) == options.get("use_zero_point", False)
+    assert ("table_i4" in types) == ("gather_quantize_axis" in options)
+    assert relative_error(run(result), run(proto)) < 0.25
+    assert relative_error(run(result, exact=False), run(proto)) < 0.25
+
+
+def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        int4_golden.model(),
+        path,
+        save_as_external_data=True,
+        size_threshold=0,
+        location="data",
+    )
+    result = int4.quantize(path, "rtn_dq", block_size=8, use_external_data_format=True)
+    assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    expected = int4.quantize_rtn(int4_golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
+    np.testing.assert_array_equal(run(result), run(expected))
+
+
+def test_quantize_rtn_excludes_nothing_by_default():
+    bits = products(int4.quantize_rtn(int4_golden.model(), 8, True))
+    assert set(bits.values()) == {4}
+    bits = products(int4.quantize_rtn(int4_golden.model(), 8, layers_8bit=["lm_head"]))
+    assert bits["/lm_head/MatMul"] == 8
+
+
+def test_an_older_opset_is_converted():
+    result = int4.quantize(int4_golden.model(opset=17), "awq_lite", samples(), block_size=8)
+    assert result.opset_import[0].version >= 21
+    assert relative_error(run(result), run(int4_golden.model())) < 0.25
+
+
+def test_float16_codes_are_the_nearest():
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }""")
+    w = numbers(3, 256, 64, dtype="float16")
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    result = int4.quantize(proto, "rtn_dq", block_size=32)
+    found = int4_golden.quantized(result)
+    scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
+    theirs = int4.find_scales(w, 32)[0]
+    np.testing.assert_array_equal(scales, theirs)
+    nearest = np.rint(w / np.repeat(theirs, 32, axis=0).astype(np.float64)).clip(-8, 7)
+    np.testing.assert_array_equal(found["w_i4"], nearest)
+    assert 0 < (int4.rtn(w, theirs, 32) != nearest).mean() < 0.01  # ModelOpt's
+
+
+def two_gemms():
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        g (float[s, 16] x) => (float[s, 12] a, float[s, 20] b, float[s, 12] c) {
+            a = Gemm <transB = 1> (x, w1)
+            b = Gemm <transB = 1> (x, w2)
+            half = Mul (x, x)
+            c = Gemm <transB = 1> (half, w1)
+        }""")
+    for name, n in (("w1", 12), ("w2", 20)):
+        proto.graph.initializer.append(numpy_helper.from_array(numbers(n, n, 16), name))
+    return proto
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_layers_of_torch_that_share_activations_and_weights(method):
+    feed = {"x": numbers(1, 9, 16)}
+    result = int4.quantize(two_gemms(), method, [feed], block_size=8)
+    assert relative_error(run(result, feed), run(two_gemms(), feed)) < 0.15
+
+
+def test_a_product_of_two_activations_beside_a_quantised_one():
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        g (float[9, 16] x) => (float[9, 9] y) {
+            r = Relu (x)
+            a = MatMul (r, w)
+            t = Transpose (a)
+            y = MatMul (r, t)
+        }""")
+    proto.graph.initializer.append(numpy_helper.from_array(numbers(1, 16, 16), "w"))
+    feed = {"x": numbers(1, 9, 16)}
+    result = int4.quantize(proto, "awq_lite", [feed], block_size=8)
+    assert relative_error(run(result, feed), run(proto, feed)) < 0.15
+
+
+def test_gathers_of_shapes_stay():
+    proto = int4_golden.model()
+    graph = proto.graph
+    graph.initializer.append(numpy_helper.from_array(np.array(1), "one"))
+    graph.node.append(helper.make_node("Shape", ["x"], ["shape"]))
+    graph.node.append(helper.make_node("Gather", ["shape", "one"], ["length"]))
+    graph.output.append(helper.make_tensor_value_info("length", TensorProto.INT64, []))
+    result = int4.quantize(proto, "rtn_dq", gather_quantize_axis=1, block_size=8)
+    assert relative_error(run(result), run(proto)) < 0.25
+
+
+# Keywords
+
+
+def arguments_of(monkeypatch, *args, **kwargs):
+    """Return what our own quantizer is called with."""
+    seen = {}
+    original = int4.quantize_weights
+
+    def spy(model, **options):
+        seen.update(options)
+        return original(model, **options)
+
+    monkeypatch.setattr(int4, "quantize_weights", spy)
+    seen["result"] = int4.quantize(int4_golden.model(), *args, **kwargs)
+    return seen
+
+
+def test_keywords_reach_our_quantizer(monkeypatch):
+    seen = arguments_of(
+        monkeypatch,
+        "awq_full",
+        samples(),
+        ["cpu", "cuda:1", "trt"],
+        awqlite_alpha_step=0.5,
+        awqclip_alpha_min=0.8,
+        awqclip_alpha_step=0.1,
+        awqlite_fuse_nodes=False,
+    )
+    assert seen["alphas"] == [0, 0.5, 1]
+    assert seen["clip_ratios"] == [1, 0.9, 0.8]
+    assert seen["fold_scales"] is False
+    assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "extreme", True)
+    assert "CPUExecutionProvider" in seen["calibration_providers"]
+    assert any(node.op_type == "Mul" for node in seen["result"].graph.node)
+
+
+def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
+    proto = int4_golden.model()
+    for pattern, kept in {
+        "/lm_head": {"/lm_head/MatMul"},
+        "lm_head": set(),
+        ".*q_proj": {"/model/layers.0/attn/q_proj/MatMul"},
+        r"(?i)/MODEL/layers\.0/(mlp|attn/v)": {
+            "/model/layers.0/mlp/Gemm",
+            "/model/layers.0/attn/v_proj/MatMul",
+        },
+    }.items():
+        bits = products(int4.quantize(proto, "rtn", nodes_to_exclude=[pattern]))
+        assert {name for name, width in bits.items() if width == 32} == kept
+    assert 32 not in products(int4.quantize(proto, "rtn", nodes_to_exclude=None)).values()
+    names = ("/a[0]/MatMul", "/a0/MatMul")  # one would be a glob that means the other
+    for node, name in zip(proto.graph.node[2:4], names, strict=True):
+        node.name = name
+    bits = products(int4.quantize(proto, "rtn", nodes_to_exclude=[r"/a\[0\]"]))
+    assert (bits[names[0]], bits[names[1]]) == (32, 4)
+
+
+def test_mixed_precision_picks_modelopts_nodes():
+    names = [f"/model/layers.{i}/mlp/down_proj/MatMul" for i in range(20)]
+    names += [f"/model/layers.{i}/self_attn/qkv_proj/MatMul" for i in range(3)]
+    names += ["/model/layers.0/mlp/up_proj/MatMul", "/lm_head/MatMul"]
+    shuffled = sorted(names)  # layer 10 before layer 2
+    chosen = set(int4._sensitive(shuffled))
+    layers = sorted(int(name.split(".")[1].split("/")[0]) for name in chosen if "mlp" in name)
+    # 20 // 8 = 2 at each end; between, of layers 2 to 17, each third
+    assert layers == [0, 1, 2, 5, 8, 11, 14, 17, 18, 19]
+    assert {name for name in chosen if "attn" in name} == {names[20]}
+
+
+def test_8_bits_where_nothing_is_named_so():
+    proto = int4_golden.model()
+    for node in proto.graph.node:
+        node.name = node.name.replace("v_proj", "value")
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="enable_mixed_quant has no effect"):
+        int4.quantize(proto, "rtn", enable_mixed_quant=True)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'v_proj' matches no node"):
+        bits = products(int4.quantize(proto, "rtn", layers_8bit="v_proj,attn.value"))
+    assert bits["/model/layers.0/attn/value/MatMul"] == 8
+    with pytest.raises(QuantizationError, match="layers_8bit is 'a;b'"):
+        int4.quantize(proto, "rtn", layers_8bit="a;b")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"awqlite_alpha_steps": 0.1}, TypeError, "is 'awqlite_alpha_step' meant?"),
+        ({"bits": 8}, TypeError, "there are awqlite_alpha_step, "),
+        ({"calibration_method": "gptq"}, QuantizationError, "quantize has GPTQ as well"),
+        ({"calibration_method": "rtn_trt"}, QuantizationError, "only TensorRT has; 'rtn'"),
+        ({"calibration_method": "rtn_trt_dq"}, QuantizationError, "'rtn_dq' has the same"),
+        ({"calibration_method": "awq_clip_trt"}, QuantizationError, "'awq_clip' has the same"),
+        ({"gather_quantize_axis": 0}, QuantizationError, "gather_quantize_axis is 0"),
+        ({"force_fp16": True}, QuantizationError, "convert the model to float16 before"),
+        ({"block_size": 0}, QuantizationError, "block_size is 0"),
+        ({"log_level": "LOUD"}, QuantizationError, "log_level is 'LOUD'"),
+        ({"nodes_to_exclude": "/lm_head"}, QuantizationError, "nodes_to_exclude is a string"),
+        ({"nodes_to_exclude": ["("]}, QuantizationError, "'(' is no regular expression"),
+        ({"nodes_to_exclude": [".*"]}, ModelFileError, "nothing to quantise"),
+        ({"calibration_eps": ["gpu"]}, QuantizationError, "calibration_eps has 'gpu'"),
+        ({"calibration_eps": ["cuda:x"]}, QuantizationError, "calibration_eps has 'cuda:x'"),
+        ({"input_shapes_profile": [{}]}, QuantizationError, "1 entries for 3"),
+        ({"awqlite_alpha_step": 0}, QuantizationError, "awqlite_alpha_step is 0"),
+        ({"awqclip_alpha_min": 0}, QuantizationError, "awqclip_alpha_min is 0"),
+        ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "is 'ids' meant?"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_what_is_refused(kwargs, error, message):
+    arguments = {"calibration_method": "awq_lite", "calibration_data_reader": samples()}
+    with pytest.raises(error, match=re.escape(message)):
+        int4.quantize(int4_golden.model(), **(arguments | kwargs))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"awqclip_bsz_col": 512},
+        {"enable_fast_path_using_high_sysram": True},
+        {"trt_rtx_backend": "abi"},
+        {"awqlite_run_per_subgraph": False},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_what_has_no_effect_says_so(kwargs):
+    (name,) = kwargs
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name}.* has no effect: ") as seen:
+        int4.quantize(int4_golden.model(), "rtn", **kwargs)
+    assert seen[0].filename == __file__
+
+
+def test_what_stays_as_it_is_needs_no_warning():
+    int4.quantize(
+        int4_golden.model(),
+        "rtn",
+        enable_fast_path_using_high_sysram=False,
+        awqlite_run_per_subgraph=True,
+        enable_mixed_quant=False,
+        layers_8bit=[],
+        gather_quantize_axis=None,
+    )
+
+
+def test_providers_that_are_missing_are_left_out(monkeypatch):
+    available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
+    assert int4._providers(["cuda:1", "dml:0", "cpu"], None) == [
+        ("CUDAExecutionProvider", {"device_id": 1}),
+        "CPUExecutionProvider",
+    ]
+    assert int4._providers(["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]) == [
+        ("TensorrtExecutionProvider", {"trt_profile_min_shapes": "x:1"}),
+        "CPUExecutionProvider",
+    ]
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="samples run on the CPU"):
+        assert int4._providers(["dml:0"], None) == ["CPUExecutionProvider"]
+
+
+def test_random_samples_are_said_aloud():
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="random inputs"):
+        int4.quantize(int4_golden.model(), block_size=8)
+
+
+def test_the_report_goes_to_the_log(caplog):
+    with caplog.at_level(logging.INFO, logger=int4.__name__):
+        int4.quantize(int4_golden.model(), "rtn", log_level="warning")
+        assert not caplog.records
+        int4.quantize(int4_golden.model(), "rtn", log_level="info")
+    assert "rtn: 3 quantised, 1 refused" in caplog.text
+
+
+def test_the_page_on_moving_runs(tmp_path, monkeypatch, capsys):
+    proto = int4_golden.model()
+    proto.graph.input[0].name = "input_ids"
+    for node in proto.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = {"ids": "input_ids"}.get(name, name)
+    onnx.save(proto, tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for block in re.findall(
+        "```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    ):
+        exec(block, namespace)
+    assert "awq_lite: 3 quantised, 1 refused" in capsys.readouterr().out
+    feed = {"input_ids": np.arange(9).reshape(1, 9)}
+    for name in ("model.int4.onnx", "streamed.onnx"):
+        assert relative_error(run(onnx.load(name), feed), run(proto, feed)) < 0.25

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: MIT
+"""Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from dequantized_models import run
+from quantized_files import arrays_of, dequantised, read
+from test_quantize import FORMATS, model_of, normal
+
+from ortplugins.errors import CalibrationError, MissingFileError, ModelFileError
+from ortplugins.quantization import quantize
+
+D = 32
+METHODS = ("rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq")
+
+
+def pair(size: int = D, **weights: np.ndarray) -> ir.Model:
+    text = f"""g (float[T, {size}] x) => (float[T, {size}] y) {{
+        [m] h = MatMul(x, V)
+        [n] y = MatMul(h, W)
+    }}"""
+    return model_of(
+        text, {"V": normal(size, size, seed=1), "W": normal(size, size, seed=2)} | weights
+    )
+
+
+def data(count: int = 2, size: int = D) -> list[dict[str, np.ndarray]]:
+    return [{"x": normal(8, size, seed=seed)} for seed in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Holds an earlier output, which has to be the same in the end, alone."""
+    (tmp_path / "out.onnx").write_text("an earlier model")
+    (tmp_path / "out.onnx.data").write_text("and its data")
+    yield tmp_path
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "out.onnx": "an earlier model",
+        "out.onnx.data": "and its data",
+    }
+
+
+def into(folder: Path, model, **options):
+    return quantize(model, folder / "out.onnx", overwrite=True, external_data=True, **options)
+
+
+# Samples.
+
+X = normal(8, D)
+HUGE = np.full((8, D), 1e38, np.float32)
+BAD_SAMPLES = {
+    "an unknown name": ([{"x": X, "mask": X}], "sample 0.*'mask'"),
+    "another name": ([{"x": X}, {"X": X}], "sample 1.*'X'.*no input.*'x'"),
+    "a missing name": ([{}], "sample 0 lacks the inputs 'x'"),
+    "a wrong type": ([{"x": X}, {"x": X.astype(np.float64)}], "sample 1.*'x'.*float64"),
+    "integers": ([{"x": X.astype(np.int64)}], "'x'.*int64"),
+    "a wrong size": ([{"x": X[:, :-1]}], "'x'.*31"),
+    "a wrong rank": ([{"x": X[0]}], "'x'"),
+    "NaN": ([{"x": X}, {"x": np.full_like(X, np.nan)}], "sample 1.*'x'.*NaN"),
+    "infinity": ([{"x": np.full_like(X, np.inf)}], "'x'.*infinite"),
+    "text": ([{"x": "eight tokens"}], "'x'"),
+    "no dict": ([X], "sample 0.*dict"),
+    "one dict": ({"x": X}, "list of samples"),
+    "nothing": ([], "empty"),
+    "no tokens": ([{"x": X[:0]}], "token"),
+    "a number": (7, "int"),
+    "a path of nothing": (["nowhere.npz"], r"nowhere\.npz"),
+}
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
+@pytest.mark.parametrize("name", BAD_SAMPLES)
+def test_bad_samples_are_told(folder, name, method):
+    samples, message = BAD_SAMPLES[name]
+    with pytest.raises(CalibrationError, match=f"(?s){message}"):
+        into(folder, pair(), method=method, calibration_data_reader=samples)
+
+
+class Reader:
+    """Of onnxruntime's kind; fails half-way, or has nothing."""
+
+    def __init__(self, left: int, error: BaseException | None = None) -> None:
+        self.left, self.error = left, error
+
+    def get_next(self):
+        if self.left == 0:
+            if self.error is not None:
+                raise self.error
+            return None
+        self.left -= 1
+        return {"x": X}
+
+
+def test_a_reader_that_raises_half_way_is_told_with_its_error(folder):
+    error = KeyError("text")
+    with pytest.raises(CalibrationError, match="sample 2.*KeyError.*text") as caught:
+        into(folder, pair(), method="awq_lite", calibration_data_reader=Reader(2, error))
+    assert caught.value.__cause__ is error
+
+
+def test_a_reader_that_yields_nothing_is_told(folder):
+    with pytest.raises(CalibrationError, match="empty"):
+        into(folder, pair(), method="awq_lite", calibration_data_reader=Reader(0))
+
+
+def test_a_reader_that_is_interrupted_interrupts(folder):
+    with pytest.raises(KeyboardInterrupt):
+        into(
+            folder, pair(), method="gptq",
+            calibration_data_reader=Reader(1, KeyboardInterrupt()),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_activations_that_overflow_are_told(folder, method):
+    model = pair(V=normal(D, D, seed=1) * 1e3)
+    with pytest.raises(CalibrationError, match="'h'.*(NaN|infinite)"):
+        into(folder, model, method=method, calibration_data_reader=[{"x": HUGE}])
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_huge_activations_that_are_numbers_are_fine(method):
+    samples = [{"x": normal(40, D, seed=seed) * np.float32(1e15)} for seed in range(2)]
+    result = quantize(pair(), method=method, bits=8, calibration_data_reader=samples)
+    x = normal(4, D) * np.float32(1e15)
+    before, after = run(pair(), {"x": x})[0], run(result.model, {"x": x})[0]
+    assert abs(after - before).max() < 0.03 * abs(before).max()
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_activations_of_nothing_but_zeros_are_fine(method):
+    samples = [{"x": np.zeros((8, D), np.float32)}]
+    result = quantize(pair(), method=method, bits=8, calibration_data_reader=samples)
+    x = normal(4, D)
+    before, after = run(pair(), {"x": x})[0], run(result.model, {"x": x})[0]
+    assert abs(after - before).max() < 0.03 * abs(before).max()
+
+
+def test_providers_that_do_not_exist_are_told(folder):
+    with pytest.raises((CalibrationError, ValueError), match="NoExecutionProvider"):
+        into(
+            folder, pair(), method="awq_lite", calibration_data_reader=data(),
+            calibration_providers=["NoExecutionProvider"],
+        )  # fmt: skip
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_a_weight_that_is_no_number_is_told_by_name(folder, number, method, dtype):
+    weight = normal(D, D).astype(dtype)
+    weight[3, 5] = number
+    kind = "float" if dtype == np.float32 else "float16"
+    model = model_of(
+        f"g ({kind}[T, {D}] x) => ({kind}[T, {D}] y) {{ [m] y = MatMul(x, W) }}", {"W": weight}
+    )
+    samples = [{"x": X.astype(dtype)}]
+    with pytest.raises(ValueError, match=r"'W'.*(NaN|infinite)|\[m\]|'y'"):
+        into(folder, model, method=method, calibration_data_reader=samples)
+    with pytest.raises(ValueError, match="'W'.*(NaN|infinite)"):
+        into(folder, model)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_stay_zeros(method, is_symmetric, layout):
+    weight = normal(2 * D, 6)
+    weight[:, 1] = 0
+    weight[:D, 2] = 0
+    model = model_of(
+        f"g (float[T, {2 * D}] x) => (float[T, 6] y) {{ [m] y = MatMul(x, W) }}", {"W": weight}
+    )
+    samples = [{"x": normal(80, 2 * D, seed=seed)} for seed in range(2)]
+    result = quantize(
+        model, method=method, is_symmetric=is_symmetric, quant_format=layout,
+        calibration_data_reader=samples,
+    )  # fmt: skip
+    found = dequantised(read(result.model))["m"]
+    assert np.isfinite(found).all()
+    assert (found[:, 1] == 0).all()
+    if "gptq" not in method:  # which makes up for other blocks in this one
+        assert (found[:D, 2] == 0).all()
+
+
+@pytest.mark.parametrize("number", [3e38, 1e-44, -1e-44, 1e-38])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_numbers_at_the_end_of_floats_are_fine(number, is_symmetric):
+    weight = normal(D, 4)
+    weight[:, 1] = number
+    weight[::2, 2] = -number
+    model = model_of(
+        f"g (float[T, {D}] x) => (float[T, 4] y) {{ [m] y = MatMul(x, W) }}", {"W": weight}
+    )
+    for bits in (2, 4, 8):
+        result = quantize(model, bits=bits, is_symmetric=is_symmetric)
+        found = dequantised(read(result.model))["m"]
+        assert np.isfinite(found).all()
+        error = abs(found - weight).max(axis=0)
+        assert (error <= abs(weight).max(axis=0)).all()
+
+
+def test_float16_scales_neither_vanish_nor_overflow():
+    for size in (6e-8, 1e-7, 1e-6, 65504.0):
+        weight = (normal(D, 4).clip(-1, 1) * size).astype(np.float16)
+        model = model_of(
+            f"g (float16[T, {D}] x) => (float16[T, 4] y) {{ [m] y = MatMul(x, W) }}",
+            {"W": weight},
+        )
+        for is_symmetric in (True, False):
+            result = quantize(model, is_symmetric=is_symmetric)
+            proto = read(result.model)
+            for name, array in arrays_of(proto).items():
+                if name.endswith("_scales"):
+                    assert (array != 0).all()
+                    assert np.isfinite(array).all()
+            error = abs(dequantised(proto)["m"] - weight).max()
+            assert error <= abs(weight.astype(float)).max()
+
+
+# Models.
+
+
+def test_models_that_are_none(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("source")
+    (elsewhere / "text.onnx").write_text("no model")
+    (elsewhere / "empty.onnx").write_bytes(b"")
+    cut = ir.to_proto(pair()).SerializeToString()[:-3000]
+    (elsewhere / "cut.onnx").write_bytes(cut)
+    for name in ("text.onnx", "empty.onnx", "cut.onnx"):
+        with pytest.raises(ModelFileError, match=name):
+            into(folder, elsewhere / name)
+    with pytest.raises(MissingFileError, match="nowhere"):
+        into(folder, elsewhere / "nowhere.onnx")
+
+
+def pointing_to(location: str) -> onnx.ModelProto:
+    """A model whose first weight lies somewhere else."""
+    proto = ir.to_proto(pair())
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    return proto
+
+
+@pytest.mark.parametrize(
+    "location", ["../weights", "/etc/passwd", "a/../../weights", "link", "nowhere", "sub"]
+)
+def test_external_data_that_leaves_the_folder_or_is_not_there(folder, tmp_path_factory, location):
+    root = tmp_path_factory.mktemp("source")
+    elsewhere = root / "models"
+    elsewhere.mkdir()
+    (elsewhere / "sub").mkdir()
+    (root / "weights").write_bytes(normal(D, D).tobytes())
+    (elsewhere / "link").symlink_to(root / "weights")
+    path = elsewhere / "model.onnx"
+    path.write_bytes(pointing_to(location).SerializeToString())
+    with pytest.raises(ModelFileError, match="'V'"):
+        into(folder, path)
+
+
+@pytest.mark.parametrize("location", ["../weights", "weights", "/etc/services"])
+def test_external_data_of_a_model_that_has_no_folder(folder, tmp_path_factory, location):
+    root = tmp_path_factory.mktemp("source")
+    (root / "inner").mkdir()
+    for where in (root, root / "inner"):
+        (where / "weights").write_bytes(normal(D, D).tobytes())
+    with contextlib.chdir(root / "inner"), pytest.raises(ModelFileError, match="'V'"):
+        into(folder, pointing_to(location))
+
+
+def test_external_data_that_is_too_short(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / "model.onnx"
+    ir.save(pair(), path, external_data="model.data")
+    with open(path.with_name("model.data"), "r+b") as file:
+        file.truncate(100)
+    for method in ("rtn", "awq_lite"):
+        with pytest.raises(ModelFileError, match=r"model\.data"):
+            into(folder, path, method=method, calibration_data_reader=data())
+
+
+def test_nothing_to_quantise(folder):
+    model = model_of(f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = Relu(x) }}", {})
+    with pytest.raises(ModelFileError, match="nothing to quantise.*MatMul"):
+        into(folder, model)
+
+
+def test_an_already_quantised_model(folder):
+    done = quantize(pair()).model
+    for method in ("rtn", "awq_lite"):
+        with pytest.raises(ModelFileError, match="already quantised"):
+            into(folder, done, method=method, calibration_data_reader=data())
+
+
+# Disks and signals.
+
+
+def test_a_work_dir_that_is_not_there(folder):
+    with pytest.raises(OSError, match="nowhere"):
+        into(folder, pair(), work_dir=folder / "nowhere")
+
+
+CHILD = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+from test_quantize_bad_input import *
+model = pair(256)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    into(Path({folder!r}), model, method={method!r}, calibration_data_reader=data(2, 256))
+except OSError as error:
+    print("told:", error)
+"""
+
+
+def run_child(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
+@pytest.mark.parametrize("limit", [10_000, 40_000, 66_000, 270_000])
+def test_files_that_may_not_grow_are_told(folder, limit, method):
+    # The largest file that is needed: weights 524288 bytes, codes 32768, the result 81920.
+    tests = os.path.dirname(__file__)
+    done = run_child(
+        CHILD.format(tests=tests, folder=str(folder), limit=limit, method=method)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("told:")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a tmpfs")
+@pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
+@pytest.mark.parametrize("size", ["600k", "700k", "760k"])
+def test_a_full_disk_is_told(tmp_path, size, method):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this container may not mount")
+    try:
+        with pytest.raises(OSError, match="[Nn]o space left"):
+            quantize(
+                pair(256), disk / "out.onnx", method=method, external_data=True,
+                calibration_data_reader=data(2, 256),
+            )  # fmt: skip
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+SLOW = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_quantize_bad_input import *
+print("started", flush=True)
+into(Path({folder!r}), pair(1024), method="gptq", calibration_data_reader=data(4, 1024))
+print("done", flush=True)
+"""
+
+
+def test_a_signal_leaves_the_output_as_it_was(folder):
+    text = SLOW.format(tests=os.path.dirname(__file__), folder=str(folder))
+    child = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "started\n"
+    for _ in range(200):
+        if any(path.name.startswith(".ortplugins-") for path in folder.iterdir()):
+            break
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    out, errors = child.communicate(timeout=30)
+    assert "done" not in out
+    assert "KeyboardInterrupt" in errors
