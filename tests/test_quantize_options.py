@@ -299,8 +299,16 @@ def test_the_result_is_usable_beside_its_file(tmp_path, given):
     for external in (True, False):
         output = tmp_path / f"{external}.onnx"
         result = quantize(inputs[given], output, external_data=external)
+        proto = read(result.model)
+        for tensor in proto.graph.initializer:
+            if external and tensor.data_location == onnx.TensorProto.EXTERNAL:
+                location = Path(tensor.external_data[0].value)
+                assert (tmp_path / location).samefile(output.with_name(f"{output.name}.data"))
+        onnx.external_data_helper.load_external_data_for_model(proto, str(tmp_path))
+        for tensor in proto.graph.initializer:
+            tensor.data_location = onnx.TensorProto.DEFAULT
         x = normal(3, 128)
-        assert np.array_equal(run(result.model, {"x": x})[0], run(str(output), {"x": x})[0])
+        assert np.array_equal(run(proto, {"x": x})[0], run(str(output), {"x": x})[0])
 
 
 @pytest.mark.parametrize("stored_outside", [True, False])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     text = "y0 = Identity(x)"
     tensors = []
-    for i, (k, n) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for i, (k, n) in enumerate(itertools.pairwise(WIDTHS)):
         weight = random.normal(size=(k, n)).astype(np.float32) / k**0.5
         tensors.append(ir.tensor(weight, name=f"W{i}"))
         text += f"\n[mm{i}] m{i} = MatMul(y{i}, W{i})\ny{i + 1} = Tanh(m{i})"

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: MIT
+"""Which constant matrices are found, how they are read, and which are refused, by name."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from quantized_files import dequantised, kinds, read
+from test_quantize import FORMATS, model_of, normal
+
+from ortplugins.errors import ModelFileError
+from ortplugins.quantization import quantize
+from ortplugins.quantization.weight_sites import WeightSite, find_sites
+
+K, N = 12, 5
+
+
+def found(text: str, weights: dict[str, np.ndarray], *op_types: str) -> dict[str, object]:
+    """What is found at each node: ``(index, weight, K, N, stored_k_last)``, or the refusal."""
+    answers: dict[str, object] = {}
+    for item in find_sites(model_of(text, weights), op_types or ("MatMul", "Gemm")):
+        if isinstance(item, WeightSite):
+            weight = item.weight.name
+            answers[item.label] = (item.index, weight, item.K, item.N, item.stored_k_last)
+        else:
+            node, reason = item
+            answers[node.name or node.outputs[0].name] = reason
+    return answers
+
+
+RIGHT, LEFT = {"W": normal(K, N)}, {"W": normal(N, K)}
+
+
+@pytest.mark.parametrize(
+    ("line", "weights", "expected"),
+    [
+        ("MatMul(x, W)", RIGHT, (1, "W", K, N, False)),
+        ("MatMul(W, x)", LEFT, (0, "W", K, N, True)),
+        ("com.microsoft.FusedMatMul(x, W)", RIGHT, (1, "W", K, N, False)),
+        ("com.microsoft.FusedMatMul <transB = 1> (x, W)", LEFT, (1, "W", K, N, True)),
+        ("com.microsoft.FusedMatMul <transA = 1> (W, x)", RIGHT, (0, "W", K, N, False)),
+        ("Gemm(x, W)", RIGHT, (1, "W", K, N, False)),
+        ("Gemm <transB = 1> (x, W)", LEFT, (1, "W", K, N, True)),
+        ("Gemm <transA = 1> (x, W)", RIGHT, (1, "W", K, N, False)),
+        ("Gemm(W, x)", LEFT, (0, "W", K, N, True)),
+        ("Gemm <transA = 1, transB = 1> (W, x)", RIGHT, (0, "W", K, N, False)),
+    ],
+)
+def test_k_and_n_are_read_from_the_node(line, weights, expected):
+    text = f"g (float[P, Q] x) => (float[R, S] y) {{ [m] y = {line} }}"
+    assert found(text, weights) == {"m": expected}
+
+
+def test_a_table_is_read_along_its_rows():
+    text = "g (int64[A] x) => (float[A, N] y) { [m] y = Gather(W, x) }"
+    assert found(text, {"W": normal(9, K)}, "Gather") == {"m": (0, "W", K, 9, True)}
+    assert found(text, {"W": normal(9, K)}) == {}
+
+
+def test_what_is_between_is_looked_through():
+    text = """g (float[P, Q] x) => (float[R, S] y) {
+        a = Transpose <perm = [1, 0]> (W) b = Identity(a) c = Transpose <perm = [0, 1]> (b)
+        [m] y = MatMul(x, c)
+    }"""
+    assert found(text, LEFT) == {"m": (1, "W", K, N, True)}
+
+
+def test_two_constants_are_one_site():
+    text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
+    assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}
+
+
+def test_products_of_activations_and_vectors_are_no_sites():
+    text = """g (float[P, P] x, float[P] v) => (float[P, P] y) {
+        [a] h = MatMul(x, x)
+        [b] i = Gemm(h, x, bias)
+        [c] y = MatMul(i, vector)
+    }"""
+    assert found(text, {"vector": normal(K), "bias": normal(1, K)}) == {}
+
+
+def test_a_constant_node_is_a_weight_in_every_body():
+    numbers = ", ".join(map(str, range(30)))
+    text = f"""g (float[3, 6] x) => (float[3, 5] y) {{
+        s = ReduceMax <keepdims = 0> (x) c = Equal(s, s)
+        y = If (c) <
+            then_branch = t () => (float[3, 5] u) {{
+                W = Constant <value = float[6, 5] {{ {numbers} }}> () [a] u = MatMul(x, W)
+            }},
+            else_branch = e () => (float[3, 5] v) {{
+                W2 = Constant <value = float[5, 6] {{ {numbers} }}> ()
+                [b] v = Gemm <transB = 1> (x, W2)
+            }}
+        >
+    }}"""
+    for layout in FORMATS:
+        matrices = dequantised(read(quantize(model_of(text, {}), quant_format=layout).model))
+        whole = np.arange(30.0)
+        assert abs(matrices["a"] - whole.reshape(6, 5)).max() < 2
+        assert abs(matrices["b"] - whole.reshape(5, 6).T).max() < 2
+
+
+def test_a_small_constant_node_is_a_weight():
+    text = """g (float[3, 2] x) => (float[3, 3] y) {
+        W = Constant <value = float[2, 3] { 1, 2, 3, 4, 5, 6 }> ()
+        [m] y = MatMul(x, W)
+    }"""
+    result = quantize(model_of(text, {}), bits=8)
+    assert abs(dequantised(read(result.model))["m"] - [[1, 2, 3], [4, 5, 6]]).max() < 0.1
+
+
+def with_input(model: ir.Model) -> ir.Model:
+    model.graph.inputs.append(model.graph.initializers["W"])
+    return model
+
+
+REFUSED = {
+    "a stack": ("MatMul(x, W)", normal(2, K, N), r"'W'.*\[2, 12, 5\]"),
+    "double": ("MatMul(d, W)", normal(K, N, dtype=np.float64), "'W' is double"),
+    "integers": ("MatMul(i, W)", np.ones((K, N), np.int32), "'W' is int32"),
+    "bfloat16": ("MatMul(b, W)", normal(K, N).astype(ml_dtypes.bfloat16), "'W' is bfloat16"),
+    "nothing": ("MatMul(x, W)", np.zeros((0, N), np.float32), r"'W'.*\[0, 5\]"),
+    "cast first": ("MatMul(x, c)", normal(K, N, dtype=np.float16), "'W' goes through Cast"),
+    "shaped first": ("MatMul(x, r)", normal(K * N), "'W' goes through Reshape"),
+    "batches transposed": (
+        "com.microsoft.FusedMatMul <transBatchB = 1> (x, W)", normal(K, N), "batches",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_quantised_is_refused_by_name(name):
+    line, weight, reason = REFUSED[name]
+    text = f"""g (float[P, Q] x) => (float[P, S] y) {{
+        d = Cast <to = 11> (x) i = Cast <to = 6> (x) b = Cast <to = 16> (x)
+        c = Cast <to = 1> (W) r = Reshape(W, s)
+        [m] y = {line}
+        [n] z = MatMul(x, V)
+    }}"""
+    weights = {"W": weight, "V": normal(K, N, seed=1), "s": np.array([K, N])}
+    answers = found(text, weights)
+    assert answers["n"] == (1, "V", K, N, False)
+    pytest.importorskip("re")
+    import re
+
+    assert re.search(reason, answers["m"]), answers["m"]
+    report = quantize(model_of(text, weights)).report
+    assert [row.node for row in report.quantized] == ["n"]
+    assert [(row.node, bool(row.reason)) for row in report.refused] == [("m", True)]
+
+
+def test_a_weight_that_may_be_fed_is_refused():
+    model = with_input(model_of("g (float[P, Q] x) => (float[P, S] y) { [m] y = MatMul(x, W) }", RIGHT))
+    with pytest.raises(ModelFileError, match="'W' is a graph input"):
+        quantize(model)
+
+
+def test_a_weight_that_is_a_graph_output_stays_one():
+    text = "g (float[P, 12] x) => (float[P, 5] y, float[12, 5] W) { [m] y = MatMul(x, W) }"
+    proto = read(quantize(model_of(text, RIGHT)).model)
+    assert "W" in [tensor.name for tensor in proto.graph.initializer]
+    assert "DequantizeLinear" in kinds(proto)
+
+
+def test_a_weight_that_others_read_stays_for_them():
+    text = """g (float[P, 12] x) => (float[P, 5] y, float[12, 5] z) {
+        [m] y = MatMul(x, W) z = Relu(W)
+    }"""
+    proto = read(quantize(model_of(text, RIGHT)).model)
+    assert "W" in [tensor.name for tensor in proto.graph.initializer]
+    assert sorted(kinds(proto)) == ["DequantizeLinear", "MatMul", "Relu"]
+
+
+def test_a_weight_behind_a_transpose_that_others_read():
+    text = """g (float[P, 12] x) => (float[P, 5] y, float[12, 5] z) {
+        t = Transpose(W) [m] y = MatMul(x, t) z = Relu(t)
+    }"""
+    for layout in FORMATS:
+        proto = read(quantize(model_of(text, LEFT), quant_format=layout).model)
+        onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
+        assert "W" in [tensor.name for tensor in proto.graph.initializer]
+
+
+def test_what_is_read_no_more_is_gone():
+    text = """g (float[P, 12] x) => (float[P, 5] y) {
+        i = Identity(W) t = Transpose(i) u = Identity(t) [m] y = MatMul(x, u)
+    }"""
+    proto = read(quantize(model_of(text, LEFT)).model)
+    assert [node.op_type for node in proto.graph.node] == ["DequantizeLinear", "MatMul"]
+    assert all("W." in tensor.name for tensor in proto.graph.initializer)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_a_table_picked_along_its_columns_is_refused(axis):
+    text = f"g (int64[A] x) => (float[M, A] y) {{ [m] y = Gather <axis = {axis}> (W, x) }}"
+    answers = found(text, {"W": normal(9, K)}, "Gather")
+    assert "axis 0" in answers["m"]
+
+
+def test_a_table_picked_along_minus_two_is_its_rows():
+    text = "g (int64[A] x) => (float[A, M] y) { [m] y = Gather <axis = -2> (W, x) }"
+    assert found(text, {"W": normal(9, K)}, "Gather") == {"m": (0, "W", K, 9, True)}
+
+
+def test_shapes_that_are_gathered_are_left_in_peace():
+    text = "g (int64[A] x) => (int64[A, M] y) { [m] y = Gather(W, x) }"
+    assert found(text, {"W": np.ones((9, 4), np.int64)}, "Gather") == {}
+
+
+QUANTISED = {
+    "by blocks": "w = DequantizeLinear <axis = 0, block_size = 4> (codes, scales)",
+    "as a whole": "w = DequantizeLinear(codes, scale)",
+    "and transposed": """v = DequantizeLinear(codes, scale) u = Transpose(v)
+                         w = Transpose <perm = [1, 0]> (u)""",
+    "and cast": """v = DequantizeLinear(codes, scale) u = Cast <to = 10> (v)
+                   w = Cast <to = 1> (u)""",
+    "and back": "q = QuantizeLinear(W, scale) w = DequantizeLinear(q, scale)",
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_is_quantised_already_is_told(name):
+    text = f"""g (float[P, 12] x) => (float[P, 5] y) {{
+        {QUANTISED[name]}
+        [m] h = MatMul(x, w)
+        [n] y = MatMul(h, V)
+    }}"""
+    weights = {
+        "codes": np.ones((K, N), np.int8), "scales": np.ones((K // 4, N), np.float32),
+        "scale": np.float32(1), "V": normal(N, N), **RIGHT,
+    }  # fmt: skip
+    report = quantize(model_of(text, weights)).report
+    assert [row.node for row in report.quantized] == ["n"]
+    (row,) = report.refused
+    assert row.node == "m"
+    assert row.reason.startswith("already quantised")
