@@ -43,7 +43,8 @@ _GENSIM = (
     "--platform=manylinux_2_28_x86_64",
 )
 _ARTICLES = (
-    "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+    "gensim/test/test_data/"
+    "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 )
 SHA256 = {
     "wiki_eval": "d3f1017346e788ad2b2151f4aa19db99e39aadbfa2b1e255597b841a11952abd",

@@ -12,17 +12,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Job:
     fast: bool = False
 
 
-class Samples(CalibrationDataReader):
-    """Reads samples out of a .npz file."""
+class Samples:
+    """Reads samples out of a .npz file; onnxruntime calls get_next(), ModelOpt iterates."""
 
     def __init__(self, path: str) -> None:
         with np.load(path) as arrays:
@@ -65,6 +65,10 @@ class Samples(CalibrationDataReader):
             return None
         self._next += 1
         return {name: array[self._next - 1] for name, array in self._arrays.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while (sample := self.get_next()) is not None:
+            yield sample
 
 
 def import_modelopt() -> Callable[[Job], None]:
@@ -92,6 +96,7 @@ def import_modelopt() -> Callable[[Job], None]:
 
 def import_onnxruntime_rtn() -> Callable[[Job], None]:
     """Import onnxruntime's quantizer and return what rounds to nearest."""
+    from onnxruntime.quantization import QuantFormat
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig
 
     def run(job: Job) -> None:
@@ -151,6 +156,8 @@ def main() -> None:
     """Do the job that the command line holds."""
     job = Job(**json.loads(sys.argv[1]))
     run = TOOLS[job.tool]()
+    # onnxruntime's GPTQ opens the model from memory and looks for its data here.
+    os.chdir(Path(job.model).parent)
     logging.getLogger("onnxruntime").setLevel(logging.ERROR)  # or a line for each node
     start = time.perf_counter()
     run(job)

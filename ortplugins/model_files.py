@@ -137,7 +137,12 @@ def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedM
 
 
 def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
-    """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
+    """Copy a model from memory; tensors are shared, and nothing is checked on disk.
+
+    Raises:
+        MissingFileError: If a ModelProto has external data: it doesn't know in which folder.
+        ModelFileError: If the model can't be parsed.
+    """
     name = "model given as object"
     if isinstance(model, ir.Model):
         copy = model.clone()
@@ -146,6 +151,12 @@ def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
         own = type(model)()
         own.CopyFrom(model)
         copy = _deserialize(own, name)
+        for _, tensor in _tensors(copy):
+            if isinstance(tensor, ir.ExternalTensor):
+                raise MissingFileError(
+                    f"{name}: tensor {tensor.name!r} has external data in "
+                    f"{str(tensor.location)!r}, but a ModelProto knows no folder; give the path"
+                )
     _check_parsed(copy, name)
     return LoadedModel(copy, {}, name)
 

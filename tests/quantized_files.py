@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What a quantised model says, read by hand: numpy and the ONNX specification, no ortplugins."""
+"""What a quantised model says, read by hand: numpy and ONNX's specification, no ortplugins."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -172,8 +171,3 @@ def _gather_block_quantized(node: onnx.NodeProto, arrays: dict[str, npt.NDArray]
         zeros = _unpacked(stored, bits) if packed else stored.astype(np.float64)
     columns = np.arange(numbers.shape[1]) // size
     return ((numbers - zeros[:, columns]) * scales[:, columns]).T
-
-
-def source_name(initializer: str) -> str:
-    """The weight that codes were made from, by their name."""
-    return re.split(r"\.u?int[248]_", initializer)[0]

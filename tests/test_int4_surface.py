@@ -388,6 +388,20 @@ def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     np.testing.assert_array_equal(run(result), run(expected))
 
 
+def test_an_object_whose_tensors_lie_in_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(
+        int4_golden.model(),
+        "m.onnx",
+        save_as_external_data=True,
+        size_threshold=0,
+        location="d",
+    )
+    proto = onnx.load("m.onnx", load_external_data=False)
+    with pytest.raises(ModelFileError, match="of the model lies in a file: give the model's"):
+        int4.quantize(proto, "rtn")
+
+
 def test_quantize_rtn_excludes_nothing_by_default():
     bits = products(int4.quantize_rtn(int4_golden.model(), 8, True))
     assert set(bits.values()) == {4}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import hashlib
 import itertools
 import json
@@ -16,10 +17,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 from dequantized_models import relative_error, run
-from quantized_files import arrays_of, codes_of, dequantised, kinds, nodes_of, read
+from quantized_files import arrays_of, dequantised, kinds, nodes_of, read
 from test_quantize import FORMATS, model_of, normal
 
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, OrtpluginsWarning
 from ortplugins.quantization import quantize
 
 D = 32
@@ -28,7 +29,7 @@ D = 32
 def chain(*names: str, kind: str = "MatMul", opset: int = 21) -> ir.Model:
     """A product after the other, by names; ``""`` leaves a node without."""
     lines, weights, value = [], {}, "x"
-    for number, name in enumerate(names):
+    for number in range(len(names)):
         result = "y" if number == len(names) - 1 else f"h{number}"
         lines.append(f"{result} = {kind}({value}, W{number})")
         weights[f"W{number}"] = normal(D, D, seed=number)
@@ -45,6 +46,14 @@ def large() -> ir.Model:
     return model_of(
         "g (float[T, 128] x) => (float[T, 96] y) { [m] y = MatMul(x, W) }",
         {"W": normal(128, 96)},
+    )
+
+
+def shared() -> ir.Model:
+    """One weight, read by two nodes."""
+    products = "[a] h = MatMul(x, W) [b] y = MatMul(h, W)"
+    return model_of(
+        f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {products} }}", {"W": normal(D, D)}
     )
 
 
@@ -127,13 +136,13 @@ def test_node_config_gives_bits_and_block_and_the_last_one_wins():
 
 
 def test_one_weight_in_two_forms():
-    model = model_of(
-        f"g (float[T, {D}] x) => (float[T, {D}] y) {{ [a] h = MatMul(x, W) [b] y = MatMul(h, W) }}",
-        {"W": normal(D, D)},
-    )
+    model = shared()
     for layout in FORMATS:
         result = quantize(
-            model, quant_format=layout, bits=8, node_config={"b": {"bits": 4, "block_size": 16}}
+            model,
+            quant_format=layout,
+            bits=8,
+            node_config={"b": {"bits": 4, "block_size": 16}},
         )
         proto, x = read(result.model), normal(3, D)
         matrices = dequantised(proto)
@@ -146,7 +155,7 @@ def test_one_weight_in_two_forms():
 @pytest.mark.parametrize("option", ["nodes_to_include", "nodes_to_exclude", "node_config"])
 def test_unknown_names_are_all_told_with_the_closest(option):
     names = ["/l.0/upp", "/lm_haed", "entirely other"]
-    given = dict.fromkeys(names, {"bits": 8}) if option == "node_config" else names
+    given = {name: {"bits": 8} for name in names} if option == "node_config" else names
     with pytest.raises(ValueError, match=option) as error:
         quantize(chain(*LAYERS), **{option: given})
     message = str(error.value)
@@ -208,11 +217,12 @@ def test_op_types_choose(kind):
 
 
 def test_onnxruntimes_format_enum_is_read():
-    import enum
-
     theirs = enum.Enum("QuantFormat", ["QOperator", "QDQ"])
-    assert "MatMulNBits" in kinds(read(quantize(chain("m"), quant_format=theirs.QOperator).model))
-    assert "DequantizeLinear" in kinds(read(quantize(chain("m"), quant_format=theirs.QDQ).model))
+    made = {
+        each.name: kinds(read(quantize(chain("m"), quant_format=each).model))
+        for each in theirs
+    }
+    assert made == {"QOperator": ["MatMulNBits"], "QDQ": ["DequantizeLinear", "MatMul"]}
 
 
 def test_accuracy_level_is_an_attribute():
@@ -253,10 +263,7 @@ def test_nothing_left_is_told(tmp_path, layout):
 
 
 def test_the_same_matrix_partly_done_before():
-    model = model_of(
-        f"g (float[T, {D}] x) => (float[T, {D}] y) {{ [a] h = MatMul(x, W) [b] y = MatMul(h, W) }}",
-        {"W": normal(D, D)},
-    )
+    model = shared()
     once = quantize(model, nodes_to_include=["a"]).model
     twice = read(quantize(once).model)
     matrices = dequantised(twice)
@@ -264,6 +271,82 @@ def test_the_same_matrix_partly_done_before():
     x = normal(3, D)
     expected = x @ matrices["a"] @ matrices["b"]
     assert relative_error(run(twice, {"x": x})[0], expected) < 1e-5
+
+
+def test_samples_only_measure_what_is_rounded_to_nearest():
+    data = [{"x": normal(8, D)}]
+    plain, measured = quantize(chain("m")), quantize(chain("m"), calibration_data_reader=data)
+    assert read(plain.model) == read(measured.model)
+    assert np.isnan(plain.report.nodes[0].output_error)
+    assert measured.report.nodes[0].output_error > 0
+
+
+class Rewinding:
+    """Gives samples of different lengths, again after rewind()."""
+
+    def __init__(self) -> None:
+        self.rewind()
+
+    def rewind(self) -> None:
+        sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
+        self.left = [{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)]
+
+    def get_next(self):
+        return self.left.pop(0) if self.left else None
+
+
+@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
+@pytest.mark.parametrize("method", ["awq_full", "gptq"])
+def test_memory_and_rewinding_change_no_bit(method):
+    options = [
+        {}, {"max_calibration_memory": 1}, {"max_calibration_memory": 20_000},
+        {"rewind": True}, {"rewind": True, "max_calibration_memory": 1},
+    ]  # fmt: skip
+    found = [
+        quantize(
+            chain("a", "b", "c"), method=method, calibration_data_reader=Rewinding(), **each
+        )
+        for each in options
+    ]
+    assert all(read(each.model) == read(found[0].model) for each in found)
+
+
+@pytest.mark.parametrize("method", ["awq_lite", "gptq"])
+def test_what_has_no_statistics_is_rounded_to_nearest_and_says_why(method):
+    model = model_of(
+        f"g (float[{D}, T] x) => (float[{D}, T] y) {{ [m] y = MatMul(W, x) }}",
+        {"W": normal(D, D)},
+    )
+    data = [{"x": normal(D, 8)}]
+    (row,) = quantize(model, method=method, calibration_data_reader=data).report.quantized
+    assert row.method == "rtn"
+    assert "K is not the last axis" in row.reason
+
+
+def test_random_samples_are_said_aloud():
+    with pytest.warns(OrtpluginsWarning, match="no calibration data"):
+        result = quantize(chain("m"), method="awq_lite")
+    assert result.report.nodes[0].output_error < 0.2
+
+
+@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
+def test_a_negative_dimension_is_an_open_one():
+    proto = ir.to_proto(chain("m"))  # as PaddlePaddle exports them
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    for data in ([{"x": normal(8, D)}], None):
+        result = quantize(proto, method="awq_lite", calibration_data_reader=data)
+        assert result.report.nodes[0].output_error < 0.2
+
+
+def test_the_working_folder_is_empty_afterwards(tmp_path):
+    for folder in ("work", "out"):
+        (tmp_path / folder).mkdir()
+    data = [{"x": normal(8, 128)}]
+    quantize(
+        large(), tmp_path / "out" / "out.onnx", work_dir=tmp_path / "work",
+        method="awq_full", calibration_data_reader=data,
+    )  # fmt: skip
+    assert {path.name for path in tmp_path.rglob("*")} == {"work", "out", "out.onnx"}
 
 
 # Models, files, and their kinds.
@@ -322,14 +405,15 @@ def test_external_data_goes_where_it_is_said_or_as_the_source_has_it(
     quantize(source, output, external_data=external_data)
     outside = stored_outside if external_data is None else external_data
     names = {"model.onnx", "out.onnx"} | ({"model.data"} if stored_outside else set())
-    assert set(path.name for path in tmp_path.iterdir()) == names | (
+    assert {path.name for path in tmp_path.iterdir()} == names | (
         {"out.onnx.data"} if outside else set()
     )
     source.unlink()
     if stored_outside:
         (tmp_path / "model.data").unlink()
     x = normal(3, 128)
-    assert relative_error(run(str(output), {"x": x})[0], x @ dequantised(read(output))["m"]) < 1e-5
+    expected = x @ dequantised(read(output))["m"]
+    assert relative_error(run(str(output), {"x": x})[0], expected) < 1e-5
 
 
 def test_an_output_that_exists_needs_overwrite(tmp_path):
@@ -383,9 +467,7 @@ SHAPES = [(1, 1), (1, 7), (33, 1), (33, 5), (64, 3), (31, 37)]
 @pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_dry_run_writes_nothing_and_tells_the_bytes(tmp_path, bits, is_symmetric, layout):
-    products = "\n".join(
-        f"[m{i}] y{i} = MatMul(x{i}, W{i})" for i in range(len(SHAPES))
-    )
+    products = "\n".join(f"[m{i}] y{i} = MatMul(x{i}, W{i})" for i in range(len(SHAPES)))
     inputs = ", ".join(f"float[T, {k}] x{i}" for i, (k, _) in enumerate(SHAPES))
     outputs = ", ".join(f"float[T, {n}] y{i}" for i, (_, n) in enumerate(SHAPES))
     model = model_of(
@@ -527,7 +609,9 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("opset", "body"), [(11, OLD), (13, NEWER), (17, NEWER), (20, NEWEST)])
+@pytest.mark.parametrize(
+    ("opset", "body"), [(11, OLD), (13, NEWER), (17, NEWER), (20, NEWEST)]
+)
 def test_old_opsets_are_really_converted(opset, body, bits):
     extras = {name: array for name, array in EXTRAS.items() if name in body}
     model = model_of(

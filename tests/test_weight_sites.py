@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -143,9 +145,6 @@ def test_what_cannot_be_quantised_is_refused_by_name(name):
     weights = {"W": weight, "V": normal(K, N, seed=1), "s": np.array([K, N])}
     answers = found(text, weights)
     assert answers["n"] == (1, "V", K, N, False)
-    pytest.importorskip("re")
-    import re
-
     assert re.search(reason, answers["m"]), answers["m"]
     report = quantize(model_of(text, weights)).report
     assert [row.node for row in report.quantized] == ["n"]
@@ -153,7 +152,8 @@ def test_what_cannot_be_quantised_is_refused_by_name(name):
 
 
 def test_a_weight_that_may_be_fed_is_refused():
-    model = with_input(model_of("g (float[P, Q] x) => (float[P, S] y) { [m] y = MatMul(x, W) }", RIGHT))
+    text = "g (float[P, Q] x) => (float[P, S] y) { [m] y = MatMul(x, W) }"
+    model = with_input(model_of(text, RIGHT))
     with pytest.raises(ModelFileError, match="'W' is a graph input"):
         quantize(model)
 

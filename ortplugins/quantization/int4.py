@@ -45,7 +45,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import OrtpluginsWarning, QuantizationError
+from ortplugins.errors import ModelFileError, OrtpluginsWarning, QuantizationError
 from ortplugins.model_files import from_memory, load_path
 from ortplugins.quantization.int4_awq import (
     AWQClipHelper,
@@ -210,13 +210,10 @@ def quantize(
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
     size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
-    if isinstance(onnx_path, onnx.ModelProto):
-        loaded = from_memory(onnx_path)
-    else:
-        loaded = load_path(onnx_path)
-    labels = _labels(loaded.model, options["op_types"])
+    source = _load(onnx_path)
+    labels = _labels(source, options["op_types"])
     result = quantize_weights(
-        loaded.model,
+        source,
         method=method,
         block_size=size,
         is_symmetric=not use_zero_point,
@@ -262,6 +259,26 @@ def quantize_rtn(
         nodes_to_exclude=nodes_to_exclude,
         **kwargs,
     )
+
+
+def _load(model: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """Return a model whose tensors are in memory, or in files beside its own.
+
+    Raises:
+        ModelFileError: If it can't be used, or is an object that points to files: relative to
+            what, it does not say.
+    """
+    if not isinstance(model, onnx.ModelProto):
+        return load_path(model).model
+    loaded = from_memory(model).model
+    for graph in loaded.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                raise ModelFileError(
+                    f"tensor {value.name!r} of the model lies in a file: give the model's "
+                    "path, or load it with its data (onnx.load does)"
+                )
+    return loaded
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ __all__ = [
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,13 +108,13 @@ class AWQClipHelper:
         best_alpha: ``[N * blocks]``, for :func:`quant_tensor`.
     """
 
-    min_alpha: ClassVar[float] = 0.5
+    min_alpha: float = 0.5
     alpha_step: float = 0.05
 
     def __init__(self, w: Array, block_size: int, **kwargs: Any) -> None:
         self.alpha_step = kwargs.get("awqclip_alpha_step", type(self).alpha_step)
-        least = kwargs.get("awqclip_alpha_min", self.min_alpha)
-        self.alphas = ratios(least, self.alpha_step)
+        self.min_alpha = kwargs.get("awqclip_alpha_min", type(self).min_alpha)
+        self.alphas = ratios(self.min_alpha, self.alpha_step)
         form = BlockFormat(block_size=block_size)
         self.block_size = form.size_along(len(w))
         blocks = np.abs(in_blocks(w, self.block_size))

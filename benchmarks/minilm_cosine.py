@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""Cosines of a quantised sentence encoder's embeddings to those of the float one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from corpus import CACHE
+from minilm import embeddings, feeds, float_minilm, sentences
+
+from ortplugins.quantization import quantize
+
+_METHODS = ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")
+
+
+def cosine_table(block_sizes: Sequence[int], count: int) -> str:
+    """Quantise MiniLM-L6 in several ways and compare it on ``count`` sentences; Markdown."""
+    path, tokenizer = float_minilm()
+    samples = feeds(tokenizer, sentences("wiki_calib", 32))
+    texts = feeds(tokenizer, sentences("wiki_eval", count))
+    expected = embeddings(path, texts)
+    lines = [
+        "| method | block | bits per weight | seconds | mean cosine | least |",
+        "|---|---|---|---|---|---|",
+    ]
+    for block_size in block_sizes:
+        for method in _METHODS:
+            with tempfile.TemporaryDirectory(dir=CACHE, prefix="minilm-") as folder:
+                start = time.perf_counter()
+                result = quantize(
+                    path,
+                    Path(folder, "model.onnx"),
+                    method=method,
+                    block_size=block_size,
+                    calibration_data_reader=None if method == "rtn" else samples,
+                )
+                seconds = time.perf_counter() - start
+                cosines = (embeddings(Path(folder, "model.onnx"), texts) * expected).sum(
+                    axis=1
+                )
+            cells = (
+                method,
+                str(block_size),
+                f"{result.report.bits_per_weight:.2f}",
+                f"{seconds:.1f}",
+                f"{cosines.mean():.4f}",
+                f"{cosines.min():.4f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: MIT
+"""An environment of their own for the quantizers that ours is compared with, and a way in.
+
+``.cache/quantizers/venv`` is made at the first call; ORTPLUGINS_PEERS names the Python of one
+that is there already. ModelOpt's own extra [onnx] asks for onnxruntime-gpu 1.24, onnx 1.21 and
+CUDA: what it imports on a CPU is listed here instead, beside the versions that ours uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+from child import Cost, run_child
+from corpus import CACHE
+from quantizer_peers import Job
+
+# torch comes first and alone: the wheel for CPUs satisfies the requirement of those after it.
+# Where pip finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# spares 3 GB.
+_REQUIREMENTS = (
+    ("torch==2.13.0",),
+    ("nvidia-modelopt==0.47.0", "onnx==1.23.2", "onnxruntime==1.31.1", "numpy==2.4.6"),
+    (
+        "--no-deps",
+        "onnx-graphsurgeon==0.6.1",
+        "onnxconverter-common==1.16.0",
+        "onnxslim==0.1.98",
+        "onnxscript==0.7.2",
+        "onnx-ir==1.1.0",
+        "polygraphy==0.53.6",
+        "lief==1.0.0",
+        # With these and a C++ compiler it packs codes in C++; in Python that takes minutes.
+        "cppimport==26.4.17",
+        "pybind11==3.1.0",
+        "mako==1.4.3",
+        "markupsafe==3.0.4",
+    ),
+)
+_THREADS = 2
+# Becomes another program without becoming another process, whose memory is watched.
+_EXEC = """
+import os, sys
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_OURS = """
+import json, sys, time
+from ortplugins.quantization import quantize
+job = json.loads(sys.argv[1])
+start = time.perf_counter()
+quantize(**job)
+print(json.dumps({"seconds": time.perf_counter() - start, "versions": {}}))
+"""
+
+
+def run_peer(job: Job) -> Cost:
+    """Run another quantizer in a fresh process, on two cores.
+
+    Raises:
+        RuntimeError: If the environment can't be made or the quantizer fails.
+    """
+    script = Path(__file__).with_name("quantizer_peers.py")
+    return _on_two_cores(str(_python()), str(script), json.dumps(dataclasses.asdict(job)))
+
+
+def run_ours(**arguments: Any) -> Cost:
+    """Run ``ortplugins.quantization.quantize`` in the same way; arguments are JSON's types."""
+    return _on_two_cores(sys.executable, "-c", _OURS, json.dumps(arguments))
+
+
+def run_modelopt_on_smollm2(floats: Path, samples: Path, block_size: int) -> Cost:
+    """Run ModelOpt's AWQ-lite and keep its model: it takes long, and perplexity reads it."""
+    path, seconds = _kept(floats, block_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file in (seconds, path.with_name("model.onnx.data")):  # onnx appends to data
+        file.unlink(missing_ok=True)
+    cost = run_peer(
+        Job(
+            "modelopt_awq_lite",
+            str(floats),
+            str(path),
+            calibration=str(samples),
+            block_size=block_size,
+            exclude=("lm_head",),
+            fast=True,
+        )
+    )
+    seconds.write_text(json.dumps(cost.result["seconds"]))
+    return cost
+
+
+def modelopt_smollm2(floats: Path, samples: Path, block_size: int) -> tuple[Path, float]:
+    """Return the model that it keeps, and how long it took; made if it is not there yet."""
+    path, seconds = _kept(floats, block_size)
+    if not seconds.exists():
+        run_modelopt_on_smollm2(floats, samples, block_size)
+    return path, json.loads(seconds.read_text())
+
+
+def _kept(floats: Path, block_size: int) -> tuple[Path, Path]:
+    folder = CACHE / f"modelopt-{floats.parent.name}-{block_size}"
+    return folder / "model.onnx", folder / "seconds.json"
+
+
+def _on_two_cores(*command: str) -> Cost:
+    # Thread pools that don't look at the affinity are told.
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    env = os.environ | dict.fromkeys(names, str(_THREADS))
+    return run_child(_EXEC, str(_THREADS), *command, env=env)
+
+
+def _python() -> Path:
+    if given := os.environ.get("ORTPLUGINS_PEERS"):
+        return Path(given)
+    folder = CACHE / "venv"
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    done = folder / "installed.json"
+    if done.exists() and json.loads(done.read_text()) == [list(r) for r in _REQUIREMENTS]:
+        return python
+    print(f"Making {folder} for the other quantizers ...", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    for requirements in _REQUIREMENTS:
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        run = subprocess.run(
+            [*pip, *requirements], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise RuntimeError(f"pip install {' '.join(requirements)}:\n{run.stderr.strip()}")
+    done.write_text(json.dumps(_REQUIREMENTS))
+    return python

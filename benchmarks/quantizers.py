@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: MIT
+"""Wall time and peak private memory of quantizers: ours, NVIDIA ModelOpt's, onnxruntime's.
+
+python benchmarks/quantizers.py [--rounds N] [--only CASE]... [--slow] [--gptq]
+
+Every run has a process of its own on the same two cores; runs are interleaved; medians. Writes
+its section of docs/quantization-figures.md if nothing was left out; exits with 1 when a bound
+is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+from bounds import Figure, table
+from child import Cost
+from corpus import CACHE, float_smollm2, smollm2_samples
+from figures_page import PAGE, origin, write_section
+from peers import run_modelopt_on_smollm2, run_ours, run_peer
+from quantizer_peers import Job
+
+BLOCK_SIZE = 32
+CASES = ("chain_inline", "chain_external", "smollm2")
+TITLES = {
+    "chain_inline": "218 MB chain, in one file",
+    "chain_external": "218 MB chain, external data",
+    "smollm2": "SmolLM2-135M",
+}
+OURS = "ortplugins"
+MODELOPT = "ModelOpt, all activations at once"
+MODELOPT_SLOW = "ModelOpt, a run per node and sample"
+ONNXRUNTIME = "onnxruntime"
+_DEPTH = 13
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A float model with its samples.
+
+    Attributes:
+        name: One of :data:`CASES`.
+        model: The file.
+        samples: A .npz file, stacked.
+        external: Whether tensors go beside the result.
+        head: The node that stays in float, if any.
+    """
+
+    name: str
+    model: Path
+    samples: Path
+    external: bool
+    head: str = ""
+
+    def ours(self, method: str, output: Path) -> Cost:
+        """Run our quantizer."""
+        return run_ours(
+            model=str(self.model),
+            output=str(output),
+            method=method,
+            block_size=BLOCK_SIZE,
+            nodes_to_exclude=[self.head] if self.head else [],
+            calibration_data_reader=None if method == "rtn" else [str(self.samples)],
+            external_data=self.external,
+        )
+
+    def peer(self, tool: str, output: Path, fast: bool = False) -> Cost:
+        """Run another quantizer."""
+        return run_peer(
+            Job(
+                tool,
+                str(self.model),
+                str(output),
+                external=self.external,
+                calibration=str(self.samples),
+                block_size=BLOCK_SIZE,
+                exclude=(self.head,) if self.head else (),
+                fast=fast,
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One quantizer on one case.
+
+    Attributes:
+        run: Quantises to a path.
+        rounds: At most so many; some take a quarter of an hour.
+    """
+
+    run: Callable[[Path], Cost]
+    rounds: int = sys.maxsize
+
+
+@dataclasses.dataclass
+class Measured:
+    """What runs of one contender cost, and its model's error (NaN if not measured)."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    megabytes: list[float] = dataclasses.field(default_factory=list)
+    error: float = math.nan
+
+
+def contests(case: Case, slow: bool, gptq: bool) -> dict[str, dict[str, Contender]]:
+    """Return who competes in which method, ours first."""
+    modelopt = "modelopt_awq_lite"
+    if case.name == "smollm2":
+        awq = {
+            MODELOPT: Contender(
+                lambda _: run_modelopt_on_smollm2(case.model, case.samples, BLOCK_SIZE), 1
+            )
+        }
+    else:
+        awq = {MODELOPT: Contender(lambda path: case.peer(modelopt, path, fast=True))}
+    if slow or case.name != "smollm2":
+        awq[MODELOPT_SLOW] = Contender(lambda path: case.peer(modelopt, path), 1)
+    found = {
+        "AWQ-lite": {OURS: Contender(lambda path: case.ours("awq_lite", path)), **awq},
+        "RTN": {
+            OURS: Contender(lambda path: case.ours("rtn", path)),
+            ONNXRUNTIME: Contender(lambda path: case.peer("onnxruntime_rtn", path)),
+        },
+    }
+    if gptq:
+        found["GPTQ"] = {
+            OURS: Contender(lambda path: case.ours("gptq", path)),
+            ONNXRUNTIME: Contender(lambda path: case.peer("onnxruntime_gptq", path), 1),
+        }
+    return found
+
+
+def measure(
+    case: Case, contenders: dict[str, Contender], rounds: int, what: str
+) -> dict[str, Measured]:
+    """Run the contenders in turns."""
+    found = {name: Measured() for name in contenders}
+    for i in range(rounds):
+        for name, contender in contenders.items():
+            if i >= contender.rounds:
+                continue
+            with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
+                path = Path(folder, "model.onnx")
+                cost = contender.run(path)
+                measured = found[name]
+                measured.seconds.append(cost.result["seconds"])
+                measured.megabytes.append(cost.peak_private_mb)
+                if i == 0 and case.name == "chain_external":
+                    measured.error = output_error(case, path)
+            print(
+                f"{TITLES[case.name]}, {what}, {name}: {measured.seconds[-1]:.2f} s, "
+                f"{measured.megabytes[-1]:.0f} MB",
+                flush=True,
+            )
+    return found
+
+
+def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]:
+    """Set ours against the others' best: their fastest, and their most frugal."""
+    bounds = {"AWQ-lite": (0.1, 0.5), "RTN": (1.2, 0.5)}.get(method, (math.nan, math.nan))
+    seconds = {name: statistics.median(item.seconds) for name, item in found.items()}
+    megabytes = {name: statistics.median(item.megabytes) for name, item in found.items()}
+    theirs = [name for name in found if name != OURS]
+    fastest = min(theirs, key=lambda name: seconds[name])
+    leanest = min(theirs, key=lambda name: megabytes[name])
+    what = f"{TITLES[case.name]}, {method}"
+    figures = [
+        Figure(f"{what}: time, {fastest}", seconds[OURS], seconds[fastest], "s", bounds[0]),
+        Figure(
+            f"{what}: peak private memory, {leanest}",
+            megabytes[OURS],
+            megabytes[leanest],
+            "MB",
+            bounds[1],
+        ),
+    ]
+    # Beside the best, the others are only told.
+    for name in theirs:
+        if name != fastest:
+            figures.append(Figure(f"{what}: time, {name}", seconds[OURS], seconds[name], "s"))
+        if name != leanest:
+            figures.append(
+                Figure(
+                    f"{what}: peak private memory, {name}",
+                    megabytes[OURS],
+                    megabytes[name],
+                    "MB",
+                )
+            )
+    errors = {name: item.error for name, item in found.items()}
+    if not math.isnan(errors[OURS]):
+        figures.append(
+            Figure(f"{what}: error of the output, {fastest}", errors[OURS], errors[fastest])
+        )
+    return figures
+
+
+def output_error(case: Case, path: Path) -> float:
+    """Return the Frobenius norm of the chain's error over that of its output."""
+    rng = np.random.default_rng(1)  # not what it was calibrated with
+    outputs = []
+    for each in (case.model, path):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 2
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+        session = ort.InferenceSession(str(each), options, providers=["CPUExecutionProvider"])
+        if not outputs:
+            size = session.get_inputs()[0].shape[1]
+            x = rng.standard_normal((64, size), np.float32)
+        outputs.append(session.run(None, {"x": x})[0])
+    expected, actual = outputs
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def make_cases(
+    names: Sequence[str], folder: Path, width: int, layers: int | None
+) -> Iterator[Case]:
+    """Write the models and samples that are not there yet."""
+    if any(name != "smollm2" for name in names):
+        samples = folder / "chain.npz"
+        rng = np.random.default_rng(0)
+        np.savez(samples, x=rng.standard_normal((32, 256, width), np.float32))
+    for name in names:
+        if name == "smollm2":
+            model, tokenizer = float_smollm2(layers)
+            calibration = smollm2_samples(model, tokenizer)
+            yield Case(name, model, calibration, external=True, head="lm_head/MatMul")
+        else:
+            external = name == "chain_external"
+            path = folder / f"{name}.onnx"
+            write_float_chain(path, width, external)
+            yield Case(name, path, samples, external)
+
+
+def write_float_chain(path: Path, width: int, external: bool) -> None:
+    """Write x -> MatMul -> Tanh -> ... -> MatMul, 13 weights [width, width]."""
+    rng = np.random.default_rng(0)
+    x = ir.val("x", ir.DataType.FLOAT, ["rows", width])
+    value, nodes, initializers = x, [], []
+    for i in range(_DEPTH):
+        weight = _weight(f"w{i}", rng.standard_normal((width, width), np.float32))
+        initializers.append(weight)
+        nodes.append(ir.node("MatMul", [value, weight], name=f"matmul{i}"))
+        if i < _DEPTH - 1:
+            nodes.append(ir.node("Tanh", nodes[-1].outputs, name=f"tanh{i}"))
+        value = nodes[-1].outputs[0]
+        value.name = f"y{i}" if i < _DEPTH - 1 else "y"
+    value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(["rows", width])
+    graph = ir.Graph(
+        [x],
+        [value],
+        nodes=nodes,
+        initializers=initializers,
+        opset_imports={"": 21},
+        name="chain",
+    )
+    data = f"{path.name}.data" if external else None
+    ir.save(ir.Model(graph, ir_version=10), path, external_data=data)
+
+
+def _weight(name: str, array: npt.NDArray[np.float32]) -> ir.Value:
+    tensor = ir.tensor(array / np.float32(len(array) ** 0.5), name=name)
+    return ir.Value(
+        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the page; return the exit status."""
+    parser = argparse.ArgumentParser(description="Measure what quantising costs.")
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many runs")
+    parser.add_argument("--only", action="append", choices=CASES, default=[])
+    parser.add_argument("--method", action="append", help="AWQ-lite, RTN or GPTQ", default=[])
+    parser.add_argument(
+        "--slow", action="store_true", help="ModelOpt's other way on SmolLM2, too: an hour"
+    )
+    parser.add_argument("--gptq", action="store_true", help="GPTQ, too: minutes")
+    parser.add_argument("--layers", type=int, help="of SmolLM2; for a quick run")
+    parser.add_argument("--width", type=int, default=2048, help="of the chain, likewise")
+    parser.add_argument("--output", type=Path, help="write the page in any case, to here")
+    chosen = parser.parse_args(arguments)
+    # onnxruntime's quantizer turns everybody's logging on: a line for each rewritten node.
+    logging.getLogger("onnx_ir").setLevel(logging.WARNING)
+    figures = []
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
+        for case in make_cases(
+            chosen.only or CASES, Path(folder), chosen.width, chosen.layers
+        ):
+            for method, contenders in contests(case, chosen.slow, chosen.gptq).items():
+                if not chosen.method or method in chosen.method:
+                    found = measure(case, contenders, chosen.rounds, method)
+                    figures += compare(case, method, found)
+    text = f"{_introduction(chosen.rounds)}\n\n{table(figures)}"
+    print(text, flush=True)
+    whole = chosen.layers is None and chosen.width == 2048
+    if chosen.output or (whole and not chosen.only and not chosen.method):
+        write_section("quantizers", text, chosen.output or PAGE)
+        print(f"written: {chosen.output or PAGE}")
+    missed = [figure.what for figure in figures if not figure.holds]
+    if missed:
+        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _introduction(rounds: int) -> str:
+    peers = ("peers: nvidia-modelopt 0.47.0, torch 2.13.0 and the same onnxruntime",)
+    return f"""## Time and memory
+
+{origin("python benchmarks/quantizers.py", peers)}
+
+From a float file to a quantised one, QDQ, symmetric int4 in blocks of {BLOCK_SIZE}; reading
+model and samples, calibration and writing included, imports not. Each run in a process of its
+own on the same two cores, in turns, medians of {rounds} rounds (of one where ModelOpt takes
+longest). Memory is the peak of RssAnon, imports included. Calibrated on 32 samples: of 256
+rows in the chain (13 MatMul 2048 x 2048 with Tanh between), of 256 tokens in SmolLM2, whose
+head stays in float. ModelOpt runs on its CPU path (`awqlite_fuse_nodes=False`, without which
+it fails there) and, where both were measured, in its two ways: fetching all activations of all
+samples at once (`enable_fast_path_using_high_sysram`), or running the model per node and
+sample. Ours is compared with its best in either discipline; on SmolLM2 only the first was run,
+unless a row says so. Errors are of the chain's output on other rows."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
