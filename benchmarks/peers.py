@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """An environment of their own for the quantizers that ours is compared with, and a way in.
 
-``.cache/quantizers/venv`` is made at the first call; ORTPLUGINS_PEERS names the Python of one
-that is there already. ModelOpt's own extra [onnx] asks for onnxruntime-gpu 1.24, onnx 1.21 and
-CUDA: what it imports on a CPU is listed here instead, beside the versions that ours uses.
+``.cache/quantizer-peers/venv`` is made at the first call; ORTPLUGINS_PEERS names the Python of
+one that is there already. ModelOpt's own extra [onnx] asks for onnxruntime-gpu 1.24, onnx 1.21
+and CUDA: what it imports on a CPU is listed here instead, beside the versions that ours uses.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _on_two_cores(*command: str) -> Cost:
 def _python() -> Path:
     if given := os.environ.get("ORTPLUGINS_PEERS"):
         return Path(given)
-    folder = CACHE / "venv"
+    folder = CACHE.with_name("quantizer-peers") / "venv"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     done = folder / "installed.json"
     if done.exists() and json.loads(done.read_text()) == [list(r) for r in _REQUIREMENTS]:

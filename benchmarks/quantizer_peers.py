@@ -168,6 +168,8 @@ def main() -> None:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
+    # Some of them leave a progress bar behind, and no line feed.
+    print()
     print(json.dumps({"seconds": seconds, "versions": versions}))
 
 

@@ -35,11 +35,6 @@ from quantizer_peers import Job
 
 BLOCK_SIZE = 32
 CASES = ("chain_inline", "chain_external", "smollm2")
-TITLES = {
-    "chain_inline": "218 MB chain, in one file",
-    "chain_external": "218 MB chain, external data",
-    "smollm2": "SmolLM2-135M",
-}
 OURS = "ortplugins"
 MODELOPT = "ModelOpt, all activations at once"
 MODELOPT_SLOW = "ModelOpt, a run per node and sample"
@@ -53,6 +48,7 @@ class Case:
 
     Attributes:
         name: One of :data:`CASES`.
+        title: As the table calls it.
         model: The file.
         samples: A .npz file, stacked.
         external: Whether tensors go beside the result.
@@ -60,6 +56,7 @@ class Case:
     """
 
     name: str
+    title: str
     model: Path
     samples: Path
     external: bool
@@ -161,7 +158,7 @@ def measure(
                 if i == 0 and case.name == "chain_external":
                     measured.error = output_error(case, path)
             print(
-                f"{TITLES[case.name]}, {what}, {name}: {measured.seconds[-1]:.2f} s, "
+                f"{case.title}, {what}, {name}: {measured.seconds[-1]:.2f} s, "
                 f"{measured.megabytes[-1]:.0f} MB",
                 flush=True,
             )
@@ -176,7 +173,7 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
     theirs = [name for name in found if name != OURS]
     fastest = min(theirs, key=lambda name: seconds[name])
     leanest = min(theirs, key=lambda name: megabytes[name])
-    what = f"{TITLES[case.name]}, {method}"
+    what = f"{case.title}, {method}"
     figures = [
         Figure(f"{what}: time, {fastest}", seconds[OURS], seconds[fastest], "s", bounds[0]),
         Figure(
@@ -238,12 +235,17 @@ def make_cases(
         if name == "smollm2":
             model, tokenizer = float_smollm2(layers)
             calibration = smollm2_samples(model, tokenizer)
-            yield Case(name, model, calibration, external=True, head="lm_head/MatMul")
+            title = "SmolLM2-135M" if layers is None else f"SmolLM2, {layers} layers"
+            yield Case(name, title, model, calibration, external=True, head="lm_head/MatMul")
         else:
             external = name == "chain_external"
             path = folder / f"{name}.onnx"
             write_float_chain(path, width, external)
-            yield Case(name, path, samples, external)
+            megabytes = _DEPTH * width**2 * 4 / 1e6
+            title = (
+                f"chain of {megabytes:.0f} MB, {'external data' if external else 'one file'}"
+            )
+            yield Case(name, title, path, samples, external)
 
 
 def write_float_chain(path: Path, width: int, external: bool) -> None:

@@ -151,11 +151,12 @@ def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
         own = type(model)()
         own.CopyFrom(model)
         copy = _deserialize(own, name)
+        _lift_constants(copy)
         for _, tensor in _tensors(copy):
             if isinstance(tensor, ir.ExternalTensor):
                 raise MissingFileError(
                     f"{name}: tensor {tensor.name!r} has external data in "
-                    f"{str(tensor.location)!r}, but a ModelProto knows no folder; give the path"
+                    f"{str(tensor.location)!r}, but a ModelProto knows no folder; give a path"
                 )
     _check_parsed(copy, name)
     return LoadedModel(copy, {}, name)

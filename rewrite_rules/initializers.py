@@ -8,7 +8,7 @@ unknown outside it. Every rule therefore makes its initializers here.
 
 from __future__ import annotations
 
-__all__ = ["AliasTensor", "derived_initializer"]
+__all__ = ["AliasTensor", "derived_initializer", "new_initializer"]
 
 from collections.abc import Callable, Hashable
 
@@ -67,13 +67,18 @@ def derived_initializer(
             return existing
         attempt += 1
         name = f"{base}_{attempt}"
-    tensor = make_tensor(name)
+    value = new_initializer(graph, make_tensor(name))
+    value.meta[_SOURCE] = (anchor.name, suffix, key)  # meta is analysis only, never saved
+    return value
+
+
+def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """Register a tensor, under its name, which has to be free."""
     value = ir.Value(
-        name=name,
+        name=tensor.name,
         shape=ir.Shape(tensor.shape.numpy()),
         type=ir.TensorType(tensor.dtype),
         const_value=tensor,
     )
-    value.meta[_SOURCE] = (anchor.name, suffix, key)  # meta is analysis only, never saved
     graph.register_initializer(value)
     return value

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 __all__ = [
     "MatMulNBitsInputs",
+    "fitting_block_size",
     "fold_into_scales",
     "kernel_block_size",
     "slow_kernel",
@@ -79,17 +80,29 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
     Raises:
         NoKernel: If none does.
     """
-    cost = _COST_2_BIT if weight.bits == 2 else _COST
-    fitting = [b for b in cost if weight.one_block or weight.block_size % b == 0]
-    if not fitting:
-        sizes = ", ".join(map(str, cost))
+    size = fitting_block_size(weight.bits, weight.block_size, weight.K)
+    if size is None:
+        sizes = ", ".join(map(str, _COST))
         what = (
             f"block_size {weight.block_size} of weight {weight.codes.name!r}"
             if weight.block_size > 1
             else f"weight {weight.codes.name!r}, with a scale for each index of K,"
         )
         raise NoKernel(f"{what} has no kernel: {sizes} and their multiples have one")
-    return min(fitting, key=lambda b: weight.blocks(b) * b * cost[b])
+    return size
+
+
+def fitting_block_size(bits: int, block_size: int, k: int) -> int | None:
+    """Return the cheapest block size of a kernel that keeps every number; None if none does.
+
+    Args:
+        bits: Of the codes.
+        block_size: As they are stored; ``k`` or more where a column has one scale.
+        k: Size of the reduced dimension.
+    """
+    cost = _COST_2_BIT if bits == 2 else _COST
+    fitting = [b for b in cost if block_size >= k or block_size % b == 0]
+    return min(fitting, key=lambda b: -(-k // b) * b * cost[b], default=None)
 
 
 def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:

@@ -516,7 +516,7 @@ def test_float16_constants_keep_their_digits(monkeypatch, include):
     have_scales(monkeypatch, 2)
     model = Model(
         "p = MatMul(x, V) a = Mul(p, up) [m] y = MatMul(a, W)",
-        {"V": SQUARE / 1e4, "up": np.array(1e3), **W},
+        {"V": SQUARE / 1e3, "up": np.array(1e2), **W},
     )
     norm = Model("a = LayerNormalization(x, g) [m] y = MatMul(a, W)", {"g": SCALE / 1e4, **W})
     linear = Model(

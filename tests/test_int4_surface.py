@@ -398,7 +398,7 @@ def test_an_object_whose_tensors_lie_in_files_is_refused(tmp_path, monkeypatch):
         location="d",
     )
     proto = onnx.load("m.onnx", load_external_data=False)
-    with pytest.raises(ModelFileError, match="of the model lies in a file: give the model's"):
+    with pytest.raises(ModelFileError, match="knows no folder; give a path"):
         int4.quantize(proto, "rtn")
 
 

@@ -105,7 +105,8 @@ class _Factor:
     def squares(self, d: Floats) -> Floats:
         """Return d^T H_b d of each column of ``[size, n]``, in some unit."""
         product = self.matrix @ d
-        return np.einsum("kn,kn->n", d if self.is_gram else product, product)
+        squares: Floats = np.einsum("kn,kn->n", d if self.is_gram else product, product)
+        return squares
 
 
 def _factor(tokens: Floats | None, gram: Floats | None, rows: slice) -> _Factor:

@@ -11,9 +11,9 @@ statistic of the weights that NVIDIA ModelOpt adds,
                                          w_mean = mean of |w| / (max |w| of its block)
 
 and a is searched on a grid for the least error of the outputs, tr(D^T H D) with
-D = dequantised(s W) / s - W and H = X^T X / count. ModelOpt takes blocks of every (K / size)-th
-row in w_mean; here they are the neighbours that share a scale. All weights that read an
-activation get one s, on the sum of their errors: it can be folded into the activation's
+D = dequantised(s W) / s - W and H = X^T X / count. In w_mean, ModelOpt takes every
+(K / size)-th row for a block; here it is the neighbours that share a scale. All weights that
+read an activation get one s, on the sum of their errors: it can be folded into the activation's
 producer only once.
 
 s belongs to the input channels, so a sample of the columns finds it as well as all of them:
@@ -56,8 +56,8 @@ class ScaleChoice:
     """Scales of the input channels of an activation.
 
     Attributes:
-        scales: float32 ``[K]``, finite and above 0: rows of weights are multiplied by them, the
-            activation is divided by them. All 1 where no alpha is better than that.
+        scales: float32 ``[K]``, finite and above 0, that rows of weights are multiplied and
+            the activation is divided by. All 1 where no alpha is better than that.
         alpha: The exponent; None where they are 1.
         loss: Square of the error of the outputs for each token, summed over the columns that
             were looked at.

@@ -40,12 +40,16 @@ class BlockFormat:
     scale_type: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
+        if not _is_int(self.bits) or self.bits not in (2, 4, 8):
             raise QuantizationError(f"bits is {self.bits!r}: 2, 4 or 8 is expected")
         size = self.block_size
-        if not isinstance(size, int) or (size < 1 and size != -1):
+        if not _is_int(size) or (size < 1 and size != -1):
             raise QuantizationError(
                 f"block_size is {size!r}: 1 or more is expected, or -1 for K"
+            )
+        if not isinstance(self.is_symmetric, bool):
+            raise QuantizationError(
+                f"is_symmetric is {self.is_symmetric!r}: True or False is expected"
             )
         if self.grid not in GRIDS:
             raise QuantizationError(f"grid is {self.grid!r}: one of {GRIDS} is expected")
@@ -83,3 +87,7 @@ class BlockFormat:
     def code_dtype(self) -> np.dtype[np.int8] | np.dtype[np.uint8]:
         """Type of codes, a byte each: int8 when symmetric, else uint8."""
         return np.dtype(np.int8) if self.is_symmetric else np.dtype(np.uint8)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -428,7 +428,8 @@ def _check_shape(array: npt.NDArray[Any], shape: ir.Shape | None, what: str) -> 
             f"{what} has shape {list(array.shape)}, but the model takes {expected}{hint}"
         )
     for size, dim in zip(array.shape, shape, strict=True):
-        if isinstance(dim, int) and size != dim:
+        # PaddlePaddle writes -1 for an open dimension.
+        if isinstance(dim, int) and dim >= 0 and size != dim:
             raise CalibrationError(
                 f"{what} has shape {list(array.shape)}, but the model takes {expected}"
             )

@@ -30,7 +30,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.constants import Refusal, constant
-from rewrite_rules.initializers import derived_initializer
+from rewrite_rules.fresh_names import FreshNames
+from rewrite_rules.initializers import new_initializer
 from rewrite_rules.products import read_product
 
 Floats = npt.NDArray[np.float32]
@@ -245,7 +246,11 @@ def apply_folds(
 
 
 def insert_mul(
-    activation: ir.Value, uses: Collection[Use], scales: Floats, anchor: ir.Value
+    activation: ir.Value,
+    uses: Collection[Use],
+    scales: Floats,
+    dtype: ir.DataType,
+    names: FreshNames,
 ) -> None:
     """Put ``Mul(activation, 1 / scales)`` between an activation and some of its readers.
 
@@ -253,21 +258,18 @@ def insert_mul(
         activation: The activation ``[..., K]``.
         uses: What gets the product.
         scales: float32 ``[K]``.
-        anchor: An initializer of the group, for the name.
+        dtype: Type of the activation, which the model need not say.
+        names: Names that are not taken.
     """
-    # An activation has its weight's type, whether or not the model says so.
-    dtype = anchor.const_value.dtype if anchor.const_value is not None else anchor.dtype
-    assert dtype is not None
-    inverse = (1 / scales).astype(dtype.numpy())
-    vector = derived_initializer(
-        anchor, ".channel_scales", lambda name: ir.Tensor(inverse, name=name), activation.name
-    )
-    node = ir.node("Mul", [activation, vector], name=f"{activation.name}.scaled")
-    (scaled,) = node.outputs
-    scaled.name = node.name
-    scaled.type, scaled.shape = activation.type, activation.shape
     graph = activation.graph
     assert isinstance(graph, ir.Graph)
+    inverse = (1 / scales).astype(dtype.numpy())
+    name = names.take(f"{activation.name}.channel_scales")
+    vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
+    node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
+    (scaled,) = node.outputs
+    scaled.name = node.name
+    scaled.type, scaled.shape = ir.TensorType(dtype), activation.shape
     producer = activation.producer()
     if producer is not None:
         graph.insert_after(producer, node)

@@ -270,15 +270,7 @@ def _load(model: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     """
     if not isinstance(model, onnx.ModelProto):
         return load_path(model).model
-    loaded = from_memory(model).model
-    for graph in loaded.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                raise ModelFileError(
-                    f"tensor {value.name!r} of the model lies in a file: give the model's "
-                    "path, or load it with its data (onnx.load does)"
-                )
-    return loaded
+    return from_memory(model).model
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,9 @@ and GatherBlockQuantized are made from these by the fusion's own rules.
 
 from __future__ import annotations
 
-__all__ = ["QuantizedWeight", "drop_unused", "read_through_dequantize"]
+__all__ = ["CodeWriter", "QuantizedWeight", "drop_unused"]
 
 import dataclasses
-import functools
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +24,8 @@ from ortplugins.quantization.tensor_reference import TensorReference
 from ortplugins.quantization.weight_sites import WeightSite
 from rewrite_rules.code_repacking import pack_rows
 from rewrite_rules.constants import int_attribute
-from rewrite_rules.initializers import derived_initializer
+from rewrite_rules.fresh_names import FreshNames
+from rewrite_rules.initializers import new_initializer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,17 +84,74 @@ class QuantizedWeight:
         return self.form.stored_bytes(self.K, self.N)
 
 
-def read_through_dequantize(site: WeightSite, weight: QuantizedWeight) -> None:
-    """Have a node read a quantised weight instead of its float one."""
-    dequantized = _dequantized(weight, site)
-    if weight.k_last == site.wanted_k_last:
-        site.node.replace_input_with(site.index, dequantized)
-    elif site.node.op_type == "Gemm" and site.index == 1:
-        flipped = 1 - int_attribute(site.node, "transB", 0)
-        site.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
-        site.node.replace_input_with(site.index, dequantized)
-    else:
-        site.node.replace_input_with(site.index, _transposed(dequantized, weight, site))
+class CodeWriter:
+    """Gives nodes of a model quantised weights to read; each weight is put in once."""
+
+    def __init__(self, names: FreshNames) -> None:
+        self._names = names
+        self._dequantized: dict[QuantizedWeight, ir.Value] = {}
+        self._transposed: dict[QuantizedWeight, ir.Value] = {}
+
+    def read_through_dequantize(self, site: WeightSite, weight: QuantizedWeight) -> None:
+        """Have a node read a quantised weight instead of its float one.
+
+        The first node of a weight has to be the first in the graph.
+        """
+        if weight not in self._dequantized:
+            self._dequantized[weight] = self._dequantize(weight, site)
+        value = self._dequantized[weight]
+        if weight.k_last != site.wanted_k_last:
+            if site.node.op_type == "Gemm" and site.index == 1:
+                flipped = 1 - int_attribute(site.node, "transB", 0)
+                site.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
+            else:
+                if weight not in self._transposed:
+                    self._transposed[weight] = self._transpose(weight, value)
+                value = self._transposed[weight]
+        site.node.replace_input_with(site.index, value)
+
+    def _dequantize(self, weight: QuantizedWeight, site: WeightSite) -> ir.Value:
+        """Put in a DequantizeLinear ahead of a node; return its output."""
+        producer = weight.source.producer()
+        graph = weight.source.graph if producer is None else producer.graph
+        assert isinstance(graph, ir.Graph)
+        base = (
+            f"{weight.source.name}.{weight.dtype.name.lower()}_block{weight.form.block_size}"
+        )
+        base = f"{base}_transposed" if weight.k_last else base
+        tensors = [_codes(weight, self._names.take(base))]
+        tensors.append(_scales(weight, self._names.take(f"{base}_scales")))
+        if weight.zero_points is not None:
+            tensors.append(_zero_points(weight, self._names.take(f"{base}_zero_points")))
+        inputs = [new_initializer(graph, tensor) for tensor in tensors]
+        axis = int(weight.k_last)
+        attributes = {"axis": 1 - axis} if weight.per_column else {"axis": axis}
+        if not weight.per_column:
+            attributes["block_size"] = weight.form.block_size
+        name = self._names.take(f"{base}.dequantized")
+        node = ir.node("DequantizeLinear", inputs, attributes, name=name)
+        _describe(node, weight, weight.shape)
+        # A reader in the body of an If or Loop sees what comes before that node.
+        graph.insert_before(site.node if site.node.graph is graph else graph[0], node)
+        return node.outputs[0]
+
+    def _transpose(self, weight: QuantizedWeight, value: ir.Value) -> ir.Value:
+        name = self._names.take(f"{value.name}.T")
+        node = ir.node("Transpose", [value], {"perm": [1, 0]}, name=name)
+        _describe(node, weight, weight.shape[::-1])
+        producer = value.producer()
+        assert producer is not None
+        assert isinstance(producer.graph, ir.Graph)
+        producer.graph.insert_after(producer, node)
+        return node.outputs[0]
+
+
+def _describe(node: ir.Node, weight: QuantizedWeight, shape: tuple[int, int]) -> None:
+    """Name a node's output and give it its type and shape."""
+    (value,) = node.outputs
+    value.name = node.name
+    value.type = ir.TensorType(_scale_dtype(weight))
+    value.shape = ir.Shape(shape)
 
 
 def drop_unused(value: ir.Value) -> None:
@@ -109,63 +166,12 @@ def drop_unused(value: ir.Value) -> None:
     graph = value.graph
     if value.uses() or value.is_graph_output() or graph is None or value.name is None:
         return
-    if value.is_initializer() and not value.is_graph_input():
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Constant":
+        assert isinstance(producer.graph, ir.Graph)
+        producer.graph.remove(producer, safe=True)
+    elif value.is_initializer() and not value.is_graph_input():
         del graph.initializers[value.name]
-
-
-def _dequantized(weight: QuantizedWeight, site: WeightSite) -> ir.Value:
-    """Return the output of the weight's DequantizeLinear, made at its first use."""
-    kind = f".{weight.dtype.name.lower()}_block{weight.form.block_size}"
-    kind = f"{kind}_transposed" if weight.k_last else kind
-    key = (weight.form, weight.k_last, weight.source_k_last)
-    makers = {"": _codes, "_scales": _scales}
-    if weight.zero_points is not None:
-        makers["_zero_points"] = _zero_points
-    inputs = [
-        derived_initializer(weight.source, kind + suffix, functools.partial(make, weight), key)
-        for suffix, make in makers.items()
-    ]
-    for use in inputs[0].uses():
-        return use.node.outputs[0]  # another node reads the weight, too
-    axis = int(weight.k_last)
-    attributes = {"axis": 1 - axis} if weight.per_column else {"axis": axis}
-    if not weight.per_column:
-        attributes["block_size"] = weight.form.block_size
-    node = ir.node(
-        "DequantizeLinear", inputs, attributes, name=f"{inputs[0].name}.dequantized"
-    )
-    _describe(node, weight, weight.shape)
-    _insert(node, weight, site)
-    return node.outputs[0]
-
-
-def _transposed(dequantized: ir.Value, weight: QuantizedWeight, site: WeightSite) -> ir.Value:
-    for use in dequantized.uses():
-        if use.node.op_type == "Transpose":
-            return use.node.outputs[0]
-    node = ir.node("Transpose", [dequantized], {"perm": [1, 0]}, name=f"{dequantized.name}.T")
-    _describe(node, weight, weight.shape[::-1])
-    producer = dequantized.producer()
-    assert producer is not None and isinstance(producer.graph, ir.Graph)
-    producer.graph.insert_after(producer, node)
-    return node.outputs[0]
-
-
-def _describe(node: ir.Node, weight: QuantizedWeight, shape: tuple[int, int]) -> None:
-    """Name a node's output and give it its type and shape."""
-    (value,) = node.outputs
-    value.name = node.name
-    value.type = ir.TensorType(ir.DataType[_scale_dtype(weight).name])
-    value.shape = ir.Shape(shape)
-
-
-def _insert(node: ir.Node, weight: QuantizedWeight, site: WeightSite) -> None:
-    """Put a node into the graph that owns the weight, ahead of its first reader."""
-    producer = weight.source.producer()
-    graph = weight.source.graph if producer is None else producer.graph
-    assert isinstance(graph, ir.Graph)
-    # A reader in the body of an If or Loop sees what comes before that node.
-    graph.insert_before(site.node if site.node.graph is graph else graph[0], node)
 
 
 def _scale_dtype(weight: QuantizedWeight) -> ir.DataType:

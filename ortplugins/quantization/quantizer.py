@@ -40,11 +40,11 @@ from ortplugins.quantization.group_work import (
     this_process,
 )
 from ortplugins.quantization.quantized_graph import (
+    CodeWriter,
     QuantizedWeight,
     drop_unused,
-    read_through_dequantize,
 )
-from ortplugins.quantization.report import NodeReport, QuantizeReport
+from ortplugins.quantization.report import NodeReport, QuantizeReport, counted_once
 from ortplugins.quantization.round_to_nearest import Floats
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weight_plan import (
@@ -53,6 +53,7 @@ from ortplugins.quantization.weight_plan import (
     Weight,
     WeightPlan,
 )
+from rewrite_rules.fresh_names import FreshNames
 
 _MORE_BITS = 8
 # Statistics by the activation's value, in batches that fit into memory.
@@ -206,11 +207,7 @@ class _Work:
         )
 
     def _weight_task(self, weight: Weight) -> WeightTask:
-        tensor = weight.value.const_value
-        if tensor is None:
-            tensor = ir.convenience.get_const_tensor(weight.value)
-        assert tensor is not None
-        task = self._room(weight, weight.form, self._sources.refer_to(tensor))
+        task = self._room(weight, weight.form, self._sources.refer_to(weight.tensor))
         if self._settings.share_of_8_bits and weight.form.bits < _MORE_BITS:
             form = dataclasses.replace(weight.form, bits=_MORE_BITS)
             return dataclasses.replace(task, alternative=self._room(weight, form, task.weight))
@@ -289,17 +286,25 @@ def _rewrite(
     """Put everything into the graph."""
     # All folds are looked for in the float graph, before any weight of it is replaced.
     folds: dict[ir.Value, list[Fold] | None] = {}
-    divided: dict[ir.Value, list[Floats]] = {
-        weight.value: [] for done in results for weight in done.group.weights
+    quantized = {
+        weight: _quantized(weight, done.task.weights[index])
+        for done in results
+        for index, weight in enumerate(done.group.weights)
     }
+    divided: dict[ir.Value, list[Floats]] = {weight.value: [] for weight in quantized}
+    by_value = {weight.value: codes for weight, codes in quantized.items()}
     for done in results:
         scales = done.result.channel_scales
         if scales is not None:
             for activation in done.group.activations:
-                uses = _uses(done.group, activation)
-                folds[activation] = (
-                    find_folds(activation, uses, scales) if settings.fold_scales else None
-                )
+                found = None
+                if settings.fold_scales:
+                    found = find_folds(activation, _uses(done.group, activation), scales)
+                if found and not all(_divisible(by_value, fold, scales) for fold in found):
+                    found = None
+                folds[activation] = found
+    names = FreshNames(plan.model)
+    writer = CodeWriter(names)
     for done in results:
         scales = done.result.channel_scales
         if scales is None:
@@ -309,26 +314,27 @@ def _rewrite(
             if found is not None:
                 apply_folds(found, scales, divided)
             else:
-                anchor = done.group.weights[0].value
-                insert_mul(activation, _uses(done.group, activation), scales, anchor)
+                # An activation has its weights' type, whether or not the model says so.
+                dtype = done.group.weights[0].tensor.dtype
+                insert_mul(activation, _uses(done.group, activation), scales, dtype, names)
     rows: dict[str, list[NodeReport]] = {}
     for row in plan.refused:
         rows.setdefault(row.node, []).append(row)
     for done in results:
         folded = "" if done.result.channel_scales is None else _how(done.group, folds)
         for index, weight in enumerate(done.group.weights):
-            quantized = _quantized(weight, done.task.weights[index])
             for scales in divided[weight.value]:
-                _divide_columns(quantized, scales)
+                _divide_columns(quantized[weight], scales)
             for site in weight.sites:
-                read_through_dequantize(site, quantized)
-            for row in _rows(weight, quantized, done, index, folded):
+                writer.read_through_dequantize(site, quantized[weight])
+            size = settings.stored_bytes(weight)
+            for row in _rows(weight, size, done, index, folded):
                 rows.setdefault(row.node, []).append(row)
     for done in results:
         for weight in done.group.weights:
             drop_unused(weight.value)
-    nodes = [rows[name].pop(0) for name in plan.order]
-    return QuantizeReport(settings.method, tuple(nodes), tuple(plan.notes))
+    nodes = counted_once(rows[name].pop(0) for name in plan.order)
+    return QuantizeReport(settings.method, nodes, tuple(plan.notes))
 
 
 def _uses(group: Group, activation: ir.Value) -> list[tuple[ir.Node, int]]:
@@ -359,6 +365,20 @@ def _quantized(weight: Weight, task: WeightTask) -> QuantizedWeight:
     )
 
 
+def _divisible(
+    quantized: dict[ir.Value, QuantizedWeight], fold: Fold, divisor: Floats
+) -> bool:
+    """Whether the scales of a quantised weight can be divided without losing digits."""
+    weight = quantized.get(fold.constant)
+    if weight is None or weight.form.scale_type == "float32":
+        return True
+    scales = weight.scales.map()
+    with np.errstate(over="ignore"):
+        exact = scales.astype(np.float32) / (divisor[:, None] if weight.k_last else divisor)
+        error = abs(exact.astype(scales.dtype).astype(np.float32) - exact)
+    return bool((error <= abs(exact) * np.finfo(scales.dtype).eps).all())
+
+
 def _divide_columns(weight: QuantizedWeight, divisor: Floats) -> None:
     """Divide the columns of a quantised weight: its scales are, its codes stay."""
     scales = weight.scales.map("r+")
@@ -366,7 +386,7 @@ def _divide_columns(weight: QuantizedWeight, divisor: Floats) -> None:
 
 
 def _rows(
-    weight: Weight, quantized: QuantizedWeight, done: _Done, index: int, folded: str
+    weight: Weight, size: int, done: _Done, index: int, folded: str
 ) -> Iterator[NodeReport]:
     result = done.result.weights[index]
     for position, site in enumerate(weight.sites):
@@ -383,7 +403,7 @@ def _rows(
             folded=folded,
             weight_error=result.weight_error,
             output_error=result.output_error,
-            bytes_before=0 if position else weight.nbytes,
-            bytes_after=0 if position else quantized.nbytes,
+            bytes_before=weight.nbytes,
+            bytes_after=0 if position else size,
             reason=done.group.reason,
         )

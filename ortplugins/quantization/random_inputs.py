@@ -73,7 +73,7 @@ def _guessed_shape(value: ir.Value) -> tuple[int, ...]:
     if value.shape is None:
         return (1, _LENGTH)
     return tuple(
-        dim if isinstance(dim, int) else _guessed_size(dim.value, axis)
+        dim if isinstance(dim, int) and dim >= 0 else _guessed_size(_symbol(dim), axis)
         for axis, dim in enumerate(value.shape)
     )
 
@@ -85,3 +85,8 @@ def _guessed_size(name: str | None, axis: int) -> int:
     if "batch" in label or (axis == 0 and not label):
         return 1
     return _LENGTH
+
+
+def _symbol(dim: int | ir.SymbolicDim) -> str | None:
+    """Name an open dimension; PaddlePaddle writes -1 for one without a name."""
+    return None if isinstance(dim, int) else dim.value

@@ -30,6 +30,7 @@ __all__ = [
     "in_blocks",
     "quantize_blocks",
     "round_to_grid",
+    "stored_scales",
 ]
 
 from typing import Any
@@ -97,15 +98,17 @@ def block_grid(
         steps = np.float32(form.highest_code)
         low, high = low.clip(max=0), high.clip(min=0)  # every range holds 0
         # Two quotients, not one: the difference of two finite numbers may be infinite.
-        scales = _stored(high / steps - low / steps, form)
+        scales = stored_scales(high / steps - low / steps, form)
         # A scale that was rounded down to its type may lead past the last code.
         zero_points = np.rint(-low / scales).clip(max=form.highest_code)
         return scales, zero_points.astype(np.uint8)
     if form.grid == "amax":
-        return _stored(np.maximum(high, -low) / np.float32(form.highest_code), form), None
+        return stored_scales(
+            np.maximum(high, -low) / np.float32(form.highest_code), form
+        ), None
     extreme = np.where(high > -low, high, low)
     # A negative scale is right: it turns the grid's longer end to the extreme.
-    return _stored(extreme / np.float32(form.lowest_code), form), None
+    return stored_scales(extreme / np.float32(form.lowest_code), form), None
 
 
 def round_to_grid(
@@ -178,7 +181,7 @@ def _ranges(weight: npt.NDArray[Any], size: int) -> tuple[Floats, Floats]:
     )
 
 
-def _stored(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
+def stored_scales(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
     """Round scales to the type that they are stored in; none is 0 or infinite.
 
     Raises:

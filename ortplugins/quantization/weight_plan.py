@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common
 
@@ -25,6 +26,7 @@ from ortplugins.quantization.group_work import METHODS
 from ortplugins.quantization.node_selection import Pattern, check_names, matches
 from ortplugins.quantization.report import NodeReport
 from ortplugins.quantization.weight_sites import OP_TYPES, WeightSite, find_sites, label
+from rewrite_rules.matmulnbits import fitting_block_size
 
 # Of an initializer of fewer elements is made a node; the loader knows the same number.
 _LIFTED_ELEMENTS = 16
@@ -44,6 +46,7 @@ class QuantizeSettings:
         nodes_to_exclude: The same; they keep their float weight.
         node_config: ``{pattern: {"bits": ..., "block_size": ...}}``; later ones win.
         codes_k_last: Whether codes are stored as ``[N, K]``.
+        for_kernels: Whether MatMulNBits and GatherBlockQuantized are made of them.
         share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits: those whose codes add
             the most error to their outputs.
         alphas: Exponents that AWQ tries for the scales of input channels; None for its own.
@@ -61,6 +64,7 @@ class QuantizeSettings:
     nodes_to_exclude: Sequence[Pattern] = ()
     node_config: Mapping[Any, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     codes_k_last: bool = False
+    for_kernels: bool = False
     share_of_8_bits: float = 0.0
     alphas: tuple[float, ...] | None = None
     clip_ratios: tuple[float, ...] | None = None
@@ -109,10 +113,23 @@ class QuantizeSettings:
         """Whether it wants all of their second moments."""
         return "gptq" in METHODS[self.method]
 
+    def stored_bytes(self, weight: Weight) -> int:
+        """Return the bytes that codes, scales and zero points take in the model."""
+        form = weight.form
+        if self.for_kernels and weight.sites[0].activation is not None:
+            size = fitting_block_size(form.bits, form.size_along(weight.K), weight.K)
+            if size is not None:
+                # MatMulNBits' blocks and rows of zero points are filled up.
+                blocks = -(-weight.K // size)
+                scales = blocks * np.dtype(form.scale_type).itemsize
+                zero_points = 0 if form.is_symmetric else -(-blocks * form.bits // 8)
+                row = blocks * size * form.bits // 8 + scales + zero_points
+                return weight.N * row
+        return form.stored_bytes(weight.K, weight.N)
+
     def form_of(self, site: WeightSite) -> BlockFormat:
         """Return how a site's weight is quantised."""
-        tensor = site.weight.const_value
-        half = tensor is not None and tensor.dtype is ir.DataType.FLOAT16
+        half = site.tensor.dtype is ir.DataType.FLOAT16
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
         for pattern, config in self.node_config.items():
             if matches(pattern, site.label):
@@ -153,8 +170,12 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes in float."""
-        assert self.value.const_value is not None
-        return self.value.const_value.nbytes
+        return self.tensor.nbytes
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        """What it holds in float."""
+        return self.sites[0].tensor
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,6 +198,7 @@ class WeightPlan:
     """What is to be quantised.
 
     Attributes:
+        model: The model.
         groups: The weights, by activation.
         refused: The nodes that keep their weight, and why.
         notes: Things to know.
@@ -184,6 +206,7 @@ class WeightPlan:
         order: Label of every node with a constant matrix, in the model's order.
     """
 
+    model: ir.Model
     groups: list[Group]
     refused: list[NodeReport]
     notes: list[str]
@@ -214,7 +237,7 @@ def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
     notes = _check_patterns(settings, order)
     chosen = []
     for site in sites:
-        if reason := _excluded(settings, site.label):
+        if reason := _excluded(settings, site.label) or _no_kernel(settings, site):
             refused.append(_untouched(site, reason))
         else:
             chosen.append(site)
@@ -229,7 +252,7 @@ def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
         notes.append("nodes of model-local functions are not quantised: inline them first")
     groups = _grouped(list(weights.values()))
     kernels = sum(node.op_type in _KERNELS for node in model.graph.all_nodes())
-    return WeightPlan(groups, refused, notes, kernels, order)
+    return WeightPlan(model, groups, refused, notes, kernels, order)
 
 
 def _check_patterns(settings: QuantizeSettings, names: Sequence[str]) -> list[str]:
@@ -254,9 +277,16 @@ def _excluded(settings: QuantizeSettings, name: str) -> str:
     return ""
 
 
+def _no_kernel(settings: QuantizeSettings, site: WeightSite) -> str:
+    """Say why a table has no GatherBlockQuantized; empty where it has, or needs none."""
+    bits = settings.form_of(site).bits
+    if settings.for_kernels and site.activation is None and site.K * bits % 8:
+        return f"GatherBlockQuantized wants rows of whole bytes, not {site.K} x {bits} bits"
+    return ""
+
+
 def _untouched(site: WeightSite, reason: str) -> NodeReport:
-    tensor = site.weight.const_value
-    size = 0 if tensor is None else tensor.nbytes
+    size = site.tensor.nbytes
     return NodeReport(
         site.label,
         site.node.op_type,

@@ -37,6 +37,7 @@ class WeightSite:
         node: The node.
         index: Which input the matrix is.
         weight: The initializer, or the output of the Constant node, that holds it.
+        tensor: What it holds.
         K: Size that is reduced; for Gather, the length of a row.
         N: Number of output columns; for Gather, of rows.
         stored_k_last: Whether the initializer is ``[N, K]``, and not ``[K, N]``.
@@ -48,6 +49,7 @@ class WeightSite:
     node: ir.Node
     index: int
     weight: ir.Value
+    tensor: ir.TensorProtocol
     K: int
     N: int
     stored_k_last: bool
@@ -135,17 +137,19 @@ def _site(
     if 0 in shape:
         raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
     if kind == "Gather":
-        return _gather_site(node, root, swapped, shape)
+        return _gather_site(node, root, tensor, swapped)
     product = read_product(node, index)
     wanted_k_last = product.k_axis == 1
     stored_k_last = wanted_k_last != swapped
     n, k = shape if stored_k_last else shape[::-1]
     activation = product.x
-    assert activation is not None
+    if activation is None:
+        return None  # no valid node
     return WeightSite(
         node=node,
         index=index,
         weight=root,
+        tensor=tensor,
         K=k,
         N=n,
         stored_k_last=stored_k_last,
@@ -156,15 +160,16 @@ def _site(
 
 
 def _gather_site(
-    node: ir.Node, root: ir.Value, swapped: bool, shape: tuple[int, ...]
+    node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool
 ) -> WeightSite:
-    if int_attribute(node, "axis", 0) != 0 or swapped:
+    if int_attribute(node, "axis", 0) not in (0, -2) or swapped:
         raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
-    rows, width = shape
+    rows, width = tensor.shape.numpy()
     return WeightSite(
         node=node,
         index=0,
         weight=root,
+        tensor=tensor,
         K=width,
         N=rows,
         stored_k_last=True,
@@ -210,10 +215,7 @@ def _check_not_quantised(value: ir.Value) -> None:
     node = value.producer()
     while node is not None and len(through) < 8:
         if node.op_type in _QUANTISED:
-            source = node.inputs[0] if node.inputs else None
-            if source is not None and (
-                constant(source) is not None or node.op_type == "QuantizeLinear"
-            ):
+            if _reads_a_constant(node):
                 raise Refusal(f"already quantised, by {label(node)!r}")
             return
         if node.op_type not in ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"):
@@ -229,3 +231,18 @@ def _check_not_quantised(value: ir.Value) -> None:
                 "constants, with onnxruntime's or onnx_ir's own optimiser"
             )
         node = value.producer()
+
+
+def _reads_a_constant(node: ir.Node) -> bool:
+    """Whether codes are constants, or made from some: weights trained for quantisation are."""
+    for _ in range(2):
+        source = node.inputs[0] if node.inputs else None
+        if source is None:
+            return False
+        if constant(source) is not None:
+            return True
+        producer = source_of(source).producer()
+        if producer is None or producer.op_type != "QuantizeLinear":
+            return False
+        node = producer
+    return False

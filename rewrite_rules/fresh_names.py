@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: MIT
+"""Names that nothing in a model has yet, for new values and nodes."""
+
+from __future__ import annotations
+
+__all__ = ["FreshNames"]
+
+import onnx_ir as ir
+
+
+class FreshNames:
+    """Hands out names that are not taken, by any value or node of the model or its bodies."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken: set[str] = set()
+        for graph in model.graphs():
+            self._taken.update(value.name or "" for value in graph.inputs)
+            self._taken.update(graph.initializers)
+            for node in graph:
+                self._taken.add(node.name or "")
+                self._taken.update(value.name or "" for value in node.outputs)
+
+    def take(self, name: str) -> str:
+        """Return a name, or it with a number behind, and count it as taken."""
+        fresh, attempt = name, 0
+        while fresh in self._taken:
+            attempt += 1
+            fresh = f"{name}_{attempt}"
+        self._taken.add(fresh)
+        return fresh

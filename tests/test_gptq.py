@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: MIT
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ortplugins.errors import QuantizationError
+from ortplugins.quantization.block_format import BlockFormat
+from ortplugins.quantization.gptq import gptq
+from ortplugins.quantization.round_to_nearest import dequantize_blocks, quantize_blocks
+from ortplugins.quantization.sensitivity import output_error, worth_more_bits
+
+PLAIN = {"ratios": (1.0,), "revisits": 0}
+FORMS = [
+    BlockFormat(bits, size, symmetric, grid)
+    for bits in (2, 4, 8)
+    for size in (-1, 16, 24)
+    for symmetric, grid in ((True, "extreme"), (True, "amax"), (False, "extreme"))
+]
+
+
+def correlated(rng, k, tokens=2048):
+    """Activations of a few directions and some noise, channels of different energy."""
+    x = rng.normal(size=(tokens, k // 8 + 1)) @ rng.normal(size=(k // 8 + 1, k))
+    x += 0.3 * rng.normal(size=x.shape)
+    x *= np.exp(rng.normal(size=k))
+    return x.astype(np.float32)
+
+
+def problem(k=64, n=40, seed=0):
+    rng = np.random.default_rng(seed)
+    x = correlated(rng, k)
+    return rng.normal(size=(k, n)).astype(np.float32), x.T @ x / np.float32(len(x))
+
+
+def damped(gram, relative=1.0, absolute=0.01):
+    h = gram.astype(np.float64)
+    energy = np.diag(h)
+    return h + np.diag(relative * energy + absolute * energy.mean())
+
+
+def loss(weight, hessian, quantized, form):
+    d = dequantize_blocks(*quantized, form).astype(np.float64) - weight
+    return float(np.sum(d * (hessian @ d)))
+
+
+def same(one, other):
+    return all(
+        (a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def paper(weight, hessian, order, form):
+    """The paper's algorithm, row by row, in float64, with the inverse."""
+    k, n = weight.shape
+    size = form.size_along(k)
+    w = weight.astype(np.float64)
+    codes = np.zeros((k, n), int)
+    scales = np.zeros((form.blocks(k), n))
+    zeros = np.zeros((form.blocks(k), n))
+    inverse = np.linalg.inv(hessian[np.ix_(order, order)])
+    upper = np.linalg.cholesky(inverse).T
+    for i, row in enumerate(order):
+        b = row // size
+        if i == 0 or order[i - 1] // size != b:
+            block = w[b * size : (b + 1) * size].astype(np.float32)
+            scale, zero = quantize_blocks(
+                block, BlockFormat(form.bits, -1, form.is_symmetric, form.grid)
+            )[1:]
+            scales[b] = scale[0]
+            zeros[b] = 0 if zero is None else zero[0]
+        for c in range(n):
+            code = np.rint(w[row, c] / scales[b, c]) + zeros[b, c]
+            codes[row, c] = min(max(code, form.lowest_code), form.highest_code)
+            error = w[row, c] - (codes[row, c] - zeros[b, c]) * scales[b, c]
+            for j in range(i + 1, k):
+                w[order[j], c] -= error / upper[i, i] * upper[i, j]
+    return codes, scales, zeros
+
+
+@pytest.mark.parametrize("order", ["natural", "energy"])
+@pytest.mark.parametrize("form", [BlockFormat(4, 8), BlockFormat(4, 7, False)])
+def test_codes_are_those_of_the_paper_in_float64(form, order):
+    weight, gram = problem(22, 9)
+    blocks = list(range(form.blocks(22)))
+    size = form.block_size
+    if order == "energy":
+        mean = [np.diag(gram)[b * size : (b + 1) * size].mean() for b in blocks]
+        blocks = sorted(blocks, key=lambda b: -mean[b])
+    rows = [r for b in blocks for r in range(b * size, min((b + 1) * size, 22))]
+    codes, scales, zeros = gptq(weight, gram, form, order=order, **PLAIN)
+    expected = paper(weight, damped(gram), rows, form)
+    # A tie within the last bits of float32 may round the other way; none does here.
+    assert np.array_equal(codes, expected[0])
+    np.testing.assert_allclose(scales, expected[1], rtol=1e-5)
+    if zeros is not None:
+        assert np.array_equal(zeros, expected[2])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_diagonal_gram_is_rounding_to_nearest(form):
+    weight, gram = problem(52, 11)
+    for diagonal in (np.eye(52), np.diag(np.diag(gram)), np.zeros((52, 52))):
+        done = gptq(weight, diagonal.astype(np.float32), form, **PLAIN)
+        assert same(done, quantize_blocks(weight, form))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_types_shapes_and_codes_in_range(form):
+    weight, gram = problem(52, 11)
+    codes, scales, zeros = gptq(weight, gram, form)
+    nearest = quantize_blocks(weight, form)
+    assert codes.dtype == nearest[0].dtype and codes.shape == nearest[0].shape
+    assert scales.dtype == np.float32 and scales.shape == nearest[1].shape
+    assert (zeros is None) == form.is_symmetric
+    assert codes.min() >= form.lowest_code and codes.max() <= form.highest_code
+    assert np.isfinite(scales).all() and (scales != 0).all()
+    h = damped(gram)
+    done = loss(weight, h, (codes, scales, zeros), form)
+    assert done < loss(weight, h, nearest, form)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_output_error_on_correlated_inputs_is_a_third(symmetric):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(4096, 64)) @ rng.normal(size=(64, 512))
+    x = (x + 0.5 * rng.normal(size=x.shape)).astype(np.float32)
+    weight = rng.normal(size=(512, 256)).astype(np.float32)
+    gram = x.T @ x / np.float32(len(x))
+    form = BlockFormat(is_symmetric=symmetric)
+    errors = [
+        output_error(weight, dequantize_blocks(*done, form), gram=gram) ** 0.5
+        for done in (
+            quantize_blocks(weight, form),
+            gptq(weight, gram, form, relative_damping=0.0),
+            gptq(weight, gram, form),
+        )
+    ]
+    assert errors[1] < errors[0] / 3
+    assert errors[2] < errors[0] / 1.8  # damping gives some of it up, for unseen inputs
+
+
+def test_revisits_only_lower_the_loss():
+    weight, gram = problem(96, 50, seed=4)
+    for form in (BlockFormat(), BlockFormat(2, 20, False), BlockFormat(scale_type="float16")):
+        losses = [
+            loss(weight, damped(gram), gptq(weight, gram, form, revisits=r), form)
+            for r in (0, 1, 2, 3)
+        ]
+        assert losses[1] < losses[0]
+        assert all(b <= a * (1 + 1e-6) for a, b in zip(losses, losses[1:], strict=False))
+
+
+def test_one_revisit_of_two_blocks_is_the_best_rounding_given_the_rest():
+    weight, gram = problem(4, 3, seed=5)
+    form = BlockFormat(2, 2)
+    done = gptq(weight, gram, form, revisits=20)
+    h = damped(gram)
+    kept = loss(weight, h, done, form)
+    # No single code can be changed for a better one by much: within a block the rows are
+    # rounded one after the other, not jointly.
+    for row in range(4):
+        for column in range(3):
+            for code in range(form.lowest_code, form.highest_code + 1):
+                codes = done[0].copy()
+                codes[row, column] = code
+                assert loss(weight, h, (codes, *done[1:]), form) > 0.9 * kept
+
+
+def test_ratios_only_help_the_block_they_are_chosen_for():
+    weight, gram = problem(48, 20)
+    form = BlockFormat(4, -1)
+    h = damped(gram)
+    one = gptq(weight, gram, form, ratios=(1.0,))
+    many = gptq(weight, gram, form)
+    assert loss(weight, h, many, form) <= loss(weight, h, one, form)
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 5), (5, 1), (33, 7), (64, 3), (65, 129)])
+@pytest.mark.parametrize("size", [1, 16, 32, 128, -1])
+def test_any_shape(k, n, size):
+    weight, gram = problem(k, n)
+    for symmetric in (True, False):
+        form = BlockFormat(4, size, symmetric)
+        codes, scales, _ = done = gptq(weight, gram, form)
+        assert codes.shape == (k, n) and scales.shape == (form.blocks(k), n)
+        assert np.isfinite(dequantize_blocks(*done, form)).all()
+
+
+def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
+    weight, gram = problem(64, 16)
+    dead = [3, 4, 40]
+    gram[dead] = gram[:, dead] = 0
+    form = BlockFormat()
+    for damping in (0.0, 0.01):
+        codes, scales, _ = gptq(
+            weight, gram, form, damping=damping, relative_damping=0, revisits=0
+        )
+        nearest = np.rint(weight[dead] / scales[[0, 0, 1]]).clip(-8, 7)
+        # The range of a block is that of its moved rows: it may clip, but moves no dead row.
+        assert np.array_equal(codes[dead], nearest)
+    one = np.ones((2, 64), np.float32)
+    for singular in (one.T @ one, np.diag(np.eye(64)[5])):
+        done = gptq(weight, singular.astype(np.float32), form, damping=0, relative_damping=0)
+        assert np.isfinite(dequantize_blocks(*done, form)).all()
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-6, 1e12, 1e30])
+def test_the_unit_of_the_gram_changes_nothing(unit):
+    weight, gram = problem()
+    done = gptq(weight, gram.astype(np.float64), **PLAIN)
+    other = gptq(weight, gram.astype(np.float64) * unit, **PLAIN)
+    assert (done[0] != other[0]).mean() < 0.01
+
+
+def test_zero_weights_and_layouts_of_memory():
+    weight, gram = problem()
+    weight[:32] = 0
+    done = gptq(weight, gram)
+    assert not done[0][:32].any() or np.isfinite(done[1]).all()
+    assert same(done, gptq(np.asfortranarray(weight), gram))
+    nothing = np.zeros((64, 5), np.float32)
+    assert not dequantize_blocks(*gptq(nothing, gram), BlockFormat()).any()
+
+
+def test_same_bits_in_any_number_of_threads():
+    weight, gram = problem(96, 200)
+    expected = gptq(weight, gram)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(same(expected, r) for r in pool.map(lambda _: gptq(weight, gram), range(8)))
+
+
+def test_refusals():
+    weight, gram = problem()
+    for bad in (np.nan, np.inf):
+        broken = weight.copy()
+        broken[3, 3] = bad
+        with pytest.raises(QuantizationError, match="weight holds NaN or infinite"):
+            gptq(broken, gram)
+        broken = gram.copy()
+        broken[3, 3] = bad
+        with pytest.raises(QuantizationError, match="Gram matrix holds NaN or infinite"):
+            gptq(weight, broken)
+    with pytest.raises(QuantizationError, match=r"\[64, 64\] is expected"):
+        gptq(weight, gram[:5, :5])
+    with pytest.raises(QuantizationError, match="negative numbers on its diagonal"):
+        gptq(weight, -gram)
+    with pytest.raises(QuantizationError, match=r"\[K, N\] is expected"):
+        gptq(weight[0], gram)
+    options = ({"order": "act"}, {"damping": -1}, {"ratios": ()}, {"ratios": (0.0,)})
+    for option in (*options, {"revisits": -1}, {"relative_damping": np.nan}):
+        with pytest.raises(ValueError, match="expected"):
+            gptq(weight, gram, **option)
+
+
+def test_output_error_is_that_of_the_products():
+    weight, _ = problem(20, 6)
+    x = correlated(np.random.default_rng(1), 20, tokens=30)
+    other = weight + np.float32(0.01)
+    expected = float((((other - weight) @ np.eye(6)).T @ x.T).__pow__(2).sum() / len(x))
+    assert output_error(weight, other, tokens=x) == pytest.approx(expected, rel=1e-4)
+    gram = x.T @ x / np.float32(len(x))
+    assert output_error(weight, other, gram=gram) == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(QuantizationError, match="neither"):
+        output_error(weight, other)
+    with pytest.raises(QuantizationError, match="are expected"):
+        output_error(weight, other[:3], gram=gram)
+
+
+def test_most_error_for_each_element_first():
+    errors, sizes = [8.0, 9.0, 1.0, 0.0], [100, 900, 10, 1]
+    assert worth_more_bits(errors, sizes, 0.11) == [2, 0]
+    assert worth_more_bits(errors, sizes, 0.95) == [2, 0]  # the greatest does not fit
+    assert worth_more_bits(errors, sizes, 1.0) == [2, 0, 1]
+    assert worth_more_bits(errors, sizes, 0.0) == []
+    for bad in (([1.0], [1, 2], 0.1), ([np.nan], [1], 0.1), ([1.0], [0], 0.1), ([], [], 2)):
+        with pytest.raises(ValueError, match="expected"):
+            worth_more_bits(*bad)
