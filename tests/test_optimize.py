@@ -351,3 +351,27 @@ def test_a_pass_named_twice_is_refused():
     name = "dq_matmulnbits_fusion"
     with pytest.raises(OptionError, match="is given 2 times"):
         ortplugins.optimize(ALIASABLE.model(), passes=[name, name])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """seq (float[2, 4] x) => (float[4, 4] y) {
+            s = SequenceConstruct(x, x)
+            y = ConcatFromSequence<axis = 0>(s)
+        }""",
+        """given (seq(float[2, 4]) x) => (float[a, 4] y) {
+            s = Identity(x)
+            y = ConcatFromSequence<axis = 0>(s)
+        }""",
+    ],
+)
+def test_sequences_stay_sequences(text, tmp_path):
+    model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    ortplugins.optimize(model, tmp_path / "out.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "out.onnx", providers=["CPUExecutionProvider"]
+    )
+    ones = np.ones((2, 4), np.float32)
+    fed = [ones, ones] if text.startswith("given") else ones
+    assert session.run(None, {"x": fed})[0].shape == (4, 4)
