@@ -113,6 +113,8 @@ def import_onnxruntime_gptq() -> Callable[[Job], None]:
     from onnxruntime.quantization.matmul_nbits_quantizer import GPTQWeightOnlyQuantConfig
 
     def run(job: Job) -> None:
+        # It opens the model from memory and looks for its data in the working directory.
+        os.chdir(Path(job.model).parent)
         # Its block_size is that of GPTQ's column blocks: codes' blocks are the quantizer's.
         config = GPTQWeightOnlyQuantConfig(calibration_data_reader=Samples(job.calibration))
         run_onnxruntime(job, config)
@@ -156,8 +158,6 @@ def main() -> None:
     """Do the job that the command line holds."""
     job = Job(**json.loads(sys.argv[1]))
     run = TOOLS[job.tool]()
-    # onnxruntime's GPTQ opens the model from memory and looks for its data here.
-    os.chdir(Path(job.model).parent)
     logging.getLogger("onnxruntime").setLevel(logging.ERROR)  # or a line for each node
     start = time.perf_counter()
     run(job)

@@ -142,7 +142,7 @@ def optimize(
         finish=finish,
         progress=progress,
     )
-    needs = _session_settings(plan)
+    needs = _session_settings(plan, runs)
     if baked:
         needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
     notes += [f"sessions on this file need {name} = {value}" for name, value in needs.items()]
@@ -199,7 +199,7 @@ def build_artifact(
     if later and not runs.any_fired:  # all that was to follow was refused
         _remove_model(folder)
         baked = False
-    needs = _session_settings(plan)
+    needs = _session_settings(plan, runs)
     source = "built" if runs.any_fired else "untouched"
     report = Report(runs.reports(), source, tuple(notes))
     for text in runs.provisional:
@@ -240,7 +240,7 @@ def _remove_model(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _session_settings(plan: Plan) -> dict[str, str]:
+def _session_settings(plan: Plan, runs: PassRuns) -> dict[str, str]:
     """What the passes want of the session, tried on options of our own.
 
     Raises:
@@ -259,6 +259,7 @@ def _session_settings(plan: Plan) -> dict[str, str]:
         except Exception as error:
             raise PassError(f"pass {item.name!r}: session_settings: {error}") from error
         needs.update(wanted)
+    needs.update(runs.session_settings)
     return needs
 
 

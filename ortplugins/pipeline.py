@@ -31,11 +31,13 @@ class PassRuns:
 
     Attributes:
         provisional: What broke and may work another time.
+        session_settings: What passes found that sessions on this model need.
     """
 
     def __init__(self) -> None:
         self._reports: dict[str, PassReport] = {}
         self.provisional: list[str] = []
+        self.session_settings: dict[str, str] = {}
 
     def add(self, report: PassReport) -> None:
         """Append what a pass did in one stage."""
@@ -88,7 +90,14 @@ def run_stage(
         start = time.perf_counter()
         try:
             getattr(item, stage)(
-                target, PassContext(remarks, tuple(providers), target_version, final_graph)
+                target,
+                PassContext(
+                    remarks,
+                    tuple(providers),
+                    target_version,
+                    final_graph,
+                    runs.session_settings,
+                ),
             )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.

@@ -151,15 +151,23 @@ class Dependencies:
             file_order: The nodes as another file would have them; None for this one.
         """
         rank = self._ranks(file_order) or range(len(self.nodes))
+        late = len(self.nodes)
+        return self.smallest_first(
+            [
+                rank[node] if first else rank[node] + late
+                for node, first in enumerate(self.shape_readers)
+            ]
+        )
+
+    def smallest_first(self, key: Sequence[int]) -> list[int]:
+        """Return the order in which the ready node with the smallest key runs next.
+
+        Args:
+            key: A number for each node, no two alike.
+        """
         absent = set(self.constants)
         waiting = [len(producers) for producers in self.producers]
-        # Shape and Size are no nearer to the front among themselves than their index.
-        late = len(self.nodes)
-        key = [
-            rank[node] if first else rank[node] + late
-            for node, first in enumerate(self.shape_readers)
-        ]
-        at_key = {position: node for node, position in enumerate(key)}
+        at_key = {number: node for node, number in enumerate(key)}
         heap = [
             key[node]
             for node in range(len(self.nodes))
@@ -236,7 +244,7 @@ def bodies(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def captures(node: ir.Node) -> list[ir.Value]:
-    """Values that the bodies of a node, and bodies within them, read from outside; each once."""
+    """Values that a node's bodies, and those within them, read from outside; each once."""
     found: dict[ir.Value, None] = {}
     # A value belongs to one graph; those of the bodies themselves are not from outside.
     inside: set[ir.Graph] = set()
@@ -258,7 +266,7 @@ def _belongs_to(value: ir.Value, graphs: set[ir.Graph]) -> bool:
 
 
 def _check_names(nodes: Sequence[ir.Node]) -> None:
-    """onnxruntime refuses such a graph as well, but what we read of it would be arbitrary."""
+    """Refuse two values of one name, as onnxruntime does."""
     makers: dict[str, ir.Node] = {}
     for node in nodes:
         for value in node.outputs:

@@ -121,12 +121,15 @@ class PassContext:
             ``("CPUExecutionProvider",)``.
         onnxruntime: Major and minor version that the result is for; None for the newest.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
+        session_settings: What sessions on the result have to be set to, for this model; a pass
+            adds to it. As ``Pass.session_settings`` returns them, and after those.
     """
 
     remarks: Remarks
     providers: Sequence[str] = ("CPUExecutionProvider",)
     onnxruntime: tuple[int, int] | None = None
     final_graph: bool = False
+    session_settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def cpu_only(self) -> bool:

@@ -13,6 +13,7 @@ __all__ = [
     "PassWarning",
     "Plan",
     "PrepackedWeights",
+    "ShapeSizeReorder",
     "configure",
     "enable_key",
     "option",
@@ -21,7 +22,11 @@ __all__ = [
     "registered_passes",
 ]
 
-from session_options.builtin_passes import DqMatMulNBitsFusion, PrepackedWeights
+from session_options.builtin_passes import (
+    DqMatMulNBitsFusion,
+    PrepackedWeights,
+    ShapeSizeReorder,
+)
 from session_options.keys import OptionError, enable_key, option, option_key
 from session_options.passes import Pass
 from session_options.plan import Plan, configure, read

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-__all__ = ["BUILTIN_PASSES", "DqMatMulNBitsFusion", "PrepackedWeights"]
+__all__ = [
+    "BUILTIN_PASSES",
+    "DqMatMulNBitsFusion",
+    "PrepackedWeights",
+    "ShapeSizeReorder",
+]
 
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import option
+from session_options.keys import OptionError, option, option_key
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
@@ -55,6 +60,58 @@ class DqMatMulNBitsFusion(Pass):
 
         options = FusionOptions(self.accuracy_level, self.slow_kernels, self.float_limit_mb)
         fuse(model, options, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeSizeReorder(Pass):
+    """Shape and Size read early and small; nodes run in an order of low peak memory."""
+
+    name: ClassVar[str] = "shape_size_reorder"
+    summary: ClassVar[str] = "free tensors that only their shapes keep, order nodes for memory"
+    # Last of those that change the graph.
+    position: ClassVar[int] = 80
+
+    dims: str = option(
+        "",
+        "Numbers that symbolic dimensions count as where memory is reckoned: "
+        "batch=1,seq=512. Others count as 128. Results are right for any sizes.",
+    )
+    for_default_order: bool = option(
+        False,
+        "Write a file whose default order is good, for sessions that can't be told to run in "
+        "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OptionError: If ``dims`` is no list of names and sizes.
+        """
+        super().__post_init__()
+        self._sizes()
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Rewrite and reorder in place; see :mod:`rewrite_rules.shape_size_reorder`.
+
+        After onnxruntime's own fusions: they give new nodes another place, and which of them
+        fire depends on where shapes are read.
+        """
+        from rewrite_rules.shape_size_reorder import reorder
+
+        reorder(model, self._sizes(), self.for_default_order, context)
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = {}
+        for part in filter(None, (part.strip() for part in self.dims.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not (name and equals and size.isdecimal()):
+                raise OptionError(
+                    f"{option_key(self.name, 'dims')} is {self.dims!r}: {part!r} is no "
+                    "NAME=SIZE, as in batch=1,seq=512"
+                )
+            sizes[name] = int(size)
+        return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,4 +173,8 @@ class PrepackedWeights(Pass):
         return self.verify == "digest"
 
 
-BUILTIN_PASSES: tuple[type[Pass], ...] = (DqMatMulNBitsFusion, PrepackedWeights)
+BUILTIN_PASSES: tuple[type[Pass], ...] = (
+    DqMatMulNBitsFusion,
+    ShapeSizeReorder,
+    PrepackedWeights,
+)

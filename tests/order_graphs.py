@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Random graphs with everything that an order depends on, and what onnxruntime makes of them."""
+"""Random graphs with everything that an order depends on; what onnxruntime makes of them."""
 
 from __future__ import annotations
 
@@ -253,12 +253,11 @@ def profile(
     priority: bool = False,
     inputs: dict[str, np.ndarray] | None = None,
     cond: bool = True,
-    disable: bool = True,
+    options: ort.SessionOptions | None = None,
 ) -> list[dict]:
     """Events of the nodes that ran, in the order in which they ended; bodies' among them."""
-    options = ort.SessionOptions()
-    if disable:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options = options or ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if priority:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = 1

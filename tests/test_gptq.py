@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_revisits_only_lower_the_loss():
             for r in (0, 1, 2, 3)
         ]
         assert losses[1] < losses[0]
-        assert all(b <= a * (1 + 1e-6) for a, b in zip(losses, losses[1:], strict=False))
+        assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses))
 
 
 def test_one_revisit_of_two_blocks_is_the_best_rounding_given_the_rest():

@@ -13,8 +13,8 @@ statistic of the weights that NVIDIA ModelOpt adds,
 and a is searched on a grid for the least error of the outputs, tr(D^T H D) with
 D = dequantised(s W) / s - W and H = X^T X / count. In w_mean, ModelOpt takes every
 (K / size)-th row for a block; here it is the neighbours that share a scale. All weights that
-read an activation get one s, on the sum of their errors: it can be folded into the activation's
-producer only once.
+read an activation get one s, on the sum of their errors: only one can be folded into the
+activation's producer.
 
 s belongs to the input channels, so a sample of the columns finds it as well as all of them:
 with an eighth the perplexity of SmolLM2-135M is the same, in an eighth of the time.

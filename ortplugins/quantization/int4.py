@@ -45,7 +45,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import ModelFileError, OrtpluginsWarning, QuantizationError
+from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_files import from_memory, load_path
 from ortplugins.quantization.int4_awq import (
     AWQClipHelper,

@@ -46,6 +46,7 @@ from ortplugins.quantization.quantized_graph import (
 )
 from ortplugins.quantization.report import NodeReport, QuantizeReport, counted_once
 from ortplugins.quantization.round_to_nearest import Floats
+from ortplugins.quantization.sensitivity import worth_more_bits
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weight_plan import (
     Group,
@@ -255,25 +256,15 @@ def _statistics(
 
 
 def _with_more_bits(results: Sequence[_Done], share: float) -> list[_Done]:
-    """Give more bits to weights where they take away the most error, as far as they go.
-
-    The error is that of the outputs, not relative to them: what a layer adds to the residual
-    stream counts by its size. On SmolLM2-135M that chooses better than relative errors.
-    """
-    candidates = []
-    for number, done in enumerate(results):
-        for index, weight in enumerate(done.group.weights):
-            result = done.result.weights[index]
-            if result.alternative is not None:
-                gain = result.added_error - result.alternative.added_error
-                size = weight.K * weight.N
-                candidates.append((gain / size, number, index, size))
-    room = share * sum(w.K * w.N for done in results for w in done.group.weights)
-    chosen = set()
-    for _, number, index, size in sorted(candidates, reverse=True):
-        if size <= room:
-            room -= size
-            chosen.add((number, index))
+    """Give more bits to weights where they take away the most error, as far as they go."""
+    places = [(i, j) for i, done in enumerate(results) for j in range(len(done.group.weights))]
+    errors, sizes = [], []
+    for i, j in places:
+        result, weight = results[i].result.weights[j], results[i].group.weights[j]
+        measured = result.alternative is not None and not math.isnan(result.added_error)
+        errors.append(result.added_error if measured else 0.0)
+        sizes.append(weight.K * weight.N)
+    chosen = {places[index] for index in worth_more_bits(errors, sizes, share)}
     return [
         done.with_alternatives({i for number, i in chosen if number == position})
         for position, done in enumerate(results)

@@ -6,8 +6,8 @@ With a budget of bytes, weights are taken in the order of
     (error of their outputs at few bits) / (number of elements)
 
 error = tr(D^T H D), D = dequantised - W, H = X^T X / count: the square of what is added to
-the outputs for each token. Absolute, so that weights of different layers that write to the same
-residual stream compare; on SmolLM2-135M it is the late down_proj that come first.
+the outputs for each token. Absolute, since layers add to one residual stream: on SmolLM2-135M
+it is the late down_proj that come first.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class QuantizeSettings:
 
     @property
     def needs_gram(self) -> bool:
-        """Whether it wants all of their second moments."""
-        return "gptq" in METHODS[self.method]
+        """Whether the method searches on their second moments."""
+        return bool(METHODS[self.method])
 
     def stored_bytes(self, weight: Weight) -> int:
         """Return the bytes that codes, scales and zero points take in the model."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""Sizes of dimensions, exact: a number times unknowns, equal only where they always are.
+
+    [batch, 9, sequence, 64]  flattened  ->  576 batch sequence
+    576 batch sequence / 64 sequence     ->  9 batch
+
+An unknown is a size that only a run tells. Two unknowns may happen to agree; one unknown
+always agrees with itself. Whoever works out the same thing from the same sizes gets the same
+unknown (:meth:`Unknowns.remembered`).
+"""
+
+from __future__ import annotations
+
+__all__ = ["Dim", "Dims", "Shape", "Unknowns", "known", "number"]
+
+import collections
+from collections.abc import Hashable, Iterable, Sequence
+
+# A number times unknowns, sorted. With unknowns it is a size, so no less than 0; without, it
+# may be any int64 that a shape is computed from, -1 for instance.
+Dim = tuple[int, tuple[int, ...]]
+Dims = tuple[Dim, ...]
+# The dimensions; an unknown for all of them together where not even their number is known.
+Shape = Dims | int
+
+_MOST_UNKNOWNS = 16
+_LARGEST = 1 << 62
+
+
+def known(size: int) -> Dim:
+    """The dimension of a size that is a number."""
+    return size, ()
+
+
+def number(dim: Dim | None) -> int | None:
+    """The size of a dimension; None where it is not known."""
+    return dim[0] if dim is not None and not dim[1] else None
+
+
+class Unknowns:
+    """Makes the unknowns of one model and works out what depends on them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._memory: dict[Hashable, int] = {}
+
+    def fresh(self) -> int:
+        """Return an unknown that equals no other."""
+        self._count += 1
+        return self._count
+
+    def fresh_dims(self, rank: int) -> Dims:
+        """Return a shape of which only the number of dimensions is known."""
+        return tuple((1, (self.fresh(),)) for _ in range(rank))
+
+    def whole(self, key: Hashable) -> int:
+        """Return the unknown for ``key``, always the same one."""
+        unknown = self._memory.get(key)
+        if unknown is None:
+            unknown = self._memory[key] = self.fresh()
+        return unknown
+
+    def remembered(self, *key: Hashable) -> Dim:
+        """Return the dimension for ``key``, always the same one."""
+        return 1, (self.whole(key),)
+
+    def product(self, dims: Iterable[Dim]) -> Dim:
+        """Multiply sizes."""
+        dims = tuple(dims)
+        size = 1
+        unknowns: list[int] = []
+        for dim in dims:
+            size *= dim[0]
+            unknowns += dim[1]
+        if size == 0:
+            return known(0)
+        # Products of products grow without end, and int64 wraps round.
+        if len(unknowns) > _MOST_UNKNOWNS or abs(size) > _LARGEST:
+            return self.remembered("product", *sorted(dims))
+        return size, tuple(sorted(unknowns))
+
+    def quotient(self, total: Dim, part: Dim) -> Dim:
+        """Divide sizes; in a run that succeeds, nothing remains and ``part`` is not 0."""
+        if part[0] and total[0] % part[0] == 0:
+            left = collections.Counter(total[1])
+            left.subtract(part[1])
+            if min(left.values(), default=0) >= 0:
+                return total[0] // part[0], tuple(sorted(left.elements()))
+        return self.remembered("quotient", total, part)
+
+    def sum(self, parts: Sequence[Dim]) -> Dim:
+        """Add sizes up."""
+        terms: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for size, unknowns in parts:
+            terms[unknowns] += size
+        left = sorted((size, unknowns) for unknowns, size in terms.items() if size)
+        if not left:
+            return known(0)
+        if len(left) == 1 and left[0][0] > 0:
+            return left[0]
+        return self.remembered("sum", *left)
+
+    def broadcast(self, shapes: Iterable[Shape]) -> Shape:
+        """The shape of numpy's broadcasting; it fails where a run's sizes don't fit."""
+        shapes = set(shapes)
+        if len(shapes) == 1:
+            return shapes.pop()
+        if any(isinstance(shape, int) for shape in shapes):
+            shapes.discard(())  # scalars add no dimension
+            if len(shapes) == 1:
+                return shapes.pop()
+            return self.whole(("broadcast", frozenset(shapes)))
+        ranked = [shape for shape in shapes if isinstance(shape, tuple)]
+        rank = max(map(len, ranked), default=0)
+        return tuple(
+            self._broadcast_dim({s[i - rank] for s in ranked if rank - i <= len(s)})
+            for i in range(rank)
+        )
+
+    def _broadcast_dim(self, sizes: set[Dim]) -> Dim:
+        sizes.discard((1, ()))
+        if len(sizes) < 2:
+            return sizes.pop() if sizes else known(1)
+        # Beside another number than 1, an unknown is that number or 1.
+        numbers = [size for size in sizes if not size[1]]
+        return numbers[0] if len(numbers) == 1 else self.remembered("fit", *sorted(sizes))

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: MIT
+"""What is proved of shapes, held against what onnxruntime computes, operator by operator."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from rewrite_rules.dimensions import Dim, Shape
+from rewrite_rules.proved_shapes import ProvedShapes
+
+CONSTANTS = """<
+    float one = {1},
+    float[4] four = {1, 2, 3, 4},
+    int64[1] zero = {0},
+    int64[1] two = {2},
+    int64[1] minus = {-1},
+    int64[1] axis = {1},
+    int64 depth = {5},
+    int64[1] big = {9223372036854775807},
+    int64[1] low = {-9223372036854775807},
+    float[2] values = {0, 1},
+    int64[3] copies = {2, 1, 3},
+    int64[3] back = {0, -1, 2},
+    int64[4] heads = {0, 0, 2, 2},
+    int64[6] pads = {0, 1, 0, 0, 2, 0},
+    int64[2, 1] places = {0, 1},
+    int64[2] pair = {1, -1},
+    int64[3] ones = {1, 1, 1},
+    float[4, 6] wide = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5,
+        6, 7, 8},
+    float[12] bias = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+    uint8[6, 1, 8] codes = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4,
+        5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7,
+        8},
+    float[6, 1] scales = {1, 1, 1, 1, 1, 1},
+    float[3, 1] rows = {1, 2, 3},
+    uint8[3, 8] table = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5,
+        6, 7, 8},
+    float[2, 4, 4] gates = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+    uint8 point = {128}>"""
+
+# Blocks of nodes over x[a, b, 4], y[4, 4] and c[a, 3, b + 4].
+NODES = """
+h = Transpose (x)
+
+h = Transpose <perm = [2, 0, 1]> (x)
+
+h = Reshape (x, back)
+i = Reshape (x, heads)
+
+h = Reshape (x, minus)
+s = Shape (x)
+i = Reshape (h, s)
+
+h = Unsqueeze (x, pair)
+i = Squeeze (h, pair)
+
+h = Flatten (x)
+i = Flatten <axis = 3> (x)
+j = Flatten <axis = -1> (x)
+
+h = Concat <axis = 1> (x, x)
+i = Concat <axis = -1> (x, h2)
+h3 = Neg (i)
+
+h = Concat <axis = 0> (y, y)
+
+h, i = Split <axis = 2> (x, halves)
+
+h, i = Split <axis = 2, num_outputs = 2> (x)
+
+h = Slice (x, zero, two)
+i = Slice (x, axis, big, axis)
+j = Slice (x, zero, big)
+
+h = Slice (x, minus, low, two, minus)
+i = Slice (x, minus, low, axis, minus)
+
+h = Slice (x, low, big, two, two)
+i = Slice (x, low, big, two, minus)
+
+h = Gather <axis = 2> (x, pair)
+i = Gather <axis = -1> (x, depth0)
+
+n = Sub (x, x)
+w = Cast <to = 7> (n)
+h = GatherElements <axis = 1> (x, w)
+
+h = GatherND (y, places)
+i = ScatterND (y, places, h)
+
+h = Pad (x, pads)
+i = Pad (x, two2, one, axis)
+
+h = Tile (x, copies)
+
+s = Shape (x)
+h = Expand (one, s)
+i = ConstantOfShape (s)
+j = Expand (x, ones)
+
+h = ReduceSum (x, axis)
+i = ReduceSum <keepdims = 0> (x, pair)
+j = ReduceMean (x)
+
+h = ReduceSum <noop_with_empty_axes = 1> (x)
+i = ReduceMax <keepdims = 0> (x)
+
+h = ArgMax <axis = 1> (x)
+i = ArgMin <axis = -1, keepdims = 0> (x)
+
+h, i = TopK (x, two)
+
+w = Cast <to = 7> (x)
+h = OneHot (w, depth, values)
+i = OneHot <axis = 0> (w, depth, values)
+
+h = NonZero (x)
+
+h = MatMul (x, wide)
+i = MatMul (x, four)
+j = MatMul (four, wide)
+
+t = Transpose <perm = [0, 2, 1]> (x)
+h = MatMul (x, t)
+i = Softmax (h)
+
+h = Gemm (y, wide)
+i = Gemm <transA = 1> (y, y)
+j = Gemm <transB = 1> (y, y)
+
+h = MaxPool <kernel_shape = [2], strides = [2]> (x)
+
+h = AveragePool <kernel_shape = [3], auto_pad = "SAME_UPPER"> (x)
+
+h = MaxPool <kernel_shape = [3], strides = [2], ceil_mode = 1> (x)
+i = GlobalMaxPool (x)
+
+h = AveragePool <kernel_shape = [2], strides = [2], auto_pad = "SAME_LOWER"> (x)
+
+h = Conv <pads = [1, 1], group = 1> (c, k)
+i = ConvTranspose <strides = [2]> (h, k)
+
+h = Conv <dilations = [2], auto_pad = "VALID"> (c, k)
+i = Conv <strides = [2]> (c, k)
+
+u = Unsqueeze (x, zero)
+h = DepthToSpace <blocksize = 1> (u)
+i = SpaceToDepth <blocksize = 1> (h)
+
+s = Shape (x)
+h = Resize <mode = "nearest"> (x, , , s)
+i = Resize (x, , f)
+
+h, i = GRU <hidden_size = 4, direction = "bidirectional"> (x, g3, g3)
+
+s = Shape (x)
+n = ReduceProd <keepdims = 0> (s)
+h = Range (n0, n, n1)
+
+s = Shape (x)
+a, b2, c2 = Split <num_outputs = 3> (s)
+z = Concat <axis = 0> (b2, two)
+
+s = Shape (x)
+a = Gather (s, zero)
+b2 = Gather (s, axis)
+n = Mul (a, b2)
+m = Concat <axis = 0> (n, minus)
+h = Reshape (x, m)
+p = Add (a, b2)
+d = Div (n, axis)
+t = Slice (s, minus, low, zero, minus)
+q = Sub (a, b2)
+v = Squeeze (a)
+
+h = com.microsoft.FusedMatMul <transB = 1> (x, x)
+i = com.microsoft.FusedMatMul <transA = 1> (y, y)
+
+h, m = com.microsoft.EmbedLayerNormalization (ids, , word, place, , g4, g4)
+i, s2, j, s = com.microsoft.SkipLayerNormalization (x, x, four, four)
+
+h = com.microsoft.Attention <num_heads = 2> (x, qkv, bias)
+
+h = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x)
+
+v = Concat <axis = 2> (x, x)
+w = Concat <axis = 2> (v, v)
+h, p, q = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (w, v, v, ,
+    , lengths, longest)
+
+h = com.microsoft.MatMulNBits <K = 16, N = 6, bits = 4, block_size = 16> (z16, codes,
+    scales)
+
+h = com.microsoft.GatherBlockQuantized <block_size = 16, quantize_axis = 1> (table, pair,
+    rows)
+
+w = QuantizeLinear (x, one, point)
+h = com.microsoft.QLinearAdd (w, one, point, w, one, point, one, point)
+i = com.microsoft.QLinearSigmoid (w, one, point, one, point)
+j = MatMulInteger (w, q8)
+""".strip().split("\n\n")
+EXTRA = {
+    "halves": np.array([3, 1]),
+    "h2": np.ones((2, 3, 1), np.float32),
+    "depth0": np.array(0),
+    "two2": np.array([1, 1]),
+    "k": np.ones((3, 3, 3), np.float32),
+    "f": np.array([1, 2, 1.5], np.float32),
+    "g3": np.ones((2, 12, 4), np.float32),
+    "n0": np.array(0),
+    "n1": np.array(1),
+    "ids": np.ones((2, 3), np.int32),
+    "word": np.ones((5, 4), np.float32),
+    "place": np.ones((5, 4), np.float32),
+    "g4": np.ones(4, np.float32),
+    "qkv": np.ones((4, 12), np.float32),
+    "z16": np.ones((2, 3, 16), np.float32),
+    "lengths": np.array([2, 2], np.int32),
+    "longest": np.array(3, np.int32),
+    "q8": np.ones((4, 5), np.uint8),
+}
+
+
+def check(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> int:
+    """Run with all values as outputs; each unknown must stand for one number."""
+    facts = ProvedShapes(model)
+    values = [value for node in model.graph for value in node.outputs if value.name]
+    proto = ir.to_proto(model)
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in values)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    found = dict(zip([v.name for v in values], session.run(None, dict(feeds)), strict=True))
+    found.update(feeds)
+    sizes: dict[int, int] = {}
+    wholes: dict[Shape, tuple[int, ...]] = {}
+    products: list[tuple[Dim, int]] = []
+    for value in (*model.graph.inputs, *values):
+        shape, real = facts.shape(value), found[value.name].shape
+        assert wholes.setdefault(shape, real) == real, value.name
+        if isinstance(shape, tuple):
+            assert len(shape) == len(real), value.name
+            products += zip(shape, real, strict=True)
+        integers = facts.integers(value)
+        if integers is not None:
+            assert integers.scalar == (real == ())
+            numbers = zip(integers.numbers, found[value.name].reshape(-1), strict=True)
+            products += [(dim, int(n)) for dim, n in numbers if dim is not None]
+    for dim, real in products:
+        if dim[0] == 1 and len(dim[1]) == 1:
+            assert sizes.setdefault(dim[1][0], real) == real
+    for dim, real in products:
+        if all(unknown in sizes for unknown in dim[1]):
+            assert dim[0] * math.prod(sizes[unknown] for unknown in dim[1]) == real
+    return sum(isinstance(facts.shape(value), tuple) for value in values)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_proofs_hold(nodes):
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> '
+            f"g (float[a, b, 4] x, float[e, 4] y, float[c0, c1, c2] c) => (float[k] h) "
+            f"{CONSTANTS} {{ {nodes} }}"
+        )
+    )
+    used = set(re.findall(r"\w+", nodes)) & set(EXTRA)
+    for name in used:
+        tensor = ir.tensor(EXTRA[name], name=name)
+        value = ir.Value(name=name, const_value=tensor)
+        model.graph.register_initializer(value)
+        for node in model.graph:
+            for i, old in enumerate(node.inputs):
+                if old is not None and old.name == name:
+                    node.replace_input_with(i, value)
+    rng = np.random.default_rng(0)
+    # Some constants are made for one size.
+    for rows, columns in ((2, 3), *([] if used & {"h2", "lengths"} else [(3, 5)])):
+        feeds = {
+            "x": rng.uniform(0, 2, (rows, columns, 4)).astype(np.float32),
+            "y": np.ones((4, 4), np.float32),
+            "c": np.ones((rows, 3, columns + 4), np.float32),
+        }
+        assert check(model, feeds) > 0
