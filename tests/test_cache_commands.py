@@ -23,7 +23,7 @@ from test_artifact_cache import check, spawn, start
 from test_cli import SCRIPT, snapshot
 
 import ortplugins
-from ortplugins import cli
+from ortplugins import terminal
 from ortplugins.artifact_cache import ArtifactCache, Entry
 from ortplugins.warming import Warmed, warm
 
@@ -336,14 +336,14 @@ def test_gc_with_limits_that_say_nothing(arguments: list[str], words: list[str])
     ],
 )
 def test_sizes(text: str, size: int):
-    assert cli._parse_size(text) == size
+    assert terminal.parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     ("text", "age"), [("45min", 2700), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)]
 )
 def test_ages(text: str, age: float):
-    assert cli._parse_age(text) == age
+    assert terminal.parse_age(text) == age
 
 
 @pytest.fixture

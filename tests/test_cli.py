@@ -120,7 +120,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(ortp: Command, miss
     assert done.stderr == "The command line needs: pip install 'ortplugins[cli]'\n"
 
 
-def test_what_opens_no_model_imports_no_onnx(ortp: Command):
+def test_what_opens_no_model_imports_no_onnx(main: Command):
     code = (
         "import sys; from ortplugins.cli import main\n"
         "try: main()\n"
@@ -381,7 +381,7 @@ def test_wrong_usage_exits_with_2(main: Command, arguments: list[str]):
 # passes
 
 
-def test_every_session_key_has_a_row(ortp: Command):
+def test_every_session_key_has_a_row(main: Command):
     header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
     assert header == "| Session key | Default | What it does |"
     assert rule == "|---|---|---|"
@@ -482,3 +482,38 @@ def test_cache_path_is_the_option_else_the_environment(
     chosen = tmp_path / "chosen"
     assert ortp("cache", "path", "--cache-dir", chosen).stdout == f"{chosen}\n"
     assert not chosen.exists()
+
+
+def test_quantize_wants_an_output(main: Command):
+    done = main("quantize", "model.onnx")
+    assert (done.returncode, "give --output, or --dry-run" in done.stderr) == (2, True)
+
+
+def test_quantize_tells_bad_patterns_and_leaves_the_output(main: Command, tmp_path: Path):
+    onnx.save(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 21]>
+            g (float[b, 4] x) => (float[b, 2] y)
+            <float[4, 2] W = {1, 2, 3, 4, 5, 6, 7, 8}> { [head] y = MatMul(x, W) }"""
+        ),
+        tmp_path / "model.onnx",
+    )
+    output = tmp_path / "q.onnx"
+    output.write_text("earlier")
+    arguments = ["quantize", str(tmp_path / "model.onnx"), "-o", str(output), "--force"]
+    config = """{"haed": {"bits": 8}, "foo": {"bits": 8}}"""
+    for options, message in {
+        ("--node-config", config): "'haed' (the closest: 'head'); no node that can be",
+        ("--node-config", "[1]"): "an object such as",
+        ("--node-config", "{"): "no JSON",
+        ("--exclude", "re:("): "is no regular expression",
+        ("--bits", "3"): "bits is 3: 2, 4 or 8 is expected",
+        ("--method", "hqq"): "'hqq'",
+        ("--scheduler", "tcp://127.0.0.1:9"): "no scheduler answers",
+    }.items():
+        done = main(*arguments, *options)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert output.read_text() == "earlier"
+    done = main(*arguments, "--format", "json")
+    report = json.loads(done.stdout)
+    assert (report["quantized"], report["nodes"][0]["node"]) == (1, "head")

@@ -13,9 +13,10 @@ all other blocks have by then (at first those of ratio 1):
 
     d^T H_b d + 2 d^T g        g = H[block, others] D[others]
 
-The sum over all blocks, tr(D^T H D), falls with every visit. As in GPTQ, diag(H) is added to
-H: without it, a few loud tokens decide all. SmolLM2-135M, int4, after AWQ's scales: the
-perplexity with blocks of 128 is 29.6 and not 30.6; without the addition it is no better.
+The sum over all blocks, tr(D^T H D), falls with every visit. SmolLM2-135M, int4, blocks of
+128, after AWQ's scales: the perplexity is 29.3, and 30.6 as in the paper; the error of the
+outputs is 12 % less. As in GPTQ, diag(H) is added to H: without that the perplexity is higher
+(22.5 against 21.7, on other text, one visit).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ D = dequantised(s W) / s - W and H = X^T X / count. In w_mean, ModelOpt takes ev
 read an activation get one s, on the sum of their errors: only one can be folded into the
 activation's producer.
 
-s belongs to the input channels, so a sample of the columns finds it as well as all of them:
-with an eighth the perplexity of SmolLM2-135M is the same, in an eighth of the time.
+s belongs to the input channels, so a sample of the columns finds it as well as all of them: an
+eighth gave the same error on a chain of 13 MatMuls of 2048 x 2048, in an eighth of the time.
 """
 
 from __future__ import annotations

@@ -12,56 +12,11 @@ it is the late down_proj that come first.
 
 from __future__ import annotations
 
-__all__ = ["output_error", "worth_more_bits"]
+__all__ = ["worth_more_bits"]
 
 from collections.abc import Sequence
 
 import numpy as np
-
-from ortplugins.errors import QuantizationError
-from ortplugins.quantization.round_to_nearest import Floats
-
-# Floats of a strip of columns: 4 MB.
-_STRIP = 1 << 20
-
-
-def output_error(
-    weight: Floats,
-    dequantized: Floats,
-    *,
-    gram: Floats | None = None,
-    tokens: Floats | None = None,
-) -> float:
-    """Return the square of the error of the outputs for each token, summed over the columns.
-
-    Args:
-        weight: Float ``[K, N]``.
-        dequantized: What became of it, the same shape; what AWQ scaled is divided again.
-        gram: X^T X over the number of tokens, float ``[K, K]``; preferred.
-        tokens: A sample of the activation, float32 ``[T, K]``.
-
-    Raises:
-        QuantizationError: If shapes do not fit or statistics are missing.
-    """
-    known = tokens if gram is None else gram
-    if known is None:
-        raise QuantizationError("neither tokens nor a Gram matrix: one of them is expected")
-    k, n = weight.shape
-    if dequantized.shape != (k, n) or known.shape[1] != k:
-        raise QuantizationError(
-            f"a weight {[k, n]}, dequantised {list(dequantized.shape)}, and statistics "
-            f"{list(known.shape)}: the same [K, N] and [.., K] are expected"
-        )
-    total, width = 0.0, max(1, _STRIP // k)
-    for start in range(0, n, width):
-        columns = slice(start, start + width)
-        difference = np.subtract(dequantized[:, columns], weight[:, columns], dtype=np.float32)
-        product = known @ difference
-        if gram is None:
-            total += float(np.vdot(product, product)) / len(known)
-        else:
-            total += max(0.0, float(np.vdot(difference, product)))
-    return total
 
 
 def worth_more_bits(
@@ -70,7 +25,8 @@ def worth_more_bits(
     """Choose weights for more bits.
 
     Args:
-        errors: :func:`output_error` of each weight.
+        errors: Square of what the codes of each weight add to its outputs, for each token,
+            summed over the columns.
         sizes: Their numbers of elements.
         share: Of all elements, how many may be in the chosen ones.
 
