@@ -158,13 +158,27 @@ def inspect(
     settings: Settings = None,
     onnxruntime: Version = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 on a refusal.")] = False,
+    order: Annotated[
+        bool,
+        typer.Option(
+            "--order",
+            help="Show the live memory of a run instead, step by step, in each order; sizes by "
+            "--set shape_size_reorder.dims=batch=1,seq=512.",
+        ),
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --order: write a picture, too.")
+    ] = None,
     verbose: Verbose = False,
     format: Format = ReportFormat.TEXT,
 ) -> None:
-    """Tell what would fire on a model, what would not, and why; write nothing."""
+    """Tell what would fire on a model, what would not, and why; change nothing."""
     from ortplugins.optimization import optimize
 
     options = _parse_settings(settings)
+    if order:
+        _show_order(model, options, svg)
+        return
     report = optimize(
         model, passes=passes, options=options, onnxruntime_version=onnxruntime
     ).report
@@ -174,6 +188,21 @@ def inspect(
 
 
 app.command()(quantize)
+
+
+def _show_order(model: Path, options: dict[str, str], svg: Path | None) -> None:
+    """Print what the orders of a model hold, and draw it."""
+    from ortplugins.order_picture import as_svg, as_text
+    from ortplugins.order_report import order_of
+
+    order = order_of(model, options)
+    for line in as_text(order.curves):
+        typer.echo(line)
+    for note in order.notes:
+        typer.echo(note)
+    if svg is not None:
+        svg.write_text(as_svg(order.curves, str(model)), encoding="utf-8")
+        typer.echo(f"wrote {svg}")
 
 
 @app.command()

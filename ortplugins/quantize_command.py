@@ -116,7 +116,7 @@ def quantize(
             metavar="SIZE",
             help="What activations and their statistics may take at once.",
         ),
-    ] = "512MiB",  # type: ignore[assignment]
+    ] = "1GiB",  # type: ignore[assignment]
     scheduler: Annotated[
         str,
         typer.Option(

@@ -89,7 +89,7 @@ class ShapeSizeReorder(Pass):
             OptionError: If ``dims`` is no list of names and sizes.
         """
         super().__post_init__()
-        self._sizes()
+        _ = self.sizes
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Rewrite and reorder in place; see :mod:`rewrite_rules.shape_size_reorder`.
@@ -99,9 +99,11 @@ class ShapeSizeReorder(Pass):
         """
         from rewrite_rules.shape_size_reorder import reorder
 
-        reorder(model, self._sizes(), self.for_default_order, context)
+        reorder(model, self.sizes, self.for_default_order, context)
 
-    def _sizes(self) -> dict[str, int]:
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The option ``dims``, read."""
         sizes = {}
         for part in filter(None, (part.strip() for part in self.dims.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))

@@ -60,7 +60,16 @@ def accumulator_bytes(k: int, *, gram: bool, max_tokens: int) -> int:
 class StatisticsAccumulator:
     """Makes :class:`ActivationStatistics` of tokens that stream through it."""
 
-    def __init__(self, name: str, k: int, *, gram: bool, max_tokens: int, seed: int = 0):
+    def __init__(
+        self,
+        name: str,
+        k: int,
+        *,
+        gram: bool,
+        max_tokens: int,
+        gram_stride: int = 1,
+        seed: int = 0,
+    ) -> None:
         """Start with no tokens.
 
         Args:
@@ -68,6 +77,7 @@ class StatisticsAccumulator:
             k: Size of its last axis.
             gram: Whether to collect the Gram matrix, which takes most of time and memory.
             max_tokens: Tokens to keep, at most.
+            gram_stride: Of the tokens, one in so many counts for the Gram matrix.
             seed: Activations of one seed keep the tokens of the same positions, as long as
                 they have equally many.
         """
@@ -80,6 +90,7 @@ class StatisticsAccumulator:
         self._gram: Floats | None = np.zeros((k, k), np.float32) if gram else None
         self._waiting: Floats = np.empty((_GRAM_TOKENS if gram else 0, k), np.float32)
         self._waiting_tokens = 0
+        self._gram_stride, self._gram_count = gram_stride, 0
 
     def update(self, x: npt.NDArray[Any]) -> None:
         """Take in tokens; the array is not kept.
@@ -123,7 +134,7 @@ class StatisticsAccumulator:
         gram = self._gram
         if gram is not None:
             self._flush(gram)
-            gram /= np.float32(self._count)
+            gram /= np.float32(self._gram_count)
             for start in range(0, self._k, _GRAM_ROWS):
                 end = start + _GRAM_ROWS
                 square = gram[start:end, start:end]
@@ -167,6 +178,10 @@ class StatisticsAccumulator:
 
     def _add_products(self, rows: Floats) -> None:
         assert self._gram is not None
+        rows = np.ascontiguousarray(
+            rows[-self._count % self._gram_stride :: self._gram_stride]
+        )
+        self._gram_count += len(rows)
         if self._waiting_tokens + len(rows) > _GRAM_TOKENS:
             self._flush(self._gram)
         if len(rows) >= _GRAM_TOKENS:

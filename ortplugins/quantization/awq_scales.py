@@ -42,9 +42,12 @@ from ortplugins.quantization.round_to_nearest import (
 
 Doubles = npt.NDArray[np.float64]
 
-ALPHAS = tuple(a / 20 for a in range(21))
-# Of the columns, one in so many is looked at, but not fewer than so many in all.
-_COLUMN_STRIDE, _LEAST_COLUMNS = 8, 64
+ALPHAS = tuple(a / 10 for a in range(11))
+# Around the best of those, so far off on both sides.
+_REFINEMENT = 0.05
+# Of the columns, one in so many is looked at, but not fewer nor more than so many in all: on a
+# wide weight each takes K * K operations for each alpha.
+_COLUMN_STRIDE, _LEAST_COLUMNS, _MOST_COLUMNS = 8, 64, 160
 # s is kept within so many times of 1, so that neither x / s nor s W leaves its type.
 _GREATEST_SCALE = 1e4
 # Floats of a strip of columns: 1 MB.
@@ -77,7 +80,7 @@ def search_scales(
     gram: Floats | None,
     form: BlockFormat | None = None,
     *,
-    alphas: Sequence[float] = ALPHAS,
+    alphas: Sequence[float] | None = None,
     column_stride: int = _COLUMN_STRIDE,
 ) -> ScaleChoice:
     """Search the scales of one activation.
@@ -92,8 +95,10 @@ def search_scales(
         gram: X^T X over the number of tokens, float32 ``[K, K]``. It is preferred: it comes
             from all tokens, where a sample of 128 costs 0.3 of perplexity.
         form: Bits, block size and grid; the defaults of :class:`BlockFormat` where it is None.
-        alphas: Exponents to try.
-        column_stride: One in so many columns is looked at, but 64 at least; 1 for all.
+        alphas: Exponents to try; by default 0 to 1 in tenths, and then a twentieth to both
+            sides of the best.
+        column_stride: One in so many columns is looked at, but 64 at least and 160 at most of
+            all weights together; 1 for all.
 
     Returns:
         The best scales, normalised so that the least and the greatest are inverse.
@@ -112,14 +117,24 @@ def search_scales(
     nearest = _loss(sample, one, form, square)
     best = ScaleChoice(one, None, nearest, nearest)
     w_mean = _relative_magnitude(weights, form.size_along(k))
-    for alpha in alphas:
+
+    def attempt(alpha: float) -> None:
+        nonlocal best
         scales = _scales(mean_abs, w_mean, alpha)
         try:
             loss = _loss(sample, scales, form, square)
         except QuantizationError:  # s W is too large for the type of its scales
-            continue
+            return
         if loss < best.loss:
             best = ScaleChoice(scales, float(alpha), loss, nearest)
+
+    for alpha in ALPHAS if alphas is None else alphas:
+        attempt(alpha)
+    if alphas is None and best.alpha is not None:
+        middle = best.alpha
+        for alpha in (middle - _REFINEMENT, middle + _REFINEMENT):
+            if 0 <= alpha <= 1:
+                attempt(alpha)
     return best
 
 
@@ -153,6 +168,8 @@ def _sampled_columns(weights: Sequence[Floats], stride: int) -> list[Floats]:
     """Return every stride-th column of each weight, in strips ``[K, n]``, copied."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
     step = max(1, min(stride, total // _LEAST_COLUMNS))
+    if stride > 1:
+        step = max(step, -(-total // _MOST_COLUMNS))
     width = max(1, _STRIP // k)
     strips = []
     for weight in weights:

@@ -19,13 +19,13 @@ __all__ = ["ActivationRequest", "collect"]
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -53,7 +53,10 @@ class ActivationRequest:
         name: The value's name, in the main graph: a node's output or a graph input.
         k: Size of its last axis.
         gram: Whether the Gram matrix is wanted.
-        max_tokens: Tokens to keep, at most.
+        max_tokens: Tokens to keep, at most; all of them where they are fewer than half of K
+            and so take less room than the Gram matrix, which is then left out.
+        gram_tokens: About how many tokens the Gram matrix is made of, evenly spread; None for
+            all.
         group: Activations of one group land in the same batch; None is a group by itself.
     """
 
@@ -61,6 +64,7 @@ class ActivationRequest:
     k: int
     gram: bool = False
     max_tokens: int = 128
+    gram_tokens: int | None = None
     group: str | None = None
 
 
@@ -134,14 +138,23 @@ def _collect(
         samples.read_all()
     probe = samples.largest()
     sessions = _Sessions(model, scratch, providers)
-    sizes = sessions.activation_bytes(requests, probe)
+    shapes = sessions.activation_shapes(requests, probe)
+    sizes = sessions.fetched_bytes(shapes)
+    tokens = {
+        name: math.prod(shape[:-1]) * (samples.count or 0) for name, shape in shapes.items()
+    }
+    requests = _without_needless_grams(requests, tokens)
     batches = _batches(requests, order, sizes, max_calibration_memory)
     done = 0
     for number, batch in enumerate(batches, 1):
         session = sessions.open([request.name for request in batch])
         accumulators = {
             request.name: StatisticsAccumulator(
-                request.name, request.k, gram=request.gram, max_tokens=request.max_tokens
+                request.name,
+                request.k,
+                gram=request.gram,
+                max_tokens=request.max_tokens,
+                gram_stride=_stride(request, tokens[request.name]),
             )
             for request in batch
         }
@@ -180,6 +193,24 @@ def _graph_order(model: ir.Model, requests: Sequence[ActivationRequest]) -> dict
                 "inputs can be collected"
             )
     return {name: places[name] for name in names}
+
+
+def _without_needless_grams(
+    requests: Sequence[ActivationRequest], tokens: Mapping[str, int]
+) -> list[ActivationRequest]:
+    """Keep all tokens instead of Gram matrices where there are few; a group decides as one."""
+    large = {r.group for r in requests if not 0 < 2 * tokens[r.name] <= r.k}
+    return [
+        dataclasses.replace(r, gram=False, max_tokens=max(r.max_tokens, tokens[r.name]))
+        if r.gram and r.group is not None and r.group not in large
+        else r
+        for r in requests
+    ]
+
+
+def _stride(request: ActivationRequest, tokens: int) -> int:
+    """Of the tokens, one in so many counts for the Gram matrix."""
+    return 1 if request.gram_tokens is None else max(1, tokens // request.gram_tokens)
 
 
 def _accumulator_bytes(request: ActivationRequest) -> int:
@@ -285,10 +316,10 @@ class _Sessions:
             outputs[name] = value
         return _Session(self._cut(model, list(outputs.values())), outputs)
 
-    def activation_bytes(
+    def activation_shapes(
         self, requests: Sequence[ActivationRequest], feed: Feed
-    ) -> dict[str, int]:
-        """Return how many bytes each activation takes when it is fetched in a run of ``feed``.
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each activation in a run of ``feed``.
 
         Only shapes are fetched, so that this takes no memory to speak of.
 
@@ -302,16 +333,23 @@ class _Sessions:
         }
         session = _Session(self._cut(model, list(shapes.values())), shapes)
         found = session.fetch(list(shapes), feed, "the largest sample")
-        sizes = {}
+        result = {}
         for item, shape in zip(requests, found, strict=True):
             if not shape.size or shape[-1] != item.k:
                 raise CalibrationError(
                     f"activation {item.name!r} has shape {shape.tolist()}: its last axis "
                     f"should be K = {item.k}"
                 )
-            is_input = values[item.name].is_graph_input()
-            sizes[item.name] = 0 if is_input else int(np.prod(shape)) * 4
-        return sizes
+            result[item.name] = tuple(map(int, shape))
+        return result
+
+    def fetched_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the bytes that a run fetches for each; inputs are there anyway."""
+        values = _values(self._model)
+        return {
+            name: 0 if values[name].is_graph_input() else math.prod(shape) * 4
+            for name, shape in shapes.items()
+        }
 
     def _cut(
         self, model: ir.Model, outputs: Sequence[ir.Value]

@@ -164,6 +164,9 @@ def quantize_group(task: GroupTask) -> GroupResult:
     steps = METHODS[task.method]
     tokens = None if task.tokens is None else task.tokens.map()
     gram = None if task.gram is None else task.gram.map()
+    if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
+        # There were so few that all of them are here.
+        gram = tokens.T @ tokens / np.float32(len(tokens))
     channel_scales, alpha = None, float("nan")
     if "scales" in steps and task.mean_abs is not None:
         channel_scales, alpha = _search_scales(task, tokens, gram)

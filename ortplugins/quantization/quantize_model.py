@@ -97,7 +97,7 @@ def quantize(
     fold_scales: bool = True,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
-    max_calibration_memory: int = 512 << 20,
+    max_calibration_memory: int = 1 << 30,
     rewind: bool = False,
     external_data: bool | None = None,
     overwrite: bool = False,
@@ -377,6 +377,7 @@ def _watch(
                     group.weights[0].K,
                     gram=settings.needs_gram,
                     max_tokens=_SAMPLED_TOKENS,
+                    gram_tokens=settings.gram_tokens(group.weights[0].K),
                     group=str(number),
                 )
             )

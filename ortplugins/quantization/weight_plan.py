@@ -113,6 +113,13 @@ class QuantizeSettings:
         """Whether the method searches on their second moments."""
         return bool(METHODS[self.method])
 
+    def gram_tokens(self, k: int) -> int | None:
+        """Return how many tokens the second moments need: all for feedback between rows.
+
+        Searches of scales and ranges find the same in twice as many as there are channels.
+        """
+        return None if "gptq" in METHODS[self.method] else 2 * k
+
     def stored_bytes(self, weight: Weight) -> int:
         """Return the bytes that codes, scales and zero points take in the model."""
         form = weight.form

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""Live memory of a run, step by step, as a line of text and as an SVG picture."""
+
+from __future__ import annotations
+
+__all__ = ["Curve", "as_svg", "as_text"]
+
+import dataclasses
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_COLORS = ("#0b7a75", "#d1495b", "#7d6b91")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 320, 70, 40, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What one order holds.
+
+    Attributes:
+        name: Of the order.
+        live: Bytes that are live in each step.
+    """
+
+    name: str
+    live: Sequence[int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return max(self.live, default=0)
+
+
+def as_text(curves: Sequence[Curve], width: int = 72) -> list[str]:
+    """Return a line for each curve: its name, its peak, and bars up to the greatest peak."""
+    top = max((curve.peak for curve in curves), default=0) or 1
+    longest = max((len(curve.name) for curve in curves), default=0)
+    lines = []
+    for curve in curves:
+        bars = "".join(
+            _LEVELS[-(-value * (len(_LEVELS) - 1) // top)]
+            for value in _buckets(curve.live, width)
+        )
+        lines.append(f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  {bars}")
+    return lines
+
+
+def _buckets(live: Sequence[int], width: int) -> list[int]:
+    """The greatest of each of at most ``width`` stretches."""
+    count = min(width, len(live))
+    edges = [len(live) * i // count for i in range(count + 1)] if count else [0]
+    return [max(live[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def as_svg(curves: Sequence[Curve], title: str) -> str:
+    """Return a picture of all curves over their steps; readable on light and dark grounds."""
+    top = max((curve.peak for curve in curves), default=0) or 1
+    steps = max((len(curve.live) for curve in curves), default=1) or 1
+    inner = _HEIGHT - _TOP - _BOTTOM
+
+    def x(step: float) -> str:
+        return f"{_LEFT + (_WIDTH - _LEFT - 10) * step / steps:.1f}"
+
+    def y(value: float) -> str:
+        return f"{_TOP + inner * (1 - value / top):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="13" fill="#888">',
+        f"<title>{escape(title)}</title>",
+    ]
+    for part in range(5):
+        value = top * part / 4
+        parts.append(
+            f'<path d="M{_LEFT} {y(value)}H{_WIDTH - 10}" stroke="#888" stroke-opacity=".3"/>'
+            f'<text x="{_LEFT - 8}" y="{y(value)}" dy="4" text-anchor="end">'
+            f"{value / 1e6:.4g} MB</text>"
+        )
+    parts.append(
+        f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 12}" text-anchor="end">{steps} steps</text>'
+    )
+    for number, curve in enumerate(curves):
+        color = _COLORS[number % len(_COLORS)]
+        points = f"M{x(0)} {y(0)}" + "".join(
+            f"V{y(value)}H{x(step + 1)}" for step, value in enumerate(curve.live)
+        )
+        parts.append(f'<path d="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts.append(
+            f'<text x="{_LEFT + 300 * number}" y="18" fill="{color}">'
+            f"{escape(curve.name)}: {curve.peak / 1e6:.1f} MB</text>"
+        )
+    return "\n".join([*parts, "</svg>", ""])

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""The pass in real sessions: what runs is what was computed, and the numbers stay."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from typer.testing import CliRunner
+
+import ortplugins
+from ortplugins.cli import app
+from ortplugins.order_picture import Curve, as_svg, as_text
+from ortplugins.order_report import order_of
+
+PROVIDERS = ["CPUExecutionProvider"]
+# Eight branches off one tensor, each first large, then small: run one by one, one large tensor
+# is live at a time; by the file's order all are.
+BRANCHES = 8
+WIDE = "\n".join(
+    [f"w{i} = Expand(x{i}, wide)" for i in range(BRANCHES)]
+    + [f"e{i} = Exp(w{i})" for i in range(BRANCHES)]
+    + [f"r{i} = ReduceSum<keepdims = 1>(e{i}, last)" for i in range(BRANCHES)]
+)
+BRANCHING = f"""<ir_version: 10, opset_import: ["": 21]>
+branching (float[rows, 1] x) => (float[rows, 1] y, int64[2] sizes)
+<int64[2] wide = {{1, 4096}}, int64[1] last = {{1}}> {{
+    {" ".join(f"x{i} = Mul(x, x)" for i in range(BRANCHES))}
+    {WIDE}
+    [shape] sizes = Shape(w0)
+    y = Sum({", ".join(f"r{i}" for i in range(BRANCHES))})
+}}"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    ir.save(ir.from_onnx_text(BRANCHING), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def start(path: Path, folder: Path, **options) -> ortplugins.InferenceSession:
+    so = onnxruntime.SessionOptions()
+    so.enable_profiling = True
+    so.profile_file_prefix = str(folder / "profile")
+    ortplugins.configure(so, ortplugins.ShapeSizeReorder(**options))
+    return ortplugins.InferenceSession(path, so, providers=PROVIDERS)
+
+
+def ran(session) -> list[str]:
+    """Names of the nodes in the order in which they ran, from onnxruntime's profile."""
+    suffix = "_kernel_time"
+    with open(session.end_profiling(), encoding="utf-8") as file:
+        events = [event["name"] for event in json.load(file) if event.get("cat") == "Node"]
+    return [name.removesuffix(suffix) for name in events if name.endswith(suffix)]
+
+
+def test_nodes_run_in_the_order_of_the_artifact(path, tmp_path):
+    x = np.random.default_rng(0).normal(size=(7, 1)).astype(np.float32)
+    expected = onnxruntime.InferenceSession(path, providers=PROVIDERS).run(None, {"x": x})
+    for source in ("built", "cache"):
+        session = start(path, tmp_path)
+        assert session.ortplugins_report.source == source
+        for ours, plain in zip(session.run(None, {"x": x}), expected, strict=True):
+            np.testing.assert_array_equal(ours, plain)
+        artifact = ir.load(session.ortplugins_report.artifact)
+        assert ran(session) == [n.name for n in artifact.graph if n.op_type != "Constant"]
+
+
+def test_the_report_tells_the_peaks(path, tmp_path):
+    (remark,) = (
+        remark
+        for remark in start(path, tmp_path, dims="rows=7").ortplugins_report.fired
+        if remark.node == "graph"
+    )
+    assert "peak of live bytes: computed 0." in remark.reason
+    assert "onnxruntime's default" in remark.reason
+
+
+def test_a_dimension_without_a_number_is_told(path, tmp_path):
+    report = start(path, tmp_path).ortplugins_report
+    told = [r.reason for r in report.remarks if r.outcome.value == "note"]
+    assert any("counted as 128: rows" in reason for reason in told)
+
+
+def test_a_file_for_default_sessions_needs_no_setting(path, tmp_path):
+    output = tmp_path / "out.onnx"
+    options = {"shape_size_reorder.for_default_order": True}
+    result = ortplugins.optimize(
+        path, output, passes=["shape_size_reorder"], options=options
+    )
+    assert not any("execution_order" in note for note in result.report.notes)
+    assert "by default it now runs" in next(
+        r.reason for r in result.report.remarks if r.node == "graph"
+    )
+
+
+def test_a_file_for_others_says_what_sessions_need(path, tmp_path):
+    result = ortplugins.optimize(path, tmp_path / "o.onnx", passes=["shape_size_reorder"])
+    note = "sessions on this file need execution_order = PRIORITY_BASED"
+    assert note in result.report.notes
+
+
+@pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
+def test_dims_that_are_none_are_told(dims):
+    with pytest.raises(ortplugins.OptionError, match="is no NAME=SIZE, as in batch=1,seq=512"):
+        ortplugins.ShapeSizeReorder(dims=dims)
+
+
+def test_a_cycle_is_refused_by_name(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n] x) => (float[n] y) { [a] u = Add(x, v)  [b] v = Relu(u)  y = Neg(v) }"""
+    )
+    ir.save(model, tmp_path / "cycle.onnx")
+    with pytest.raises(ortplugins.ModelFileError, match="can't be put in order"):
+        order_of(tmp_path / "cycle.onnx", {})
+
+
+def test_inspect_shows_the_orders(path, tmp_path):
+    svg = tmp_path / "order.svg"
+    arguments = ["inspect", str(path), "--order", "--svg", str(svg)]
+    arguments += ["--set", "shape_size_reorder.dims=rows=64"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert [line.split("  ")[0].split(" (")[0] for line in lines[:3]] == [
+        "computed",
+        "onnxruntime's default",
+        "PRIORITY_BASED",
+    ]
+    peaks = [curve.peak for curve in order_of(path, {"shape_size_reorder.dims": "rows=64"}).curves]
+    assert peaks[0] <= min(peaks)
+    assert xml.etree.ElementTree.fromstring(svg.read_text(encoding="utf-8")).tag.endswith("svg")
+
+
+def test_pictures_keep_the_greatest_of_each_stretch():
+    (line,) = as_text([Curve("one", [0, 0, 8, 0, 4, 4])], width=3)
+    assert line.endswith(" █▄")
+    assert "A &amp; B" in as_svg([Curve("A & B", [1])], "t")
