@@ -162,8 +162,8 @@ def inspect(
         bool,
         typer.Option(
             "--order",
-            help="Show the live memory of a run instead, step by step, in each order; sizes by "
-            "--set shape_size_reorder.dims=batch=1,seq=512.",
+            help="Show the live memory of a run instead, step by step, in each order; sizes "
+            "by --set shape_size_reorder.dims=batch=1,seq=512.",
         ),
     ] = False,
     svg: Annotated[

@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = ["Curve", "as_svg", "as_text"]
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
@@ -50,7 +51,7 @@ def _buckets(live: Sequence[int], width: int) -> list[int]:
     """The greatest of each of at most ``width`` stretches."""
     count = min(width, len(live))
     edges = [len(live) * i // count for i in range(count + 1)] if count else [0]
-    return [max(live[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [max(live[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def as_svg(curves: Sequence[Curve], title: str) -> str:
@@ -65,9 +66,10 @@ def as_svg(curves: Sequence[Curve], title: str) -> str:
     def y(value: float) -> str:
         return f"{_TOP + inner * (1 - value / top):.1f}"
 
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    font = 'font-family="sans-serif" font-size="13" fill="#888"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif" font-size="13" fill="#888">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
         f"<title>{escape(title)}</title>",
     ]
     for part in range(5):

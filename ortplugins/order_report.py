@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the nodes of a model hold in memory while they run, in onnxruntime's orders and ours."""
+"""What the nodes of a model hold in memory while they run, in three orders."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def reorder(
             _run_in_file_order(order, context)
         else:
             file = closest_default_order(model.graph, order.ours.order, dims, shapes=shapes)
-            if _is_better(file.runs, order.default):
+            if file.runs.peak < order.default.peak:
                 file.apply()
                 context.remarks.fired(
                     _GRAPH,
@@ -80,7 +80,7 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
             + _peaks(order),
         )
-    elif _is_better(order.ours, order.default) or _any_body_is_better(order):
+    elif _is_better(order):
         order.apply()
         context.session_settings.update(_IN_FILE_ORDER)
         context.remarks.fired(_GRAPH, f"{_peaks(order)}, found by {order.method!r}")
@@ -91,17 +91,17 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
         )
 
 
-def _is_better(ours: SimulatedOrder, default: SimulatedOrder) -> bool:
-    if ours.peak != default.peak:
-        return ours.peak < default.peak
-    return sum(ours.distances) < sum(default.distances)
+def _is_better(order: GraphOrder) -> bool:
+    """Whether the computed order of a graph or a body holds less, or runs a Shape sooner.
 
-
-def _any_body_is_better(order: GraphOrder) -> bool:
-    return order.ours.peak <= order.default.peak and any(
-        _is_better(body.ours, body.default) or _any_body_is_better(body)
-        for body in order.bodies
-    )
+    Sooner, the few bytes of a Shape's numbers may lie on top of the peak.
+    """
+    ours, default = order.ours, order.default
+    if ours.peak < default.peak:
+        return True
+    if ours.peak > default.peak + order.chain_bytes:
+        return False
+    return sum(ours.distances) < sum(default.distances) or any(map(_is_better, order.bodies))
 
 
 def _peaks(order: GraphOrder) -> str:

@@ -54,7 +54,12 @@ def test_scales_are_the_best_of_all_alphas(form, use_gram):
     weights, mean_abs, x, gram = problem()
     size = form.size_along(52)
     choice = search_scales(
-        weights, mean_abs, None if use_gram else x, gram if use_gram else None, form
+        weights,
+        mean_abs,
+        None if use_gram else x,
+        gram if use_gram else None,
+        form,
+        alphas=ALPHAS,
     )
     candidates = {None: np.ones(52, np.float32)} | {
         a: naive_scales(weights, mean_abs, size, a).astype(np.float32) for a in ALPHAS
@@ -67,6 +72,15 @@ def test_scales_are_the_best_of_all_alphas(form, use_gram):
     assert choice.loss_of_nearest == pytest.approx(losses[None], rel=1e-3)
     np.testing.assert_allclose(choice.scales, candidates[choice.alpha], rtol=1e-4)
     assert choice.scales.dtype == np.float32
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_by_default_the_search_goes_on_around_the_best(seed):
+    weights, mean_abs, x, gram = problem(seed=seed)
+    tenths = search_scales(weights, mean_abs, x, gram, alphas=ALPHAS)
+    finer = search_scales(weights, mean_abs, x, gram)
+    assert finer.loss <= tenths.loss
+    assert abs(finer.alpha - tenths.alpha) < 0.06
 
 
 @pytest.mark.parametrize("seed", range(5))

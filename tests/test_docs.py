@@ -48,6 +48,15 @@ def language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("language_model")
+def test_the_page_on_orders_runs():
+    exec("\n".join(blocks("shape-size-reorder.md", "python")), {})
+    for command in "".join(blocks("shape-size-reorder.md", "bash")).splitlines():
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+    assert {path.name for path in Path().iterdir()} >= {"ordered.onnx", "order.svg"}
+
+
+@pytest.mark.usefixtures("language_model")
 def test_the_page_on_quantisation_runs():
     exec("\n".join(blocks("quantization.md", "python")), {})
     written = {path.name for path in Path().glob("*.onnx")}
