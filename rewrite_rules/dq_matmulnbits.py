@@ -8,7 +8,7 @@ it is gets a remark that says why.
 
 from __future__ import annotations
 
-__all__ = ["FusionOptions", "fuse"]
+__all__ = ["FusionOptions", "check_calls", "fuse"]
 
 from collections.abc import Callable
 
@@ -54,7 +54,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
         return
     if model.functions:
         with context.remarks.at("functions"):
-            _check_calls(model)
+            check_calls(model)
             # Whether a function's parameter is a constant shows only where it is called.
             onnx_ir.passes.common.InlinePass()(model)
     run = FusionRun(options, context, opset)
@@ -70,7 +70,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     explain_the_rest(model, run)
 
 
-def _check_calls(model: ir.Model) -> None:
+def check_calls(model: ir.Model) -> None:
     """Refuse functions that would fill memory once they are inlined.
 
     Raises:

@@ -120,7 +120,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(ortp: Command, miss
     assert done.stderr == "The command line needs: pip install 'ortplugins[cli]'\n"
 
 
-def test_what_opens_no_model_imports_no_onnx(main: Command):
+def test_what_opens_no_model_imports_no_onnx(ortp: Command):
     code = (
         "import sys; from ortplugins.cli import main\n"
         "try: main()\n"
@@ -381,7 +381,7 @@ def test_wrong_usage_exits_with_2(main: Command, arguments: list[str]):
 # passes
 
 
-def test_every_session_key_has_a_row(main: Command):
+def test_every_session_key_has_a_row(ortp: Command):
     header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
     assert header == "| Session key | Default | What it does |"
     assert rule == "|---|---|---|"

@@ -136,6 +136,9 @@ def _collect(
         # They are kept anyway. Bad ones show before hours of work, and the largest one is
         # known before memory is planned by it.
         samples.read_all()
+    else:
+        for _ in samples:
+            pass  # how many there are decides what is kept of each
     probe = samples.largest()
     sessions = _Sessions(model, scratch, providers)
     shapes = sessions.activation_shapes(requests, probe)
