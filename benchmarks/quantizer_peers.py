@@ -157,6 +157,9 @@ TOOLS: dict[str, Callable[[], Callable[[Job], None]]] = {
 def main() -> None:
     """Do the job that the command line holds."""
     job = Job(**json.loads(sys.argv[1]))
+    # ModelOpt builds an extension with setuptools, which takes the project of the working
+    # directory for its own, and fails in ours.
+    os.chdir(Path(job.output).resolve().parent)
     run = TOOLS[job.tool]()
     logging.getLogger("onnxruntime").setLevel(logging.ERROR)  # or a line for each node
     start = time.perf_counter()
