@@ -9,11 +9,16 @@ __all__ = [
     "ModelLike",
     "Progress",
     "check_absent",
+    "check_output",
     "from_memory",
+    "is_path",
+    "lift_constants",
     "load_bytes",
     "load_path",
+    "needs_data_file",
     "output_data_path",
     "read_model_file",
+    "same_kind",
     "save_with_data",
     "stored_bytes",
 ]
@@ -24,7 +29,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -45,6 +50,8 @@ DATA_THRESHOLD = 1024
 _ALIGNMENT = 4096
 # Tensors in the making, all threads together.
 _IN_FLIGHT_BYTES = 64 << 20
+# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
+_INLINE_BYTES = 1 << 30
 # Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
 
@@ -151,7 +158,7 @@ def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
         own = type(model)()
         own.CopyFrom(model)
         copy = _deserialize(own, name)
-        _lift_constants(copy)
+        _lift_checked_constants(copy)
         for _, tensor in _tensors(copy):
             if isinstance(tensor, ir.ExternalTensor):
                 raise MissingFileError(
@@ -223,7 +230,7 @@ def _bind_external_data(
     model: ir.Model, folders: Sequence[Path], name: str
 ) -> dict[str, Path]:
     """Check every external tensor, give it an absolute path; return the files by location."""
-    _lift_constants(model)
+    _lift_checked_constants(model)
     found: dict[str, Path] = {}
     sizes: dict[Path, int] = {}
     for owner, tensor in _tensors(model):
@@ -269,15 +276,20 @@ def _bind_external_data(
     return found
 
 
-def _lift_constants(model: ir.Model) -> None:
-    """Make Constant nodes initializers, so that there is one kind of constant to look after.
+def lift_constants(model: ir.Model) -> None:
+    """Make Constant nodes initializers: one kind of constant to look after."""
+    onnx_ir.passes.common.LiftConstantsToInitializersPass(
+        lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
+    )(model)
+
+
+def _lift_checked_constants(model: ir.Model) -> None:
+    """Lift constants of a model that nobody has checked yet.
 
     Raises:
         ModelFileError: If another attribute has external data; onnxruntime reads none there.
     """
-    onnx_ir.passes.common.LiftConstantsToInitializersPass(
-        lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
-    )(model)
+    lift_constants(model)
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     for node in (node for graph in graphs for node in graph.all_nodes()):
         for attribute in node.attributes.values():
@@ -502,3 +514,33 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
             raise IsADirectoryError(f"{path}: is a folder")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path}: exists; choose another output, or say overwrite")
+
+
+def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
+    """Raise, before any work is done, where a model's output cannot go.
+
+    Raises:
+        FileExistsError, IsADirectoryError: As :func:`check_absent`.
+        ModelFileError: If it is the model itself, or its folder does not exist.
+    """
+    if is_path(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
+        raise ModelFileError(f"{output}: is the model itself; choose another output")
+    check_absent([output], overwrite)
+    if not output.absolute().parent.is_dir():
+        raise ModelFileError(f"{output}: its folder does not exist")
+
+
+def is_path(model: ModelLike) -> bool:
+    """Whether a model was given by its path."""
+    return isinstance(model, (str, os.PathLike))
+
+
+def same_kind(given: ModelLike, result: ir.Model) -> Any:
+    """Return the result as a ModelProto where one was given."""
+    return result if is_path(given) or isinstance(given, ir.Model) else ir.to_proto(result)
+
+
+def needs_data_file(model: ir.Model) -> bool:
+    """Whether a model's tensors are too large to stay within its file."""
+    size = sum(stored_bytes(tensor) for _, tensor in _tensors(model))
+    return size > _INLINE_BYTES

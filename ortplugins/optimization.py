@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.model_files import (
     LoadedModel,
     Progress,
-    check_absent,
+    check_output,
     from_memory,
+    is_path,
     load_path,
+    needs_data_file,
+    same_kind,
     save_with_data,
-    stored_bytes,
 )
 from ortplugins.option_probe import write_probe
 from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
@@ -35,9 +37,6 @@ from session_options.plan import make_plan, plan_from_settings
 if TYPE_CHECKING:
     from ortplugins.baking import BakeSettings
     from ortplugins.model_files import ModelLike
-
-# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
-_INLINE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,8 +104,8 @@ def optimize(
         _check_version(onnxruntime_version)
     target = None if output is None else Path(output)
     if target is not None:
-        _check_output(model, target, overwrite)
-    loaded = from_memory(model) if _is_object(model) else load_path(model)  # type: ignore[arg-type]
+        check_output(model, target, overwrite)
+    loaded = load_path(model) if is_path(model) else from_memory(model)  # type: ignore[arg-type]
     infer_shapes(loaded.model)
     runs = PassRuns()
     version = onnxruntime_version
@@ -115,9 +114,9 @@ def optimize(
         run_stage("rearrange", plan, loaded.model, providers, runs, after_pass, version)
     if target is None:
         report = Report(runs.reports(), "built")
-        return OptimizeResult(None, report, _same_kind(model, loaded.model))
+        return OptimizeResult(None, report, same_kind(model, loaded.model))
     if external_data is None:
-        external_data = bool(loaded.data_files) or _tensor_bytes(loaded.model) > _INLINE_BYTES
+        external_data = bool(loaded.data_files) or needs_data_file(loaded.model)
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
     finishing = bake or any(item.takes_part_in("finish") for item in plan.passes)
@@ -152,7 +151,7 @@ def optimize(
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             loaded = load_path(target)
-    return OptimizeResult(target, report, _same_kind(model, loaded.model))
+    return OptimizeResult(target, report, same_kind(model, loaded.model))
 
 
 def build_artifact(
@@ -289,34 +288,8 @@ def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     return make_plan([*objects, *plan_from_settings(names, settings).passes])
 
 
-def _check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
-    if not _is_object(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
-        raise ModelFileError(f"{output}: is the model itself; choose another output")
-    check_absent([output], overwrite)
-    if not output.absolute().parent.is_dir():
-        raise ModelFileError(f"{output}: its folder does not exist")
-
-
 def _check_version(text: str) -> None:
     try:
         parse_version(text)
     except ValueError as error:
         raise OptionError(str(error)) from None
-
-
-def _is_object(model: ModelLike) -> bool:
-    return not isinstance(model, (str, os.PathLike))
-
-
-def _same_kind(given: ModelLike, result: ir.Model) -> Any:
-    """Return the result as a ModelProto where one was given."""
-    return result if isinstance(given, (ir.Model, str, os.PathLike)) else ir.to_proto(result)
-
-
-def _tensor_bytes(model: ir.Model) -> int:
-    return sum(
-        stored_bytes(value.const_value)
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    )

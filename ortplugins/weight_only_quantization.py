@@ -64,7 +64,7 @@ class WeightOnlyQuantization(Pass):
         from ortplugins.quantization.quantizer import quantize_graph
         from ortplugins.quantization.weight_plan import QuantizeSettings, plan_weights
         from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
-        from rewrite_rules.remarks import PassContext, Remarks
+        from rewrite_rules.remarks import Remarks
 
         patterns = [part.strip() for part in self.nodes_to_exclude.split(",")]
         settings = QuantizeSettings(
@@ -88,7 +88,6 @@ class WeightOnlyQuantization(Pass):
             context.remarks.note("model", note)
         # Codes without a kernel would be unpacked at every run.
         quiet = dataclasses.replace(context, remarks=Remarks(self.name))
-        assert isinstance(quiet, PassContext)
         fuse(model, FusionOptions(self.accuracy_level, "fuse"), quiet)
 
     def child_seconds(self) -> int:

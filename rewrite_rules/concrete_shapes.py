@@ -20,7 +20,8 @@ import onnx_ir.passes.common
 import onnxscript.optimizer
 
 from rewrite_rules.constants import Refusal, int_attribute
-from rewrite_rules.execution_order import bodies, captures, label
+from rewrite_rules.execution_order import captures
+from rewrite_rules.nodes import bodies, label
 
 DEFAULT_DIM = 128
 """What a dimension counts as that no number is known for."""

@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from rewrite_rules.constants import constant, is_dequantize_linear, source_of
 from rewrite_rules.dequantize_reader import renames, trail_to_dequantize
-from rewrite_rules.weight_forms import FusionRun, label
+from rewrite_rules.nodes import label
+from rewrite_rules.weight_forms import FusionRun
 
 _WEIGHTS = (
     ir.DataType.INT2,

@@ -26,7 +26,8 @@ from rewrite_rules.dequantize_reader import (
     trail_to_dequantize,
 )
 from rewrite_rules.gather_block_quantized import TableInputs, table_writer
-from rewrite_rules.weight_forms import FusionRun, check_type, label, producer
+from rewrite_rules.nodes import label
+from rewrite_rules.weight_forms import FusionRun, check_type, producer
 
 
 class GatherToGatherBlockQuantized(RewriteRuleClassBase):

@@ -24,22 +24,21 @@ from __future__ import annotations
 
 __all__ = [
     "Dependencies",
-    "bodies",
     "captures",
     "default_order",
     "is_constant",
     "is_shape_reader",
-    "label",
     "priority_order",
 ]
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from rewrite_rules.constants import Refusal
+from rewrite_rules.nodes import bodies, label
 
 _SHAPE_READERS = frozenset({"Shape", "Size"})
 
@@ -225,22 +224,6 @@ def is_constant(node: ir.Node) -> bool:
 def is_shape_reader(node: ir.Node) -> bool:
     """Whether ``PRIORITY_BASED`` runs a node as soon as it can; domains are not looked at."""
     return node.op_type in _SHAPE_READERS
-
-
-def label(node: ir.Node) -> str:
-    """What messages call a node: its name, else its first output, else its operator."""
-    return node.name or next((v.name for v in node.outputs if v.name), None) or node.op_type
-
-
-def bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    """The bodies of an If, Loop or Scan, none for other nodes."""
-    for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        if attribute.type is ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type is ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
 
 
 def captures(node: ir.Node) -> list[ir.Value]:

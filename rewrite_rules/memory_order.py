@@ -41,8 +41,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from rewrite_rules.concrete_shapes import ConcreteShapes
-from rewrite_rules.execution_order import Dependencies, bodies, is_constant
+from rewrite_rules.execution_order import Dependencies, is_constant
 from rewrite_rules.live_memory import MemoryModel, Timeline, inner_bytes
+from rewrite_rules.nodes import bodies
 
 # A chain's tensors are shapes; anything larger is data.
 _CHAIN_BYTES = 4096

@@ -46,8 +46,9 @@ from rewrite_rules.matmulnbits import (
     slow_kernel,
     write_matmulnbits,
 )
+from rewrite_rules.nodes import label
 from rewrite_rules.products import Product, read_product
-from rewrite_rules.weight_forms import FusionRun, check_type, label, producer
+from rewrite_rules.weight_forms import FusionRun, check_type, producer
 
 # Batched weights of more groups would swell the graph more than they save.
 _MAX_GROUPS = 64

@@ -15,14 +15,15 @@ graph's inputs, and the initializers themselves. They do not start from
 
 from __future__ import annotations
 
-__all__ = ["ProvedShapes", "bodies"]
+__all__ = ["ProvedShapes"]
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 
 import onnx_ir as ir
 
 from rewrite_rules.constants import Refusal, constant, constant_ints
 from rewrite_rules.dimensions import Dim, Shape, Unknowns, known
+from rewrite_rules.nodes import bodies
 from rewrite_rules.operator_integers import output_integers
 from rewrite_rules.operator_shapes import output_shapes
 from rewrite_rules.operator_site import Integers, Site
@@ -248,17 +249,6 @@ class ProvedShapes:
             for axis, dim in enumerate(shape):
                 if dim[1]:
                     self._dims.setdefault((scope, dim), (value, axis))
-
-
-def bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs in a node's attributes."""
-    for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        if attribute.type is ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type is ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
 
 
 def _constant_integers(value: ir.Value) -> Integers | None:

@@ -32,11 +32,12 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.constants import Refusal, int_attribute
 from rewrite_rules.dimensions import Dims
+from rewrite_rules.nodes import label
 from rewrite_rules.operator_site import Integers
 from rewrite_rules.proved_shapes import ProvedShapes
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.rooted_rule import RootedRule
-from rewrite_rules.weight_forms import label, producer
+from rewrite_rules.weight_forms import producer
 
 # Operators that only name or pick what is in their first input.
 _PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})

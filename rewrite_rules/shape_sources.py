@@ -20,11 +20,11 @@ from collections.abc import Hashable
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleSet
 
+from rewrite_rules.nodes import bodies, label
 from rewrite_rules.operator_integers import INTEGER_OPERATORS
-from rewrite_rules.proved_shapes import ProvedShapes, bodies
+from rewrite_rules.proved_shapes import ProvedShapes
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_rules import Readings, shape_rules
-from rewrite_rules.weight_forms import label
 
 _ROOTS = ("Shape", "Size")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FusionOptions", "FusionRun", "label", "producer"]
+__all__ = ["FusionOptions", "FusionRun", "producer"]
 
 import dataclasses
 
@@ -13,6 +13,7 @@ from rewrite_rules.block_quantized_weight import NoKernel
 from rewrite_rules.constants import Refusal
 from rewrite_rules.dequantize_reader import DequantizedOperand
 from rewrite_rules.float_weight import float_bytes, write_float
+from rewrite_rules.nodes import label
 from rewrite_rules.remarks import PassContext
 
 # Execution providers that have kernels for quantised weights; the others read QDQ themselves
@@ -149,12 +150,6 @@ def producer(value: ir.Value | None) -> ir.Node:
     node = None if value is None else value.producer()
     assert node is not None, "a matched value has a producer"
     return node
-
-
-def label(node: ir.Node) -> str:
-    """How remarks call a node: its name, else its first output's."""
-    names = (output.name for output in node.outputs)
-    return node.name or next((name for name in names if name), None) or node.op_type
 
 
 def _named(dequantize: ir.Node) -> str:

@@ -33,16 +33,13 @@ import onnxruntime
 import threadpoolctl
 
 from ortplugins.errors import CalibrationError, OrtpluginsWarning
-from ortplugins.model_files import DATA_THRESHOLD, Progress, stored_bytes
+from ortplugins.model_files import DATA_THRESHOLD, Progress, lift_constants, stored_bytes
 from ortplugins.quantization.activation_statistics import (
     ActivationStatistics,
     StatisticsAccumulator,
     accumulator_bytes,
 )
 from ortplugins.quantization.calibration_data import Feed, KeptSamples, feed_bytes
-
-# Constant nodes of more elements become initializers, whose data need not be in the graph.
-_LIFTED_ELEMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,9 +433,7 @@ def _detach_tensors(model: ir.Model, scratch: Path) -> Path:
     while it maps files. onnxruntime reads no files outside of one folder that it is told; a
     parent of all of them will do.
     """
-    onnx_ir.passes.common.LiftConstantsToInitializersPass(
-        lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
-    )(model)
+    lift_constants(model)
     owners: list[ir.Value] = []
     in_memory: dict[int, ir.TensorProtocol] = {}
     for graph in model.graphs():

@@ -20,11 +20,13 @@ from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_files import (
     LoadedModel,
     Progress,
-    check_absent,
+    check_output,
     from_memory,
+    is_path,
     load_path,
+    needs_data_file,
+    same_kind,
     save_with_data,
-    stored_bytes,
 )
 from ortplugins.quantization.activation_statistics import ActivationStatistics
 from ortplugins.quantization.block_format import BlockFormat
@@ -54,8 +56,6 @@ QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 _OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
 _MICROSOFT_IR_VERSION = 10
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
-# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
-_INLINE_BYTES = 1 << 30
 # Of each activation: what errors are measured on. Searches look at the second moments.
 _SAMPLED_TOKENS = 128
 
@@ -190,7 +190,7 @@ def quantize(
     _check_kernels(layout, accuracy_level, settings)
     target = None if output is None or dry_run else Path(output)
     if target is not None:
-        _check_output(model, target, overwrite)
+        check_output(model, target, overwrite)
     loaded = _load(model)
     plan = plan_weights(loaded.model, settings)
     check_not_empty(plan, settings)
@@ -239,11 +239,11 @@ def quantize(
             report = _to_kernels(loaded.model, accuracy_level or 0, report)
         if target is None:
             _into_memory(loaded.model, scratch)
-            return QuantizeResult(None, report, _same_kind(model, loaded.model))
+            return QuantizeResult(None, report, same_kind(model, loaded.model))
         if external_data is None:
             # Tensors within the model's own file are not external to it.
             files = {path for path in loaded.data_files.values() if _is_other(path, model)}
-            external_data = bool(files) or _bytes(loaded.model) > _INLINE_BYTES
+            external_data = bool(files) or needs_data_file(loaded.model)
         save_with_data(
             loaded.model,
             target,
@@ -251,7 +251,7 @@ def quantize(
             overwrite=overwrite,
             progress=progress,
         )
-    return QuantizeResult(target, report, _same_kind(model, loaded.model))
+    return QuantizeResult(target, report, same_kind(model, loaded.model))
 
 
 def _format_name(quant_format: str | enum.Enum) -> str:
@@ -295,26 +295,14 @@ def _check_kernels(
         )
 
 
-def _check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
-    if _is_path(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
-        raise ModelFileError(f"{output}: is the model itself; choose another output")
-    check_absent([output], overwrite)
-    if not output.absolute().parent.is_dir():
-        raise ModelFileError(f"{output}: its folder does not exist")
-
-
 def _load(model: ModelLike) -> LoadedModel:
-    if not _is_path(model):
+    if not is_path(model):
         return from_memory(model)  # type: ignore[arg-type]
     return load_path(model, map_inline=True)  # type: ignore[arg-type]
 
 
 def _is_other(path: Path, model: ModelLike) -> bool:
-    return not _is_path(model) or os.path.realpath(path) != os.path.realpath(model)  # type: ignore[arg-type]
-
-
-def _is_path(model: ModelLike) -> bool:
-    return isinstance(model, (str, os.PathLike))
+    return not is_path(model) or os.path.realpath(path) != os.path.realpath(model)  # type: ignore[arg-type]
 
 
 def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str | None:
@@ -455,17 +443,3 @@ def _into_memory(model: ir.Model, scratch: Path) -> None:
                 value.const_value = ir.Tensor(
                     tensor.numpy(), dtype=tensor.dtype, name=tensor.name
                 )
-
-
-def _bytes(model: ir.Model) -> int:
-    return sum(
-        stored_bytes(value.const_value)
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    )
-
-
-def _same_kind(given: ModelLike, result: ir.Model) -> Any:
-    """Return the result as a ModelProto where one was given."""
-    return result if isinstance(given, (ir.Model, str, os.PathLike)) else ir.to_proto(result)

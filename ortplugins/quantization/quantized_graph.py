@@ -78,11 +78,6 @@ class QuantizedWeight:
         """Whether a column has one scale, and DequantizeLinear no blocks."""
         return self.form.block_size == -1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points in the model."""
-        return self.form.stored_bytes(self.K, self.N)
-
 
 class CodeWriter:
     """Gives nodes of a model quantised weights to read; each weight is put in once."""

@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common
 
 from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.model_files import lift_constants
 from ortplugins.quantization.block_format import BlockFormat
 from ortplugins.quantization.group_work import METHODS
 from ortplugins.quantization.node_selection import Pattern, check_names, matches
 from ortplugins.quantization.report import NodeReport
-from ortplugins.quantization.weight_sites import OP_TYPES, WeightSite, find_sites, label
+from ortplugins.quantization.weight_sites import OP_TYPES, WeightSite, find_sites
 from rewrite_rules.matmulnbits import fitting_block_size
+from rewrite_rules.nodes import label
 
-# Of an initializer of fewer elements is made a node; the loader knows the same number.
-_LIFTED_ELEMENTS = 16
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 _CONFIGURABLE = ("bits", "block_size")
 
@@ -227,9 +226,7 @@ def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
     Raises:
         QuantizationError: If a pattern means no node.
     """
-    onnx_ir.passes.common.LiftConstantsToInitializersPass(
-        lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
-    )(model)
+    lift_constants(model)
     sites: list[WeightSite] = []
     refused: list[NodeReport] = []
     order: list[str] = []

@@ -11,7 +11,7 @@ nothing. Nodes of model-local functions are not looked at.
 
 from __future__ import annotations
 
-__all__ = ["OP_TYPES", "WeightSite", "find_sites", "label"]
+__all__ = ["OP_TYPES", "WeightSite", "find_sites"]
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from rewrite_rules.constants import Refusal, constant, int_attribute, source_of
+from rewrite_rules.nodes import label
 from rewrite_rules.products import Product, read_product
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
@@ -61,11 +62,6 @@ class WeightSite:
     def label(self) -> str:
         """What messages call the node."""
         return label(self.node)
-
-
-def label(node: ir.Node) -> str:
-    """Return a node's name, or its first output's."""
-    return node.name or node.outputs[0].name or node.op_type
 
 
 def find_sites(
