@@ -7,26 +7,16 @@
     experts    every expert reads the same tokens; a gate weighs them
 
 Nodes lie in the file as an exporter writes them that walks the levels one by one: each kind of
-node for all branches, then the next kind. ``python benchmarks/branching_graphs.py`` measures
-the peaks of all of them, each run in a process of its own.
+node for all branches, then the next kind.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 class Builder:
@@ -185,104 +175,3 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "experts": experts,
     "experts, many": lambda: experts(tokens=1024, width=256, count=24),
 }
-
-# Opens a session, runs it; peaks in MB above what was held before the run.
-RUN = """
-import ctypes, json, sys
-import numpy as np, onnxruntime as ort
-job = json.loads(sys.argv[1])
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(l.split()[1]) for l in lines if l.startswith(field)) / 1024
-so = ort.SessionOptions()
-so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, job["level"])
-so.execution_order = getattr(ort.ExecutionOrder, job["order"])
-so.enable_cpu_mem_arena = job["arena"]
-so.enable_mem_pattern = job["pattern"]
-so.intra_op_num_threads = 2
-session = ort.InferenceSession(job["model"], so, providers=["CPUExecutionProvider"])
-feeds = {i.name: np.ones(i.shape, np.float32) for i in session.get_inputs()}
-def run():
-    ctypes.CDLL(None).malloc_trim(0)  # or the run takes what loading left on the heap
-    before = status("RssAnon:")
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # VmHWM starts anew at what is resident now
-    resident = status("VmRSS:")
-    session.run(None, feeds)
-    return before, status("VmHWM:") - resident
-before, first = run()
-for _ in range(job["runs"] - 1):
-    run()
-print(json.dumps({"first": first, "held": status("RssAnon:") - before}))
-"""
-
-
-def measured(model: Path, order: str, *, arena: bool, level: str = "ORT_DISABLE_ALL") -> float:
-    """Peak of anonymous memory of the first run in a fresh process, MB.
-
-    Args:
-        model: The file.
-        order: Name of the execution order.
-        arena: Whether onnxruntime's arena is on, and memory patterns with it.
-        level: Name of the optimisation level.
-    """
-    from child import run_child
-
-    job = {
-        "model": str(model),
-        "order": order,
-        "arena": arena,
-        "pattern": arena,
-        "level": level,
-        "runs": 1,
-    }
-    return float(run_child(RUN, json.dumps(job)).result["first"])
-
-
-def main(names: Sequence[str]) -> None:
-    """Print, for each graph, peaks simulated and measured for each order."""
-    from rewrite_rules.memory_order import closest_default_order, memory_order
-
-    print(
-        f"{'MB':26}{'default':>17}{'priority':>17}{'ours':>17}{'default file':>17}  arena on"
-    )
-    ratios = {"arena off": list[float](), "arena on": list[float]()}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            proto = GRAPHS[name]()
-            plain, ordered = Path(folder, "plain.onnx"), Path(folder, "ordered.onnx")
-            walked = Path(folder, "walked.onnx")
-            onnx.save(proto, plain)
-            found = memory_order(ir.from_proto(proto).graph)
-            best = ir.from_proto(proto)
-            walk = closest_default_order(best.graph, found.ours.order)
-            walk.apply()
-            ir.save(best, walked)
-            mine = ir.from_proto(proto)
-            memory_order(mine.graph).apply()
-            ir.save(mine, ordered)
-            runs = (
-                (plain, "DEFAULT", found.default.peak),
-                (plain, "PRIORITY_BASED", found.priority.peak),
-                (ordered, "PRIORITY_BASED", found.ours.peak),
-                (walked, "DEFAULT", walk.runs.peak),
-            )
-            off = [measured(path, order, arena=False) for path, order, _ in runs]
-            on = [measured(path, order, arena=True) for path, order, _ in runs]
-            cells = "".join(
-                f"{peak / 2**20:8.1f}/{real:6.1f}  "
-                for (_, _, peak), real in zip(runs, off, strict=True)
-            )
-            print(
-                f"{name:26}{cells}  {' '.join(f'{real:.0f}' for real in on)}  {found.method}"
-            )
-            ratios["arena off"].append(off[2] / off[0])
-            ratios["arena on"].append(on[2] / on[0])
-    for what, numbers in ratios.items():
-        print(f"ours / default, {what}: median {statistics.median(numbers):.2f}")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("graphs", nargs="*", default=list(GRAPHS))
-    main(parser.parse_args().graphs)

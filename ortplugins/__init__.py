@@ -18,6 +18,7 @@ __all__ = [
     "DqMatMulNBitsFusion",
     "InferenceSession",
     "MissingFileError",
+    "MixedPrecisionBoundaries",
     "ModelFileError",
     "OptimizeResult",
     "OptionError",
@@ -33,6 +34,7 @@ __all__ = [
     "configure",
     "option",
     "optimize",
+    "quantize_static_mixed",
     "read",
 ]
 
@@ -53,6 +55,7 @@ from ortplugins.report import Report
 from ortplugins.weight_only_quantization import WeightOnlyQuantization
 from session_options import (
     DqMatMulNBitsFusion,
+    MixedPrecisionBoundaries,
     OptionError,
     Pass,
     PassWarning,
@@ -68,6 +71,7 @@ ship(WeightOnlyQuantization)
 
 if TYPE_CHECKING:
     from ortplugins.optimization import OptimizeResult, optimize
+    from ortplugins.quantization.static_mixed import quantize_static_mixed
     from ortplugins.session import InferenceSession
 
 # Imported when first used: a session that comes from the cache needs no onnx.
@@ -75,6 +79,7 @@ _LAZY = {
     "InferenceSession": "ortplugins.session",
     "OptimizeResult": "ortplugins.optimization",
     "optimize": "ortplugins.optimization",
+    "quantize_static_mixed": "ortplugins.quantization.static_mixed",
 }
 
 

@@ -54,6 +54,7 @@ def build_in_child(request: Request) -> str:
         "settings": settings_of(request.plan),
         "cache_dir": request.plan.cache_dir,
         "bake": request.plan.bake,
+        "cpu_arena": request.plan.cpu_arena,
         "fingerprint": request.plan.fingerprint(),
         "providers": list(request.providers),
         "optimisers": None if request.settings is None else request.settings.as_json(),
@@ -114,7 +115,8 @@ def _build(job: dict[str, Any], content: bytes) -> str:
     from ortplugins.baking import BakeSettings
 
     plan = plan_from_settings(job["passes"], job["settings"])
-    plan = make_plan(plan.passes, cache_dir=job["cache_dir"], bake=job["bake"])
+    general = {name: job[name] for name in ("cache_dir", "bake", "cpu_arena")}
+    plan = make_plan(plan.passes, **general)
     if json.loads(json.dumps(plan.fingerprint())) != job["fingerprint"]:
         return ""  # a pass that only the parent knows, or another version of it
     request = Request(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import onnxruntime
 
-from session_options.keys import stored
+from session_options.keys import parse_bool, stored
 
 _lock = threading.Lock()
 
@@ -30,7 +30,8 @@ def lent(
     Args:
         options: The user's.
         settings: As ``Pass.session_settings`` returns them: a key with a dot is an entry, one
-            without an attribute, whose value may be the name of an enumeration's member.
+            without an attribute, whose value may be the name of an enumeration's member, or
+            "0" or "1" for a bool.
     """
     if not settings:
         yield options
@@ -59,4 +60,6 @@ def _set(options: onnxruntime.SessionOptions, name: str, value: str | int | bool
         options.add_session_config_entry(name, str(value))
         return
     kind = type(getattr(options, name))
-    setattr(options, name, getattr(kind, value) if isinstance(value, str) else value)
+    if isinstance(value, str):
+        value = parse_bool(name, value) if kind is bool else getattr(kind, value)
+    setattr(options, name, value)

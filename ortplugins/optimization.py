@@ -27,6 +27,7 @@ from ortplugins.model_files import (
     same_kind,
     save_with_data,
 )
+from ortplugins.option_files import read_option_files
 from ortplugins.option_probe import write_probe
 from ortplugins.pipeline import AfterPass, PassRuns, infer_shapes, run_stage
 from ortplugins.report import Report
@@ -106,7 +107,7 @@ def optimize(
     if target is not None:
         check_output(model, target, overwrite)
     loaded = load_path(model) if is_path(model) else from_memory(model)  # type: ignore[arg-type]
-    infer_shapes(loaded.model)
+    _infer_for_rewrites(loaded.model, plan)
     runs = PassRuns()
     version = onnxruntime_version
     run_stage("rewrite", plan, loaded.model, providers, runs, after_pass, version)
@@ -129,7 +130,7 @@ def optimize(
             from ortplugins.baking import ALL_OPTIMISERS
 
             baked = _bake_in_place(path, ALL_OPTIMISERS, notes)
-            _rearrange_file(path, plan, providers, runs, version)
+            _rearrange_file(path, plan, providers, runs, version, baked)
         run_stage("finish", plan, path, providers, runs, None, version, baked)
 
     save_with_data(
@@ -183,7 +184,7 @@ def build_artifact(
     runs = PassRuns()
     notes: list[str] = []
     probed = write_probe(loaded.model, folder)
-    infer_shapes(loaded.model)
+    _infer_for_rewrites(loaded.model, plan)
     run_stage("rewrite", plan, loaded.model, providers, runs)
     later = any(item.takes_part_in(s) for item in plan.passes for s in ("rearrange", "finish"))
     baked = False
@@ -192,8 +193,8 @@ def build_artifact(
         save_with_data(loaded.model, model_path)
         if settings is not None:
             baked = _bake_in_place(model_path, settings, notes)
-        _rearrange_file(model_path, plan, providers, runs)
         final = final_graph or baked
+        _rearrange_file(model_path, plan, providers, runs, final_graph=final)
         run_stage("finish", plan, model_path, providers, runs, final_graph=final)
     if later and not runs.any_fired:  # all that was to follow was refused
         _remove_model(folder)
@@ -218,12 +219,31 @@ def _rearrange_file(
     providers: Sequence[str],
     runs: PassRuns,
     version: str | None = None,
+    final_graph: bool = False,
 ) -> None:
     """Run the passes that change the graph after onnxruntime's own optimisers."""
     if any(item.takes_part_in("rearrange") for item in plan.passes):
         model = ir.load(model_path)
-        run_stage("rearrange", plan, model, providers, runs, version=version)
+        run_stage(
+            "rearrange",
+            plan,
+            model,
+            providers,
+            runs,
+            version=version,
+            final_graph=final_graph,
+        )
         ir.save(model, model_path)
+
+
+def _infer_for_rewrites(model: ir.Model, plan: Plan) -> None:
+    """Give the user's graph shapes where a pass is going to rewrite it.
+
+    Else not: knowing more shapes, onnxruntime fuses more and holds more buffers for reuse, so
+    that a model which no rule touches would neither run nor compute quite as it did.
+    """
+    if any(item.takes_part_in("rewrite") for item in plan.passes):
+        infer_shapes(model)
 
 
 def _remove_model(folder: Path) -> None:
@@ -285,7 +305,8 @@ def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     from session_options.keys import format_value
 
     settings = {key: format_value(value) for key, value in options.items()}
-    return make_plan([*objects, *plan_from_settings(names, settings).passes])
+    plan = make_plan([*objects, *plan_from_settings(names, settings).passes])
+    return read_option_files(plan)
 
 
 def _check_version(text: str) -> None:

@@ -97,6 +97,7 @@ def run_stage(
                     target_version,
                     final_graph,
                     runs.session_settings,
+                    plan.cpu_arena,
                 ),
             )
             if isinstance(target, ir.Model):

@@ -18,6 +18,7 @@ import session_options
 from ortplugins.artifacts import Artifact, prepare
 from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.lent_options import lent
+from ortplugins.option_files import read_option_files
 from ortplugins.report import Report
 
 
@@ -48,7 +49,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.
         """
-        plan = session_options.read(sess_options)
+        plan = read_option_files(session_options.read(sess_options))
         self.ortplugins_report = Report()
         self._ortplugins_source = path_or_bytes
         self._ortplugins_kwargs = kwargs

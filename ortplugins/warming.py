@@ -19,6 +19,7 @@ import session_options
 from ortplugins.artifact_cache import ArtifactCache, cache_root
 from ortplugins.artifacts import prepare
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.option_files import read_option_files
 from ortplugins.report import Report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, format_value
@@ -106,7 +107,7 @@ def warm(
     prepared.graph_optimization_level = _level(optimization_level)
     if output is not None:
         prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(output))
-    plan = session_options.read(prepared)
+    plan = read_option_files(session_options.read(prepared))
     if not plan:
         raise OptionError("no pass is switched on, so there is nothing to build")
     cache = ArtifactCache(cache_root(plan.cache_dir))

@@ -176,9 +176,10 @@ def check_stored(tensor: ir.TensorProtocol, what: str) -> None:
         )
     if tensor.dtype is ir.DataType.FLOAT or bits > 16:
         return
-    low, high = (
-        (-128, 127) if tensor.dtype is ir.DataType.INT8 else (0, (1 << max(bits, 8)) - 1)
-    )
+    if tensor.dtype in (ir.DataType.INT8, ir.DataType.INT16):
+        low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    else:
+        low, high = 0, (1 << max(bits, 8)) - 1
     numbers = np.array(stored, np.int64)
     wrong = numbers[(numbers < low) | (numbers > high)]
     if wrong.size:

@@ -96,8 +96,6 @@ class MemoryModel:
         parent: The node whose body the graph is.
         shapes: What :func:`rewrite_rules.concrete_shapes.concrete_shapes` found; goes before
             ``dims``.
-        reuse: ``SessionOptions.enable_mem_reuse``; without it there is no rule 4, and nothing
-            is held in between.
 
     Attributes:
         sizes: Bytes of each value that a node makes, by number.
@@ -123,11 +121,9 @@ class MemoryModel:
         parent: ir.Node | None = None,
         *,
         shapes: ConcreteShapes | None = None,
-        reuse: bool = True,
     ) -> None:
         self._shapes = shapes
         self._dims = dims
-        self._reuse = reuse
         self._unknown_dims = set(shapes.unknown_dims if shapes else ())
         self.unknown_values: list[str] = []
         self.sizes: list[int] = []
@@ -174,15 +170,20 @@ class MemoryModel:
         return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
 
     def timeline(
-        self, order: Sequence[int], inner: Mapping[int, int] | None = None
+        self,
+        order: Sequence[int],
+        inner: Mapping[int, int] | None = None,
+        reuse: bool = True,
     ) -> Timeline:
         """Simulate the plan that onnxruntime makes for an order.
 
         Args:
             order: Positions of all nodes, producers first.
             inner: Bytes that the bodies of a node hold at most while it runs.
+            reuse: ``SessionOptions.enable_mem_reuse``; without it there is no rule 4, and
+                nothing is held in between.
         """
-        buffers = self._plan(order)
+        buffers = self._plan(order, reuse)
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for step, node in enumerate(order):
@@ -207,7 +208,7 @@ class MemoryModel:
                 live[step_of[node]] += extra
         return Timeline(live)
 
-    def _plan(self, order: Sequence[int]) -> list[int]:
+    def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
         """Which buffer each value has, named by the value that it was allocated for."""
         buffers = list(range(len(self.sizes)))
         # One more use until the node that makes the value is through with it; outputs keep it.
@@ -229,7 +230,7 @@ class MemoryModel:
                 ):
                     found = buffers[over]
                 elif (
-                    self._reuse
+                    reuse
                     and self.uses[value]
                     and (key := self._keys[value]) is not None
                     and key[1]
@@ -264,14 +265,18 @@ class MemoryModel:
 
     def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
         concrete = self._shapes.of.get(value) if self._shapes else None
+        # What the plan goes by: of values that optimisers made, onnxruntime infers it.
+        shape = value.shape
+        if shape is None and self._shapes is not None:
+            shape = self._shapes.symbolic.get(value)
         if isinstance(value.type, (ir.SequenceType, ir.OptionalType)) or (
-            concrete is None and (value.shape is None or self._is_beyond(value.shape))
+            concrete is None and (shape is None or self._is_beyond(shape))
         ):
             self.unknown_values.append(value.name or "")
             return max((self.sizes[read] for read in self.reads[node]), default=0), None
         dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
         elements, dims, known = 1, list[int | str](), True
-        for dim in value.shape if value.shape is not None else concrete or ():
+        for dim in shape if shape is not None else concrete or ():
             if isinstance(dim, int):
                 elements *= dim
                 dims.append(dim)
@@ -281,7 +286,7 @@ class MemoryModel:
             dims.append(dim.value or "")
         if concrete is not None:
             elements = math.prod(concrete)
-            known &= value.shape is not None
+            known &= shape is not None
         if dtype is ir.DataType.STRING:
             return elements * _STRING_BYTES, None
         bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth

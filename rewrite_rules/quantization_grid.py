@@ -88,8 +88,8 @@ class QuantizationGrid:
     def dequantize(self, codes: npt.ArrayLike) -> npt.NDArray[np.generic]:
         """The values of codes, as DequantizeLinear computes them; of the scale's type."""
         offsets = np.asarray(codes).astype(np.int64) - self.zero_point
-        product = offsets.astype(np.float32) * np.float32(self.scale)
         with np.errstate(over="ignore"):  # float16 ends at 65,504
+            product = offsets.astype(np.float32) * np.float32(self.scale)
             values: npt.NDArray[np.generic] = product.astype(self.float_dtype)
         return values
 
@@ -98,6 +98,9 @@ class QuantizationGrid:
 
         Args:
             values: Of the scale's type; infinities are clipped, NaN becomes the smallest code.
+                onnxruntime 1.31 casts float16 values of 2^31 steps and more, infinities among
+                them, to an int that can't hold them, so that some get the code of the other
+                end; no fold or boundary rests on such.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             steps = np.rint(np.asarray(values, np.float32) / np.float32(self.scale))
@@ -115,7 +118,8 @@ class QuantizationGrid:
             scale16 = scale8 / 256      zero_point16 = (zero_point8 - min8) * 256 + min16
 
         so code16 = (code8 - min8) * 256 + min16. 256 is a power of two, so no product is
-        rounded; 257, which would use the whole range, moves floats by a unit in the last place.
+        rounded; 257, which would use the whole range, moves values by a unit in the last
+        place.
 
         Args:
             dtype: UINT16 or INT16.
@@ -134,8 +138,8 @@ class QuantizationGrid:
         fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low) * 256 + low)
         if not fine.contains(self):
             raise Refusal(
-                f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values; "
-                "convert the model to float32, or promote in mode 'float'"
+                f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
+                "overflow; have the model in float32, or promote in mode 'float'"
             )
         return fine
 
@@ -148,7 +152,8 @@ class QuantizationGrid:
         values = coarse.dequantize(coarse.codes())
         through = self.dequantize(self.quantize(values))
         return bool(
-            np.array_equal(through, values)
+            np.isfinite(values.astype(np.float32)).all()
+            and np.array_equal(through, values)
             and np.array_equal(coarse.quantize(through), coarse.codes())
         )
 
@@ -159,7 +164,11 @@ class QuantizationGrid:
         Always for float32 scales that are no subnormals; 16-bit codes under float16 scales
         mostly not.
         """
-        return bool(np.array_equal(self.quantize(self.dequantize(self.codes())), self.codes()))
+        values = self.dequantize(self.codes())
+        return bool(
+            np.isfinite(values.astype(np.float32)).all()
+            and np.array_equal(self.quantize(values), self.codes())
+        )
 
     def __str__(self) -> str:
         return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"

@@ -120,6 +120,8 @@ class PassContext:
         providers: Execution providers of the session in order of precedence, for instance
             ``("CPUExecutionProvider",)``.
         onnxruntime: Major and minor version that the result is for; None for the newest.
+        cpu_arena: Whether the session's memory on the CPU comes from an arena, which gives
+            nothing back; that a pass looks at it, its ``knows_arena`` has to say.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
         session_settings: What sessions on the result have to be set to, for this model; a pass
             adds to it. As ``Pass.session_settings`` returns them, and after those.
@@ -130,6 +132,7 @@ class PassContext:
     onnxruntime: tuple[int, int] | None = None
     final_graph: bool = False
     session_settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    cpu_arena: bool = True
 
     @property
     def cpu_only(self) -> bool:

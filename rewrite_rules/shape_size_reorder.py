@@ -8,59 +8,77 @@ itself, and kept only if it holds less at its peak, or runs a Shape sooner and h
 
 from __future__ import annotations
 
-__all__ = ["reorder"]
+__all__ = ["ReorderOptions", "reorder"]
 
+import dataclasses
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from rewrite_rules.concrete_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.concrete_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
 from rewrite_rules.constants import Refusal
-from rewrite_rules.memory_order import (
-    GraphOrder,
-    SimulatedOrder,
-    closest_default_order,
-    memory_order,
-)
+from rewrite_rules.default_order_file import closest_default_order
+from rewrite_rules.memory_order import GraphOrder, SimulatedOrder, memory_order
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_sources import simplify_shapes
 
 # What a session has to be told to run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
-_GRAPH = "graph"
+_NO_PATTERN = {"enable_mem_pattern": "0"}
+_NO_REUSE = {"enable_mem_reuse": "0"}
+_GRAPH, _SESSION = "graph", "session"
+# Below that, a model's activations are nothing beside the session itself.
+_LEAN_BYTES = 1 << 20
+# Up to that share of the peak with reuse, going without is worth the time it may take.
+_WORTH_NO_REUSE = 0.95
 
 
-def reorder(
-    model: ir.Model, dims: Mapping[str, int], for_default_order: bool, context: PassContext
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class ReorderOptions:
+    """What is asked for.
+
+    Attributes:
+        dims: Numbers for symbolic dimensions.
+        for_default_order: Whether sessions can't be told an order, so that the file has to be
+            one whose default order is good.
+        lean_session: Whether sessions may be set to hold less.
+    """
+
+    dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    for_default_order: bool = False
+    lean_session: bool = True
+
+
+def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> None:
     """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
 
     Args:
         model: The graph that will run, after all other rewrites.
-        dims: Numbers for symbolic dimensions.
-        for_default_order: Whether sessions can't be told an order, so that the file has to be
-            one whose default order is good.
+        options: What is asked for.
         context: Gets remarks, and what the session has to be set to.
     """
     simplify_shapes(model, context)
     try:
-        shapes = concrete_shapes(model, dims)
-        order = memory_order(model.graph, dims, shapes=shapes)
-        if not for_default_order:
+        shapes = concrete_shapes(model, options.dims)
+        order = memory_order(model.graph, options.dims, shapes=shapes)
+        if not options.for_default_order:
+            lean = options.lean_session and context.cpu_only
+            if lean and not context.cpu_arena:
+                order = _without_reuse(
+                    order,
+                    memory_order(model.graph, options.dims, shapes=shapes, reuse=False),
+                    context,
+                )
             _run_in_file_order(order, context)
-        else:
-            file = closest_default_order(model.graph, order.ours.order, dims, shapes=shapes)
-            if file.runs.peak < order.default.peak:
-                file.apply()
+            if lean and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
+                context.session_settings.update(_NO_PATTERN)
                 context.remarks.fired(
-                    _GRAPH,
-                    f"by default it now runs {file.closeness:.1%} of all pairs of nodes in "
-                    f"the computed order, peak {_mb(file.runs)}; {_peaks(order)}",
+                    _SESSION,
+                    "memory patterns are off: their block would lie in the arena beside what "
+                    f"the first run left there, {_mb(order.ours)} at least",
                 )
-            else:
-                context.remarks.refused(
-                    _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
-                )
+        else:
+            _write_default_order(model, order, options.dims, shapes, context)
     except Refusal as refusal:
         context.remarks.refused(_GRAPH, f"left in its order: {refusal}")
         return
@@ -73,6 +91,44 @@ def reorder(
         )
 
 
+def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext) -> GraphOrder:
+    """Choose between an order for a session that reuses buffers and one for one that doesn't.
+
+    A buffer that is reused is held in between. Without reuse a session asks the system for
+    memory more often, so that it has to be worth it.
+    """
+    if without.ours.peak > _WORTH_NO_REUSE * order.ours.peak or not without.worthwhile:
+        return order
+    context.session_settings.update(_NO_REUSE)
+    context.remarks.fired(
+        _SESSION,
+        f"reuse of buffers is off: it would hold {_mb(order.ours)} instead of "
+        f"{_mb(without.ours)}",
+    )
+    return without
+
+
+def _write_default_order(
+    model: ir.Model,
+    order: GraphOrder,
+    dims: Mapping[str, int],
+    shapes: ConcreteShapes,
+    context: PassContext,
+) -> None:
+    file = closest_default_order(model.graph, order.ours.order, dims, shapes=shapes)
+    if file.runs.peak < order.default.peak:
+        file.apply()
+        context.remarks.fired(
+            _GRAPH,
+            f"by default it now runs {file.closeness:.1%} of all pairs of nodes in "
+            f"the computed order, peak {_mb(file.runs)}; {_peaks(order)}",
+        )
+    else:
+        context.remarks.refused(
+            _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
+        )
+
+
 def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
     if not order.worthwhile:
         context.remarks.refused(
@@ -80,7 +136,9 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
             + _peaks(order),
         )
-    elif _is_better(order):
+    elif _is_better(order) or (context.final_graph and order.default.peak >= _LEAN_BYTES):
+        # A session that makes the final graph itself gives its nodes other places than the
+        # file has: what that one's default order would be, nobody knows.
         order.apply()
         context.session_settings.update(_IN_FILE_ORDER)
         context.remarks.fired(_GRAPH, f"{_peaks(order)}, found by {order.method!r}")

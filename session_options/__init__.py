@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "DqMatMulNBitsFusion",
+    "MixedPrecisionBoundaries",
     "OptionError",
     "Pass",
     "PassWarning",
@@ -24,6 +25,7 @@ __all__ = [
 
 from session_options.builtin_passes import (
     DqMatMulNBitsFusion,
+    MixedPrecisionBoundaries,
     PrepackedWeights,
     ShapeSizeReorder,
 )

@@ -6,13 +6,15 @@ from __future__ import annotations
 __all__ = [
     "BUILTIN_PASSES",
     "DqMatMulNBitsFusion",
+    "MixedPrecisionBoundaries",
     "PrepackedWeights",
     "ShapeSizeReorder",
 ]
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from session_options.keys import OptionError, option, option_key
 from session_options.passes import Pass
@@ -23,6 +25,131 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionBoundaries(Pass):
+    """DQ -> Q where regions of 8-bit and of 16-bit (or float) activations meet.
+
+    Changes a model that is quantised already; it keeps what it computes outside of the
+    regions, and refines the grids inside.
+    """
+
+    name: ClassVar[str] = "mixed_precision_boundaries"
+    summary: ClassVar[str] = (
+        "give chosen activations of a QDQ model 16 bits, or leave them float"
+    )
+    # Before the fusions, which take away the DQ nodes of weights.
+    position: ClassVar[int] = 10
+
+    # Kept as canonical JSON, whatever was given.
+    overrides: str | Mapping[str, Any] = option(
+        "",
+        "Types, scales and ranges of single tensors, and who reads them converted, in the "
+        "schema of onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries "
+        "end at 8,192 bytes); in Python a dict as well.",
+        may_name_file=True,
+    )
+    promote: str = option(
+        "",
+        "Tensors, or nodes with what they compute, that get promoted_type: names, separated "
+        "by commas.",
+    )
+    promoted_type: str = option("QUInt16", "Type of promoted tensors: QUInt16 or QInt16.")
+    mode: str = option(
+        "int16",
+        "What becomes of the regions: 'int16' quantises them with 16 bits, for NPUs; 'float' "
+        "takes their quantisation out, which on CPUs is faster than 16 bits.",
+        choices=("int16", "float"),
+    )
+    target: str = option(
+        "cpu",
+        "Whom the result is for: 'qnn' keeps every DQ->Q, which such accelerators run as a "
+        "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
+        choices=("cpu", "qnn"),
+    )
+    close_regions: bool = option(
+        True,
+        "Promote also what the nodes around a promoted tensor read and write, so that no node "
+        "has two types.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options; bring overrides and type into their canonical form.
+
+        Raises:
+            OptionError: If the overrides are no such JSON, or the type has not 16 bits.
+        """
+        if self.overrides and not self.overrides_file:
+            from session_options.overrides import canonical_overrides
+
+            with _as_option_error(option_key(self.name, "overrides")):
+                text = canonical_overrides(self.overrides)
+            object.__setattr__(self, "overrides", text)
+        elif isinstance(self.overrides, Mapping):
+            object.__setattr__(self, "overrides", "")
+        super().__post_init__()
+        object.__setattr__(self, "promoted_type", self._promoted_spelling())
+
+    @property
+    def overrides_file(self) -> str:
+        """The path that ``overrides`` names, empty if it names none."""
+        is_named = isinstance(self.overrides, str) and self.overrides.startswith("@")
+        return str(self.overrides)[1:] if is_named else ""
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Place boundaries and fold pairs; see :mod:`rewrite_rules.mixed_precision`.
+
+        Raises:
+            OptionError: If the overrides' file was not read; ``ortplugins`` does that before
+                it runs a plan.
+            OverrideError: If the model can't follow an override.
+        """
+        import onnx_ir as ir
+
+        from rewrite_rules.boundary_folds import fold_pairs
+        from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
+        from session_options.overrides import read_overrides, read_quant_type
+
+        key = option_key(self.name, "overrides")
+        if self.overrides_file:
+            raise OptionError(f"{key} is {self.overrides!r}, and nobody has read that file")
+        options = BoundaryOptions(
+            overrides=read_overrides(self.overrides or "{}"),
+            promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),
+            promoted_type=ir.DataType[read_quant_type(self.promoted_type, "promoted_type")],
+            mode=self.mode,
+            target=self.target,
+            close_regions=self.close_regions,
+        )
+        place_boundaries(model, options, context)
+        fold_pairs(model, self.target, context)
+
+    def _promoted_spelling(self) -> str:
+        from session_options.overrides import read_quant_type
+
+        key = option_key(self.name, "promoted_type")
+        with _as_option_error(key):
+            chosen = read_quant_type(self.promoted_type, "the type")
+        if chosen not in _PROMOTED:
+            raise OptionError(
+                f"{key} is {self.promoted_type!r}: one of {', '.join(_PROMOTED.values())} is "
+                "expected"
+            )
+        return _PROMOTED[chosen]
+
+
+_PROMOTED = {"UINT16": "QUInt16", "INT16": "QInt16"}
+
+
+@contextlib.contextmanager
+def _as_option_error(key: str) -> Iterator[None]:
+    from rewrite_rules.tensor_overrides import OverrideError
+
+    try:
+        yield
+    except OverrideError as error:
+        raise OptionError(f"{key}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +195,7 @@ class ShapeSizeReorder(Pass):
 
     name: ClassVar[str] = "shape_size_reorder"
     summary: ClassVar[str] = "free tensors that only their shapes keep, order nodes for memory"
+    knows_arena: ClassVar[bool] = True
     # Last of those that change the graph.
     position: ClassVar[int] = 80
 
@@ -80,6 +208,13 @@ class ShapeSizeReorder(Pass):
         False,
         "Write a file whose default order is good, for sessions that can't be told to run in "
         "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
+    )
+
+    lean_session: bool = option(
+        True,
+        "Also set sessions to hold less: no memory pattern beside an arena, which holds the "
+        "peak twice from the second run on; without an arena no reuse of buffers, where "
+        "that holds more in between.",
     )
 
     def __post_init__(self) -> None:
@@ -97,9 +232,10 @@ class ShapeSizeReorder(Pass):
         After onnxruntime's own fusions: they give new nodes another place, and which of them
         fire depends on where shapes are read.
         """
-        from rewrite_rules.shape_size_reorder import reorder
+        from rewrite_rules.shape_size_reorder import ReorderOptions, reorder
 
-        reorder(model, self.sizes, self.for_default_order, context)
+        options = ReorderOptions(self.sizes, self.for_default_order, self.lean_session)
+        reorder(model, options, context)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -176,6 +312,7 @@ class PrepackedWeights(Pass):
 
 
 BUILTIN_PASSES: tuple[type[Pass], ...] = (
+    MixedPrecisionBoundaries,
     DqMatMulNBitsFusion,
     ShapeSizeReorder,
     PrepackedWeights,

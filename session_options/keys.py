@@ -8,6 +8,7 @@ __all__ = [
     "OptionError",
     "Scalar",
     "SessionConfig",
+    "check_length",
     "closest",
     "enable_key",
     "format_value",
@@ -25,6 +26,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 PREFIX = "ortplugins"
+# Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
+_LONGEST_VALUE = 8192
 
 # What an option can be; its default says which.
 Scalar = bool | int | float | str
@@ -57,6 +60,7 @@ class Option:
         onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
         shapes_result: Whether the optimised model depends on it; one that only sessions look
             at leaves cache entries valid.
+        may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Option:
     choices: tuple[Scalar, ...]
     onnxruntime_key: str | None
     shapes_result: bool = True
+    may_name_file: bool = False
 
 
 def option(
@@ -74,6 +79,7 @@ def option(
     choices: Iterable[Scalar] = (),
     onnxruntime_key: str | None = None,
     shapes_result: bool = True,
+    may_name_file: bool = False,
 ) -> Any:
     """Declare a field of a pass class; arguments as in :class:`Option`."""
     metadata = {
@@ -81,6 +87,7 @@ def option(
         "choices": tuple(choices),
         "onnxruntime_key": onnxruntime_key,
         "shapes_result": shapes_result,
+        "may_name_file": may_name_file,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -173,6 +180,19 @@ def stored(options: SessionConfig, key: str) -> str | None:
         return options.get_session_config_entry(key)
     except RuntimeError:  # onnxruntime's way of saying that there is none
         return None
+
+
+def check_length(key: str, text: str, *, may_name_file: bool) -> None:
+    """Check that an entry is not too long for onnxruntime.
+
+    Raises:
+        OptionError: If it is.
+    """
+    if (size := len(text.encode())) > _LONGEST_VALUE:
+        advice = ': put the text into a file and give "@file.json"' if may_name_file else ""
+        raise OptionError(
+            f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}{advice}"
+        )
 
 
 def closest(name: str, known: Iterable[str]) -> str:

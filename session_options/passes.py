@@ -39,11 +39,13 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
+        knows_arena: Whether what it does depends on ``PassContext.cpu_arena``.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
+    knows_arena: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -67,8 +69,9 @@ class Pass:
         """Return what a session on the result needs of its ``SessionOptions``.
 
         A key with a dot is a config entry with value ``"0"`` or ``"1"``, ``"0"`` being
-        onnxruntime's default; one without is an attribute, its value the name of a member of
-        the attribute's enumeration: ``{"execution_order": "PRIORITY_BASED"}``.
+        onnxruntime's default; one without is an attribute, its value ``"0"`` or ``"1"`` for a
+        bool, else the name of a member of the attribute's enumeration:
+        ``{"execution_order": "PRIORITY_BASED"}``.
         """
         return types.MappingProxyType({})
 

@@ -22,6 +22,7 @@ from session_options.keys import (
     Option,
     OptionError,
     SessionConfig,
+    check_length,
     closest,
     enable_key,
     format_value,
@@ -69,12 +70,15 @@ class Plan:
         cache_dir: Directory of the cache; empty for the default.
         strict: Whether an exception inside a pass raises.
         bake: Whether the cache keeps onnxruntime's own optimisations.
+        cpu_arena: Whether the session's memory on the CPU comes from an arena
+            (``SessionOptions.enable_cpu_mem_arena``).
     """
 
     passes: tuple[Pass, ...] = ()
     cache_dir: str = ""
     strict: bool = False
     bake: bool = True
+    cpu_arena: bool = True
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -92,6 +96,7 @@ class Plan:
                     for spec in options_of(type(item))
                     if spec.shapes_result
                 },
+                **({"cpu_arena": self.cpu_arena} if item.knows_arena else {}),
             }
             for item in self.passes
         ]
@@ -139,7 +144,8 @@ def read(options: SessionConfig | None) -> Plan:
         key = f"{PREFIX}.{spec.name}"
         if (text := stored(options, key)) is not None:
             general[spec.name] = parse_value(key, text, spec)
-    return make_plan(passes, **general)
+    arena = bool(getattr(options, "enable_cpu_mem_arena", True))
+    return make_plan(passes, **general, cpu_arena=arena)
 
 
 def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> None:
@@ -151,7 +157,8 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
         **general: ``cache_dir``, ``strict``, ``bake``.
 
     Raises:
-        OptionError: If a pass is not registered or comes twice, or an option is unknown.
+        OptionError: If a pass is not registered or comes twice, an option is unknown, or its
+            value is longer than a session entry may be.
     """
     make_plan(passes)
     specs = {spec.name: spec for spec in GENERAL_OPTIONS}
@@ -168,7 +175,12 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
             raise OptionError(f"pass {item.name!r} is registered with another class")
         entries[enable_key(item.name)] = "1"
         for spec in options_of(type(item)):
-            entries[option_key(item.name, spec.name)] = format_value(getattr(item, spec.name))
+            key, text = (
+                option_key(item.name, spec.name),
+                format_value(getattr(item, spec.name)),
+            )
+            check_length(key, text, may_name_file=spec.may_name_file)
+            entries[key] = text
     for key, text in entries.items():
         if "\0" in text:  # onnxruntime would cut the value there
             raise OptionError(f"{key} is {text!r}: holds a NUL")

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from rewrite_rules.concrete_shapes import DEFAULT_DIM, concrete_shapes
 from rewrite_rules.constants import Refusal
+from rewrite_rules.default_order_file import closest_default_order
 from rewrite_rules.execution_order import Dependencies, default_order, priority_order
 from rewrite_rules.live_memory import MemoryModel
-from rewrite_rules.memory_order import GraphOrder, closest_default_order, memory_order
+from rewrite_rules.memory_order import GraphOrder, memory_order
 
 GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
 
@@ -51,7 +52,7 @@ def held_by_onnxruntime(
 def simulated(graph: ir.Graph, *, priority: bool, reuse: bool = True) -> list[int]:
     dependencies = Dependencies.of(graph)
     order = dependencies.priority() if priority else dependencies.default()
-    live = MemoryModel(graph, dependencies, {}, reuse=reuse).timeline(order).live
+    live = MemoryModel(graph, dependencies, {}).timeline(order, reuse=reuse).live
     return [int(live[step]) for step in range(len(dependencies.constants), len(order))]
 
 

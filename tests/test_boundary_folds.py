@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: MIT
+"""Folds of DQ -> Q: graph in, graph out, then every code through onnxruntime, bit for bit."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortplugins
+from rewrite_rules.boundary_folds import fold_pairs
+from rewrite_rules.quantization_grid import QuantizationGrid
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from session_options import MixedPrecisionBoundaries
+
+UINT8, INT8, UINT16, INT16 = (
+    ir.DataType.UINT8,
+    ir.DataType.INT8,
+    ir.DataType.UINT16,
+    ir.DataType.INT16,
+)
+# Parameters of one name are the same; t differs from s by less than what moves a code.
+PARAMETERS = """float s = {0.02}, float t = {0.0200001}, float far = {0.03},
+    uint8 z = {100}, uint8 z_other = {101}, int8 zi = {-28},
+    float s16 = {7.8125e-5}, uint16 z16 = {25600}, int16 zi16 = {0},
+    float s257 = {7.782101e-5}"""
+
+
+def graph(text: str, inputs: str = "uint8[n] c", outputs: str = "float[n] y") -> ir.Model:
+    # 7.8125e-5 is not 0.02 / 256 as float32: set exactly.
+    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+        g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}""")
+    exact = np.float32(0.02) / np.float32(256)
+    model.graph.initializers["s16"].const_value = ir.tensor(np.array(exact, np.float32))
+    model.graph.initializers["zi16"].const_value = ir.tensor(np.array(-7168, np.int16))
+    return model
+
+
+def fold(model: ir.Model, target: str = "cpu") -> Remarks:
+    remarks = Remarks("mixed_precision_boundaries")
+    fold_pairs(model, target, PassContext(remarks))
+    model.graph.sort()
+    return remarks
+
+
+def run(
+    model: ir.Model, feeds: dict[str, npt.NDArray[np.generic]]
+) -> list[npt.NDArray[np.generic]]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    content = ir.to_proto(model).SerializeToString()
+    providers = ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(content, options, providers=providers)
+    return list(session.run(None, feeds))
+
+
+def operators(model: ir.Model) -> collections.Counter[str]:
+    short = {"QuantizeLinear": "Q", "DequantizeLinear": "DQ"}
+    return collections.Counter(
+        short.get(node.op_type, node.op_type) for node in model.graph.all_nodes()
+    )
+
+
+def check(
+    text: str,
+    left: str,
+    target: str = "cpu",
+    *,
+    inputs: str = "uint8[n] c",
+    outputs: str = "float[n] y",
+) -> tuple[ir.Model, Remarks]:
+    """Fold; compare the operators that are left, and the outputs for every code."""
+    before, after = graph(text, inputs, outputs), graph(text, inputs, outputs)
+    remarks = fold(after, target)
+    assert operators(after) == collections.Counter(left.split())
+    assert [value.name for value in after.graph.outputs] == [
+        value.name for value in before.graph.outputs
+    ]
+    feeds = {}
+    for value in before.graph.inputs:
+        assert value.dtype is not None
+        feeds[value.name] = all_of(value.dtype)
+    for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
+    fired = [remark for remark in remarks if remark.outcome is Outcome.FIRED]
+    contents = [ir.to_proto(model).SerializeToString() for model in (before, after)]
+    assert bool(fired) == (contents[0] != contents[1])
+    return after, remarks
+
+
+def all_of(dtype: ir.DataType) -> npt.NDArray[np.generic]:
+    if dtype is ir.DataType.BOOL:
+        return np.array(True)
+    if dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+        return np.linspace(-8, 8, 4001).astype(dtype.numpy())
+    info = np.iinfo(dtype.numpy())
+    return np.arange(info.min, info.max + 1).astype(dtype.numpy())
+
+
+# Codes that stay.
+
+
+@pytest.mark.parametrize("target", ["cpu", "qnn"])
+def test_equal_pairs_become_one(target: str):
+    after, remarks = check(
+        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)
+        [second] q2 = QuantizeLinear(d1, s, z)  [last] y = DequantizeLinear(q2, s, z)""",
+        "Q DQ",
+        target,
+        inputs="float[n] x",
+    )
+    last = after.graph.node("last")
+    assert last.outputs[0].name == "y"
+    assert last.inputs[0].name == "q1"
+    assert [str(remark) for remark in remarks] == [
+        "second: gives back each code of 'd1': folded"
+    ]
+
+
+def test_any_number_of_equal_pairs_become_one():
+    text, value = "", "x"
+    for i in range(5):
+        text += f"q{i} = QuantizeLinear({value}, s, z)  d{i} = DequantizeLinear(q{i}, s, z)\n"
+        value = f"d{i}"
+    check(text + "y = Sigmoid(d4)", "Q DQ Sigmoid", inputs="float[n] x")
+
+
+def test_codes_are_what_counts_and_not_equal_parameters():
+    after, _ = check(
+        """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, t, z)
+        [last] y = DequantizeLinear(q2, far, z_other)""",
+        "DQ",
+    )
+    # What decodes is the last node's grid.
+    assert [value.name for value in after.graph.node("last").inputs] == [
+        "c",
+        "far",
+        "z_other",
+    ]
+
+
+@pytest.mark.parametrize("parameters", ["far, z", "s, z_other", "s, zi", "s16, z", "s"])
+def test_codes_that_move_are_kept(parameters: str):
+    check(
+        f"""d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, {parameters})
+        y = DequantizeLinear(q2, {parameters})""",
+        "DQ Q DQ",
+        "qnn",
+    )
+
+
+def test_a_missing_zero_point_is_zero_of_uint8():
+    text = "q1 = QuantizeLinear(x, s)  d1 = DequantizeLinear(q1, s)"
+    text += "q2 = QuantizeLinear(d1, s)  y = DequantizeLinear(q2, s)"
+    check(text, "Q DQ", inputs="float[n] x")
+    check(
+        "d = DequantizeLinear(c, s) q = QuantizeLinear(d, s) y = DequantizeLinear(q, s)", "DQ"
+    )
+
+
+def test_types_named_by_an_attribute_are_read():
+    text = "q1 = QuantizeLinear<output_dtype = 4>(x, s)  d1 = DequantizeLinear(q1, s)"
+    text += "q2 = QuantizeLinear<output_dtype = 4>(d1, s)  y = DequantizeLinear(q2, s)"
+    check(text, "Q DQ", inputs="float[n] x")
+
+
+@pytest.mark.parametrize("domains", ["MMM", "MM-", "-M-", "M--", "--M"])
+def test_onnxruntimes_own_operators_count_as_well(domains: str):
+    a, b, c = ("com.microsoft." if domain == "M" else "" for domain in domains)
+    after, _ = check(
+        f"""d1 = {a}DequantizeLinear(c, s, z)  q2 = {b}QuantizeLinear(d1, s, z)
+        [last] y = {c}DequantizeLinear(q2, s, z)""",
+        "DQ",
+    )
+    assert after.graph.node("last").domain == c.rstrip(".")
+
+
+def test_codes_that_others_read_stay_codes():
+    after, _ = check(
+        """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, s, z)
+        y = DequantizeLinear(q2, s, z)  i = Cast<to = 6>(q2)""",
+        "DQ Identity Cast",
+        outputs="float[n] y, int32[n] i, uint8[n] q2",
+    )
+    reader = after.graph.outputs[0].producer()
+    assert reader is not None
+    assert reader.inputs[0] is after.graph.inputs[0]
+
+
+def test_values_that_others_read_stay_values():
+    check(
+        """d1 = DequantizeLinear(c, s, z)  y1 = Sigmoid(d1)
+        q2 = QuantizeLinear(d1, s, z)  y2 = DequantizeLinear(q2, s, z)""",
+        "DQ Sigmoid DQ",
+        outputs="float[n] y1, float[n] y2, float[n] d1",
+    )
+
+
+@pytest.mark.parametrize("dtype", [UINT8, INT8, UINT16, INT16])
+@pytest.mark.parametrize("floats", [np.float32, np.float16])
+def test_sixteen_bits_under_float16_scales_are_no_identity(
+    dtype: ir.DataType, floats: type[np.generic]
+):
+    real = "float" if floats is np.float32 else "float16"
+    kind = dtype.name.lower()
+
+    def model() -> ir.Model:
+        made = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21]>
+            g ({kind}[n] c) => ({real}[n] y) <{real} f = {{0}}, {kind} k = {{3}}> {{
+                d = DequantizeLinear(c, f, k)  q = QuantizeLinear(d, f, k)
+                y = DequantizeLinear(q, f, k) }}""")
+        scale = ir.tensor(np.array(0.0011, floats))
+        made.graph.initializers["f"].const_value = scale
+        return made
+
+    before, after = model(), model()
+    fold(after)
+    feeds = {"c": all_of(dtype)}
+    assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
+    moves = floats is np.float16 and dtype in (UINT16, INT16)
+    grid = QuantizationGrid(dtype, floats(0.0011), 3)
+    assert grid.keeps_codes() is not moves
+    if not moves:
+        assert operators(after) == {"DQ": 1}
+
+
+# Values that stay.
+
+ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
+    [last] w = DequantizeLinear(q, s16, {z16})  y = Sigmoid(w)"""
+
+
+@pytest.mark.parametrize("fine", ["z16", "zi16"])
+@pytest.mark.parametrize(("kind", "coarse"), [("uint8", "z"), ("int8", "zi")])
+def test_an_exact_refinement_folds_on_cpus_only(kind: str, coarse: str, fine: str):
+    text = ENTRY.format(z8=coarse, z16=fine)
+    after, remarks = check(text, "DQ Sigmoid", inputs=f"{kind}[n] c")
+    assert [value.name for value in after.graph.node("last").inputs] == ["c", "s", coarse]
+    (remark,) = remarks
+    assert remark.node == "into"
+    assert "7.8125e-05" in remark.reason
+    assert "gives back each value of 'before'" in remark.reason
+    _, kept = check(text, "DQ Q DQ Sigmoid", "qnn", inputs=f"{kind}[n] c")
+    assert not list(kept)
+
+
+@pytest.mark.parametrize("scale", ["s257", "far"])
+def test_a_pair_of_the_same_range_that_moves_values_is_kept(scale: str):
+    text = ENTRY.replace("s16", scale).format(z8="z", z16="z16")
+    check(text, "DQ Q DQ Sigmoid")
+
+
+def test_random_refinements_fold_and_their_neighbours_do_not():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        coarse = QuantizationGrid(
+            UINT8, np.float32(2.0 ** random.uniform(-20, 5)), int(random.integers(256))
+        )
+        exact = coarse.refine(UINT16)
+        beside = np.float32(float(coarse.scale) / 257)
+        for scale, folds in ((exact.scale, True), (beside, False)):
+            models = []
+            for _ in range(2):
+                model = graph(ENTRY.format(z8="z", z16="z16"))
+                constants = model.graph.initializers
+                for name, array in (
+                    ("s", coarse.scale),
+                    ("z", np.uint8(coarse.zero_point)),
+                    ("s16", scale),
+                    ("z16", np.uint16(exact.zero_point)),
+                ):
+                    constants[name].const_value = ir.tensor(np.asarray(array))
+                models.append(model)
+            fold(models[1])
+            before, after = (run(model, {"c": all_of(UINT8)})[0] for model in models)
+            assert after.tobytes() == before.tobytes()
+            assert (operators(models[1])["Q"] == 0) is folds
+
+
+def test_each_reader_of_an_entry_gets_its_own():
+    check(
+        """d = DequantizeLinear(c, s, z)  plain = Relu(d)
+        q = QuantizeLinear(d, s16, z16)
+        w1 = DequantizeLinear(q, s16, z16)  y1 = Sigmoid(w1)
+        w2 = DequantizeLinear(q, s16, z16)  y2 = Mul(w2, w2)
+        y = Add(plain, y1)""",
+        "DQ Relu DQ Sigmoid DQ Mul Add",
+        outputs="float[n] y, float[n] y2",
+    )
+
+
+def test_an_entry_whose_codes_are_an_output_keeps_its_quantise():
+    check(
+        ENTRY.format(z8="z", z16="z16"),
+        "DQ Q DQ Sigmoid",
+        outputs="float[n] y, uint16[n] q",
+    )
+
+
+def test_an_output_keeps_its_name():
+    check(
+        """d = DequantizeLinear(c, s, z)  q = QuantizeLinear(d, s16, z16)
+        y = DequantizeLinear(q, s16, z16)""",
+        "DQ",
+    )
+
+
+def test_exits_to_eight_bits_are_kept():
+    check(
+        """d = DequantizeLinear(c, s16, z16)  q = QuantizeLinear(d, s, z)
+        y = DequantizeLinear(q, s, z)""",
+        "DQ Q DQ",
+        inputs="uint16[n] c",
+    )
+
+
+def test_pairs_behind_operators_are_kept():
+    check(
+        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)  r = Relu(d1)
+        q2 = QuantizeLinear(r, s, z)  y = DequantizeLinear(q2, s, z)""",
+        "Q DQ Relu Q DQ",
+        inputs="float[n] x",
+    )
+
+
+def test_bodies_are_folded_and_may_read_codes_from_outside():
+    text = """d = DequantizeLinear(c, s, z)
+        y = If (b) <then_branch = t () => (float[n] y1) {
+            q1 = QuantizeLinear(d, s, z)  y1 = DequantizeLinear(q1, s, z) },
+          else_branch = e () => (float[n] y2) {
+            q2 = QuantizeLinear(d, s16, z16)  w = DequantizeLinear(q2, s16, z16)
+            y2 = Neg(w) }>"""
+    inputs = "uint8[n] c, bool b"
+    before, after = graph(text, inputs), graph(text, inputs)
+    fold(after)
+    assert operators(after) == {"If": 1, "DQ": 2, "Neg": 1}
+    for flag in (True, False):
+        feeds = {"c": all_of(UINT8), "b": np.array(flag)}
+        assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
+
+
+# What can't be folded.
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("float[2] k = {0.1, 0.2}", "shape [2]"),
+        ("float k = {0}", "scale is 0.0"),
+        ("float k = {-0.5}", "scale is -0.5"),
+    ],
+)
+def test_grids_that_cannot_be_read_are_told(scale: str, words: str):
+    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21]>
+        g (uint8[2] c) => (float[2] y) <{scale}> {{
+            d = DequantizeLinear<axis = 0>(c, k)  [second] q = QuantizeLinear<axis = 0>(d, k)
+            [last] y = DequantizeLinear<axis = 0>(q, k) }}""")
+    before = ir.to_proto(model).SerializeToString()
+    remarks = fold(model)
+    assert ir.to_proto(model).SerializeToString() == before
+    told = [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
+    assert told
+    assert all(words in remark.reason for remark in told)
+
+
+def test_a_scale_that_is_fed_is_told():
+    text = "d = DequantizeLinear(c, k, z)  q = QuantizeLinear(d, k, z)"
+    text += "y = DequantizeLinear(q, k, z)"
+    model = graph(text, "uint8[n] c, float k")
+    remarks = fold(model)
+    assert operators(model) == {"DQ": 2, "Q": 1}
+    assert "'k' is a graph input" in next(iter(remarks)).reason
+
+
+def test_nothing_to_fold_leaves_even_unused_nodes():
+    model = graph("q = QuantizeLinear(x, s, z)  y = DequantizeLinear(q, s, z)  u = Relu(x)",
+                  "float[n] x")  # fmt: skip
+    before = ir.to_proto(model).SerializeToString()
+    assert not list(fold(model))
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_constants_are_folded_alike():
+    check(
+        """k = Constant<value = uint8[3] {0, 7, 255}>()
+        d = DequantizeLinear(k, s, z)  q = QuantizeLinear(d, s16, z16)
+        w = DequantizeLinear(q, s16, z16)  e = Relu(x)  y = Neg(w)""",
+        "Constant DQ Relu Neg",
+        inputs="float[n] x",
+        outputs="float[n] e, float[3] y",
+    )
+
+
+# Behind the boundaries that the pass places.
+
+
+def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
+    model = graph(
+        """[relu] r = Relu(d0)  rq = QuantizeLinear(r, s, z)  d1 = DequantizeLinear(rq, s, z)
+        [sigmoid] a = Sigmoid(d1)  aq = QuantizeLinear(a, far, z)
+        y = DequantizeLinear(aq, far, z)  d0 = DequantizeLinear(c, s, z)"""
+    )
+    model.graph.sort()
+    made = {}
+    for target in ("cpu", "qnn"):
+        chosen = MixedPrecisionBoundaries(promote="a", target=target)
+        made[target] = ortplugins.optimize(model, passes=[chosen]).model
+    feeds = {"c": all_of(UINT8)}
+    on_cpu, on_qnn = (run(made[target], feeds)[0] for target in ("cpu", "qnn"))
+    assert on_cpu.tobytes() == on_qnn.tobytes()
+    entry = operators(made["qnn"])
+    entry.subtract(operators(made["cpu"]))
+    assert +entry == {"Q": 1, "DQ": 1}
+    assert not -entry

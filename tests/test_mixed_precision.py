@@ -1,0 +1,835 @@
+# SPDX-License-Identifier: MIT
+"""Conversions at the borders of regions: graphs, names, and every code."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_static,
+)
+from qdq_models import chains, count, grid, parse, place, quantized, run
+
+from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
+from rewrite_rules.quantization_grid import QuantizationGrid
+from rewrite_rules.quantized_tensors import QuantizedGraph, is_quantize_linear
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from rewrite_rules.tensor_overrides import TensorOverride
+
+U8, I8, U16, I16 = (
+    ir.DataType.UINT8,
+    ir.DataType.INT8,
+    ir.DataType.UINT16,
+    ir.DataType.INT16,
+)
+CHAIN = """g (float[2,3] x) => (float[2,3] y) {
+    [A] a = Sigmoid(x)
+    [B] b = Sigmoid(a)
+    [C] y = Sigmoid(b)
+}"""
+
+
+def serialized(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString(deterministic=True)
+
+
+def entry(
+    dtype: ir.DataType, convert: ir.DataType | None = None, *nodes: str
+) -> tuple[TensorOverride, ...]:
+    second = None
+    if convert is not None:
+        second = TensorOverride(quant_type=convert, recv_nodes=frozenset(nodes) or None)
+    return (TensorOverride(quant_type=dtype, convert=second),)
+
+
+@pytest.mark.parametrize("options", [{}, {"overrides": {"a": ()}}, {"mode": "float"}])
+def test_an_empty_region_changes_nothing(options: dict) -> None:
+    model = quantized(CHAIN)
+    before = serialized(model)
+    assert not list(place(model, **options))
+    assert serialized(model) == before
+
+
+@pytest.mark.parametrize(("coarse", "fine"), list(itertools.product((U8, I8), (U16, I16))))
+def test_an_entry_changes_no_bit(coarse: ir.DataType, fine: ir.DataType) -> None:
+    rng = np.random.default_rng(7)
+    info = np.iinfo(coarse.numpy())
+    for index in range(60):
+        names = ("B",) if index % 2 else ()  # some consumers, or all
+        of = QuantizationGrid(
+            coarse,
+            np.float32(10 ** rng.uniform(-6, 3)),
+            int(rng.integers(info.min, info.max, endpoint=True)),
+        )
+        model = quantized(
+            """g (float[300] x) => (float[300] y, float[300] z) {
+                [B] y = Neg(x)
+                [C] z = Abs(x)
+            }""",
+            {"x": of, "y": grid(1.0, 0, U8), "z": grid(1.0, 0, U8)},
+        )
+        # What is behind Neg and Abs, before their own pairs.
+        for name in ("y_QuantizeLinear_Input", "z_QuantizeLinear_Input"):
+            node = next(n for n in model.graph if n.outputs[0].name == name)
+            model.graph.outputs.append(node.outputs[0])
+        values = of.dequantize(of.codes())
+        feeds = {"x": np.resize(values, 300).astype(np.float32)}
+        before = run(model, feeds)
+        place(model, overrides={"x": entry(coarse, fine, *names)}, close_regions=False)
+        assert count(model, "QuantizeLinear") == 4
+        after = run(model, feeds)
+        for old, new in zip(before, after, strict=True):
+            assert old.tobytes() == new.tobytes()
+
+
+class OneFeed(CalibrationDataReader):
+    def __init__(self, real: type) -> None:
+        self.feeds = iter([{"x": np.linspace(-1, 1, 6).reshape(2, 3).astype(real)}])
+
+    def get_next(self) -> dict | None:
+        return next(self.feeds, None)
+
+
+# One producer with n consumers: outputs of the graph, and who converts.
+SHAPES = {
+    "all convert": ("y, z", ["B", "C"], "B C"),
+    "some convert": ("y, z", ["B"], "B C"),
+    "an output, all convert": ("a, y, z", ["B", "C"], "B C"),
+    "an output, some convert": ("a, y, z", ["C"], "B C"),
+    "an output, no consumers": ("a", [], ""),
+}
+
+
+@pytest.mark.parametrize("real", ["float", "float16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_graphs_are_those_of_onnxruntimes_quantizer(
+    shape: str, real: str, tmp_path: object
+) -> None:
+    outputs, converting, consumers = SHAPES[shape]
+    declared = ", ".join(f"{real}[2,3] {name}" for name in outputs.split(", "))
+    nodes = "".join(
+        f"[{node}] {out} = Sigmoid(a)\n"
+        for node, out in zip(consumers.split(), "yz", strict=False)
+    )
+    text = f"g ({real}[2,3] x) => ({declared}) {{ [A] a = Sigmoid(x)\n{nodes} }}"
+    convert = {"quant_type": QuantType.QUInt16}
+    if converting:
+        convert["recv_nodes"] = set(converting)
+    calibrated = {}
+    for kind, overrides in (
+        ("plain", {}),
+        ("mixed", {"a": [{"quant_type": QuantType.QUInt8, "convert": convert}]}),
+    ):
+        path = f"{tmp_path}/{kind}.onnx"
+        quantize_static(
+            ir.to_proto(parse(text)),
+            path,
+            OneFeed(np.float16 if real == "float16" else np.float32),
+            quant_format=QuantFormat.QDQ,
+            extra_options={"TensorQuantOverrides": overrides},
+        )
+        calibrated[kind] = ir.load(path)
+    model = calibrated["plain"]
+    # float16 can't hold the refined scale; the override gives one that it can.
+    fine = TensorOverride(
+        quant_type=U16,
+        scale=2.0**-15,
+        zero_point=0,
+        recv_nodes=frozenset(converting) or None,
+    )
+    place(model, overrides={"a": (TensorOverride(quant_type=U8, convert=fine),)})
+    theirs = calibrated["mixed"]
+    assert chains(model) == chains(theirs)
+    for op_type in ("QuantizeLinear", "DequantizeLinear"):
+        assert count(model, op_type) == count(theirs, op_type)
+    assert [v.name for v in model.graph.outputs] == [v.name for v in theirs.graph.outputs]
+    run(model, OneFeed(np.float16 if real == "float16" else np.float32).get_next())
+
+
+def test_new_values_have_types_and_shapes() -> None:
+    model = quantized(CHAIN)
+    before = {value.name for node in model.graph for value in node.outputs}
+    place(model, promote=frozenset({"B"}))
+    new = [v for node in model.graph for v in node.outputs if v.name not in before]
+    assert len(new) == 4  # of Q and DQ behind a and b
+    assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
+
+
+def test_tensors_inside_are_retyped_in_place() -> None:
+    model = quantized(CHAIN)
+    names = {node.name for node in model.graph}
+    place(model, promote=frozenset("xaby"))
+    assert chains(model) == {"x>u16>A", "A>u16>B", "B>u16>C", "C>u16>y"}
+    assert {node.name for node in model.graph} == names
+    assert not any(
+        value.endswith(("_scale", "_zero_point")) for value in model.graph.initializers
+    )
+
+
+def test_shared_parameters_stay_as_they_are() -> None:
+    model = quantized(CHAIN)
+    scale, zero_point = (
+        model.graph.initializers[f"x_{kind}"] for kind in ("scale", "zero_point")
+    )
+    for node in model.graph:
+        if len(node.inputs) == 3:
+            node.replace_input_with(1, scale)
+            node.replace_input_with(2, zero_point)
+    place(model, promote=frozenset({"b"}))
+    assert scale.const_value.numpy() == np.float32(0.02)
+    assert scale is model.graph.initializers["x_scale"]
+    assert zero_point.const_value.numpy() == np.uint8(121)
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    run(model, {"x": np.ones((2, 3), np.float32)})
+
+
+def test_below_opset_21_16_bits_are_onnxruntimes_own() -> None:
+    model = quantized(CHAIN, opset=17)
+    place(model, promote=frozenset({"B"}))
+    domains = {
+        (node.domain, (node.outputs if is_quantize_linear(node) else node.inputs)[0].dtype)
+        for node in model.graph
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear")
+    }
+    assert domains == {("", U8), ("com.microsoft", U16)}
+    assert model.opset_imports == {"": 17, "com.microsoft": 1}
+    run(model, {"x": np.ones((2, 3), np.float32)})
+
+
+def test_pairs_without_zero_point_get_one() -> None:
+    model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
+    feeds = {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)}
+    place(model, promote=frozenset({"b"}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    wide = [n for n in model.graph if is_quantize_linear(n) and n.outputs[0].dtype == U16]
+    assert all(node.inputs[2].const_value.numpy() == 0 for node in wide)
+    run(model, feeds)
+
+
+def test_output_dtype_stands_for_a_zero_point() -> None:
+    model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
+    for node in model.graph:
+        if is_quantize_linear(node):
+            node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(I8))
+            node.outputs[0].dtype = I8
+    place(model, promote=frozenset({"b"}))
+    assert chains(model) == {"x>i8>A", "A>i8>u16>B", "B>u16>C", "C>u16>y"}
+    run(model, {"x": np.ones((2, 3), np.float32)})
+
+
+def test_nodes_without_names_and_a_node_that_reads_twice() -> None:
+    model = quantized(
+        """g (float[4] x) => (float[4] y, float[4] z) {
+            a = Sigmoid(x)
+            y = Mul(a, a)
+            z = Neg(a)
+        }"""
+    )
+    # The quantiser's output names are the labels of unnamed nodes.
+    place(model, promote=frozenset({"y"}))
+    multiply = next(node for node in model.graph if node.op_type == "Mul")
+    assert multiply.inputs[0] is multiply.inputs[1]
+    assert chains(model) == {
+        *("x>u8>Sigmoid", "Sigmoid>u8>u16>Mul", "Sigmoid>u8>Neg", "Mul>u16>y", "Neg>u8>z"),
+    }
+    run(model, {"x": np.ones(4, np.float32)})
+
+
+def test_a_consumer_in_a_body() -> None:
+    model = quantized(
+        """g (float[4] x, bool c) => (float[4] y) {
+            [A] a = Sigmoid(x)
+            [D] d = Neg(a)
+            [I] e = If (c) <
+                then_branch = t () => (float[4] p) { [T] p = Mul(a, a) },
+                else_branch = f () => (float[4] q) { [F] q = Abs(a) }
+            >
+            [S] y = Add(e, d)
+        }"""
+    )
+    feeds = {"x": np.linspace(-1, 1, 4, dtype=np.float32), "c": np.array(True)}
+    before = run(model, feeds)
+    place(model, overrides={"a": entry(U8, U16, "T")})
+    assert {"A>u8>u16>T", "A>u8>F", "A>u8>D"} <= chains(model)
+    assert run(model, feeds)[0].tobytes() == before[0].tobytes()
+
+
+def test_a_pair_that_is_dequantised_in_a_body() -> None:
+    model = parse(
+        """g (float[4] x, bool c) => (float[4] y)
+        <float s = {0.02}, uint8 z = {121}>
+        {
+            [A] a = Sigmoid(x)
+            [Q] q = QuantizeLinear(a, s, z)
+            [I] y = If (c) <
+                then_branch = t () => (float[4] p) {
+                    [D] d = DequantizeLinear(q, s, z)
+                    [T] p = Neg(d)
+                },
+                else_branch = f () => (float[4] r) {
+                    [E] e = DequantizeLinear(q, s, z)
+                    [F] r = Abs(e)
+                }
+            >
+        }"""
+    )
+    feeds = {"x": np.linspace(-1, 1, 4, dtype=np.float32), "c": np.array(True)}
+    before = run(model, feeds)
+    place(model, overrides={"a": entry(U8, U16, "T")})
+    assert {"A>u8>u16>T", "A>u8>F"} <= chains(model)
+    assert run(model, feeds)[0].tobytes() == before[0].tobytes()
+    place(model, promote=frozenset({"a"}))
+    assert {"A>u16>u16>T", "A>u16>F"} <= chains(model)
+
+
+def test_quantised_inputs_and_outputs_keep_their_types() -> None:
+    model = parse(
+        """g (uint8[4] x) => (uint8[4] yq, float[4] y)
+        <float s = {0.02}, uint8 z = {121}>
+        {
+            [DX] xf = DequantizeLinear(x, s, z)
+            [A] a = Sigmoid(xf)
+            [QY] yq = QuantizeLinear(a, s, z)
+            [DY] y = DequantizeLinear(yq, s, z)
+        }"""
+    )
+    remarks = place(model, promote=frozenset({"x", "a"}))
+    assert chains(model) == {"x>u16>A", "A>u16>u8>yq", "A>u16>u8>y"}
+    assert [value.dtype for value in model.graph.outputs] == [U8, ir.DataType.FLOAT]
+    assert {str(remark) for remark in remarks} == {
+        "x: uint8 -> uint16 for 'A'",
+        "a: uint8 -> uint16",
+        "a: uint16 -> uint8 for the output",
+    }
+    run(model, {"x": np.arange(4, dtype=np.uint8)})
+
+
+def test_codes_that_a_caller_reads_keep_their_parameters() -> None:
+    model = parse(
+        """g (float[4] x) => (uint8[4] q, float[4] y)
+        <float s = {0.02}, uint8 z = {121}>
+        {
+            [Q] q = QuantizeLinear(x, s, z)
+            [D] y = DequantizeLinear(q, s, z)
+        }"""
+    )
+    before = serialized(model)
+    finer = (TensorOverride(scale=0.01, zero_point=121),)
+    (remark,) = place(model, overrides={"x": finer})
+    assert remark.outcome is Outcome.REFUSED and "parameters can't change" in remark.reason
+    assert serialized(model) == before
+
+
+def test_parameters_in_constant_nodes() -> None:
+    model = parse(
+        """g (uint8[4] x) => (float[4] y, float[4] w) {
+            s = Constant <value_float = 0.02> ()
+            z = Constant <value = uint8 {121}> ()
+            [D] d = DequantizeLinear(x, s, z)
+            [A] y = Neg(d)
+            [B] w = Abs(d)
+        }"""
+    )
+    feeds = {"x": np.arange(4, dtype=np.uint8)}
+    before = run(model, feeds)
+    place(model, overrides={"x": entry(U8, U16, "B")})
+    assert chains(model) == {"x>A", "x>u16>B", "A>y", "B>w"}
+    after = run(model, feeds)
+    assert [value.tobytes() for value in after] == [value.tobytes() for value in before]
+
+
+def test_mode_float_reads_8_bits_at_an_entry() -> None:
+    model = quantized(
+        """g (float[4] x) => (float[4] a, float[4] y) {
+            [A] a = Sigmoid(x)
+            [B] y = Sigmoid(a)
+        }"""
+    )
+    finer = (TensorOverride(scale=0.004, zero_point=0),)
+    place(model, overrides={"a": finer}, promote=frozenset({"B"}), mode="float")
+    assert chains(model) == {"x>u8>A", "A>u8>a", "A>u8>B", "B>y"}
+    assert "uint8 0.004 @ 0" in {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
+
+
+def test_a_tensor_quantised_twice() -> None:
+    model = parse(
+        """g (float[4] x) => (float[4] y, float[4] w)
+        <float s = {0.02}, float t = {0.5}, uint8 z = {121}>
+        {
+            [A] a = Sigmoid(x)
+            [Q] q = QuantizeLinear(a, s, z)
+            [R] r = QuantizeLinear(a, t, z)
+            [D] d = DequantizeLinear(q, s, z)
+            [E] e = DequantizeLinear(r, t, z)
+            [B] y = Neg(d)
+            [C] w = Neg(e)
+        }"""
+    )
+    place(model, promote=frozenset({"q"}), close_regions=False)
+    assert chains(model) == {"x>A", "A>u16>B", "A>u8>C", "B>y", "C>w"}
+    place(model, promote=frozenset({"a"}))
+    assert chains(model) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
+
+
+def test_elementwise_constants_follow_exactly() -> None:
+    model = parse(
+        """g (float[4] x) => (float[4] y, float[4] w)
+        <float s = {0.02}, uint8 z = {121}, int8[4] k = {-128, -1, 0, 127}, float t = {0.01},
+         int8 o = {3}>
+        {
+            [QX] xq = QuantizeLinear(x, s, z)
+            [DX] xf = DequantizeLinear(xq, s, z)
+            [K] kf = DequantizeLinear(k, t, o)
+            [A] a = Add(xf, kf)
+            [QA] aq = QuantizeLinear(a, s, z)
+            [DA] y = DequantizeLinear(aq, s, z)
+            [B] b = Mul(xf, kf)
+            [QB] bq = QuantizeLinear(b, s, z)
+            [DB] w = DequantizeLinear(bq, s, z)
+        }"""
+    )
+    place(model, promote=frozenset({"A"}))
+    added, multiplied = (next(n for n in model.graph if n.name == name) for name in "AB")
+    fine, coarse = added.inputs[1].producer(), multiplied.inputs[1].producer()
+    assert coarse.name == "K" and coarse.inputs[0].dtype == I8
+    codes, scale, zero_point = (value.const_value.numpy() for value in fine.inputs)
+    assert codes.dtype == np.uint16 and codes.tolist() == [0, 127 * 256, 128 * 256, 255 * 256]
+    assert scale == np.float32(0.01) / 256 and zero_point == (3 + 128) * 256
+    place(model, promote=frozenset({"B"}))
+    assert "k" not in model.graph.initializers  # nobody reads it any more
+    assert all(node.name != "K" for node in model.graph)
+    run(model, {"x": np.ones(4, np.float32)})
+
+
+CONV = """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
+<float s = {{0.02}}, uint8 z = {{121}}, int8[2,1,1,1] w = {{5, -7}},
+ float[2] sw = {{0.5, 0.25}}, int8[2] zw = {{0, 0}}, int32[2] b = {{{bias}, -2000}},
+ float[2] sb = {{0.01, 0.005}}, int32[2] zb = {{0, 0}}>
+{{
+    [QX] xq = QuantizeLinear(x, s, z)
+    [DX] xf = DequantizeLinear(xq, s, z)
+    [W] wf = DequantizeLinear <axis = 0> (w, sw, zw)
+    [BIAS] bf = DequantizeLinear <axis = 0> (b, sb, zb)
+    [A] a = Conv(xf, wf, bf)
+    [QA] aq = QuantizeLinear(a, s, z)
+    [DA] y = DequantizeLinear(aq, s, z)
+}}"""
+
+
+def test_a_bias_takes_the_scale_of_its_input() -> None:
+    model = parse(CONV.format(bias=1000))
+    place(model, promote=frozenset({"A"}))
+    convolution = next(node for node in model.graph if node.op_type == "Conv")
+    bias, weight = convolution.inputs[2].producer(), convolution.inputs[1].producer()
+    assert weight.name == "W" and weight.inputs[0].dtype == I8
+    codes, scale, _ = (value.const_value.numpy() for value in bias.inputs)
+    assert codes.tolist() == [256_000, -512_000] and codes.dtype == np.int32
+    assert scale.tolist() == (np.float32([0.01, 0.005]) / 256).tolist()
+    assert bias.attributes.get_int("axis") == 0
+    run(model, {"x": np.ones((1, 1, 4, 4), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("target", "outcome"), [("cpu", Outcome.NOTE), ("qnn", Outcome.REFUSED)]
+)
+def test_a_bias_that_would_overflow_stays(target: str, outcome: Outcome) -> None:
+    model = parse(CONV.format(bias=2**31 // 256))
+    remarks = place(model, promote=frozenset({"A"}))
+    assert (
+        next(n for n in model.graph if n.op_type == "Conv").inputs[2].producer().name == "BIAS"
+    )
+    (note,) = [remark for remark in remarks if remark.outcome is Outcome.NOTE]
+    assert "2147483648, beyond int32" in note.reason
+
+
+def test_weights_that_are_quantised_in_the_graph_stay() -> None:
+    # As training with quantisation exports them: float initializer -> Q -> DQ -> Conv.
+    model = parse(
+        """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
+        <float s = {0.02}, uint8 z = {121}, float[2,1,1,1] w = {0.5, -0.7},
+         float[2] sw = {0.01, 0.02}, int8[2] zw = {0, 0}, float k = {0.25}>
+        {
+            [QX] xq = QuantizeLinear(x, s, z)
+            [DX] xf = DequantizeLinear(xq, s, z)
+            [QW] wq = QuantizeLinear <axis = 0> (w, sw, zw)
+            [DW] wf = DequantizeLinear <axis = 0> (wq, sw, zw)
+            [QK] kq = QuantizeLinear(k, s, z)
+            [DK] kf = DequantizeLinear(kq, s, z)
+            [A] a = Conv(xf, wf)
+            [QA] aq = QuantizeLinear(a, s, z)
+            [DA] af = DequantizeLinear(aq, s, z)
+            [M] m = Mul(af, kf)
+            [QM] mq = QuantizeLinear(m, s, z)
+            [DM] y = DequantizeLinear(mq, s, z)
+        }"""
+    )
+    place(model, promote=frozenset({"a"}))
+    assert chains(model) == {"x>u8>u16>A", "A>u16>M", "M>u16>y"}
+    convolution, multiply = (next(n for n in model.graph if n.name == name) for name in "AM")
+    assert convolution.inputs[1].producer().name == "DW"
+    assert multiply.inputs[1].producer().inputs[0].dtype == U16
+    run(model, {"x": np.ones((1, 1, 4, 4), np.float32)})
+
+
+def test_mode_float_below_clips_opset_is_refused() -> None:
+    text = "g (float[2] x) => (float[2] y) { [A] a = Add(x, x)\n [B] y = Neg(a) }"
+    model = quantized(text, opset=10)
+    before = serialized(model)
+    (remark,) = place(model, promote=frozenset({"a"}), mode="float")
+    assert remark.outcome is Outcome.REFUSED and "opset 11" in remark.reason
+    assert serialized(model) == before
+
+
+def test_explicit_parameters_and_ranges() -> None:
+    model = quantized(CHAIN)
+    place(
+        model,
+        overrides={
+            "x": (TensorOverride(quant_type=U16, scale=0.001, zero_point=77),),
+            "a": (TensorOverride(quant_type=I16, rmin=-1.0, rmax=3.0, symmetric=True),),
+            "b": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0),),
+            "y": entry(U16),
+        },
+        ranges={"y": (-0.5, 1.0)},
+        close_regions=False,
+    )
+    grids = [str(tensor.grid) for tensor in QuantizedGraph(model).tensors]
+    assert grids == [
+        "uint16 0.001 @ 77",
+        f"int16 {3 / 32767:.6g} @ 0",
+        f"uint16 {4 / 65535:.6g} @ {65535 // 4 + 1}",
+        f"uint16 {1.5 / 65535:.6g} @ {65535 // 3}",
+    ]
+
+
+def test_a_calibrated_range_does_not_break_an_exact_entry() -> None:
+    model = quantized(CHAIN)
+    place(model, promote=frozenset({"B"}), ranges=dict.fromkeys("xaby", (-1.0, 1.0)))
+    assert {str(tensor.grid) for tensor in QuantizedGraph(model).tensors} == {
+        "uint8 0.02 @ 121",
+        f"uint16 {0.02 / 256:.6g} @ {121 * 256}",
+    }
+
+
+def test_a_removed_relu6_ends_at_6_inside_a_region() -> None:
+    model = quantized(CHAIN, default=grid(6 / 255, 0))
+    place(model, promote=frozenset({"b"}))
+    tensors = {(t.name, t.grid.bits): t.grid for t in QuantizedGraph(model).tensors}
+    inside, entry_grid = tensors["b", 16], tensors["a_DequantizeLinear_Output", 16]
+    assert inside.dequantize([65535]) == pytest.approx([6.0])
+    assert entry_grid == grid(6 / 255, 0).refine(U16)
+
+
+def test_16_bits_go_down_to_8_with_parameters() -> None:
+    model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
+    before = serialized(model)
+    remarks = place(model, overrides={"b": entry(U8)}, close_regions=False)
+    (remark,) = remarks
+    assert remark.outcome is Outcome.REFUSED
+    assert "'b'" in remark.reason and "rmin" in remark.reason
+    assert serialized(model) == before
+    down = (TensorOverride(quant_type=U8, rmin=-1.0, rmax=1.0),)
+    place(model, overrides={"b": down}, close_regions=False)
+    assert chains(model) == {"x>u16>A", "A>u16>B", "B>u8>C", "C>u16>y"}
+
+
+def test_float16_scales_are_refused_where_values_would_move() -> None:
+    small = grid(0.003, 121, real=np.float16)
+    model = quantized(CHAIN.replace("float", "float16"), default=small)
+    before = serialized(model)
+    (remark,) = place(model, promote=frozenset({"b"}))
+    assert remark.outcome is Outcome.REFUSED and "mode 'float'" in remark.reason
+    assert serialized(model) == before
+    place(model, promote=frozenset({"b"}), mode="float")
+    assert chains(model) == {"x>u8>A", "A>u8>B", "B>C", "C>y"}
+
+
+REFUSED = {
+    "per axis": ("s = {0.02}", "[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
+    "zero": ("s = {0.02}", "s = {0.0}", "scale is 0.0"),
+    "negative": ("s = {0.02}", "s = {-1.0}", "scale is -1.0"),
+    "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are no activations"),
+    "at run time": ("QuantizeLinear(x, s, z)", "QuantizeLinear(x, r, z)", "run time"),
+    "other grid": (
+        "DequantizeLinear(q, s, z)",
+        "DequantizeLinear(q, k, z)",
+        "different grids",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("name", ["x", "N"])
+def test_activations_that_are_no_grid_stay(case: str, name: str) -> None:
+    old, new, words = REFUSED[case]
+    text = """g (float[4] x, float v) => (float[4] w)
+    <float s = {0.02}, uint8 z = {121}, float k = {0.5}, uint8 g = {1}>
+    {
+        r = Abs(v)
+        [Q] q = QuantizeLinear(x, s, z)
+        [D] y = DequantizeLinear(q, s, z)
+        [N] n = Neg(y)
+        [QN] nq = QuantizeLinear(n, k, g)
+        [DN] w = DequantizeLinear(nq, k, g)
+    }"""
+    assert old in text
+    model = parse(text.replace(old, new))
+    before = serialized(model)
+    remarks = Remarks("mixed_precision_boundaries")
+    options = BoundaryOptions(promote=frozenset({name}))
+    place_boundaries(model, options, PassContext(remarks))
+    (remark,) = remarks
+    assert (remark.node, remark.outcome) == (name, Outcome.REFUSED)
+    assert words in remark.reason
+    assert serialized(model) == before
+
+
+def test_a_refused_region_leaves_another_alone() -> None:
+    model = quantized(
+        """g (float[4] x, float[4] v) => (float[4] y, float[4] w) {
+            [A] y = Sigmoid(x)
+            [B] w = Sigmoid(v)
+        }""",
+        {"y": grid(1e-37, 0)},
+    )
+    remarks = place(model, promote=frozenset({"A", "B"}))
+    assert chains(model) == {"x>u8>A", "A>u8>y", "v>u8>u16>B", "B>u16>w"}
+    assert [r.node for r in remarks if r.outcome is Outcome.REFUSED] == ["A"]
+
+
+def test_data_movement_is_not_cut() -> None:
+    model = quantized(
+        """g (float[2,3] x) => (float[3,2] y) {
+            [A] a = Sigmoid(x)
+            [T] t = Transpose <perm = [1, 0]> (a)
+            [C] y = Sigmoid(t)
+        }"""
+    )
+    before = serialized(model)
+    (remark,) = place(model, overrides={"a": entry(U8, U16, "T")})
+    assert remark.outcome is Outcome.REFUSED and "'T' moves data by one grid" in remark.reason
+    assert serialized(model) == before
+
+
+def test_mode_float_leaves_the_region_unquantised() -> None:
+    model = quantized(
+        """g (float[2,3] x) => (float[2,3] y, float[2,3] w) {
+            [A] a = Sigmoid(x)
+            [B] b = Sigmoid(a)
+            [C] y = Sigmoid(b)
+            [D] w = Sigmoid(y)
+        }"""
+    )
+    place(model, promote=frozenset({"b"}), mode="float")
+    assert chains(model) == {
+        *("x>u8>A", "A>u8>B", "B>C"),
+        # As onnxruntime: all consumers of y convert back, and so does the output.
+        *("C>u8>y", "C>u8>D", "D>u8>w"),
+    }
+    feeds = {"x": np.ones((2, 3), np.float32)}
+    run(model, feeds)
+    run(model, feeds, optimised=True)
+
+
+@pytest.mark.parametrize(
+    ("zero_point", "clip", "ends"),
+    [
+        (0, True, (0.0, 5.1)),  # as behind a Relu: exactly
+        (100, True, (-100.5 * 0.02, 155.5 * 0.02)),
+        (0, False, (-6.0, 6.0)),
+    ],
+)
+def test_mode_float_keeps_what_a_range_clips(
+    zero_point: int, clip: bool, ends: tuple[float, float]
+) -> None:
+    # Quantisers remove the Relu or Clip between two tensors; the range stands for it.
+    model = quantized(
+        "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Identity(a) }",
+        {"x": grid(0.1, 128), "a": grid(0.02, zero_point), "y": grid(0.02, zero_point)},
+    )
+    place(model, promote=frozenset({"a", "y"}), mode="float", clip=clip)
+    assert count(model, "Clip") == clip  # none behind data movement
+    (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
+    assert y == pytest.approx([ends[0], 1.0, ends[1]])
+
+
+def test_5000_nodes_cost_a_few_times_their_reading() -> None:
+    lines = [f"[N{i}] t{i + 1} = Add(t{i}, t{max(i - 3, 0)})" for i in range(1700)]
+    text = f"g (float[4] t0) => (float[4] t1700) {{ {chr(10).join(lines)} }}"
+    saved = ir.to_proto(quantized(text))
+    assert len(saved.graph.node) > 5000
+    options = BoundaryOptions(promote=frozenset(f"t{i}" for i in range(0, 1700, 5)))
+    # A second on an idle machine. Others share it: reading the model is the clock.
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.process_time()
+        model = ir.from_proto(saved)
+        read = time.process_time()
+        place_boundaries(model, options, PassContext(Remarks("mixed_precision_boundaries")))
+        ratio = (time.process_time() - read) / (read - start)
+    finally:
+        gc.enable()
+    assert ratio < 6, ratio  # 2 to 3, measured
+    onnx.checker.check_model(ir.to_proto(model))
+
+
+def test_a_region_beside_an_earlier_one_is_bridged_where_asked() -> None:
+    model, bridged = quantized(CHAIN), quantized(CHAIN)
+    for merge, which in ((False, model), (True, bridged)):
+        place(which, promote=frozenset({"B"}), merge=merge)
+        assert chains(which) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+        place(which, promote=frozenset({"C"}), merge=merge)
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>u16>C", "C>u16>y"}
+    assert chains(bridged) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    feeds = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
+    exact = run(parse(CHAIN), feeds)[0]
+    errors = [np.abs(run(which, feeds)[0] - exact).max() for which in (bridged, model)]
+    assert errors[0] <= errors[1] + 1e-4
+
+
+def test_codes_that_nothing_dequantises_are_converted_back() -> None:
+    model = parse(
+        """g (float[4] x) => (uint8[4] q)
+        <float s = {0.02}, uint8 z = {121}>
+        { [A] a = Sigmoid(x)\n [Q] q = QuantizeLinear(a, s, z) }"""
+    )
+    feeds = {"x": np.linspace(-1, 1, 4, dtype=np.float32)}
+    before = run(model, feeds)[0]
+    place(model, promote=frozenset({"a"}))
+    assert chains(model) == {"x>A", "A>u16>u8>q"}
+    assert np.abs(run(model, feeds)[0].astype(int) - before.astype(int)).max() <= 1
+
+
+def test_nodes_of_onnxruntimes_domain_stay_in_it() -> None:
+    model = quantized(CHAIN, opset=17)
+    for node in model.graph:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    place(model, promote=frozenset({"B"}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+    domains = {n.domain for n in model.graph if n.op_type == "DequantizeLinear"}
+    assert domains == {"com.microsoft"}
+    run(model, {"x": np.ones((2, 3), np.float32)})
+
+
+def test_what_needs_no_change_is_said() -> None:
+    model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
+    before = serialized(model)
+    (remark,) = place(model, promote=frozenset({"B"}))
+    assert (remark.node, remark.outcome) == ("B", Outcome.NOTE)
+    assert serialized(model) == before
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("int16", "u16>"), ("float", "")])
+def test_a_float_output_is_promoted_under_its_name(mode: str, kind: str) -> None:
+    model = quantized(CHAIN)
+    place(model, promote=frozenset({"y"}), mode=mode)
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    assert f"C>{kind}y" in chains(model)
+    run(model, {"x": np.ones((2, 3), np.float32)})
+
+
+UNARY = ("Sigmoid", "Tanh", "Neg", "Relu")
+BINARY = ("Add", "Sub", "Mul", "Max")
+STEP = 8 / 255
+# Half a step of 8 bits, and what two roundings to 16 bits add.
+ROUNDING = STEP * (0.5 + 2 / 256)
+
+
+@st.composite
+def random_graphs(draw: st.DrawFn) -> list[tuple[str, str, list[str]]]:
+    """Operators, each with its output and inputs, as far as they may be drawn."""
+    tensors, steps = ["x"], []
+    for index in range(draw(st.integers(2, 9))):
+        op = draw(st.sampled_from([*UNARY, *BINARY, "Transpose", "Split"]))
+        inputs = [draw(st.sampled_from(tensors)) for _ in range(2 if op in BINARY else 1)]
+        steps.append((op, f"t{index}", inputs))
+        tensors.append(f"t{index}")
+    return steps
+
+
+def _text(steps: list[tuple[str, str, list[str]]], outputs: list[str]) -> str:
+    lines = []
+    for op, out, inputs in steps:
+        read = ", ".join(inputs)
+        if op == "Split":
+            lines.append(f"[n{out}] {out}a, {out}b = Split <num_outputs = 2> ({read})")
+            lines.append(f"[m{out}] {out} = Concat <axis = 0> ({out}b, {out}a)")
+        else:
+            lines.append(f"[n{out}] {out} = {op}({read})")
+    declared = ", ".join(f"float[4,4] {name}" for name in outputs)
+    return f"g (float[4,4] x) => ({declared}) {{ {chr(10).join(lines)} }}"
+
+
+def _bounds(
+    steps: list[tuple[str, str, list[str]]], exact: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """How far a tensor of the 8-bit model is from the exact one, at most."""
+    found = {"x": ROUNDING}
+    for op, out, inputs in steps:
+        errors = [found[name] for name in inputs]
+        if op == "Mul":
+            first, second = (np.abs(exact[name]).max() for name in inputs)
+            error = first * errors[1] + second * errors[0] + errors[0] * errors[1]
+        else:
+            error = sum(errors) if op in ("Add", "Sub") else max(errors)
+        if op == "Split":
+            error += ROUNDING  # of the parts
+        found[out] = error + ROUNDING
+        # Beyond the range there is no bound.
+        found[out] += max(0.0, float(np.abs(exact[out]).max()) + found[out] - 127 * STEP)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_graphs(), st.data())
+def test_random_regions(steps: list[tuple[str, str, list[str]]], data: st.DataObject) -> None:
+    tensors = ["x", *(out for _, out, _ in steps)]
+    outputs = data.draw(st.lists(st.sampled_from(tensors[1:]), unique=True, max_size=2))
+    outputs = list(dict.fromkeys([tensors[-1], *outputs]))
+    text = _text(steps, outputs)
+    model = quantized(text, default=grid(STEP, 128))
+    labels = [node.name for node in model.graph if node.name[:1] in "nm"]
+    promote = data.draw(st.sets(st.sampled_from(tensors + labels), min_size=1))
+    mode = data.draw(st.sampled_from(["int16", "float"]))
+    close = data.draw(st.booleans())
+    remarks = place(
+        model,
+        promote=frozenset(promote),
+        promoted_type=data.draw(st.sampled_from([U16, I16])),
+        mode=mode,
+        close_regions=close,
+    )
+    if mode == "int16":
+        assert all(remark.outcome is Outcome.FIRED for remark in remarks)
+    if mode == "int16" and close:
+        _check_types(model)
+    feeds = {"x": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
+    every = run(parse(_text(steps, tensors[1:])), feeds)
+    exact = dict(zip(tensors[1:], every, strict=True)) | feeds
+    bounds = _bounds(steps, exact)
+    for name, value in zip(outputs, run(model, feeds), strict=True):
+        assert value.shape == (4, 4) and value.dtype == np.float32
+        assert np.abs(value - exact[name]).max() <= bounds[name] + 1e-5
+
+
+def _check_types(model: ir.Model) -> None:
+    """Every operator reads and writes activations of one type."""
+    graph = QuantizedGraph(model)
+    for node in model.graph:
+        if is_quantize_linear(node) or node.op_type == "DequantizeLinear":
+            continue
+        types = {t.grid.dtype for t in [*graph.read_by(node), *graph.written_by(node)]}
+        assert len(types) == 1, (node.name, types)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: MIT
+"""Which types follow from what a user asks for."""
+
+from __future__ import annotations
+
+import re
+
+import onnx_ir as ir
+import pytest
+from qdq_models import chains, count, grid, place, quantized
+
+from rewrite_rules.tensor_overrides import OverrideError, TensorOverride
+
+U8, I8, U16, I16 = (
+    ir.DataType.UINT8,
+    ir.DataType.INT8,
+    ir.DataType.UINT16,
+    ir.DataType.INT16,
+)
+
+# The graph of onnxruntime's pull request 19925.
+FIGURE = """g (float[2,3] input_0, float[2,3] input_1)
+    => (float[2,3] output_0, float[2,3] output_1, float[2,3] output_2) {
+    [Op1] Op1_out = Sigmoid(input_0)
+    [Op2] Op2_out = Sigmoid(input_1)
+    [Op3] Op3_out = Sigmoid(Op1_out)
+    [Op4] Op4_out = Sigmoid(Op2_out)
+    [Op7] output_1 = Sigmoid(Op2_out)
+    [Op8] output_2 = Sigmoid(Op2_out)
+    [Op5] Op5_out = Add(Op3_out, Op4_out)
+    [Op6] output_0 = Sigmoid(Op5_out)
+}"""
+CHAIN = """g (float[2,3] x) => (float[2,3] y) {
+    [A] a = Sigmoid(x)
+    [B] b = Sigmoid(a)
+    [C] y = Sigmoid(b)
+}"""
+
+
+def of(quant_type: ir.DataType | None = None, **fields: object) -> tuple[TensorOverride, ...]:
+    return (TensorOverride(quant_type=quant_type, **fields),)
+
+
+def to(quant_type: ir.DataType, *nodes: str, **fields: object) -> TensorOverride:
+    names = frozenset(nodes) or None
+    return TensorOverride(quant_type=quant_type, recv_nodes=names, **fields)
+
+
+def test_the_region_of_onnxruntimes_figure() -> None:
+    model = quantized(FIGURE)
+    remarks = place(model, overrides={"Op4_out": of(U16)})
+    assert chains(model) == {
+        *("input_0>u8>Op1", "Op1>u8>Op3", "input_1>u8>Op2", "Op2>u8>Op7", "Op2>u8>Op8"),
+        *("Op2>u8>u16>Op4", "Op3>u8>u16>Op5", "Op4>u16>Op5", "Op5>u16>u8>Op6"),
+        *("Op6>u8>output_0", "Op7>u8>output_1", "Op8>u8>output_2"),
+    }
+    assert {str(remark) for remark in remarks} == {
+        "Op2_out: uint8 -> uint16 for 'Op4'",
+        "Op3_out: uint8 -> uint16 for 'Op5'",
+        "Op4_out: uint8 -> uint16",
+        "Op5_out: uint8 -> uint16",
+        "Op5_out: uint16 -> uint8 for 'Op6'",
+    }
+
+
+def test_the_second_region_of_the_figure() -> None:
+    model = quantized(FIGURE)
+    place(model, overrides={"Op4_out": of(U16), "output_1": of(U16)})
+    assert {"Op2>u8>u16>Op4", "Op2>u8>u16>Op7", "Op2>u8>Op8", "Op7>u16>output_1"} <= chains(
+        model
+    )
+    # One pair for both.
+    assert count(model, "QuantizeLinear") == 10 + 3
+
+
+def test_explicit_conversions_say_the_same() -> None:
+    closed, explicit = quantized(FIGURE), quantized(FIGURE)
+    place(closed, overrides={"Op4_out": of(U16)})
+    place(
+        explicit,
+        overrides={
+            "Op2_out": of(U8, convert=to(U16, "Op4")),
+            "Op3_out": of(U8, convert=to(U16, "Op5")),
+            "Op4_out": of(U16),
+            "Op5_out": of(U16, convert=to(U8, "Op6")),
+        },
+        close_regions=False,
+    )
+    assert chains(explicit) == chains(closed)
+
+
+@pytest.mark.parametrize("name", ["b", "b_QuantizeLinear_Output", "b_DequantizeLinear_Output"])
+def test_a_tensor_is_called_by_any_of_its_names(name: str) -> None:
+    model = quantized(CHAIN)
+    place(model, promote=frozenset({name}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+
+
+def test_a_promoted_node_reads_and_writes_16_bits() -> None:
+    model = quantized(CHAIN)
+    place(model, promote=frozenset({"B"}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+
+
+def test_without_closure_only_the_tensor_changes() -> None:
+    model = quantized(CHAIN)
+    place(model, promote=frozenset({"b"}), close_regions=False)
+    assert chains(model) == {"x>u8>A", "A>u8>B", "B>u16>C", "C>u8>y"}
+
+
+def test_two_16_bit_types_are_neighbours() -> None:
+    model = quantized(CHAIN)
+    place(model, overrides={"a": of(U16), "b": of(I16)})
+    # B is of the type that it writes.
+    assert chains(model) == {"x>u8>u16>A", "A>u16>i16>B", "B>i16>C", "C>i16>y"}
+
+
+def test_an_entry_into_two_types() -> None:
+    model = quantized(
+        """g (float[3] x) => (float[3] y, float[3] z) {
+            [A] a = Sigmoid(x)
+            [B] y = Sigmoid(a)
+            [C] z = Sigmoid(a)
+        }"""
+    )
+    place(model, overrides={"y": of(U16), "z": of(I16)})
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "A>u8>i16>C", "B>u16>y", "C>i16>z"}
+
+
+MOVED = """g (float[2,6] x) => (float[3,2] y, float[2,3] z) {
+    [A] a = Sigmoid(x)
+    [S] b, c = Split <axis = 1, num_outputs = 2> (a)
+    [T] d = Transpose <perm = [1, 0]> (b)
+    [C] y = Sigmoid(d)
+    [D] z = Sigmoid(c)
+}"""
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+def test_what_data_movement_shares_is_promoted_together(name: str) -> None:
+    model = quantized(MOVED)
+    place(model, promote=frozenset({name}))
+    assert chains(model) == {
+        *("x>u8>u16>A", "A>u16>S", "S>u16>T", "S>u16>D", "T>u16>C"),
+        *("C>u16>y", "D>u16>z"),
+    }
+    wide = {
+        (float(node.inputs[1].const_value.numpy()), int(node.inputs[2].const_value.numpy()))
+        for node in model.graph
+        if node.op_type == "DequantizeLinear"
+        and node.inputs[0].producer().inputs[0].name in "abcd"
+    }
+    assert len(wide) == 1
+
+
+def test_a_calibrated_range_of_one_is_the_grid_of_its_group() -> None:
+    model = quantized(MOVED)
+    place(
+        model,
+        promote=frozenset("xyz") | {"a"},
+        ranges=dict.fromkeys("xa", (-2.0, 2.0)),
+    )
+    scales = {
+        node.inputs[0].name: float(node.inputs[1].const_value.numpy())
+        for node in model.graph
+        if node.op_type == "QuantizeLinear"
+    }
+    assert [scales[name] for name in "abcd"] == pytest.approx([4 / 65535] * 4)
+
+
+def test_unequal_parameters_make_no_group() -> None:
+    model = quantized(MOVED, {"d": grid(0.03, 100)})
+    place(model, promote=frozenset({"d"}))
+    assert {"A>u8>S", "S>u8>u16>T", "T>u16>C"} <= chains(model)
+
+
+def test_a_group_asked_for_two_types() -> None:
+    model = quantized(MOVED)
+    with pytest.raises(OverrideError, match=r"'d'.*int16.*override of 'd'.*uint16.*'a'"):
+        place(model, overrides={"a": of(U16), "d": of(I16)})
+
+
+def test_a_group_asked_for_two_grids() -> None:
+    model = quantized(MOVED)
+    entries = {
+        "a": of(U16, scale=0.001, zero_point=5),
+        "d": of(U16, scale=0.002, zero_point=5),
+    }
+    with pytest.raises(OverrideError, match="'a' and 'd' share parameters"):
+        place(model, overrides=entries)
+
+
+def test_a_node_asked_for_two_types() -> None:
+    model = quantized(FIGURE)
+    with pytest.raises(
+        OverrideError, match=r"'Op5'.*uint16 by the override of 'Op3_out'.*int16.*'Op4_out'"
+    ):
+        place(model, overrides={"Op3_out": of(U16), "Op4_out": of(I16)})
+
+
+def test_a_consumer_asked_to_read_two_types() -> None:
+    model = quantized(CHAIN)
+    with pytest.raises(
+        OverrideError, match=r"'B' is asked to read tensor 'a' as int16.*uint16"
+    ):
+        place(model, overrides={"a": of(U8, convert=to(I16, "B")), "b": of(U16)})
+
+
+def test_a_tensor_asked_for_two_types() -> None:
+    model = quantized(CHAIN)
+    with pytest.raises(OverrideError, match=r"tensor 'b'.*int16.*'b'.*uint16.*'B'"):
+        place(model, overrides={"b": of(I16)}, promote=frozenset({"B"}))
+
+
+def test_a_tensor_kept_at_8_bits_ends_the_region() -> None:
+    model = quantized(CHAIN)
+    place(model, overrides={"a": of(U16), "b": of(U8)})
+    assert chains(model) == {"x>u8>u16>A", "A>u16>u8>B", "B>u8>C", "C>u8>y"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"promote": frozenset({"Sigmoidd"})}, "no quantised tensor and no node 'Sigmoidd'"),
+        ({"promote": frozenset({"b_QuantizeLinear_Outptu"})}, "b_QuantizeLinear_Output'?"),
+        ({"overrides": {"bb": of(U16)}}, "'bb'"),
+        ({"overrides": {"b": of(U8, convert=to(U16, "D"))}}, "no node 'D'"),
+        ({"overrides": {"b": of(U8, convert=to(U8, "C"))}}, "tensor's own"),
+        ({"mode": "int8"}, "mode is 'int8'"),
+        ({"promoted_type": U8}, "promoted_type is uint8"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_changes(options: dict, words: str) -> None:
+    model = quantized(CHAIN)
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    with pytest.raises(OverrideError, match=re.escape(words)):
+        place(model, **options)
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before

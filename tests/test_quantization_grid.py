@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: MIT
+"""QuantizationGrid computes what onnxruntime's QuantizeLinear and DequantizeLinear compute."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from rewrite_rules.constants import Refusal
+from rewrite_rules.quantization_grid import GRID_TYPES, QuantizationGrid
+
+UINT8, INT8, UINT16, INT16 = GRID_TYPES
+EIGHT_BITS, SIXTEEN_BITS = (UINT8, INT8), (UINT16, INT16)
+FLOATS = (np.float32, np.float16)
+
+
+@functools.cache
+def session(dtype: ir.DataType, floats: type[np.generic]) -> onnxruntime.InferenceSession:
+    """Both operators, scale and zero point as inputs, as no optimiser sees them."""
+    real = ir.DataType.from_numpy(np.dtype(floats)).name.lower()
+    real = {"float16": "float16", "float": "float"}[real]
+    kind = dtype.name.lower()
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        g ({real}[n] x, {kind}[m] q, {real} s, {kind} z) => ({kind}[n] codes, {real}[m] values)
+        {{ codes = QuantizeLinear(x, s, z)  values = DequantizeLinear(q, s, z) }}""")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def by_onnxruntime(
+    grid: QuantizationGrid, values: npt.NDArray[np.generic], codes: npt.NDArray[np.generic]
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+    feeds = {
+        "x": values,
+        "q": codes,
+        "s": np.array(grid.scale),
+        "z": np.array(grid.zero_point, grid.dtype.numpy()),
+    }
+    quantized, dequantized = session(grid.dtype, type(grid.scale)).run(None, feeds)
+    return quantized, dequantized
+
+
+def random_grids(
+    dtype: ir.DataType, floats: type[np.generic], count: int, seed: int = 0
+) -> list[QuantizationGrid]:
+    random = np.random.default_rng(seed)
+    info = np.finfo(floats)
+    edges = [info.tiny, info.max, info.smallest_subnormal, 1.0, 2.0**-10]
+    # From the smallest normal number to the largest that still has a range.
+    exponents = random.uniform(np.log2(float(info.tiny)), np.log2(float(info.max)), count)
+    low, high = (np.iinfo(dtype.numpy()).min, np.iinfo(dtype.numpy()).max)
+    grids = []
+    for scale in [*edges, *2.0**exponents]:
+        zero_point = int(
+            random.choice([low, 0 if low else 128, high, *random.integers(low, high, 3)])
+        )
+        grids.append(QuantizationGrid(dtype, floats(scale), zero_point))
+    return grids
+
+
+def values_for(grid: QuantizationGrid, random: np.random.Generator) -> npt.NDArray[np.generic]:
+    """Values on codes, half way between, about and beyond the ends, and what is no number."""
+    steps = random.integers(grid.low - 3, grid.high + 4, 500) - grid.zero_point
+    steps = np.concatenate([steps, steps + 0.5, steps + random.uniform(-0.5, 0.5, steps.size)])
+    with np.errstate(over="ignore"):
+        values = (steps * float(grid.scale)).astype(grid.float_dtype)
+    info = np.finfo(grid.float_dtype)
+    ends = [0.0, -0.0, np.inf, -np.inf, info.max, info.min, info.tiny, info.smallest_subnormal]
+    # One step of the float beside the ties.
+    with np.errstate(over="ignore"):
+        beside = np.nextafter(values, np.array(np.inf, grid.float_dtype))
+    return np.concatenate([values, beside, np.array(ends, grid.float_dtype)])
+
+
+@pytest.mark.parametrize("floats", FLOATS)
+@pytest.mark.parametrize("dtype", GRID_TYPES)
+def test_it_computes_what_onnxruntime_computes(dtype: ir.DataType, floats: type[np.generic]):
+    random = np.random.default_rng(1)
+    for grid in random_grids(dtype, floats, 60):
+        values = values_for(grid, random)
+        if floats is np.float16:  # see quantize: onnxruntime overflows an int32 beyond
+            values = values[np.abs(values.astype(float)) < 2.0**31 * float(grid.scale)]
+        quantized, dequantized = by_onnxruntime(grid, values, grid.codes())
+        np.testing.assert_array_equal(grid.quantize(values), quantized, str(grid))
+        assert grid.dequantize(grid.codes()).tobytes() == dequantized.tobytes(), str(grid)
+
+
+@pytest.mark.parametrize("fine", SIXTEEN_BITS)
+@pytest.mark.parametrize("coarse", EIGHT_BITS)
+def test_refined_grids_give_back_every_code_and_value(coarse: ir.DataType, fine: ir.DataType):
+    for grid in random_grids(coarse, np.float32, 60, seed=2):
+        if not 2.0**-118 <= float(grid.scale) < 2.0**120:
+            continue  # below, the scale loses bits; above, values overflow
+        refined = grid.refine(fine)
+        assert refined.dtype is fine
+        codes = grid.codes()
+        _, values = by_onnxruntime(grid, np.zeros(1, np.float32), codes)
+        fine_codes, _ = by_onnxruntime(refined, values, np.zeros(1, fine.numpy()))
+        _, fine_values = by_onnxruntime(refined, values, fine_codes)
+        codes_again, _ = by_onnxruntime(grid, fine_values, codes)
+        assert fine_values.tobytes() == values.tobytes(), str(grid)
+        np.testing.assert_array_equal(codes_again, codes, str(grid))
+        # Code for code as the formula says; and nothing inside the old range is clipped.
+        expected = (codes.astype(int) - grid.low) * 256 + refined.low
+        np.testing.assert_array_equal(fine_codes, expected)
+        assert refined.contains(grid)
+        assert not grid.contains(refined)
+
+
+def test_refinement_ends_where_scales_have_no_room():
+    smallest = QuantizationGrid(UINT8, np.float32(2.0**-118), 128)
+    assert float(smallest.refine(UINT16).scale) == 2.0**-126
+    # A subnormal scale that is a power of two is exact; others lose bits.
+    with pytest.raises(Refusal, match="moves values"):
+        QuantizationGrid(UINT8, np.float32(1.2345 * 2.0**-140), 128).refine(UINT16)
+    with pytest.raises(Refusal, match="is no float32 above 0"):
+        QuantizationGrid(UINT8, np.finfo(np.float32).smallest_subnormal, 0).refine(INT16)
+
+
+def test_values_that_overflow_stand_for_no_code():
+    assert not QuantizationGrid(UINT8, np.finfo(np.float32).max, 0).keeps_codes()
+    # Only the last code overflows, and comes back where infinities are clipped.
+    grid = QuantizationGrid(UINT8, np.float16(257.0), 0)
+    assert np.isinf(grid.dequantize([255]))
+    assert not grid.keeps_codes()
+    with pytest.raises(Refusal, match="or they overflow"):
+        grid.refine(UINT16)
+
+
+@pytest.mark.parametrize("scale", [0.0123, 0.1, 1e-4])
+def test_float16_scales_are_refined_only_where_no_value_moves(scale: float):
+    grid = QuantizationGrid(UINT8, np.float16(scale), 100)
+    try:
+        refined = grid.refine(UINT16)
+    except Refusal as refusal:
+        assert "float16" in str(refusal)
+        assert float(np.float16(float(grid.scale) / 256)) * 256 != float(grid.scale)
+        return
+    codes = grid.codes()
+    _, values = by_onnxruntime(grid, np.zeros(1, np.float16), codes)
+    fine_codes, _ = by_onnxruntime(refined, values, np.zeros(1, np.uint16))
+    _, fine_values = by_onnxruntime(refined, values, fine_codes)
+    assert fine_values.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(("source", "target"), [(UINT8, INT8), (UINT16, INT16), (INT8, UINT8)])
+def test_only_eight_bits_are_refined_to_sixteen(source: ir.DataType, target: ir.DataType):
+    with pytest.raises(Refusal, match=f"{source.name.lower()} is not refined to"):
+        QuantizationGrid(source, np.float32(0.1), 0).refine(target)
+
+
+@pytest.mark.parametrize("floats", FLOATS)
+@pytest.mark.parametrize("dtype", GRID_TYPES)
+def test_codes_come_back_as_onnxruntime_gives_them_back(
+    dtype: ir.DataType, floats: type[np.generic]
+):
+    kept = []
+    for grid in random_grids(dtype, floats, 12, seed=3):
+        codes = grid.codes()
+        _, values = by_onnxruntime(grid, np.zeros(1, floats), codes)
+        again, _ = by_onnxruntime(grid, values, codes)
+        kept.append(grid.keeps_codes())
+        assert kept[-1] == np.array_equal(again, codes), str(grid)
+    assert any(kept) or (floats is np.float16 and dtype in SIXTEEN_BITS)
+
+
+def test_sixteen_bits_under_float16_scales_are_no_identity():
+    assert not QuantizationGrid(UINT16, np.float16(0.001), 30_000).keeps_codes()
+    assert QuantizationGrid(UINT16, np.float32(0.001), 30_000).keeps_codes()
+    assert QuantizationGrid(UINT8, np.float16(0.001), 128).keeps_codes()
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point", "words"),
+    [
+        (0.0, 0, "scale is 0.0"),
+        (-1.0, 0, "scale is -1.0"),
+        (np.nan, 0, "scale is nan"),
+        (np.inf, 0, "scale is inf"),
+        (1.0, 256, "zero point 256 lies outside the range of uint8"),
+        (1.0, -1, "zero point -1 lies outside"),
+    ],
+)
+def test_what_is_no_grid_is_refused(scale: float, zero_point: int, words: str):
+    with pytest.raises(Refusal, match=words):
+        QuantizationGrid(UINT8, np.float32(scale), zero_point)
+
+
+def test_other_types_are_no_activations():
+    with pytest.raises(Refusal, match="codes of type int4 are no activations"):
+        QuantizationGrid(ir.DataType.INT4, np.float32(1.0), 0)
+
+
+def test_grids_are_equal_where_bits_are():
+    one = QuantizationGrid(UINT8, np.float32(0.5), 3)
+    assert one == QuantizationGrid(UINT8, np.float32(0.5), 3)
+    assert one != QuantizationGrid(UINT8, np.float16(0.5), 3)
+    assert one != QuantizationGrid(INT8, np.float32(0.5), 3)
+    assert len({one, QuantizationGrid(UINT8, np.float32(0.5), 3)}) == 1

@@ -1,0 +1,582 @@
+# SPDX-License-Identifier: MIT
+"""Overrides: read from what users have, checked against a model, kept by the pass."""
+
+from __future__ import annotations
+
+import enum
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_static,
+)
+from typer.testing import CliRunner
+
+import ortplugins
+from ortplugins.cli import app
+from ortplugins.option_files import read_option_files
+from ortplugins.quantization.onnxruntime_overrides import to_onnxruntime
+from rewrite_rules.tensor_overrides import (
+    Activation,
+    OverrideError,
+    TensorOverride,
+    check_overrides,
+)
+from session_options import MixedPrecisionBoundaries, OptionError
+from session_options.overrides import format_overrides, read_overrides
+from session_options.plan import make_plan
+
+UINT8, INT8, UINT16, INT16 = (
+    ir.DataType.UINT8,
+    ir.DataType.INT8,
+    ir.DataType.UINT16,
+    ir.DataType.INT16,
+)
+KEY = "ortplugins.mixed_precision_boundaries.overrides"
+
+
+# Reading.
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "QUInt16",
+        "QUINT16",
+        "uint16",
+        "UINT16",
+        "u16",
+        "TensorProto.UINT16",
+        "QuantType.QUInt16",
+        QuantType.QUInt16,
+        ir.DataType.UINT16,
+        onnx.TensorProto.UINT16,
+        np.int64(onnx.TensorProto.UINT16),
+        np.dtype(np.uint16),
+    ],
+)
+def test_types_go_by_any_usual_name(spelling: object):
+    assert read_overrides({"t": [{"quant_type": spelling}]}) == {
+        "t": (TensorOverride(quant_type=UINT16),)
+    }
+
+
+def test_every_member_of_quant_type_is_known():
+    for member in QuantType:
+        (entry,) = read_overrides({"t": [{"quant_type": member}]})["t"]
+        assert entry.quant_type is not None
+        assert entry.quant_type == member.tensor_type
+
+
+def test_json_and_onnxruntimes_dict_read_alike():
+    text = """{"Op4_out": [{
+        "quant_type": "QUInt16", "scale": 0.5, "zero_point": 32768,
+        "convert": {"quant_type": "QUInt8", "recv_nodes": ["Op6", "Op5"],
+                    "rmin": -1, "rmax": 2.5, "symmetric": false}}],
+        "Op2_out": [], "W": [{}]}"""
+    as_a_dict = {
+        "Op4_out": [
+            {
+                "quant_type": QuantType.QUInt16,
+                "scale": np.array(0.5, np.float32),
+                "zero_point": np.array([32768], np.uint16),
+                "convert": {
+                    "quant_type": QuantType.QUInt8,
+                    "recv_nodes": {"Op5", "Op6"},
+                    "rmin": np.float32(-1),
+                    "rmax": np.array(2.5, np.float16),
+                    "symmetric": np.False_,
+                    "axis": None,
+                },
+            }
+        ],
+        "Op2_out": [],
+        "W": [{}],
+    }
+    expected = {
+        "Op4_out": (
+            TensorOverride(
+                UINT16,
+                0.5,
+                32768,
+                convert=TensorOverride(
+                    UINT8,
+                    symmetric=False,
+                    rmin=-1.0,
+                    rmax=2.5,
+                    recv_nodes=frozenset({"Op5", "Op6"}),
+                ),
+            ),
+        ),
+        "Op2_out": (),
+        "W": (TensorOverride(),),
+    }
+    assert read_overrides(text) == read_overrides(as_a_dict) == expected
+
+
+_finite = st.floats(allow_nan=False, allow_infinity=False)
+_plain_fields: dict[str, st.SearchStrategy[Any]] = {
+    "quant_type": st.none() | st.sampled_from([UINT8, INT8, UINT16, INT16, ir.DataType.INT4]),
+    "scale": st.none() | _finite,
+    "zero_point": st.none() | st.integers(-(2**40), 2**40),
+    "symmetric": st.none() | st.booleans(),
+    "reduce_range": st.none() | st.booleans(),
+    "rmin": st.none() | _finite,
+    "rmax": st.none() | _finite,
+    "axis": st.none() | st.integers(-4, 4),
+    "recv_nodes": st.none() | st.frozensets(st.text(max_size=6), max_size=3),
+}
+_entries = st.builds(
+    TensorOverride,
+    **_plain_fields,
+    convert=st.none() | st.builds(TensorOverride, **_plain_fields),
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), st.lists(_entries, max_size=3).map(tuple)))
+def test_what_is_written_reads_back(overrides: dict[str, tuple[TensorOverride, ...]]):
+    text = format_overrides(overrides)
+    assert read_overrides(text) == overrides
+    assert format_overrides(read_overrides(text)) == text
+    backwards = dict(reversed(overrides.items()))
+    assert format_overrides(backwards) == text
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{", "no JSON: Expecting property name"),
+        ("[]", "overrides are list []; a mapping of tensor names"),
+        ({"t": {}}, "overrides['t'] is dict {}; a list of entries is expected"),
+        ({3: []}, "overrides[3]: the key is no tensor's name"),
+        ({"t": [3]}, "overrides['t'][0] is int 3; a dict is expected"),
+        ({"t": [{}, {"quanttype": 1}]}, ("['t'][1]['quanttype']: there is no such key: did you"
+         " mean 'quant_type'?")),
+        ({"t": [{"convert": {"recv_node": []}}]}, ("['t'][0]['convert']['recv_node']: "
+         "there is no such key: did you mean 'recv_nodes'?")),
+        ({"t": [{"quant_type": "QUint61"}]}, ("['quant_type'] is 'QUint61', no "
+         "quantised type: did you mean 'QUInt16'?")),
+        ({"t": [{"quant_type": "float"}]}, "is 'float', no quantised type"),
+        ({"t": [{"quant_type": Colour.RED}]}, "is 'RED', no quantised type"),
+        ({"t": [{"quant_type": 1}]}, "is 1, no quantised type's: 2 (UINT8), 3 (INT8)"),
+        ({"t": [{"quant_type": True}]}, "is True; a type's name is expected"),
+        ({"t": [{"quant_type": 4.0}]}, "is 4.0; a type's name is expected"),
+        ({"t": [{"scale": "0.1"}]}, "overrides['t'][0]['scale'] is str '0.1'; a number"),
+        ({"t": [{"scale": True}]}, "is bool True; a number is expected"),
+        ({"t": [{"scale": float("nan")}]}, "['scale'] is nan; a finite number is expected"),
+        ('{"t": [{"rmax": 1e999}]}', "['rmax'] is inf; a finite number is expected"),
+        ('{"t": [{"rmax": Infinity}]}', "['rmax'] is inf; a finite number is expected"),
+        ({"t": [{"scale": 10**400}]}, "['scale'] is inf; a finite number is expected"),
+        ({"t": [{"scale": np.ones(3)}]}, "has 3 numbers; of a tensor quantised per channel"),
+        ({"t": [{"zero_point": 1.5}]}, "['zero_point'] is 1.5; an integer is expected"),
+        ({"t": [{"axis": "0"}]}, "['axis'] is str '0'; a number is expected"),
+        ({"t": [{"symmetric": 1}]}, "['symmetric'] is int 1; true or false is expected"),
+        ({"t": [{"convert": {"recv_nodes": "Op6"}}]}, "is str 'Op6'; a list of node names"),
+        ({"t": [{"convert": {"recv_nodes": [6]}}]}, "is list [6]; a list of node names"),
+        ({"t": [{"convert": []}]}, "['convert'] is list []; a dict is expected"),
+        ({"t": [{"convert": {"convert": {}}}]}, "['convert']: 'convert' holds another"),
+        ('{"a": [], "b": [], "a": []}', "key 'a' stands twice in one JSON object"),
+        ('{"a": [{"rmin": 1, "rmin": 2}]}', "key 'rmin' stands twice"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"t": [{"zero_point": ' + "1" * 5000 + "}]}", "overrides can't be read"),
+    ],
+)  # fmt: skip
+def test_what_is_no_override_is_refused_by_its_place(source: Any, words: str):
+    with pytest.raises(OverrideError) as caught:
+        read_overrides(source)
+    assert words in str(caught.value)
+
+
+# Checking.
+
+ACTIVATIONS = {
+    "conv1_out": Activation("conv1_out", UINT8, frozenset({"conv2", "skip_add"})),
+    "conv1_out_QuantizeLinear_Output": Activation(
+        "conv1_out", UINT8, frozenset({"conv2", "skip_add"})
+    ),
+    "conv2_out": Activation("conv2_out", UINT8, frozenset({"skip_add"})),
+    "lonely": Activation("lonely", None, frozenset()),
+}
+INITIALIZERS = {"W": (8, 3, 3, 3)}
+NODES = {"conv1", "conv2", "skip_add", "relu"}
+
+
+def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
+    entries = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in overrides.items()
+    }
+    check_overrides(read_overrides(entries), ACTIVATIONS, INITIALIZERS, NODES)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"quant_type": "uint16"},
+        {"quant_type": "uint16", "convert": {"quant_type": "uint8"}},
+        {"convert": {"quant_type": "int16", "recv_nodes": ["conv2"]}},
+        {"scale": 0.1, "zero_point": 255},
+        {"quant_type": "int16", "scale": 1e-6, "zero_point": -32768},
+        {"rmin": -1, "rmax": 1, "symmetric": True},
+        {"rmax": 1},
+    ],
+)
+def test_what_activations_take_passes(entry: dict[str, Any]):
+    check(conv1_out=entry)
+    check(conv1_out=entry, conv1_out_QuantizeLinear_Output=entry)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"quant_type": "int4", "reduce_range": True}],
+        [{"quant_type": "int8", "axis": -4}],
+        [{"axis": 0, "quant_type": "int8"}] + [{"axis": -4}] * 7,
+        [{"axis": 1, "rmin": 0, "rmax": i} for i in range(3)],
+        [{"axis": 1, "scale": i + 1, "zero_point": 0} for i in range(3)],
+    ],
+)
+def test_what_initializers_take_passes(entries: list[dict[str, Any]]):
+    check(W=entries)
+
+
+def test_tensors_without_entries_are_skipped():
+    check(not_there=[], neither=[{}], conv1_out={"quant_type": "uint16"})
+
+
+FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
+    ("conv1_ot", {"quant_type": "uint16"}, ("no tensor of that name is quantised in the"
+     " model, did you mean 'conv1_out'?")),
+    ("conv1_out", {"scale": 0.1}, "'scale' is given without 'zero_point'"),
+    ("conv1_out", {"zero_point": 1}, "'zero_point' is given without 'scale'"),
+    ("conv1_out", {"scale": 0.1, "zero_point": 0, "rmin": 0, "symmetric": False},
+     "'symmetric', 'rmin' can't stand beside 'scale' and 'zero_point'"),
+    ("conv1_out", {"scale": 0, "zero_point": 0}, "'scale' is 0.0; it has to be"),
+    ("conv1_out", {"scale": -0.1, "zero_point": 0}, "'scale' is -0.1"),
+    ("conv1_out", {"scale": 1e-60, "zero_point": 0}, "'scale' is 1e-60"),
+    ("conv1_out", {"scale": 1e60, "zero_point": 0}, "'scale' is 1e+60"),
+    ("conv1_out", {"scale": 0.1, "zero_point": 256}, "'zero_point' is 256, outside of"),
+    ("conv1_out", {"quant_type": "int16", "scale": 0.1, "zero_point": 32768},
+     "'zero_point' is 32768, outside of int16's range -32768..32767"),
+    ("conv1_out", {"rmin": 2, "rmax": 1}, "'rmin' is 2.0, above 'rmax' 1.0"),
+    ("conv1_out", {"rmax": 1e39}, "'rmax' is 1e+39; it has to be a finite float32"),
+    ("conv1_out", {"reduce_range": True}, "'reduce_range' is for initializers"),
+    ("conv1_out", {"quant_type": "int4"}, "'quant_type' is int4; an activation"),
+    ("conv1_out", {"quant_type": "QFLOAT8E4M3FN"}, "'quant_type' is float8e4m3fn"),
+    ("conv1_out", {"axis": 0}, "it has per-channel entries"),
+    ("conv1_out", [{}, {}], "it has per-channel entries"),
+    ("conv1_out", {"recv_nodes": ["conv2"]}, "'recv_nodes' stands outside of 'convert'"),
+    ("conv1_out", {"convert": {"rmax": 1}}, "'convert': 'quant_type' is missing"),
+    ("conv1_out", {"convert": {"quant_type": "uint8"}}, ("'convert': 'quant_type' is"
+     " uint8, which is the tensor's own")),
+    ("conv1_out", {"quant_type": "int16", "convert": {"quant_type": "int16"}},
+     "'convert': 'quant_type' is int16, which is the tensor's own"),
+    ("lonely", {"quant_type": "int8", "convert": {"quant_type": "int8"}}, "tensor's own"),
+    ("conv1_out", {"convert": {"quant_type": "uint4"}}, "'convert': 'quant_type' is uint4"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "reduce_range": False}},
+     "'convert': 'reduce_range' is for initializers"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "axis": 0}}, "'convert': 'axis' is for"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "scale": 1}},
+     "'convert': 'scale' is given without 'zero_point'"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": []}},
+     "'recv_nodes' is empty"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["conv2", "conv3"]}},
+     "the model has no node 'conv3', did you mean 'conv2'?; 'conv2', 'skip_add' reads it"),
+    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["relu"]}},
+     "node 'relu' does not read the tensor; 'conv2', 'skip_add' does"),
+    ("W", {"convert": {"quant_type": "int8"}}, "'convert' is for activations"),
+    ("W", {"recv_nodes": ["conv1"]}, "'recv_nodes' is for activations"),
+    ("W", {"quant_type": "QFLOAT8E4M3FN"}, "an initializer is one of"),
+    ("W", {"quant_type": "int4", "scale": 1, "zero_point": 8}, "of int4's range -8..7"),
+    ("W", {"axis": 4}, "'axis' is 4, but the initializer's rank is 4"),
+    ("W", {"axis": -5}, "'axis' is -5"),
+    ("W", [{}, {"quant_type": "int8"}], "it has 2 entries, but the first has no 'axis'"),
+    ("W", [{"axis": 0}] * 3, "axis 0 of shape [8, 3, 3, 3] has 8 channels"),
+    ("W", [{"axis": 1, "quant_type": "int8"}, {}, {"quant_type": "uint8"}],
+     "entry 2: 'quant_type' differs from that of entry 0"),
+    ("W", [{"axis": 1}, {"axis": 2}, {}], "entry 1: 'axis' differs"),
+    ("W", [{"axis": 1}, {"symmetric": True}, {}], "entry 1: 'symmetric' differs"),
+    ("W", [{"axis": 1, "scale": 1, "zero_point": 0}, {"scale": 1, "zero_point": 0}, {}],
+     "entry 2: 'scale' and 'zero_point' are given for all channels or for none"),
+    ("W", [{"axis": 1}, {"rmin": 0, "rmax": 1}, {}], "entry 1: 'rmin' and 'rmax' are given"),
+    ("W", [{"axis": 1, "rmin": 0}] * 3, "'rmin' and 'rmax' of channels come together"),
+    ("W", [{"axis": 1}, {"scale": 0, "zero_point": 0}, {}], "entry 1: 'scale' is 0.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "entry", "words"), FAULTS)
+def test_faults_are_named(name: str, entry: dict[str, Any] | list[dict[str, Any]], words: str):
+    # Behind an entry that is right, where onnxruntime looks no more.
+    with pytest.raises(OverrideError) as caught:
+        check(conv2_out={"quant_type": "uint16"}, **{name: entry})
+    assert str(caught.value).startswith(f"override of tensor {name!r}: ")
+    assert words in str(caught.value)
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(OverrideError) as caught:
+        check(conv1_out={"scale": 0, "rmin": 1}, conv3_out={"rmax": 1})
+    assert len(str(caught.value).splitlines()) == 4
+    with pytest.raises(OverrideError) as caught:
+        check(**{f"stale{i}": {"rmax": 1} for i in range(30)})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "and more"
+
+
+def test_names_of_one_tensor_must_not_contradict_each_other():
+    with pytest.raises(OverrideError, match=r"both are names of\s+tensor 'conv1_out'"):
+        check(
+            conv1_out={"quant_type": "uint16"},
+            conv1_out_QuantizeLinear_Output={"quant_type": "int16"},
+        )
+
+
+# onnxruntime's quantiser takes them.
+
+CHAIN = """<ir_version: 8, opset_import: ["": 17]>
+chain (float[n, 4] x) => (float[n, 4] y) <float[4, 4] W = {
+    0.5, -1, 2, 0.25, 1, 1, -0.5, 3, 0, 1, 2, -3, 0.1, 0.2, 0.3, 0.4}>
+{ [first] a = MatMul(x, W)  [second] b = Sigmoid(a)  [third] c = Relu(a)  y = Add(b, c) }"""
+
+
+class Samples(CalibrationDataReader):
+    def __init__(self) -> None:
+        self._left = [{"x": np.eye(4, dtype=np.float32)}]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self._left.pop() if self._left else None
+
+
+def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path: Path):
+    overrides = read_overrides("""{
+        "a": [{"quant_type": "uint16", "rmin": -2, "rmax": 4,
+               "convert": {"quant_type": "uint8", "scale": 0.0625, "zero_point": 40,
+                           "recv_nodes": ["third"]}}],
+        "b": [{"quant_type": "int8", "symmetric": true}],
+        "W": [{"quant_type": "int8", "axis": 1, "reduce_range": true}]}""")
+    onnx.save(onnx.parser.parse_model(CHAIN), tmp_path / "m.onnx")
+    quantize_static(
+        tmp_path / "m.onnx",
+        tmp_path / "q.onnx",
+        Samples(),
+        quant_format=QuantFormat.QDQ,
+        extra_options={"TensorQuantOverrides": to_onnxruntime(overrides)},
+    )
+    model = ir.load(tmp_path / "q.onnx")
+    constants = {name: value.const_value for name, value in model.graph.initializers.items()}
+    assert constants["a_zero_point"].dtype == UINT16
+    assert constants["a_scale"].numpy() == np.float32(6 / 65535)
+    assert constants["a_scale_convert"].numpy() == np.float32(0.0625)
+    assert constants["a_zero_point_convert"].numpy() == np.uint8(40)
+    assert constants["b_zero_point"].dtype == INT8
+    assert constants["W_scale"].shape == (4,)
+    converted = model.graph.initializers["a_scale_convert"].consumers()
+    assert {node.op_type for node in converted} == {"QuantizeLinear", "DequantizeLinear"}
+    # And what it takes reads back.
+    assert read_overrides(to_onnxruntime(overrides)) == overrides
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"scale": 1, "zero_point": 3}, "'zero_point' needs 'quant_type' beside it"),
+        ({"quant_type": "uint8", "scale": 1, "zero_point": 300}, "'zero_point': "),
+    ],
+)
+def test_a_zero_point_needs_its_type(entry: dict[str, Any], words: str):
+    with pytest.raises(OverrideError, match=words):
+        to_onnxruntime(read_overrides({"t": [entry]}))
+
+
+# The pass.
+
+LONG = {
+    f"tensor_{i:04}_QuantizeLinear_Output": [{"quant_type": "QUInt16"}] for i in range(200)
+}
+
+
+def test_the_pass_keeps_canonical_json():
+    entry = {"b": [{"rmax": 1, "quant_type": QuantType.QUInt16}], "a": []}
+    made = MixedPrecisionBoundaries(overrides=entry, promoted_type="int16")
+    assert made.overrides == '{"a": [], "b": [{"quant_type": "QUInt16", "rmax": 1.0}]}'
+    assert made.promoted_type == "QInt16"
+    spelt = ' {"b":[{"quant_type":"uint16","rmax":1}], "a":[]}'
+    assert MixedPrecisionBoundaries(overrides=spelt, promoted_type="QInt16") == made
+    assert MixedPrecisionBoundaries(overrides={}) == MixedPrecisionBoundaries()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overrides": '{"t": [{"scal": 1}]}'}, rf"{KEY}: overrides\['t'\]\[0\]\['scal'\]"),
+        ({"overrides": 5}, f"{KEY}: overrides are int 5"),
+        ({"overrides": None}, f"{KEY} is None: a str is expected"),
+        ({"promoted_type": "uint8"}, "promoted_type is 'uint8': one of QUInt16, QInt16"),
+        ({"promoted_type": "float"}, "promoted_type: the type is 'float', no quantised type"),
+        ({"mode": "int8"}, "mode is 'int8': one of int16, float"),
+        ({"target": "npu"}, "target is 'npu': one of cpu, qnn"),
+    ],
+)
+def test_the_pass_checks_its_options(options: dict[str, Any], words: str):
+    with pytest.raises(OptionError, match=words):
+        MixedPrecisionBoundaries(**options)
+
+
+def test_session_options_hold_the_pass():
+    so = onnxruntime.SessionOptions()
+    chosen = MixedPrecisionBoundaries(overrides={"t": [{"rmax": 3}]}, promote="a, b")
+    ortplugins.configure(so, chosen)
+    assert ortplugins.read(so).passes == (chosen,)
+
+
+def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path: Path):
+    so = onnxruntime.SessionOptions()
+    chosen = MixedPrecisionBoundaries(overrides=LONG)
+    with pytest.raises(OptionError, match=rf'{KEY} has 1\d,\d+ bytes.*8,192.*"@file.json"'):
+        ortplugins.configure(so, chosen)
+    with pytest.raises(RuntimeError):  # nothing was stored
+        so.get_session_config_entry("ortplugins.enable_mixed_precision_boundaries")
+    file = tmp_path / "long.json"
+    file.write_text(json.dumps(LONG))
+    ortplugins.configure(so, MixedPrecisionBoundaries(overrides=f"@{file}"))
+    assert read_option_files(ortplugins.read(so)).passes == (chosen,)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "the file can't be read: No such file or directory"),
+        (b"\xff\xfe{}", "the file is no UTF-8 text"),
+        (b"", "the file is empty"),
+        (b"@other.json", "the file names another one"),
+        (b"quant_type: QUInt16", "overrides are no JSON"),
+        (b'{"t": [{"rmxa": 1}]}', "did you mean 'rmax'"),
+        (b" " * (16 << 20) + b"{}", "more than 16 MiB"),
+    ],
+    ids=["missing", "not UTF-8", "empty", "nested", "no JSON", "no overrides", "large"],
+)
+def test_files_that_hold_no_overrides_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
+):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("o.json").write_bytes(content)
+    plan = make_plan([MixedPrecisionBoundaries(overrides="@o.json")])
+    with pytest.raises(OptionError) as caught:
+        read_option_files(plan)
+    assert KEY in str(caught.value)
+    assert "o.json'" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_file_that_nobody_read_is_no_empty_one():
+    model = ir.from_onnx_text(CHAIN)
+    context: Any = None
+    with pytest.raises(OptionError, match="nobody has read that file"):
+        MixedPrecisionBoundaries(overrides="@o.json").rewrite(model, context)
+
+
+QDQ = """<ir_version: 10, opset_import: ["": 21]>
+g (float[n] x) => (float[n] y)
+<float s = {0.02}, uint8 z = {128}, float s2 = {0.01}, uint8 z2 = {0}> {
+    q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)
+    [sigmoid] a = Sigmoid(d)
+    aq = QuantizeLinear(a, s2, z2)  y = DequantizeLinear(aq, s2, z2)
+}"""
+
+
+@pytest.fixture
+def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    ir.save(ir.from_onnx_text(QDQ), tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+def test_the_cache_notices_when_the_file_changes(model_path: Path):
+    def start() -> str:
+        so = onnxruntime.SessionOptions()
+        chosen = MixedPrecisionBoundaries(overrides="@o.json")
+        ortplugins.configure(so, chosen, cache_dir=str(model_path.parent / "cache"))
+        session = ortplugins.InferenceSession(
+            model_path, so, providers=["CPUExecutionProvider"]
+        )
+        entry = so.get_session_config_entry(KEY)
+        assert entry == "@o.json"  # as it went in
+        return session.ortplugins_report.source
+
+    def entries() -> int:
+        return len([*(model_path.parent / "cache" / "entries").iterdir()])
+
+    file = model_path.parent / "o.json"
+    file.write_text('{"a": [{"quant_type": "uint16"}]}')
+    assert start() == "built"
+    assert entries() == 1
+    assert start() == "cache"
+    assert entries() == 1
+    file.write_text('{"a":\n  [{"quant_type": "QUInt16"}]}\n')  # says the same
+    assert start() == "cache"
+    assert entries() == 1
+    file.write_text('{"a": [{"quant_type": "int16"}]}')
+    assert start() == "built"
+    assert entries() == 2
+    file.unlink()
+    with pytest.raises(OptionError, match=r"o\.json': the file can't be read"):
+        start()
+
+
+def test_the_command_line_reads_the_file(model_path: Path):
+    Path("o.json").write_text('{"a": [{"quant_type": "uint16"}]}')
+    arguments = ["optimize", str(model_path), "-o", "out.onnx"]
+    arguments += ["--pass", "mixed_precision_boundaries"]
+    arguments += ["--set", "mixed_precision_boundaries.overrides=@o.json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    types = {
+        node.inputs[2].dtype for node in ir.load("out.onnx").graph if "Linear" in node.op_type
+    }
+    assert UINT16 in types
+
+
+def test_a_model_that_cannot_follow_is_left_and_says_why(model_path: Path):
+    so = onnxruntime.SessionOptions()
+    chosen = MixedPrecisionBoundaries(overrides={"aa": [{"quant_type": "uint16"}]})
+    ortplugins.configure(so, chosen, cache_dir="cache")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        session = ortplugins.InferenceSession(
+            model_path, so, providers=["CPUExecutionProvider"]
+        )
+    assert session.ortplugins_report.source == "untouched"
+    told = " ".join(str(item.message) for item in caught)
+    assert "override of tensor 'aa'" in told
+    assert "did you mean 'a'?" in told
+
+
+def test_making_the_pass_imports_no_onnx():
+    code = """
+        import sys
+        from session_options import MixedPrecisionBoundaries
+        MixedPrecisionBoundaries(overrides='{"t": [{"quant_type": "uint16"}]}')
+        found = {"onnx", "onnx_ir", "onnxscript", "onnxruntime"} & set(sys.modules)
+        assert not found, found"""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
