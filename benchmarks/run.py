@@ -25,6 +25,8 @@ from bounds import Figure, table
 from exactness import measure_exactness
 from large_models import measure_large_models
 from layout_score import measure_layout_score
+from mixed_precision import measure_mixed_precision
+from order_peaks import measure_order_peaks
 from prepacked import measure_prepacked
 from rewrite_speed import measure_rewrite_speed
 from smollm2_sessions import measure_smollm2
@@ -39,6 +41,8 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "rewrite_speed": measure_rewrite_speed,
     "prepacked": measure_prepacked,
     "large_models": measure_large_models,
+    "order_peaks": measure_order_peaks,
+    "mixed_precision": measure_mixed_precision,
 }
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
@@ -47,7 +51,9 @@ TITLES = {
     "layout_score": "The matrix of weight layouts: what becomes of each",
     "rewrite_speed": "Time of the fusion",
     "prepacked": "Packed weights in the file, beside onnxruntime on the QDQ file",
+    "order_peaks": "Memory while a model runs, beside onnxruntime's two orders",
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
+    "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
 }
 
 

@@ -35,7 +35,9 @@ except ModuleNotFoundError as missing:
     print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+from ortplugins.plan_precision_command import plan_precision
 from ortplugins.quantize_command import quantize
+from ortplugins.quantize_static_command import quantize_static
 from ortplugins.terminal import console, parse_age, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -188,6 +190,8 @@ def inspect(
 
 
 app.command()(quantize)
+app.command()(quantize_static)
+app.command()(plan_precision)
 
 
 def _show_order(model: Path, options: dict[str, str], svg: Path | None) -> None:

@@ -70,6 +70,22 @@ def test_the_page_on_quantisation_runs():
     assert len(commands) == 2
 
 
+@pytest.mark.usefixtures("language_model")
+def test_the_page_on_mixed_precision_runs(capsys: pytest.CaptureFixture[str]):
+    exec("\n".join(blocks("mixed-precision.md", "python")), {})
+    told = capsys.readouterr().out
+    assert "uint8 -> uint16" in told and "refused 0" in told
+    assert "built: fired" in told  # the session's report
+    commands = "".join(blocks("mixed-precision.md", "bash")).splitlines()
+    for command in commands:
+        arguments = shlex.split(command, comments=True)
+        assert arguments.pop(0) == "ortplugins"
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        assert "refused 0" in done.output
+    assert len(commands) == 3
+
+
 def test_the_table_of_session_options_is_the_passes_own():
     table = CliRunner().invoke(app, ["passes", "--format", "markdown"]).output
     assert table.strip() in (DOCS / "session-options.md").read_text(encoding="utf-8")

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: MIT
+"""plan-precision: which activations deserve 16 bits, and which weights 8."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from typer.testing import CliRunner
+
+from ortplugins.cli import app
+from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.precision_picture import as_svg, as_text
+from ortplugins.quantization import quantize
+from ortplugins.quantization.bits_plan import plan_bits
+from ortplugins.quantization.calibration_data import KeptSamples
+from ortplugins.quantization.output_deviation import Deviation
+from ortplugins.quantization.precision_plan import plan_precision
+from ortplugins.quantization.precision_search import CurvePoint
+from ortplugins.quantization.precision_sensitivity import SwitchedModel
+from ortplugins.quantization.precision_switches import add_switches
+from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
+from rewrite_rules.quantized_tensors import QuantizedGraph
+from rewrite_rules.remarks import PassContext, Remarks
+from session_options.overrides import read_overrides
+
+# h2 is a hundred times coarser than it need be, h5 ten times; everything else is fine.
+_SCALES = {"x": 0.03, "h0": 0.03, "h1": 0.03, "h2": 3.0, "h3": 0.03, "h4": 0.03, "h5": 0.3}
+
+
+def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
+    """A chain of MatMuls, the input and each result through a grid of 8 bits."""
+    rng = np.random.default_rng(0)
+    nodes, constants = [], {}
+    for name, scale in scales.items():
+        constants[f"{name}_s"] = np.float32(scale)
+        constants[f"{name}_z"] = np.uint8(128)
+    names = list(scales)
+
+    def pair(name: str) -> None:
+        nodes.append(f"{name}_q = QuantizeLinear({name}, {name}_s, {name}_z)")
+        nodes.append(f"{name}_d = DequantizeLinear({name}_q, {name}_s, {name}_z)")
+
+    pair(names[0])
+    for before, name in itertools.pairwise(names):
+        if name == reshape:
+            nodes.append(f"{name} = Transpose<perm = [1, 0]>({before}_d)")
+        else:
+            weight = rng.standard_normal((8, 8)) * 0.35
+            constants[f"{name}_w"] = weight.astype(np.float32)
+            nodes.append(f"{name} = MatMul({before}_d, {name}_w)")
+        pair(name)
+    nodes.append(f"y = Identity({names[-1]}_d)")
+    text = "\n".join(nodes)
+    model = ir.from_onnx_text(
+        f"<ir_version: 10, opset_import: ['' : 21]>\n"
+        f"g (float[8, 8] x) => (float[8, 8] y) {{\n{text}\n}}".replace("'", '"')
+    )
+    for name, array in constants.items():
+        value = next(
+            v for node in model.graph for v in node.inputs if v is not None and v.name == name
+        )
+        value.const_value = ir.tensor(np.asarray(array), name=name)
+        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
+        model.graph.register_initializer(value)
+    return model
+
+
+def feeds(count: int = 3) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [{"x": rng.standard_normal((8, 8)).astype(np.float32)} for _ in range(count)]
+
+
+def run(model: ir.Model, samples: list[dict[str, np.ndarray]]) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return np.stack([session.run(None, feed)[0] for feed in samples])
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.square(found - wanted).sum() / np.square(wanted).sum())
+
+
+def rewritten(model: ir.Model, names: frozenset[str], mode: str = "int16") -> ir.Model:
+    copy = model.clone()
+    options = BoundaryOptions(promote=names, mode=mode)
+    place_boundaries(copy, options, PassContext(Remarks("test")))
+    return copy
+
+
+def test_the_coarsest_grids_come_first_and_are_enough() -> None:
+    plan = plan_precision(chain(), feeds(), max_16bit=2)
+    assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
+    assert plan.ranking[0].operator == "MatMul"
+    assert plan.promoted == ("h2", "h5")
+    assert [point.promoted for point in plan.curve] == [0, 1, 2]
+    assert plan.after.error < plan.before.error / 100
+    assert plan.activations == 7
+
+
+@pytest.mark.parametrize("mode", ["int16", "float"])
+def test_the_errors_are_those_of_the_rewritten_model(mode: str) -> None:
+    model = chain()
+    plan = plan_precision(model, feeds(), max_16bit=1, mode=mode)
+    everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
+    reference = run(rewritten(model, everything, "float"), feeds())
+    assert plan.before.error == pytest.approx(error(run(model, feeds()), reference), rel=1e-4)
+    promoted = run(rewritten(model, frozenset(plan.promoted), mode), feeds())
+    assert plan.after.error == pytest.approx(error(promoted, reference), rel=1e-4)
+
+
+def test_a_budget_takes_as_few_as_it_needs() -> None:
+    one = plan_precision(chain(), feeds(), max_16bit=1)
+    plan = plan_precision(chain(), feeds(), budget=one.after.cosine - 1e-3)
+    assert plan.promoted == one.promoted == ("h2",)
+    finer = plan_precision(chain(), feeds(), budget=(one.after.cosine + 1) / 2)
+    assert len(finer.promoted) > 1 and finer.after.cosine >= (one.after.cosine + 1) / 2
+
+
+def test_the_overrides_are_what_the_pass_reads() -> None:
+    plan = plan_precision(chain(), feeds(), max_16bit=1)
+    overrides = read_overrides(plan.to_json())
+    assert json.loads(plan.to_json()) == {"h2": [{"quant_type": "QUInt16"}]}
+    model = chain()
+    place_boundaries(model, BoundaryOptions(overrides=overrides), PassContext(Remarks("t")))
+    types = {tensor.name: tensor.grid.dtype for tensor in QuantizedGraph(model).tensors}
+    assert ir.DataType.UINT16 in types.values()
+
+
+def test_tensors_of_one_grid_are_promoted_and_counted_together() -> None:
+    scales = {**_SCALES, "h3": 3.0}
+    model = chain(scales, reshape="h3")
+    plan = plan_precision(model, feeds(), max_16bit=2)
+    assert plan.ranking[0].names == ("h2", "h3")
+    assert set(plan.promoted) == {"h2", "h3"}
+    assert plan_precision(model, feeds(), max_16bit=1).promoted == ("h5",)
+
+
+def test_what_lies_between_promoted_ones_counts() -> None:
+    # The nodes around h2 and h4 write and read h3: nothing is left of its 8 bits.
+    model = chain({**_SCALES, "h4": 0.3, "h5": 0.03})
+    plan = plan_precision(model, feeds(), max_16bit=3)
+    assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h4",)]
+    assert set(plan.promoted) == {"h2", "h3", "h4"}
+    both = rewritten(model, frozenset({"h2", "h4"}))
+    np.testing.assert_array_equal(
+        run(both, feeds()), run(rewritten(model, frozenset(plan.promoted)), feeds())
+    )
+
+
+@pytest.mark.parametrize("memory", [1, 4096, 1 << 30])
+def test_memory_changes_the_time_and_no_number(tmp_path: Path, memory: int) -> None:
+    model = chain()
+    names = add_switches(model, QuantizedGraph(model).tensors)
+    samples = KeptSamples(feeds(5), chain(), scratch=tmp_path)
+    switched = SwitchedModel(model, names, samples, scratch=tmp_path, max_memory=memory)
+    switched.refer_to(switched.values())
+    base = switched.base(())
+    kept = {cut for _, cut in base.states}
+    assert (not kept) == (memory == 1)
+    for name in names:
+        # A base of its own has run everything.
+        assert switched.deviation({name}, base) == switched.base({name}).deviation
+
+
+def test_a_float_model_may_be_the_reference() -> None:
+    model = chain()
+    exact = rewritten(model, frozenset(_SCALES), "float")
+    plan = plan_precision(model, feeds(), max_16bit=2, reference=exact)
+    assert plan.before.error == pytest.approx(
+        error(run(model, feeds()), run(exact, feeds())), rel=1e-4
+    )
+    other = chain({"x": 0.03, "h0": 0.03})
+    other.graph.outputs[0].name = "z"
+    with pytest.raises(QuantizationError, match="no float output 'y'; it has z"):
+        plan_precision(model, feeds(), max_16bit=2, reference=other)
+
+
+def test_what_cannot_be_planned_is_told() -> None:
+    plain = ir.from_onnx_text(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[8, 8] x) => (float[8, 8] y) '
+        "{ y = MatMul(x, x) }"
+    )
+    with pytest.raises(QuantizationError, match="no quantised activation: quantise it first"):
+        plan_precision(plain, feeds(), max_16bit=2)
+    with pytest.raises(QuantizationError, match="there is no data"):
+        plan_precision(chain(), None, max_16bit=2)
+    with pytest.raises(CalibrationError, match="calibration data is empty"):
+        plan_precision(chain(), [], max_16bit=2)
+    with pytest.raises(CalibrationError, match=r"sample 0 has 'X', .*; it has 'x'"):
+        plan_precision(chain(), [{"X": feeds()[0]["x"]}], max_16bit=2)
+    with pytest.raises(QuantizationError, match="give a budget, max_16bit or both"):
+        plan_precision(chain(), feeds())
+    with pytest.raises(
+        QuantizationError, match=r"budget is 99\.5: a cosine above 0 and below 1"
+    ):
+        plan_precision(chain(), feeds(), budget=99.5)
+    with pytest.raises(QuantizationError, match=r"max_16bit is 1\.5"):
+        plan_precision(chain(), feeds(), max_16bit=1.5)
+    with pytest.raises(QuantizationError, match="mode is 'int8'"):
+        plan_precision(chain(), feeds(), max_16bit=1, mode="int8")
+
+
+def test_inputs_of_text_are_refused_by_name() -> None:
+    model = chain()
+    text = ir.Value(name="t", type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape([1]))
+    model.graph.inputs.append(text)
+    samples = [{**feed, "t": np.array(["a"])} for feed in feeds()]
+    with pytest.raises(CalibrationError, match="input 't' is <U1"):
+        plan_precision(model, samples, max_16bit=2)
+
+
+def test_a_budget_that_is_out_of_reach_tells_the_best() -> None:
+    model = chain()
+    far = rewritten(model, frozenset(_SCALES), "float")
+    weight = far.graph.initializers["h5_w"]
+    weight.const_value = ir.tensor(-weight.const_value.numpy(), name="h5_w")
+    with pytest.raises(QuantizationError, match=r"can't be reached: .* with all 7 promoted"):
+        plan_precision(model, feeds(), budget=0.99, reference=far)
+
+
+def test_a_limit_that_comes_first_is_noted() -> None:
+    plan = plan_precision(chain(), feeds(), budget=0.9999999, max_16bit=1)
+    assert plan.promoted == ("h2",)
+    assert "not reached" in plan.notes[0] and "max_16bit" in plan.notes[0]
+
+
+def float_chain() -> ir.Model:
+    """Six MatMuls; the weights of the third and fifth have outliers in every block."""
+    rng = np.random.default_rng(2)
+    lines = [f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(6)]
+    text = "\n".join(lines).replace("(h0,", "(x,").replace("h6 =", "y =")
+    model = ir.from_onnx_text(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        f"g (float[T, 64] x) => (float[T, 64] y) {{\n{text}\n}}"
+    )
+    for i, node in enumerate(model.graph):
+        node.name = f"layer{i}"
+        array = rng.standard_normal((64, 64)).astype(np.float32) / 8
+        if i in (2, 4):
+            array[::16] *= 12
+        value = node.inputs[1]
+        value.const_value = ir.tensor(array, name=value.name)
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(array.shape)
+        model.graph.register_initializer(value)
+    return model
+
+
+def token_feeds() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    return [{"x": rng.standard_normal((5, 64)).astype(np.float32)} for _ in range(3)]
+
+
+def test_weights_of_8_bits_go_where_they_help_most() -> None:
+    model = float_chain()
+    plan = plan_bits(model, token_feeds(), max_8bit=2)
+    assert len(plan.node_config) == 2 and plan.nodes == 6
+    reference = run(model, token_feeds())
+
+    def measured(config: dict[str, dict[str, int]]) -> float:
+        return error(run(quantize(model, node_config=config).model, token_feeds()), reference)
+
+    ours = measured(plan.node_config)
+    assert ours == pytest.approx(plan.after.error, rel=1e-3)
+    rng = np.random.default_rng(0)
+    names = [f"layer{i}" for i in range(6)]
+    chosen = (rng.choice(names, 2, replace=False) for _ in range(8))
+    others = [measured({str(name): {"bits": 8} for name in pick}) for pick in chosen]
+    assert ours <= min(others) and ours < 0.9 * np.mean(others)
+
+
+def test_bits_meet_a_budget() -> None:
+    half = plan_bits(float_chain(), token_feeds(), max_8bit=0.5)
+    assert len(half.node_config) == 3
+    plan = plan_bits(float_chain(), token_feeds(), budget=half.after.cosine - 1e-6)
+    assert len(plan.node_config) <= 3
+    with pytest.raises(QuantizationError, match="can't be reached"):
+        plan_bits(float_chain(), token_feeds(), budget=1 - 1e-9)
+
+
+def test_errors_without_a_number_are_drawn_at_the_top() -> None:
+    errors = (math.inf, 0.4, 0.1)
+    curve = [CurvePoint(i, (), Deviation(error, 0.5)) for i, error in enumerate(errors)]
+    assert as_text(curve) == ["error  inf  ██▂  0.1  with 0 to 2 promoted"]
+    assert "nan" not in as_svg(curve, "tensors", "m.onnx").replace("<title>0: error inf", "")
+
+
+def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:
+    model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
+    ir.save(chain(), model)
+    np.savez(data, x=np.stack([feed["x"] for feed in feeds()]))
+    output, svg = tmp_path / "overrides.json", tmp_path / "curve.svg"
+    arguments = ["plan-precision", str(model), "--data", str(data), "--max-16bit", "30%"]
+    result = CliRunner().invoke(app, [*arguments, "-o", str(output), "--svg", str(svg)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(output.read_text()) == {
+        name: [{"quant_type": "QUInt16"}] for name in ("h2", "h5")
+    }
+    assert (
+        "1\th2\tMatMul" in result.output and "2 of 7 activations at 16 bits" in result.output
+    )
+    picture = ElementTree.parse(svg).getroot()
+    assert len(picture.findall("{http://www.w3.org/2000/svg}circle")) == 3
+    again = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    assert isinstance(again.exception, FileExistsError)
+
+
+def test_the_command_plans_weights(tmp_path: Path) -> None:
+    model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
+    ir.save(float_chain(), model)
+    np.savez(data, x=np.stack([feed["x"] for feed in token_feeds()]))
+    arguments = ["plan-precision", str(model), "--data", str(data), "--weights"]
+    result = CliRunner().invoke(app, [*arguments, "--max-8bit", "1"])
+    assert result.exit_code == 0, result.output
+    config = next(line for line in result.output.splitlines() if line.startswith("{"))
+    assert list(json.loads(config).values()) == [{"bits": 8}]
+    assert CliRunner().invoke(app, [*arguments, "--max-16bit", "1"]).exit_code == 2
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DOCS / "precision-planning.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    ir.save(chain({**_SCALES, "h2": 0.6, "h5": 0.06}), "int8.onnx")
+    ir.save(float_chain(), "model.onnx")
+    np.savez("planned.npz", x=np.stack([feed["x"] for feed in feeds()]))
+    np.savez("weighed.npz", x=np.stack([feed["x"] for feed in token_feeds()]))
+    for language, pattern in (
+        ("python", r"```python\n(.*?)```"),
+        ("bash", r"```bash\n(.*?)```"),
+    ):
+        found = re.findall(pattern, page, re.DOTALL)
+        assert len(found) == 2
+        for block, data in zip(found, ("planned", "weighed"), strict=True):
+            block = block.replace("samples.npz", f"{data}.npz").replace(
+                "budget=0.99", "budget=0.9"
+            )
+            if language == "python":
+                exec(block, {})
+                continue
+            for command in block.replace("\\\n", "").splitlines():
+                arguments = shlex.split(command)
+                assert arguments.pop(0) == "ortplugins"
+                result = CliRunner().invoke(app, arguments)
+                assert result.exit_code == 0, (command, result.output, result.exception)
+    made = {path.name for path in Path().glob("*.onnx")}
+    assert made >= {"mixed.onnx", "planned.onnx", "int4.onnx", "int4-planned.onnx"}

@@ -1,0 +1,681 @@
+# SPDX-License-Identifier: MIT
+"""Float models to mixed precision: onnxruntime's graphs, with grids that agree."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QDQQuantizer,
+    QuantType,
+    quantize_static,
+)
+from onnxruntime.quantization.calibrate import TensorData
+from onnxruntime.quantization.execution_providers.qnn.mixed_precision_overrides_utils import (
+    MixedPrecisionTensorQuantOverridesFixer,
+)
+from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
+from typer.testing import CliRunner
+
+from ortplugins import quantize_static_mixed
+from ortplugins.cli import app
+from ortplugins.errors import CalibrationError, MissingFileError, QuantizationError
+from rewrite_rules.quantization_grid import QuantizationGrid
+from rewrite_rules.tensor_overrides import OverrideError
+
+# onnx_ir's type of an element type, as onnx's text has it.
+FLOATS = {"float": np.float32, "float16": np.float16}
+U8_TO_U16 = {"quant_type": QuantType.QUInt8, "convert": {"quant_type": QuantType.QUInt16}}
+
+
+def parse(text: str, weights: dict[str, Any] | None = None) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(text)
+    for name, array in (weights or {}).items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
+    random = np.random.default_rng(0)
+    shapes = {"W": (4, 3, 3, 3), "B": (4,), "V": (4, 16)}
+    return parse(
+        f"""<ir_version: 10, opset_import: ["": {opset}]>
+        net ({kind}[n, 3, h, h] x) => ({kind}[n, 16] y) {{
+            ["conv"] a = Conv<pads = [1, 1, 1, 1]>(x, W, B)
+            ["relu"] b = Relu(a)
+            ["sigmoid"] c = Sigmoid(b)
+            ["mul"] d = Mul(b, c)
+            ["pool"] e = GlobalAveragePool(d)
+            ["flat"] f = Flatten(e)
+            ["head"] y = MatMul(f, V)
+        }}""",
+        {
+            name: random.normal(size=shape).astype(FLOATS[kind])
+            for name, shape in shapes.items()
+        },
+    )
+
+
+def samples(count: int = 3, dtype: Any = np.float32, size: int = 8) -> list[dict[str, Any]]:
+    random = np.random.default_rng(1)
+    return [{"x": random.normal(size=(1, 3, size, size)).astype(dtype)} for _ in range(count)]
+
+
+class Reader:
+    def __init__(self, feeds: list[dict[str, Any]]) -> None:
+        self.feeds = iter(feeds)
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.feeds, None)
+
+
+def arrays(model: onnx.ModelProto) -> dict[str, tuple[str, bytes]]:
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    return {name: (str(array.dtype), array.tobytes()) for name, array in tensors.items()}
+
+
+def nodes(model: onnx.ModelProto) -> list[str]:
+    # By way of onnx_ir: an empty domain may be written or not.
+    return sorted(map(str, ir.to_proto(ir.from_proto(model)).graph.node))
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)
+
+
+# The 8-bit graph
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("method", ["MinMax", "Entropy"])
+def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(
+    kind: str, method: str, tmp_path: Path
+):
+    onnx.save(conv_net(kind), tmp_path / "model.onnx")
+    feeds = samples(dtype=FLOATS[kind])
+    quantize_static(
+        tmp_path / "model.onnx",
+        tmp_path / "theirs.onnx",
+        Reader(feeds),
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        calibrate_method=CalibrationMethod[method],
+    )
+    result = quantize_static_mixed(
+        tmp_path / "model.onnx", tmp_path / "ours.onnx", feeds, calibrate_method=method
+    )
+    theirs, ours = onnx.load(tmp_path / "theirs.onnx"), onnx.load(tmp_path / "ours.onnx")
+    assert arrays(ours) == arrays(theirs)
+    assert nodes(ours) == nodes(theirs)
+    assert result.path == tmp_path / "ours.onnx"
+    assert result.report.notes == (f"ranges of 8 tensors from 3 samples, {method}",)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model.onnx", "theirs.onnx", "ours.onnx"}
+
+
+def test_models_may_be_objects_and_lie_beside_their_data(tmp_path: Path):
+    proto = conv_net()
+    onnx.save(
+        proto, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="w"
+    )
+    proto = conv_net()
+    results = [
+        quantize_static_mixed(given, None, samples()).model
+        for given in (proto, tmp_path / "m.onnx", ir.from_proto(proto))
+    ]
+    assert isinstance(results[0], onnx.ModelProto) and isinstance(results[2], ir.Model)
+    protos = [results[0], *map(ir.to_proto, results[1:])]
+    assert arrays(protos[0]) == arrays(protos[1]) == arrays(protos[2])
+    assert proto == conv_net()
+
+
+def test_data_is_what_other_quantisers_take(tmp_path: Path):
+    np.savez(tmp_path / "samples.npz", **samples(1)[0])
+    wanted = quantize_static_mixed(conv_net(), None, samples(1)).ranges
+    for data in (Reader(samples(1)), tmp_path / "samples.npz", iter(samples(1))):
+        assert quantize_static_mixed(conv_net(), None, data).ranges == wanted
+
+
+def test_histograms_take_samples_of_several_shapes():
+    feeds = [*samples(1), *samples(1, size=10)]
+    result = quantize_static_mixed(conv_net(), None, feeds, calibrate_method="Percentile")
+    low, high = result.ranges["x"]
+    assert low < -2 and high > 2
+
+
+def test_onnxruntime_is_kept_quiet(capfd: pytest.CaptureFixture[str]):
+    root = logging.getLogger()
+    handlers, filters = list(root.handlers), list(root.filters)
+    model = conv_net()
+    # Its warning of this is a note of ours.
+    model.graph.node[0].input[2] = "bias"
+    model.graph.node.insert(0, onnx.helper.make_node("Identity", ["B"], ["bias"]))
+    result = quantize_static_mixed(model, None, samples(), calibrate_method="Entropy")
+    assert capfd.readouterr() == ("", "")
+    assert (root.handlers, root.filters) == (handlers, filters)
+    assert any("'bias'" in note for note in result.report.notes)
+
+
+def test_softmax_in_float16_loads():
+    # With onnxruntime's own scale, which is float32, it does not.
+    model = parse(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float16[n, 4] x) => (float16[n, 4] y) { p = Softmax(x)  y = Neg(p) }"""
+    )
+    feeds = {"x": np.array([[0, 1, 2, 3]], np.float16)}
+    quantised = quantize_static_mixed(model, None, [feeds]).model
+    np.testing.assert_allclose(run(quantised, feeds)[0], run(model, feeds)[0], atol=4e-3)
+
+
+# Boundaries
+
+
+def shape_of(model: onnx.ModelProto, tensor: str) -> Any:
+    """What hangs on a tensor: operators, types of codes, outputs; names apart."""
+    graph = ir.from_proto(model).graph
+    (start,) = [v for v in (*graph.inputs, *_outputs(graph)) if v.name == tensor]
+
+    def tree(value: ir.Value) -> Any:
+        children = [
+            (use.node.op_type, _code_type(use.node), tree(use.node.outputs[0]))
+            for use in value.uses()
+        ]
+        return (value in graph.outputs, tuple(sorted(children, key=repr)))
+
+    return tree(start)
+
+
+def _outputs(graph: ir.Graph) -> list[ir.Value]:
+    return [node.outputs[0] for node in graph]
+
+
+def _code_type(node: ir.Node) -> str:
+    if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+        return ""
+    return node.inputs[2].dtype.name  # type: ignore[union-attr]
+
+
+def op_types(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def onnxruntimes_own(
+    model: onnx.ModelProto,
+    ranges: dict[str, tuple[float, float]],
+    overrides: dict[str, Any],
+    dtype: Any = np.float32,
+) -> onnx.ModelProto:
+    data = {
+        name: TensorData(lowest=np.array(low, dtype), highest=np.array(high, dtype))
+        for name, (low, high) in ranges.items()
+    }
+    kinds = sorted({node.op_type for node in model.graph.node})
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    quantizer = QDQQuantizer(
+        copy,
+        True,
+        False,
+        QuantType.QInt8,
+        QuantType.QUInt8,
+        data,
+        [],
+        [],
+        kinds,
+        {"TensorQuantOverrides": overrides},
+    )
+    quantizer.quantize_model()
+    quantizer.model.topological_sort()
+    result: onnx.ModelProto = quantizer.model.model
+    return result
+
+
+def fan(kind: str, consumers: int, *, output: bool) -> onnx.ModelProto:
+    names = [f"y{i}" for i in range(consumers)] + ["t"] * output
+    readers = "\n".join(f'["c{i}"] y{i} = Tanh(t)' for i in range(consumers))
+    outputs = ", ".join(f"{kind}[n] {name}" for name in names)
+    return parse(
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}"""
+    )
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(
+    ("consumers", "converted", "output"),
+    [
+        (1, 1, False),
+        (3, 3, False),
+        (3, 1, False),
+        (3, 2, False),
+        (1, 1, True),
+        (3, 3, True),
+        (2, 1, True),
+        (3, 2, True),
+        (0, 0, True),
+    ],
+)
+def test_the_five_published_cases(kind: str, consumers: int, converted: int, output: bool):
+    model = fan(kind, consumers, output=output)
+    # float16 holds the refined scale from 2^-6 on.
+    ranges = dict.fromkeys(("x", "t", *(f"y{i}" for i in range(consumers))), (-8.0, 7.0))
+    receivers = {f"c{i}" for i in range(converted)} if 0 < converted < consumers else None
+    convert = dict(U8_TO_U16["convert"], **({"recv_nodes": receivers} if receivers else {}))
+    overrides = {"t": [{"quant_type": QuantType.QUInt8, "convert": convert}]}
+    theirs = onnxruntimes_own(model, ranges, overrides, FLOATS[kind])
+    result = quantize_static_mixed(
+        model, None, ranges=ranges, overrides=overrides, op_types_to_quantize=["Neg", "Tanh"]
+    )
+    assert result.report.refused == ()
+    ours = result.model
+    assert op_types(ours) == op_types(theirs)
+    start = "t_QuantizeLinear_Input" if output else "t"
+    assert shape_of(ours, start) == shape_of(theirs, start)
+    assert shape_of(ours, "x") == shape_of(theirs, "x")
+    feeds = {"x": np.linspace(-8, 7, 50).astype(FLOATS[kind])}
+    plain = quantize_static_mixed(
+        model, None, ranges=ranges, op_types_to_quantize=["Neg", "Tanh"]
+    ).model
+    # An entry changes no bit.
+    for mixed, eight_bits in zip(run(ours, feeds), run(plain, feeds), strict=True):
+        np.testing.assert_array_equal(mixed, eight_bits)
+
+
+def figure(activation: str = "Relu") -> onnx.ModelProto:
+    """The graph of onnxruntime's PR #19925, as its tests have it."""
+    return parse(
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        figure (float[n] in0, float[n] in1) => (float[n] out0, float[n] out1, float[n] out2) {{
+            ["op1"] op1_out = Sigmoid(in0)
+            ["op2"] op2_out = Cos(in1)
+            ["op3"] op3_out = Sin(op1_out)
+            ["op4"] op4_out = Tanh(op2_out)
+            ["op5"] op5_out = Mul(op3_out, op4_out)
+            ["op6"] out0 = {activation}(op5_out)
+            ["op7"] out1 = Cos(op2_out)
+            ["op8"] out2 = Sigmoid(op2_out)
+        }}"""
+    )
+
+
+FIGURE_RANGES = {
+    **dict.fromkeys(("in0", "in1"), (-3.0, 3.5)),
+    **dict.fromkeys(("op2_out", "op3_out", "op4_out", "op5_out", "out1"), (-1.0, 0.9)),
+    **dict.fromkeys(("op1_out", "out0", "out2"), (0.0, 0.98)),
+}
+
+
+@pytest.mark.parametrize(
+    "promoted",
+    [["op4_out"], ["op4_out", "out0"], ["op4_out", "in0"], ["op2_out"], ["op3_out"]],
+)
+@pytest.mark.parametrize("activation", ["Relu", "Sin"])
+def test_regions_of_the_figure(promoted: list[str], activation: str):
+    model = figure(activation)
+    overrides = {name: [{"quant_type": QuantType.QUInt16}] for name in promoted}
+    helper = TensorQuantOverridesHelper({name: [dict(o[0])] for name, o in overrides.items()})
+    inferred = onnx.shape_inference.infer_shapes(model)
+    fixer = MixedPrecisionTensorQuantOverridesFixer.create_from_model(
+        helper, inferred, QuantType.QUInt8
+    )
+    fixer.apply(QuantType.QUInt8, default_activation_symmetric=False)
+    theirs = onnxruntimes_own(model, FIGURE_RANGES, helper.get_dict())
+    result = quantize_static_mixed(
+        model,
+        None,
+        ranges=FIGURE_RANGES,
+        overrides=overrides,
+        op_types_to_quantize=sorted(op_types(model)),
+    )
+    assert result.report.refused == ()
+    assert op_types(result.model) == op_types(theirs)
+    for name in ("in0", "in1"):
+        assert shape_of(result.model, name) == shape_of(theirs, name)
+
+
+def test_the_figure_in_words():
+    overrides = '{"op4_out": [{"quant_type": "uint16"}]}'
+    result = quantize_static_mixed(
+        figure(),
+        None,
+        ranges=FIGURE_RANGES,
+        overrides=overrides,
+        op_types_to_quantize=sorted(op_types(figure())),
+    )
+    graph = ir.from_proto(result.model).graph
+    node = {item.name: item for item in graph}
+
+    def read(name: str, index: int = 0) -> list[str]:
+        """Types along the way from a node's input back to where it was computed."""
+        types = []
+        value = node[name].inputs[index]
+        while (producer := value.producer()) and producer.op_type.endswith("izeLinear"):
+            types += [_code_type(producer)] * (producer.op_type == "QuantizeLinear")
+            value = producer.inputs[0]
+        return types[::-1]
+
+    assert read("op4") == ["UINT8", "UINT16"]  # op2_out converts for op4
+    assert read("op7") == read("op8") == ["UINT8"]
+    assert read("op5", 0) == ["UINT8", "UINT16"]  # op3_out converts for op5
+    assert read("op5", 1) == ["UINT16"]  # op4_out
+    assert read("op6") == ["UINT16", "UINT8"]  # op5_out converts back
+    # Inside, the whole of the type is used.
+    (scale,) = {
+        float(q.inputs[1].const_value.numpy())
+        for q in (use.node for use in node["op4"].outputs[0].uses())
+    }
+    assert scale == np.float32((0.9 - -1.0) / 65535)
+
+
+def test_end_codes_move_with_onnxruntimes_grids_and_not_with_ours():
+    random = np.random.default_rng(0)
+    theirs, ours = [], []
+    for _ in range(40):
+        low, high = -random.uniform(0.01, 9), random.uniform(0.01, 9)
+        ranges = dict.fromkeys(("x", "t", "y0"), (low, high))
+        model = fan("float", 1, output=False)
+        own = onnxruntimes_own(model, ranges, {"t": [U8_TO_U16]})
+        mixed = quantize_static_mixed(
+            model,
+            None,
+            ranges=ranges,
+            overrides={"t": [U8_TO_U16]},
+            op_types_to_quantize=["Neg", "Tanh"],
+        ).model
+        for result, moves in ((own, theirs), (mixed, ours)):
+            coarse, fine = entry_grids(result)
+            values = coarse.dequantize(coarse.codes())
+            through = fine.dequantize(fine.quantize(values))
+            moves.append(np.abs(through - values).max() / float(coarse.scale))
+    assert max(theirs) > 0.45  # of an 8-bit step
+    assert np.mean(np.array(theirs) > 0.01) > 0.9
+    assert max(ours) == 0
+
+
+def entry_grids(model: onnx.ModelProto) -> tuple[QuantizationGrid, QuantizationGrid]:
+    graph = ir.from_proto(model).graph
+    (reader,) = (node for node in graph if node.op_type == "Tanh")
+    fine = reader.inputs[0].producer()
+    coarse = fine.inputs[0].producer().inputs[0].producer()
+    assert fine.op_type == coarse.op_type == "DequantizeLinear"
+    return _grid(coarse), _grid(fine)
+
+
+def _grid(node: ir.Node) -> QuantizationGrid:
+    scale, zero = (node.inputs[i].const_value.numpy() for i in (1, 2))
+    return QuantizationGrid(node.inputs[2].dtype, scale.reshape(())[()], int(zero))
+
+
+def test_sixteen_bits_and_float_are_more_accurate():
+    feeds = samples()
+    expected = run(conv_net(), feeds[0])[0]
+    errors = {}
+    promote = ["a", "b", "c", "d", "e", "f"]
+    for name, options in {
+        "8 bits": {},
+        "16 bits": {"promote": promote},
+        "float": {"promote": promote, "mode": "float"},
+    }.items():
+        result = quantize_static_mixed(conv_net(), None, feeds, per_channel=False, **options)
+        errors[name] = np.abs(run(result.model, feeds[0])[0] - expected).max()
+    # What is left is the error of 8-bit weights.
+    assert errors["16 bits"] < 0.6 * errors["8 bits"]
+    assert errors["float"] < 0.6 * errors["8 bits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        ({}, False),
+        # What reads its output stays in 8 bits.
+        ({"promote": ["a"]}, True),
+        ({"overrides": {"a": [{"convert": {"quant_type": "QUInt16"}}]}}, True),
+        ({"promote": ["a", "b"]}, False),
+        ({"promote": ["a"], "close_regions": False}, False),
+        ({"overrides": {"a": [{"quant_type": "u16"}], "b": [{"quant_type": "u16"}]}}, False),
+    ],
+)
+def test_relu_goes_as_in_onnxruntime_and_its_inputs_name_still_counts(
+    options: dict[str, Any], stays: bool
+):
+    result = quantize_static_mixed(conv_net(), None, samples(), **options)
+    assert op_types(result.model)["Relu"] == stays
+    assert bool(result.report.fired) == bool(options) and not result.report.refused
+    types = Counter(map(_code_type, ir.from_proto(result.model).graph))
+    assert (types["UINT16"] >= 2) == bool(options)
+
+
+def test_overrides_of_weights_and_of_8_bit_activations_reach_onnxruntime():
+    overrides = {
+        "V": [{"quant_type": "QInt8", "symmetric": True}],
+        "x": [{"scale": 0.5, "zero_point": 7}],
+        "d": [{"rmin": -1.0, "rmax": 4.0}],
+    }
+    model = quantize_static_mixed(conv_net(), None, samples(), overrides=overrides).model
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert tensors["x_scale"] == 0.5 and tensors["x_zero_point"] == 7
+    assert tensors["d_scale"] == np.float32(5.0 / 255)
+    assert tensors["V_scale"].shape == ()
+    assert tensors["V_zero_point"] == 0
+
+
+def test_bounds_of_a_16_bit_tensor_bound_the_8_bits_beyond_it_too():
+    overrides = {"t": [{"quant_type": "QUInt16", "rmin": -2.0, "rmax": 3.0}]}
+    model = fan("float", 1, output=False)
+    ranges = dict.fromkeys(("x", "t", "y0"), (-8.0, 7.0))
+    options = {"ranges": ranges, "op_types_to_quantize": ["Neg", "Tanh"]}
+    result = quantize_static_mixed(model, None, overrides=overrides, **options)
+    scales = {
+        float(np.float32(node.inputs[1].const_value.numpy()))
+        for node in ir.from_proto(result.model).graph
+        if node.name.startswith("t_")
+    }
+    assert scales == {np.float32(5 / 65535)}
+    overrides["t"][0]["convert"] = {"quant_type": "QUInt8"}
+    converted = quantize_static_mixed(model, None, overrides=overrides, **options).model
+    (reader,) = (node for node in ir.from_proto(converted).graph if node.op_type == "Tanh")
+    coarse = _grid(reader.inputs[0].producer())
+    fine = _grid(reader.inputs[0].producer().inputs[0].producer().inputs[0].producer())
+    assert float(coarse.scale) == np.float32(5 / 255)
+    assert fine == coarse.refine(ir.DataType.UINT16)
+
+
+def test_for_cpus_entries_cost_nothing():
+    options = {
+        "ranges": FIGURE_RANGES,
+        "promote": ["op4_out"],
+        "op_types_to_quantize": sorted(op_types(figure())),
+    }
+    qnn = quantize_static_mixed(figure(), None, **options).model
+    cpu = quantize_static_mixed(figure(), None, target="cpu", **options).model
+    before, after = op_types(qnn), op_types(cpu)
+    # The pairs of op2_out and op3_out.
+    assert before - after == {"QuantizeLinear": 2, "DequantizeLinear": 2}
+    feeds = {name: np.linspace(-3, 3, 99, dtype=np.float32) for name in ("in0", "in1")}
+    for ours, theirs in zip(run(cpu, feeds), run(qnn, feeds), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# The cache
+
+
+def test_ranges_are_kept_in_a_file_that_onnxruntime_reads_too(tmp_path: Path):
+    cache = tmp_path / "ranges.json"
+    first = quantize_static_mixed(conv_net(), None, samples(), calibration_cache=cache)
+    again = quantize_static_mixed(conv_net(), None, calibration_cache=cache)
+    assert again.report.notes == (f"ranges of 8 tensors from {cache}",)
+    assert arrays(again.model) == arrays(first.model)
+    if not hasattr(onnxruntime.quantization.calibrate, "load_tensors_data"):
+        pytest.skip("this onnxruntime reads no ranges")
+    theirs = onnxruntime.quantization.calibrate.load_tensors_data(cache)
+    assert theirs.calibration_method is CalibrationMethod.MinMax
+    assert tuple(map(float, theirs["x"].range_value)) == first.ranges["x"]
+
+
+def test_ranges_of_another_model_are_not_taken(tmp_path: Path):
+    cache = tmp_path / "ranges.json"
+    quantize_static_mixed(conv_net(), None, samples(), calibration_cache=cache)
+    other = conv_net()
+    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
+    for model, options in ((other, {}), (conv_net(), {"calibrate_method": "Entropy"})):
+        with pytest.raises(CalibrationError, match="of another model or other settings"):
+            quantize_static_mixed(model, None, calibration_cache=cache, **options)
+    result = quantize_static_mixed(other, None, samples(), calibration_cache=cache)
+    assert result.ranges["a"] == (0.0, 0.0) or result.ranges["a"][1] < 10
+    quantize_static_mixed(other, None, calibration_cache=cache)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"data": {}}', '{"ortplugins_digest": 1}'])
+def test_a_file_that_is_no_cache_is_left_alone(content: str, tmp_path: Path):
+    (tmp_path / "mine.json").write_text(content)
+    with pytest.raises(CalibrationError, match="is no calibration cache"):
+        quantize_static_mixed(
+            conv_net(), None, samples(), calibration_cache=tmp_path / "mine.json"
+        )
+    assert (tmp_path / "mine.json").read_text() == content
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"data": None}, CalibrationError, "there is no calibration data"),
+        ({"data": []}, CalibrationError, "empty"),
+        ({"data": [{"z": 1}]}, CalibrationError, "'z'"),
+        ({"calibrate_method": "Mean"}, CalibrationError, "'Mean': one of MinMax"),
+        ({"activation_type": "QUInt16"}, QuantizationError, "uint16: one of uint8, int8"),
+        ({"weight_type": "nothing"}, QuantizationError, "weight_type is 'nothing'"),
+        ({"promoted_type": "QUInt8"}, QuantizationError, "one of uint16, int16"),
+        ({"calibration_cache": "/no/such/cache.json"}, CalibrationError, "folder"),
+        ({"target": "gpu"}, QuantizationError, "'gpu': one of cpu, qnn"),
+        ({"mode": "int8"}, OverrideError, "'int8'"),
+        ({"promote": ["conf"]}, QuantizationError, "no 'conf'; is 'conv' meant"),
+        ({"ranges": {"q": (0, 1)}}, QuantizationError, "ranges: the model has no 'q'"),
+        ({"ranges": {"a": (1, 0)}}, QuantizationError, "the smaller first"),
+        ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),
+        ({"overrides": {"A": [{"quant_type": "QUInt16"}]}}, OverrideError, "'A'"),
+        ({"overrides": "{"}, OverrideError, "no JSON"),
+        (
+            {"overrides": {"a": [{"quant_type": "uint16"}], "b": [{"scale": 1.0}]}},
+            OverrideError,
+            "zero_point",
+        ),
+        ({"extra_options": {"SmoothQuant": True}}, QuantizationError, "SmoothQuant"),
+    ],
+)
+def test_errors_say_what_is_wrong(
+    options: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+):
+    onnx.save(conv_net(), tmp_path / "model.onnx")
+    options = {"data": samples(), **options}
+    with pytest.raises(error, match=text):
+        quantize_static_mixed(tmp_path / "model.onnx", tmp_path / "out.onnx", **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx"}
+
+
+def test_tensors_without_a_range_are_named():
+    ranges = {"x": (-1.0, 1.0)}
+    with pytest.raises(
+        CalibrationError, match=r"'\w' can't be quantised: it has no calibrated"
+    ):
+        quantize_static_mixed(conv_net(), None, ranges=ranges)
+
+
+def test_infinite_ranges_are_named_and_can_be_given():
+    model = parse(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[n] x) => (float[n] y) { l = Log(x)  z = Add(l, x)  y = Sigmoid(z) }"""
+    )
+    data = [{"x": np.array([0, 1, 2], np.float32)}]
+    with pytest.raises(CalibrationError, match="'l' can't be quantised: its range is -inf to"):
+        quantize_static_mixed(model, None, data)
+    ranges = {"l": (-9.0, 1.0), "z": (-9.0, 3.0)}
+    result = quantize_static_mixed(model, None, data, ranges=ranges)
+    assert result.ranges["l"] == (-9.0, 1.0)
+    bounds = {name: [{"rmin": low, "rmax": high}] for name, (low, high) in ranges.items()}
+    other = quantize_static_mixed(model, None, data, overrides=bounds)
+    assert arrays(other.model) == arrays(result.model)
+
+
+def test_opsets_that_are_too_old():
+    with pytest.raises(QuantizationError, match="opset 12, but per_channel=True needs 13"):
+        quantize_static_mixed(conv_net(opset=12), None, samples())
+    assert quantize_static_mixed(conv_net(opset=12), None, samples(), per_channel=False)
+    with pytest.raises(QuantizationError, match="opset 9, but QuantizeLinear needs 10"):
+        quantize_static_mixed(conv_net(opset=9), None, samples(), per_channel=False)
+
+
+def test_a_quantised_model_is_refused():
+    model = quantize_static_mixed(conv_net(), None, samples()).model
+    with pytest.raises(QuantizationError, match="quantised already"):
+        quantize_static_mixed(model, None, samples())
+
+
+def test_missing_files_and_outputs_in_the_way(tmp_path: Path):
+    with pytest.raises(MissingFileError):
+        quantize_static_mixed(tmp_path / "none.onnx", None, samples())
+    (tmp_path / "there.onnx").write_text("mine")
+    with pytest.raises(FileExistsError):
+        quantize_static_mixed(conv_net(), tmp_path / "there.onnx", samples())
+    assert (tmp_path / "there.onnx").read_text() == "mine"
+
+
+def test_parameters_of_a_tensor_that_is_not_quantised_are_not_waited_for():
+    # onnxruntime's quantiser waits for them without end.
+    model = parse(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[2, 2] x) => (float[2, 2] y) {
+            w = DequantizeLinear(codes, scale)
+            ["turn"] t = Transpose<perm = [1, 0]>(w)
+            ["mm"] y = MatMul(x, t)
+        }""",
+        {"codes": np.ones((2, 2), np.int8), "scale": np.float32(0.5)},
+    )
+    with pytest.raises(QuantizationError, match="'t' would share the scale"):
+        quantize_static_mixed(
+            model,
+            None,
+            [{"x": np.eye(2, dtype=np.float32)}],
+            extra_options={"ForceQuantizeNoInputCheck": True},
+        )
+
+
+# The command line
+
+
+def test_the_command_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(conv_net(), "model.onnx")
+    np.savez("samples.npz", **samples(1)[0])
+    overrides = {"d": [{"quant_type": "QUInt16"}]}
+    Path("overrides.json").write_text(json.dumps(overrides))
+    arguments = ["quantize-static", "model.onnx", "-o", "out.onnx", "--calibration"]
+    arguments += ["samples.npz", "--overrides", "@overrides.json", "--no-per-channel"]
+    done = CliRunner().invoke(app, [*arguments, "-v"])
+    assert done.exit_code == 0, done.output
+    assert "fired   d: uint8 -> uint16" in done.output and "wrote out.onnx" in done.output
+    wanted = quantize_static_mixed(
+        "model.onnx", None, samples(1), overrides=overrides, per_channel=False
+    )
+    assert arrays(onnx.load("out.onnx")) == arrays(ir.to_proto(wanted.model))
+    again = CliRunner().invoke(app, arguments)
+    assert isinstance(again.exception, FileExistsError) and "--force" in str(again.exception)
+    done = CliRunner().invoke(app, [*arguments, "--force", "--format", "json"])
+    assert json.loads(done.output)["fired"] == len(wanted.report.fired)
+    Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
+    wrong = CliRunner().invoke(app, [*arguments, "--force"])
+    assert wrong.exit_code == 2 and "--overrides" in wrong.output
