@@ -163,7 +163,7 @@ class Measured:
 
 def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
     """Measure all branching graphs and real nets; tell medians and the worst."""
-    found = list(_measure(folder, min(rounds, 3), ()))
+    found = list(_measure(folder, min(rounds, 2), ()))
     branching = [item for item in found if item.branching]
     figures = []
     for arena in (False, True):

@@ -17,6 +17,7 @@ import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.model_files import (
+    DATA_THRESHOLD,
     LoadedModel,
     Progress,
     check_output,
@@ -233,7 +234,16 @@ def _rearrange_file(
             version=version,
             final_graph=final_graph,
         )
-        ir.save(model, model_path)
+        if any(map(_is_new_data, model.graph.initializers.tensors())):
+            save_with_data(model, model_path, keep_in_place=True, overwrite=True)
+        else:
+            ir.save(model, model_path)
+
+
+def _is_new_data(tensor: ir.TensorProtocol) -> bool:
+    """Whether a tensor is no file's, and too large to lie in the graph's."""
+    stored = isinstance(tensor, (ir.ExternalTensor, ir.TensorProtoTensor))
+    return not stored and tensor.nbytes >= DATA_THRESHOLD
 
 
 def _infer_for_rewrites(model: ir.Model, plan: Plan) -> None:

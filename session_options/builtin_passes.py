@@ -73,6 +73,21 @@ class MixedPrecisionBoundaries(Pass):
         "Promote also what the nodes around a promoted tensor read and write, so that no node "
         "has two types.",
     )
+    merge: bool = option(
+        False,
+        "Where a region's exit leads right into another region, leave the 8 bits between out: "
+        "more accurate, and not the same numbers.",
+    )
+    clip: bool = option(
+        True,
+        "In mode 'float': values stay in the range that their codes had, which stands for every "
+        "Relu and Clip that a quantiser removed; off, greater ones come through.",
+    )
+    float_limit_mb: int = option(
+        1024,
+        "In mode 'float': megabytes that weights of float regions may take as float "
+        "constants; beyond, they are dequantised at every inference.",
+    )
 
     def __post_init__(self) -> None:
         """Check the options; bring overrides and type into their canonical form.
@@ -121,9 +136,21 @@ class MixedPrecisionBoundaries(Pass):
             mode=self.mode,
             target=self.target,
             close_regions=self.close_regions,
+            clip=self.clip,
+            merge=self.merge,
         )
         place_boundaries(model, options, context)
         fold_pairs(model, self.target, context)
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Dequantise constants of float regions; see :mod:`rewrite_rules.float_constants`.
+
+        After all fusions, which may have taken the codes.
+        """
+        if self.mode == "float":
+            from rewrite_rules.float_constants import unpack_constants
+
+            unpack_constants(model, self.float_limit_mb, context)
 
     def _promoted_spelling(self) -> str:
         from session_options.overrides import read_quant_type

@@ -53,10 +53,10 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
     """Read overrides.
 
     Args:
-        source: JSON text, or a dict. Types are names (``"QUInt16"``, ``"uint16"``), members
-            of onnxruntime's QuantType or onnx_ir's DataType, or TensorProto's numbers; numbers
-            may be numpy arrays of one element, consumers a list or a set. None counts as
-            left out.
+        source: JSON text, or a dict of lists of dicts or of :class:`TensorOverride`. Types are
+            names (``"QUInt16"``, ``"uint16"``), members of onnxruntime's QuantType or
+            onnx_ir's DataType, or TensorProto's numbers; numbers may be numpy arrays of one
+            element, consumers a list or a set. None counts as left out.
 
     Returns:
         The overrides; whether a model can follow them,
@@ -204,6 +204,9 @@ def _parsed(text: str) -> object:
 
 
 def _entry(entry: object, where: str, depth: int = 1) -> dict[str, Any]:
+    if isinstance(entry, TensorOverride):
+        fields = dataclasses.fields(entry)
+        entry = {field.name: getattr(entry, field.name) for field in fields}
     if not isinstance(entry, Mapping):
         raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
     for key in entry:

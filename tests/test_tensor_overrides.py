@@ -38,7 +38,7 @@ from rewrite_rules.tensor_overrides import (
     check_overrides,
 )
 from session_options import MixedPrecisionBoundaries, OptionError
-from session_options.overrides import format_overrides, read_overrides
+from session_options.overrides import canonical_overrides, format_overrides, read_overrides
 from session_options.plan import make_plan
 
 UINT8, INT8, UINT16, INT16 = (
@@ -580,3 +580,8 @@ def test_making_the_pass_imports_no_onnx():
         found = {"onnx", "onnx_ir", "onnxscript", "onnxruntime"} & set(sys.modules)
         assert not found, found"""
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_the_pass_takes_what_was_read():
+    text = '{"t": [{"quant_type": "QUInt8", "convert": {"quant_type": "QUInt16"}}]}'
+    assert canonical_overrides(read_overrides(text)) == canonical_overrides(text)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT
+"""Constants of float regions are dequantised ahead, bit for bit, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortplugins
+from rewrite_rules.float_constants import unpack_constants
+from rewrite_rules.remarks import PassContext, Remarks
+
+# A product and its bias, per channel; the activation is float.
+FLOAT_REGION = """<ir_version: 10, opset_import: ["": 21]>
+g (float[2, 3] x) => (float[2, 2] y)
+<int8[3, 2] w = {1, -2, 3, 4, -128, 127}, float[2] s = {0.11, 0.5}, int8[2] z = {1, -3},
+ int32[2] b = {70000, -5}, float[2] t = {0.001, 0.002}> {
+    [dq] v = DequantizeLinear<axis = 1>(w, s, z)
+    [dq_bias] c = DequantizeLinear<axis = 0>(b, t)
+    [product] p = MatMul(x, v)
+    [sum] y = Add(p, c)
+}"""
+# The same weight under an activation that is quantised.
+QUANTISED = """<ir_version: 10, opset_import: ["": 21]>
+g (float[2, 3] x) => (float[2, 2] y)
+<int8[3, 2] w = {1, -2, 3, 4, -128, 127}, float s = {0.11}, int8 z = {1},
+ float a = {0.02}, uint8 zero = {128}> {
+    [q] codes = QuantizeLinear(x, a, zero)
+    [dqx] d = DequantizeLinear(codes, a, zero)
+    [dq] v = DequantizeLinear(w, s, z)
+    [product] p = MatMul(d, v)
+    [qp] pq = QuantizeLinear(p, a, zero)
+    [dqp] y = DequantizeLinear(pq, a, zero)
+}"""
+
+
+def unpacked(text: str, limit_mb: int = 1024) -> tuple[ir.Model, Remarks]:
+    model = ir.from_onnx_text(text)
+    remarks = Remarks("mixed_precision_boundaries")
+    unpack_constants(model, limit_mb, PassContext(remarks))
+    return model, remarks
+
+
+def run(model: ir.Model) -> np.ndarray:
+    so = onnxruntime.SessionOptions()
+    so.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    content = ir.to_proto(model).SerializeToString()
+    session = onnxruntime.InferenceSession(content, so, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
+    return session.run(None, {"x": x})[0]
+
+
+def test_constants_of_a_float_region_are_dequantised_ahead():
+    model, remarks = unpacked(FLOAT_REGION)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add"]
+    np.testing.assert_array_equal(run(model), run(ir.from_onnx_text(FLOAT_REGION)))
+    assert {remark.node for remark in remarks if remark.outcome == "fired"} == {
+        "product",
+        "sum",
+    }
+    # The codes are gone with the nodes.
+    assert {tensor.dtype for tensor in model.graph.initializers.tensors()} == {
+        ir.DataType.FLOAT
+    }
+
+
+def test_a_quantised_operator_keeps_its_codes():
+    model, remarks = unpacked(QUANTISED)
+    assert [node.op_type for node in model.graph].count("DequantizeLinear") == 3
+    assert not len(remarks)
+
+
+def test_a_constant_of_both_serves_both():
+    text = QUANTISED.replace("[dqp] y =", "other = MatMul(x, v) [dqp] m =")
+    model, _ = unpacked(text.replace("(pq, a, zero)", "(pq, a, zero) y = Add(m, other)"))
+    first, second = (node for node in model.graph if node.op_type == "MatMul")
+    assert first.inputs[1].producer().op_type == "DequantizeLinear"
+    assert second.inputs[1].is_initializer()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("(w, s, z)", "(w, s, z)"), "above what float_limit_mb=0 leaves"),
+        (("int32[2] b = {70000, -5}, float[2] t", "int32[2] b = {70000, -5}, float[1, 2] t"),
+         "2 scales for codes of shape"),
+    ],
+)  # fmt: skip
+def test_what_stays_is_told(change, reason):
+    _, remarks = unpacked(
+        FLOAT_REGION.replace(*change), limit_mb=0 if "above" in reason else 9
+    )
+    told = [remark.reason for remark in remarks if remark.outcome == "refused"]
+    assert any(reason in text and "runs at every inference" in text for text in told), told
+
+
+def quantised_chain(folder: Path) -> Path:
+    """Write two products with int8 weights of 256 KB, every activation in 8 bits."""
+    rng = np.random.default_rng(1)
+    helper, tensors, nodes = onnx.helper, [], []
+
+    def constant(name: str, array: np.ndarray) -> str:
+        tensors.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def pair(value: str) -> str:
+        grid = [
+            constant(f"{value}_s", np.float32(0.05)),
+            constant(f"{value}_z", np.uint8(128)),
+        ]
+        nodes.append(helper.make_node("QuantizeLinear", [value, *grid], [f"{value}_q"]))
+        nodes.append(
+            helper.make_node("DequantizeLinear", [f"{value}_q", *grid], [f"{value}_d"])
+        )
+        return f"{value}_d"
+
+    value = pair("x")
+    for index in range(2):
+        codes = rng.integers(-127, 128, (512, 512), np.int8)
+        grid = [constant(f"w{index}_s", np.float32(0.001))]
+        codes_name = constant(f"w{index}", codes)
+        nodes.append(
+            helper.make_node("DequantizeLinear", [codes_name, *grid], [f"w{index}_d"])
+        )
+        nodes.append(
+            helper.make_node("MatMul", [value, f"w{index}_d"], [f"m{index}"], name=f"m{index}")
+        )
+        value = pair(f"m{index}")
+    nodes.append(helper.make_node("Relu", [value], ["y"]))
+    info = [helper.make_tensor_value_info(n, 1, ["n", 512]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "chain", info[:1], info[1:], tensors)
+    path = folder / "chain.onnx"
+    opset = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+    return path
+
+
+def test_a_session_has_float_weights_in_the_region_only(tmp_path):
+    path = quantised_chain(tmp_path)
+    so = onnxruntime.SessionOptions()
+    item = ortplugins.MixedPrecisionBoundaries(promote="m1", mode="float")
+    ortplugins.configure(so, item, cache_dir=str(tmp_path / "cache"), strict=True)
+    session = ortplugins.InferenceSession(path, so, providers=["CPUExecutionProvider"])
+    artifact = ir.load(session.ortplugins_report.artifact)
+    sizes = {
+        (tensor.dtype, tensor.size)
+        for tensor in artifact.graph.initializers.tensors()
+        if tensor.size > 1000
+    }
+    assert (ir.DataType.FLOAT, 512 * 512) in sizes
+    # The graph's file stays small: new data lie beside it.
+    assert Path(session.ortplugins_report.artifact).stat().st_size < 400_000
+    written = ortplugins.optimize(path, tmp_path / "o.onnx", passes=[item])
+    x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
+    so = onnxruntime.SessionOptions()
+    so.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    other = onnxruntime.InferenceSession(written.path, so, providers=["CPUExecutionProvider"])
+    expected = other.run(None, {"x": x})[0]
+    # Quantised products may round otherwise: by one step of the output's grid.
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=0.051)
