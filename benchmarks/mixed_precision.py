@@ -54,7 +54,8 @@ def measure_mixed_precision(folder: Path, rounds: int) -> list[Figure]:
     """Plan both models; the bounds are those that the planner was built for."""
     # onnxruntime's quantiser logs every tensor that it leaves out.
     logging.getLogger().setLevel(logging.ERROR)
-    return [*_measure_minilm(folder, rounds), *_measure_classifier(folder)]
+    figures = [*_measure_minilm(folder, rounds), *_measure_classifier(folder)]
+    return [*figures, _measure_rewrite(rounds)]
 
 
 def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
@@ -132,6 +133,54 @@ def _measure_classifier(folder: Path) -> list[Figure]:
         Figure(f"{name}: output error beside all i8", after, before, bound=0.5),
         *_beside_random(name, classifier, plan),
     ]
+
+
+def _measure_rewrite(rounds: int) -> Figure:
+    """Seconds that 5,000 nodes take, one operator in five promoted."""
+    count = 1667
+    text = _long_chain(count)
+    promoted = frozenset(f"op{index}" for index in range(0, count, 5))
+    times = []
+    for _ in range(rounds):
+        model = ir.from_proto(text)
+        context = PassContext(Remarks("mixed_precision_boundaries"))
+        start = time.perf_counter()
+        place_boundaries(model, BoundaryOptions(promote=promoted), context)
+        times.append(time.perf_counter() - start)
+    nodes = len(text.graph.node)
+    return Figure(
+        f"{nodes} QDQ nodes, {len(promoted)} of {count} operators promoted",
+        statistics.median(times),
+        unit="s",
+        bound=1,
+    )
+
+
+def _long_chain(count: int) -> onnx.ModelProto:
+    """Sums of two of the last ten values, each with a grid of its own."""
+    helper, rng = onnx.helper, np.random.default_rng(0)
+    nodes, tensors, values = [], [], []
+
+    def pair(value: str) -> None:
+        grid = [f"{value}_scale", f"{value}_zero"]
+        scale = np.float32(rng.uniform(0.01, 0.1))
+        tensors.append(onnx.numpy_helper.from_array(scale, grid[0]))
+        zero = np.uint8(rng.integers(100, 150))
+        tensors.append(onnx.numpy_helper.from_array(zero, grid[1]))
+        nodes.append(helper.make_node("QuantizeLinear", [value, *grid], [f"{value}_q"]))
+        made = helper.make_node("DequantizeLinear", [f"{value}_q", *grid], [f"{value}_dq"])
+        nodes.append(made)
+        values.append(f"{value}_dq")
+
+    pair("x")
+    for index in range(count):
+        read = [values[-1], values[-int(rng.integers(1, min(len(values), 10) + 1))]]
+        nodes.append(helper.make_node("Add", read, [f"v{index}"], name=f"op{index}"))
+        pair(f"v{index}")
+    info = [helper.make_tensor_value_info(name, 1, ["n"]) for name in ("x", values[-1])]
+    graph = helper.make_graph(nodes, "chain", info[:1], info[1:], tensors)
+    opset = [helper.make_opsetid("", 21)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=10)
 
 
 def _noise(rng: np.random.Generator) -> Feed:
