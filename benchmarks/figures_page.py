@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Puts sections into docs/quantization-figures.md, each by the script that measured it."""
+"""Puts sections into pages of figures, each by the script that measured it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _PACKAGES = ("onnxruntime", "onnx", "onnx_ir", "numpy", "ortplugins")
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
 
 
-def write_section(name: str, text: str, page: Path = PAGE) -> None:
+def write_section(name: str, text: str, page: Path = PAGE, head: str = _HEAD) -> None:
     """Replace a section, or put it at the end; the others stay as they are.
 
     Args:
         name: Between comments in the page, the reader does not see it.
         text: Markdown.
         page: The file; made if missing.
+        head: What a new one begins with.
     """
-    old = page.read_text(encoding="utf-8") if page.exists() else _HEAD
+    old = page.read_text(encoding="utf-8") if page.exists() else head
     section = f"<!-- {name} -->\n{text.strip()}\n<!-- end of {name} -->\n"
     pattern = rf"<!-- {re.escape(name)} -->\n.*?<!-- end of {re.escape(name)} -->\n"
     new, count = re.subn(pattern, lambda _: section, old, flags=re.DOTALL)

@@ -171,7 +171,7 @@ def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
             what = f"arena {'on' if arena else 'off'}, {runs}"
             median = statistics.median(item.to_default(arena, which) for item in branching)
             figures.append(
-                Figure(f"branching graphs, {what}: median peak to default", median, bound=0.75)
+                _ratio(f"branching graphs, {what}: median peak to default", median, 0.75)
             )
             for kind, items in (
                 ("branching graphs", branching),
@@ -179,16 +179,16 @@ def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
             ):
                 worst = max(items, key=lambda item: item.to_better(arena, which))
                 figures.append(
-                    Figure(
+                    _ratio(
                         f"{kind}, {what}: worst peak to the better native order "
                         f"({worst.name})",
                         worst.to_better(arena, which),
-                        bound=1.02,
+                        1.02,
                     )
                 )
     slowest = max(found, key=lambda item: item.slower)
     figures.append(
-        Figure(f"worst time of a run to default ({slowest.name})", slowest.slower, bound=1.03)
+        _ratio(f"worst time of a run to default ({slowest.name})", slowest.slower, 1.03)
     )
     different = sum(not item.same for item in found)
     figures.append(Figure("models whose outputs differ in any bit", different, bound=0))
@@ -202,6 +202,10 @@ def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
     ]
     figures += [_time_of(folder, shapes) for shapes in (20, 4)]
     return figures
+
+
+def _ratio(what: str, value: float, bound: float) -> Figure:
+    return Figure(what, value, 1.0, bound=bound)
 
 
 def _measure(folder: Path, rounds: int, names: Iterable[str]) -> Iterator[Measured]:

@@ -3,31 +3,30 @@
 
 python benchmarks/run.py [--rounds N] [--only NAME]...
 
-Exits with 1 when a bound is missed.
+Each benchmark replaces its section of the page, and the picture beside it; the others
+stay. Exits with 1 when a bound is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bounds import Figure, table
 from exactness import measure_exactness
+from figures_page import origin, write_section
 from large_models import measure_large_models
 from layout_score import measure_layout_score
 from mixed_precision import measure_mixed_precision
 from order_peaks import measure_order_peaks
 from prepacked import measure_prepacked
+from ratio_plot import ratio_plot
 from rewrite_speed import measure_rewrite_speed
 from smollm2_sessions import measure_smollm2
 from start_cost import measure_start_cost
@@ -55,6 +54,17 @@ TITLES = {
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
 }
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURES = "benchmarks"
+HEAD = """# Benchmarks
+
+Made by `make bench`; every section tells when and on what. Beside other quantisers:
+[Quantising: figures](quantization-figures.md).
+
+Shared machines: compare the ratios, not the times. Everything in one table was measured in one
+run, configurations interleaved, each in a process of its own, medians of the rounds. Private
+memory is RssAnon, as the operating system tells it.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,54 +72,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the README's figures.")
     parser.add_argument("--rounds", type=int, default=5, help="medians of so many runs")
     parser.add_argument("--only", action="append", choices=sorted(BENCHMARKS), default=[])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--page", type=Path, default=PAGE)
     chosen = parser.parse_args(arguments)
     # onnxruntime's quantizer turns everybody's logging on: a line for each rewritten node.
     logging.getLogger("onnx_ir").setLevel(logging.WARNING)
-    names = chosen.only or list(BENCHMARKS)
-    parts, missed = [_head(chosen.rounds)], []
+    missed = []
     with tempfile.TemporaryDirectory(prefix="ortplugins-bench-") as folder:
-        for name in names:
+        for name in chosen.only or list(BENCHMARKS):
             print(f"{TITLES[name]} ...", flush=True)
             figures = BENCHMARKS[name](Path(folder), chosen.rounds)
-            text = table(figures)
-            print(text, flush=True)
-            parts.append(f"## {TITLES[name]}\n\n{text}")
+            print(table(figures), flush=True)
+            _publish(name, figures, chosen.rounds, chosen.page)
             missed += [figure.what for figure in figures if not figure.holds]
-    if not chosen.only:
-        chosen.output.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        print(f"written: {chosen.output}")
+    print(f"written: {chosen.page}")
     if missed:
         print("bounds missed: " + "; ".join(missed), file=sys.stderr)
     return 1 if missed else 0
 
 
-def _head(rounds: int) -> str:
-    names = ("onnxruntime", "onnx", "onnxscript", "onnx_ir", "numpy", "ortplugins")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    return f"""# Benchmarks
-
-Made by `make bench` on {datetime.date.today().isoformat()}; {_processor()},
-{os.cpu_count()} cores, Python {platform.python_version()}; {versions}.
-
-Shared machine: compare the ratios, not the times. Everything in one table was measured in one
-run, configurations interleaved, each in a process of its own, medians of {rounds} rounds.
-Private memory is RssAnon, as the operating system tells it."""
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = dict(line.split(":", 1) for line in lines if ":" in line)
-    except OSError:
-        return platform.processor()
-    by_key = {key.strip(): value.strip() for key, value in found.items()}
-    sets = [
-        name
-        for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8")
-        if name in by_key.get("flags", "")
-    ]
-    return f"{by_key.get('model name', platform.processor())} ({', '.join(sets)})"
+def _publish(name: str, figures: Sequence[Figure], rounds: int, page: Path) -> None:
+    """Write a section of the page, and its picture."""
+    parts = [f"## {TITLES[name]}", table(figures)]
+    if (svg := ratio_plot(figures, TITLES[name])) is not None:
+        picture = page.parent / PICTURES / f"{name}.svg"
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text(svg, encoding="utf-8")
+        parts.insert(1, f"![{TITLES[name]}]({PICTURES}/{picture.name})")
+    command = f"python benchmarks/run.py --only {name} --rounds {rounds}"
+    write_section(name, "\n\n".join([*parts, origin(command)]), page, HEAD)
 
 
 if __name__ == "__main__":
