@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from rewrite_rules.arena_memory import touched_bytes
 from rewrite_rules.concrete_shapes import DEFAULT_DIM, ConcreteShapes
 from rewrite_rules.execution_order import Dependencies, captures, is_constant
 
@@ -183,18 +184,7 @@ class MemoryModel:
             reuse: ``SessionOptions.enable_mem_reuse``; without it there is no rule 4, and
                 nothing is held in between.
         """
-        buffers = self._plan(order, reuse)
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for step, node in enumerate(order):
-            for value in self.reads[node]:
-                buffer = buffers[value]
-                if buffer != _HELD_ELSEWHERE and not self.outputs[buffer]:
-                    last[buffer] = step
-            for value in self.makes[node]:
-                buffer = buffers[value]
-                if buffer != _HELD_ELSEWHERE:
-                    first.setdefault(buffer, step)
+        first, last = self._lives(order, reuse)
         change = np.zeros(len(order) + 1, np.int64)
         for buffer, step in first.items():
             change[step] += self.sizes[buffer]
@@ -207,6 +197,47 @@ class MemoryModel:
             for node, extra in inner.items():
                 live[step_of[node]] += extra
         return Timeline(live)
+
+    def arena_bytes(self, order: Sequence[int], reuse: bool = True) -> int:
+        """Bytes that an order takes of an arena, which gives nothing back.
+
+        Args:
+            order: Positions of all nodes, producers first.
+            reuse: ``SessionOptions.enable_mem_reuse``.
+        """
+        first, last = self._lives(order, reuse)
+        begin: dict[int, list[int]] = {}
+        end: dict[int, list[int]] = {}
+        for buffer, step in first.items():
+            begin.setdefault(step, []).append(buffer)
+        for buffer, step in last.items():
+            end.setdefault(step, []).append(buffer)
+        return touched_bytes(
+            request
+            for step in range(len(order))
+            for request in (
+                *((buffer, self.sizes[buffer]) for buffer in begin.get(step, ())),
+                *((buffer, -1) for buffer in end.get(step, ())),
+            )
+        )
+
+    def _lives(
+        self, order: Sequence[int], reuse: bool
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """For each buffer the step that it is there from, and the last one that needs it."""
+        buffers = self._plan(order, reuse)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for step, node in enumerate(order):
+            for value in self.reads[node]:
+                buffer = buffers[value]
+                if buffer != _HELD_ELSEWHERE and not self.outputs[buffer]:
+                    last[buffer] = step
+            for value in self.makes[node]:
+                buffer = buffers[value]
+                if buffer != _HELD_ELSEWHERE:
+                    first.setdefault(buffer, step)
+        return first, last
 
     def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
         """Which buffer each value has, named by the value that it was allocated for."""

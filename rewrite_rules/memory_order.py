@@ -91,6 +91,8 @@ class GraphOrder:
             counted as :data:`rewrite_rules.concrete_shapes.DEFAULT_DIM`. Bodies included.
         unknown_values: Values whose size is a guess. Bodies included.
         bodies: The same for each body of each If, Loop and Scan, in the order of the file.
+        model: The bytes of any order of the graph.
+        reuse: Whether the session that runs ours reuses buffers.
     """
 
     graph: ir.Graph
@@ -103,6 +105,16 @@ class GraphOrder:
     unknown_dims: tuple[str, ...]
     unknown_values: tuple[str, ...]
     bodies: tuple[GraphOrder, ...]
+    model: MemoryModel = dataclasses.field(repr=False, compare=False)
+    reuse: bool = True
+
+    def arena_bytes(self) -> int:
+        """Bytes that ours takes of an arena, bodies left out."""
+        return self.model.arena_bytes(self.ours.order, self.reuse)
+
+    def peak_without_reuse(self) -> int:
+        """Bytes that ours would hold at its peak without reuse of buffers, bodies left out."""
+        return self.model.timeline(self.ours.order, reuse=False).peak
 
     @property
     def worthwhile(self) -> bool:
@@ -197,6 +209,8 @@ def memory_order(
         unknown_dims=tuple(sorted(unknown_dims.union(model.unknown_dims))),
         unknown_values=(*model.unknown_values, *unknown_values),
         bodies=tuple(orders),
+        model=model,
+        reuse=reuse,
     )
 
 

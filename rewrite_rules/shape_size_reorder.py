@@ -29,7 +29,9 @@ _NO_REUSE = {"enable_mem_reuse": "0"}
 _GRAPH, _SESSION = "graph", "session"
 # Below that, a model's activations are nothing beside the session itself.
 _LEAN_BYTES = 1 << 20
-# Up to that share of the peak with reuse, going without is worth the time it may take.
+# Nodes that a second order takes some tenths of a second for.
+_QUICKLY_ORDERED = 5000
+# Up to that share of the bytes with reuse, going without is worth the time it may take.
 _WORTH_NO_REUSE = 0.95
 
 
@@ -63,12 +65,9 @@ def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> N
         order = memory_order(model.graph, options.dims, shapes=shapes)
         if not options.for_default_order:
             lean = options.lean_session and context.cpu_only
-            if lean and not context.cpu_arena:
-                order = _without_reuse(
-                    order,
-                    memory_order(model.graph, options.dims, shapes=shapes, reuse=False),
-                    context,
-                )
+            if lean and _may_be_held(order):
+                other = memory_order(model.graph, options.dims, shapes=shapes, reuse=False)
+                order = _without_reuse(order, other, context)
             _run_in_file_order(order, context)
             if lean and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
                 context.session_settings.update(_NO_PATTERN)
@@ -97,15 +96,28 @@ def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext)
     A buffer that is reused is held in between. Without reuse a session asks the system for
     memory more often, so that it has to be worth it.
     """
-    if without.ours.peak > _WORTH_NO_REUSE * order.ours.peak or not without.worthwhile:
+    with_bytes, bytes_without = (
+        item.arena_bytes() if context.cpu_arena else item.ours.peak
+        for item in (order, without)
+    )
+    if bytes_without > _WORTH_NO_REUSE * with_bytes or not without.worthwhile:
         return order
     context.session_settings.update(_NO_REUSE)
+    where = "the arena" if context.cpu_arena else "tensors"
     context.remarks.fired(
         _SESSION,
-        f"reuse of buffers is off: it would hold {_mb(order.ours)} instead of "
-        f"{_mb(without.ours)}",
+        f"reuse of buffers is off: with it, {where} would take {with_bytes / 1e6:.1f} MB "
+        f"instead of {bytes_without / 1e6:.1f}",
     )
     return without
+
+
+def _may_be_held(order: GraphOrder) -> bool:
+    """Whether reuse may hold buffers; of large graphs, whether it does in this very order."""
+    return (
+        len(order.ours.order) <= _QUICKLY_ORDERED
+        or order.peak_without_reuse() <= _WORTH_NO_REUSE * order.ours.peak
+    )
 
 
 def _write_default_order(

@@ -213,12 +213,12 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
         return dict(artifact.settings), re.search(r"computed ([0-9.]+ MB)", graph)[1]
 
     in_file_order = {"execution_order": "PRIORITY_BASED"}
-    with_arena = {**in_file_order, "enable_mem_pattern": "0"}
-    assert settings_and_peak(arena=True) == (with_arena, "7.4 MB")
+    without_arena = {**in_file_order, "enable_mem_reuse": "0"}
     # Each kind of session has an entry of its own.
-    without_reuse = {**in_file_order, "enable_mem_reuse": "0"}
-    assert settings_and_peak(arena=False) == (without_reuse, "4.9 MB")
-    assert settings_and_peak(arena=True) == (with_arena, "7.4 MB")
+    with_arena = {**without_arena, "enable_mem_pattern": "0"}
+    assert settings_and_peak(arena=True) == (with_arena, "4.9 MB")
+    assert settings_and_peak(arena=False) == (without_arena, "4.9 MB")
+    assert settings_and_peak(arena=True) == (with_arena, "4.9 MB")
     session = ortplugins.InferenceSession(path, so, providers=PROVIDERS)
     assert not session.get_session_options().enable_mem_pattern
     assert so.enable_mem_pattern
