@@ -32,7 +32,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase,
 from rewrite_rules.constants import Refusal, is_dequantize_linear
 from rewrite_rules.nodes import label
 from rewrite_rules.quantization_grid import QuantizationGrid
-from rewrite_rules.quantized_tensors import is_quantize_linear, read_grid
+from rewrite_rules.quantized_tensors import GridReader, is_quantize_linear
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.rooted_rule import RootedRule
 from rewrite_rules.weight_forms import producer
@@ -57,7 +57,7 @@ def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
         return
     run = _Run(context, target)
     rules = [
-        RootedRule(rule, op_type)
+        _FoldRule(rule, op_type)
         for domain in sorted({node.domain for node in nodes} & _DOMAINS)
         for op_type, rule in (
             ("DequantizeLinear", KeptCodes(run, domain)),
@@ -76,22 +76,27 @@ class _Run:
     Attributes:
         remarks: Where folds are told.
         target: Whom the result is for.
+        grid: Reads the grid of a Q or DQ.
     """
 
     def __init__(self, context: PassContext, target: str) -> None:
         self.remarks = context.remarks
         self.target = target
-        self._grids: dict[ir.Node, QuantizationGrid] = {}
+        self.grid = GridReader()
 
-    def grid(self, node: ir.Node) -> QuantizationGrid:
-        """The grid of a Q or DQ.
 
-        Raises:
-            Refusal: If it has none.
-        """
-        if node not in self._grids:
-            self._grids[node] = read_grid(node)
-        return self._grids[node]
+class _FoldRule(RootedRule):
+    """A rule that onnxscript matches only where a pair stands: nearly nowhere."""
+
+    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:  # type: ignore[override]
+        """Match and rewrite, as the base class does, behind a DQ -> Q or at its end."""
+        if node.op_type == "DequantizeLinear":
+            stands = _pair_before(node) is not None
+        else:
+            stands = _requantizes(node)
+        if not stands:
+            return None
+        return super().try_rewrite(model, graph, node, **options)
 
 
 class _Fold(RewriteRuleClassBase):
@@ -277,7 +282,7 @@ def _dequantize_before(node: ir.Node) -> ir.Node:
 
 def _pair_before(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     """The DQ and the Q that a DequantizeLinear reads; None if it reads something else."""
-    codes = node.inputs[0]
+    codes = node.inputs[0] if node.inputs else None
     quantize = None if codes is None else codes.producer()
     if quantize is None or not _requantizes(quantize):
         return None

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 import onnx_ir as ir
 
 from rewrite_rules.bridged_regions import bridge_regions
-from rewrite_rules.constants import Refusal
+from rewrite_rules.constants import Refusal, is_dequantize_linear
 from rewrite_rules.nodes import label
 from rewrite_rules.precision_regions import (
     SHARING_OPERATORS,
@@ -38,10 +38,14 @@ from rewrite_rules.precision_regions import (
     find_regions,
     sharing_groups,
 )
-from rewrite_rules.quantized_tensors import QuantizedGraph, QuantizedTensor
+from rewrite_rules.quantized_tensors import (
+    QuantizedGraph,
+    QuantizedTensor,
+    is_quantize_linear,
+)
 from rewrite_rules.region_constants import ConstantChange, bias_changes, constant_changes
 from rewrite_rules.region_grids import Grids, choose_grids
-from rewrite_rules.region_writer import RegionWriter
+from rewrite_rules.region_writer import RegionWriter, feeds_a_body
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.tensor_overrides import (
     OverrideError,
@@ -54,6 +58,7 @@ _MODES = ("int16", "float")
 # From here on, Clip takes its ends as inputs.
 _OPSET_OF_CLIP = 11
 _TARGETS = ("cpu", "qnn")
+_CONSTANT = "it is a constant: what those are stored as is chosen when quantising"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,8 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         return
     graph = QuantizedGraph(model)
     overrides = _checked_overrides(model, graph, options, context)
-    promote = _checked_promotions(graph, options, context)
+    promote = _checked_promotions(model, graph, options, context)
+    _tell_functions(model, context)
     as_float = options.mode == "float"
     entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
     for name, override in overrides.items():
@@ -178,9 +184,10 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         for seed in () if changed else checked.region.seeds:
             context.remarks.note(
                 seed,
-                "nothing to change: it is of that type, or reads and writes no quantised "
-                "activation",
+                "nothing to change: it is of that type, all that reads it keeps its own, "
+                "or it reads and writes no quantised activation",
             )
+    writer.finish()
     if options.merge:
         bridge_regions(model, context)
 
@@ -226,10 +233,11 @@ def _check_plan(
         )
     if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
         raise Refusal(f"tensor {tensor.name!r} would be float and of another type at once")
-    if plan.produced == ir.DataType.FLOAT and plan.clipped and graph.opset < _OPSET_OF_CLIP:
+    clipped = plan.clipped or feeds_a_body(tensor, plan)
+    if plan.produced == ir.DataType.FLOAT and clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
             f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
-            f"of opset {graph.opset}; convert the model"
+            f"of opset {graph.opset}; convert the model, or leave 'clip' off"
         )
 
 
@@ -275,6 +283,8 @@ def _checked_overrides(
         for name, entries in options.overrides.items()
         if entries and entries != (TensorOverride(),)
     }
+    if not asked:
+        return {}
     activations = graph.activations()
     initializers = {
         name: tuple(value.const_value.shape.numpy())
@@ -292,22 +302,28 @@ def _checked_overrides(
     for name in list(asked):
         if name in activations:
             continue
-        context.remarks.refused(
-            name, "it is a constant: what those are stored as is chosen when quantising"
-        )
+        context.remarks.refused(name, _CONSTANT)
         del asked[name]
     return {name: entries[0] for name, entries in asked.items()}
 
 
 def _checked_promotions(
-    graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+    model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
 ) -> list[str]:
     found = []
+    constants = model.graph.initializers
     for name in sorted(options.promote):
-        if graph.called(name) or graph.node(name) is not None:
+        nodes = graph.labelled(name)
+        if graph.called(name) or not all(map(_is_pairs, nodes)):
             found.append(name)
+        elif nodes:
+            context.remarks.refused(
+                name, f"it is a {nodes[0].op_type}: name its tensor, or the nodes around it"
+            )
         elif (reason := graph.refused.get(name)) is not None:
             context.remarks.refused(name, reason)
+        elif name in constants and not constants[name].is_graph_input():
+            context.remarks.refused(name, _CONSTANT)
         else:
             near = difflib.get_close_matches(name, graph.names(), n=1)
             hint = f", did you mean {near[0]!r}?" if near else ""
@@ -315,6 +331,20 @@ def _checked_promotions(
                 f"the model has no quantised tensor and no node {name!r} to promote{hint}"
             )
     return found
+
+
+def _is_pairs(node: ir.Node) -> bool:
+    return is_quantize_linear(node) or is_dequantize_linear(node)
+
+
+def _tell_functions(model: ir.Model, context: PassContext) -> None:
+    for function in model.functions.values():
+        if any(map(_is_pairs, function)):
+            context.remarks.refused(
+                function.name,
+                "activations that are quantised within a function stay as they are; "
+                "onnx.inliner.inline_local_functions takes it apart",
+            )
 
 
 def _as_float(entry: TensorOverride) -> TensorOverride:
@@ -339,6 +369,10 @@ def _changes(
     """What happens to a tensor, in words; nothing where it stays as it is."""
     own = tensor.grid.dtype
     produced = _name(plan.produced)
+    if plan.produced == ir.DataType.FLOAT:
+        read = set(plan.reads.values()) | ({plan.output} if tensor.is_output else set())
+        if plan.produced not in read:
+            return  # all that read it read what is there
     if plan.produced != own:
         yield f"{_name(own)} -> {produced}"
     elif grids.get(own, tensor.grid) != tensor.grid:

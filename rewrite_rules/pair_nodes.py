@@ -34,12 +34,13 @@ class PairMaker:
 
     Attributes:
         names: The names of the model.
+        opset: Version of its standard operators.
     """
 
     def __init__(self, model: ir.Model) -> None:
         self.names = FreshNames(model)
         self._model = model
-        self._opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+        self.opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
 
     def pair(
         self, tensor: QuantizedTensor, value: ir.Value, grid: QuantizationGrid
@@ -131,7 +132,7 @@ class PairMaker:
     def domain(self, wide: bool, beside: ir.Node | None) -> str:
         """The domain of a Q or DQ of 16 bits (``wide``) or 8, beside one of the model."""
         known = beside is None or beside.domain != _MICROSOFT
-        if known and not (wide and self._opset < _OPSET_OF_16_BITS):
+        if known and not (wide and self.opset < _OPSET_OF_16_BITS):
             return ""
         self._model.opset_imports.setdefault(_MICROSOFT, 1)
         return _MICROSOFT

@@ -235,9 +235,11 @@ def find_regions(
             for tensor in tensors:
                 seeds[tensor] = name
                 requests.produce(tensor, _Request(promoted_type, by))
-        elif (node := graph.node(name)) is not None:
-            seeds[node] = name
-            requests.unify(node, _Request(promoted_type, by, _NAMED))
+            continue
+        for node in graph.labelled(name):
+            if not is_quantize_linear(node):
+                seeds[node] = name
+                requests.unify(node, _Request(promoted_type, by, _NAMED))
 
     converted = set(requests.explicit)
     for tensor, request in list(requests.produced.items()):

@@ -82,14 +82,18 @@ class Record:
 def records_of(tensor: onnx.TensorProto) -> list[Record]:
     """Read the records of one initializer.
 
+    Those with a buffer of no bytes, which some quantised kernels write, are left out: at the
+    end of a file onnxruntime can't map it, and there is nothing to share.
+
     Raises:
         ValueError: If one is malformed.
     """
-    return [
+    records = (
         Record.parse(entry.key, entry.value)
         for entry in tensor.external_data
         if entry.key.startswith(_KEY)
-    ]
+    )
+    return [record for record in records if all(length for _, length, _ in record.blobs)]
 
 
 def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:

@@ -81,6 +81,21 @@ class QuantizationGrid:
         """Type of the scale and of the values."""
         return np.dtype(type(self.scale))
 
+    @property
+    def range(self) -> tuple[np.generic, np.generic]:
+        """The ends of the range of values that the grid was made for, of the scale's type.
+
+        A range that begins or ends at 0, as behind a Relu, is told exactly. Another one was
+        moved by up to half a step, for the zero point to be a code: it is taken half a step
+        wider.
+        """
+        steps = np.array([self.low - self.zero_point, self.high - self.zero_point], np.float64)
+        if self.zero_point not in (self.low, self.high):
+            steps += [-0.5, 0.5]
+        with np.errstate(over="ignore"):
+            low, high = (steps * float(self.scale)).astype(self.float_dtype)
+        return low, high
+
     def codes(self) -> npt.NDArray[np.generic]:
         """All codes of the type, ascending; 256 or 65,536 of them."""
         return np.arange(self.low, self.high + 1).astype(self.dtype.numpy())

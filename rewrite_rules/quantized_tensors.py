@@ -16,6 +16,7 @@ from __future__ import annotations
 
 __all__ = [
     "ELEMENTWISE_OPERATORS",
+    "GridReader",
     "QuantizedGraph",
     "QuantizedTensor",
     "is_quantize_linear",
@@ -77,7 +78,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         raise Refusal(f"scale {value.name!r} is of type {tensor.dtype.name.lower()}")
     scale = tensor.numpy().reshape(-1)[0]
     for attribute in ("output_dtype", "precision"):
-        named = int_attribute(node, attribute, 0)
+        named = _type_attribute(node, attribute)
         # Of DequantizeLinear it is the type of the values, which grids take from the scale.
         if (
             named
@@ -85,8 +86,8 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
             and (attribute == "precision" or is_dequantize_linear(node))
         ):
             raise Refusal(
-                f"{attribute} of {label(node)!r} is {ir.DataType(named).name.lower()}, but "
-                f"the scale is {tensor.dtype.name.lower()}"
+                f"{attribute} of {label(node)!r} is {named.name.lower()}, but the "
+                f"scale is {tensor.dtype.name.lower()}"
             )
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
     if zero_point is None:
@@ -102,9 +103,37 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
     return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
 
 
+class GridReader:
+    """:func:`read_grid` for many nodes: parameters that nodes share are read once."""
+
+    def __init__(self) -> None:
+        self._grids: dict[tuple[ir.Value | None, ...], QuantizationGrid] = {}
+
+    def __call__(self, node: ir.Node) -> QuantizationGrid:
+        """The grid of a Q or DQ.
+
+        Raises:
+            Refusal: If it has none.
+        """
+        if len(node.inputs) != 3 or node.attributes or node.inputs[2] is None:
+            return read_grid(node)
+        key = tuple(node.inputs[1:])
+        if (grid := self._grids.get(key)) is None:
+            grid = self._grids[key] = read_grid(node)
+        return grid
+
+
+def _type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
+    number = int_attribute(node, name, 0)
+    try:
+        return ir.DataType(number) if number else None
+    except ValueError:
+        raise Refusal(f"{name} of {label(node)!r} is {number}, which is no type") from None
+
+
 def _type_without_zero_point(node: ir.Node) -> ir.DataType:
     if not is_dequantize_linear(node):
-        return ir.DataType(int_attribute(node, "output_dtype", 0) or ir.DataType.UINT8)
+        return _type_attribute(node, "output_dtype") or ir.DataType.UINT8
     codes = node.inputs[0]
     assert codes is not None
     if (producer := codes.producer()) is not None and is_quantize_linear(producer):
@@ -188,19 +217,25 @@ class QuantizedGraph:
         self._by_name: dict[str, list[QuantizedTensor]] = defaultdict(list)
         self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
         self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)
-        self._grids: dict[tuple[ir.Value | None, ...], QuantizationGrid] = {}
-        self._nodes = {label(node): node for graph in model.graphs() for node in graph}
+        self._grid = GridReader()
+        self._nodes: dict[str, list[ir.Node]] = defaultdict(list)
+        for graph in model.graphs():
+            for node in graph:
+                self._nodes[label(node)].append(node)
         for codes, dequantizes in _quantized_values(model).items():
             self._read(codes, tuple(dequantizes))
 
     def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
         producer = codes.producer()
         quantize = producer if producer is not None and is_quantize_linear(producer) else None
-        if quantize is not None and _is_weight(quantize, dequantizes):
+        source = quantize.inputs[0] if quantize is not None and quantize.inputs else None
+        if _is_weight(source, dequantizes):
             return
         name = _float_name(codes, quantize, dequantizes)
         readings: QuantizedTensor | str
         try:
+            if quantize is not None and source is None:
+                raise Refusal(f"{quantize.op_type} {label(quantize)!r} has no input")
             nodes = [node for node in (quantize, *dequantizes) if node is not None]
             grids = {self._grid(node) for node in nodes}
             if len(grids) > 1:
@@ -212,8 +247,8 @@ class QuantizedGraph:
         except Refusal as refusal:
             readings = str(refusal)
             values = [codes, *(node.outputs[0] for node in dequantizes)]
-            if quantize is not None and quantize.inputs and quantize.inputs[0] is not None:
-                values.append(quantize.inputs[0])
+            if source is not None:
+                values.append(source)
             for told in {name, *(value.name for value in values if value.name)}:
                 self.refused[told] = readings
         else:
@@ -223,25 +258,16 @@ class QuantizedGraph:
                 self._by_name[called].append(tensor)
         for node in dequantizes:
             self._by_value[node.outputs[0]] = readings
-        if quantize is not None and quantize.inputs[0] is not None:
-            self._written[quantize.inputs[0]].append(readings)
-
-    def _grid(self, node: ir.Node) -> QuantizationGrid:
-        """:func:`read_grid`; Q and DQ mostly have the same parameters, which are read once."""
-        if len(node.inputs) != 3 or node.attributes or node.inputs[2] is None:
-            return read_grid(node)
-        key = tuple(node.inputs[1:])
-        if (grid := self._grids.get(key)) is None:
-            grid = self._grids[key] = read_grid(node)
-        return grid
+        if source is not None:
+            self._written[source].append(readings)
 
     def called(self, name: str) -> list[QuantizedTensor]:
         """The activations of a name: several where a float tensor is quantised twice."""
         return self._by_name.get(name, [])
 
-    def node(self, name: str) -> ir.Node | None:
-        """The node of a label."""
-        return self._nodes.get(name)
+    def labelled(self, name: str) -> list[ir.Node]:
+        """The nodes of a label: several where a model repeats a name."""
+        return self._nodes.get(name, [])
 
     def read_by(self, node: ir.Node) -> list[QuantizedTensor]:
         """The activations that a node reads, each once.
@@ -302,11 +328,14 @@ def _quantized_values(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
     found: dict[ir.Value, list[ir.Node]] = {}
     for graph in model.graphs():
         for node in graph:
+            # What lacks its input or its output is in no valid graph, and nobody's activation.
+            if not node.outputs or not node.inputs:
+                continue
             if is_quantize_linear(node):
                 found.setdefault(node.outputs[0], [])
             elif (
                 is_dequantize_linear(node)
-                and (codes := node.inputs[0] if node.inputs else None) is not None
+                and (codes := node.inputs[0]) is not None
                 and constant(codes) is None
             ):
                 found.setdefault(codes, []).append(node)
@@ -326,8 +355,8 @@ def _float_name(
     return ""
 
 
-def _is_weight(quantize: ir.Node, dequantizes: tuple[ir.Node, ...]) -> bool:
-    return constant(quantize.inputs[0]) is not None and not all(
+def _is_weight(source: ir.Value | None, dequantizes: tuple[ir.Node, ...]) -> bool:
+    return constant(source) is not None and not all(
         use.node.op_type in ELEMENTWISE_OPERATORS
         for node in dequantizes
         for use in node.outputs[0].uses()

@@ -6,21 +6,27 @@ Nothing here refuses: what comes here was checked.
 
 from __future__ import annotations
 
-__all__ = ["RegionWriter"]
+__all__ = ["RegionWriter", "feeds_a_body"]
 
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from rewrite_rules.constants import Refusal, is_dequantize_linear
 from rewrite_rules.pair_nodes import PairMaker, graph_of, remove
 from rewrite_rules.precision_regions import TensorPlan
 from rewrite_rules.quantization_grid import QuantizationGrid
-from rewrite_rules.quantized_tensors import QuantizedTensor
+from rewrite_rules.quantized_tensors import QuantizedTensor, read_grid
 from rewrite_rules.region_constants import ConstantChange
 
 _FLOAT = ir.DataType.FLOAT
+# Over these, onnxruntime repeats a DequantizeLinear; Identity nodes it has removed by then.
+_PASSED_OPERATORS = frozenset(
+    {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
+)
+# QuantizeLinear can name its type by an attribute from here on.
+_OPSET_OF_TYPES = 21
 
 
 class RegionWriter:
@@ -28,6 +34,8 @@ class RegionWriter:
 
     def __init__(self, model: ir.Model) -> None:
         self._make = PairMaker(model)
+        # Operators whose output is float now; whether a body reads it.
+        self._left: list[tuple[ir.Node, bool]] = []
 
     # Tensors.
 
@@ -86,7 +94,9 @@ class RegionWriter:
             new += [start, *chain]
             starts.append(start)
         for node, start in zip(idle, starts, strict=False):
-            _swap_names(start, node)
+            # Bodies beside each other may have one name twice; around them it would be taken.
+            if node.graph is graph_of(tensor):
+                _swap_names(start, node)
         for node in idle:
             remove(node)
         self._insert(tensor, new, behind=True)
@@ -140,6 +150,8 @@ class RegionWriter:
     def _leave_float(self, tensor: QuantizedTensor, plan: TensorPlan) -> None:
         source, quantize = tensor.source, tensor.quantize
         assert source is not None and quantize is not None
+        if tensor.producer is not None:
+            self._left.append((tensor.producer, feeds_a_body(tensor, plan)))
         value = self._clipped(tensor, source) if plan.clipped else source
         for node, index in list(tensor.uses()):
             if plan.reads.get(node, _FLOAT) == _FLOAT:
@@ -161,20 +173,39 @@ class RegionWriter:
 
     def _clipped(self, tensor: QuantizedTensor, source: ir.Value) -> ir.Value:
         """The values of a tensor within the range that it was quantised for."""
-        graph = graph_of(tensor)
-        ends = _range_of(tensor.grid)
-        node = self._make.node(
-            "Clip",
-            [
-                source,
-                self._make.initializer(graph, ends[0], f"{tensor.name}_clip_min"),
-                self._make.initializer(graph, ends[1], f"{tensor.name}_clip_max"),
-            ],
-            f"{tensor.name}_Clip",
-            source,
-        )
+        node = self._clip(graph_of(tensor), source, tensor.grid, tensor.name)
         self._insert(tensor, [node], behind=False)
         return node.outputs[0]
+
+    def _clip(
+        self, graph: ir.Graph, value: ir.Value, grid: QuantizationGrid, stem: str
+    ) -> ir.Node:
+        low, high = map(np.asarray, grid.range)
+        ends = (
+            self._make.initializer(graph, low, f"{stem}_clip_min"),
+            self._make.initializer(graph, high, f"{stem}_clip_max"),
+        )
+        return self._make.node("Clip", [value, *ends], f"{stem}_Clip", value)
+
+    def finish(self) -> None:
+        """Once all regions are written, keep onnxruntime from spoiling what is float.
+
+        Over data movement it repeats the DequantizeLinear before it, towards the readers
+        (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where the
+        body of an If or Loop reads what was moved; and of int8 codes from opset 21 on it makes
+        a QuantizeLinear of two types, with which no session loads. It does not pass a Clip,
+        and one to the range of the codes changes no value.
+        """
+        for node, feeds_body in self._left:
+            if (found := _dequantized_before(node)) is None:
+                continue
+            first, value, grid = found
+            graph = first.graph
+            repeated = grid.dtype == ir.DataType.INT8 and self._make.opset >= _OPSET_OF_TYPES
+            if isinstance(graph, ir.Graph) and (feeds_body or repeated):
+                clip = self._clip(graph, value, grid, value.name or "moved")
+                graph.insert_before(first, clip)
+                first.replace_input_with(0, clip.outputs[0])
 
     # Constants.
 
@@ -225,6 +256,37 @@ class RegionWriter:
             graph.insert_before(made, nodes)
 
 
+def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    """Whether data movement hands a float straight to the body of an If or Loop."""
+    producer = tensor.producer
+    return (
+        producer is not None
+        and producer.op_type in _PASSED_OPERATORS
+        and any(
+            read == _FLOAT and node.graph is not producer.graph
+            for node, read in plan.reads.items()
+        )
+    )
+
+
+def _dequantized_before(
+    node: ir.Node,
+) -> tuple[ir.Node, ir.Value, QuantizationGrid] | None:
+    """The first node of the data movement that ends in one, and the value that it reads."""
+    while node.op_type in _PASSED_OPERATORS and node.inputs:
+        value = node.inputs[0]
+        before = None if value is None else value.producer()
+        if value is None or before is None:
+            return None
+        if is_dequantize_linear(before):
+            try:
+                return node, value, read_grid(before)
+            except Refusal:
+                return None  # per axis, for instance: stays where it is
+        node = before
+    return None
+
+
 def _home(tensor: QuantizedTensor, plan: TensorPlan) -> ir.DataType:
     """The type of the pair that is there, by which graph outputs keep their names."""
     if tensor.codes_are_read or tensor.quantize is None:
@@ -234,22 +296,6 @@ def _home(tensor: QuantizedTensor, plan: TensorPlan) -> ir.DataType:
     if tensor.grid.dtype in plan.reads.values():
         return tensor.grid.dtype
     return plan.produced
-
-
-def _range_of(
-    grid: QuantizationGrid,
-) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
-    """The ends of the range that a grid was made for.
-
-    A range that begins or ends at 0, as behind a Relu, is told exactly. Another one was moved
-    by up to half a step, for the zero point to be a code: it is taken half a step wider.
-    """
-    steps = np.array([grid.low - grid.zero_point, grid.high - grid.zero_point], np.float64)
-    if grid.zero_point not in (grid.low, grid.high):
-        steps += [-0.5, 0.5]
-    low, high = steps * float(grid.scale)
-    real = grid.float_dtype
-    return np.asarray(low).astype(real), np.asarray(high).astype(real)
 
 
 def _redirect(uses: Iterable[tuple[ir.Node, int]], value: ir.Value) -> None:

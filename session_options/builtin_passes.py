@@ -80,8 +80,8 @@ class MixedPrecisionBoundaries(Pass):
     )
     clip: bool = option(
         True,
-        "In mode 'float': values stay in the range that their codes had, which stands for every "
-        "Relu and Clip that a quantiser removed; off, greater ones come through.",
+        "In mode 'float': values stay in the range that their codes had, which stands for "
+        "every Relu and Clip that a quantiser removed; off, greater ones come through.",
     )
     float_limit_mb: int = option(
         1024,
@@ -139,6 +139,10 @@ class MixedPrecisionBoundaries(Pass):
             clip=self.clip,
             merge=self.merge,
         )
+        if not options.overrides and not options.promote:
+            context.remarks.note(
+                "model", "nothing is to change its precision: give overrides, or promote"
+            )
         place_boundaries(model, options, context)
         fold_pairs(model, self.target, context)
 

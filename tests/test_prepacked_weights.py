@@ -248,6 +248,17 @@ def test_several_records_of_one_tensor(tmp_path: Path):
     assert list(read_records(model)) == [("a",)]
 
 
+def test_a_record_without_bytes_is_left_out(tmp_path: Path):
+    source = Source(tmp_path)
+    tensor = source.tensor("a", 10, 20)
+    record = Record("prepacked_1", "QLinearConv+7", ((source.put(33), 33, "0"), (0, 0, "0")))
+    tensor.external_data.add(key=record.key, value=str(record))
+    model = model_of(graph_of(tensor))
+    check_layout(model, source)
+    (records,) = read_records(model).values()
+    assert [record.kernel for record in records] == ["MatMul+a"]
+
+
 def test_equal_places_are_written_once(tmp_path: Path):
     source = Source(tmp_path)
     first = source.tensor("a", 1000)

@@ -15,7 +15,7 @@ onnxruntime's inference builds: issue 16013.)
 
 from __future__ import annotations
 
-__all__ = ["ActivationRequest", "collect"]
+__all__ = ["ActivationRequest", "collect", "detach_tensors"]
 
 import concurrent.futures
 import dataclasses
@@ -298,7 +298,7 @@ class _Sessions:
 
     def __init__(self, model: ir.Model, scratch: Path, providers: Sequence[Any]) -> None:
         self._model = model.clone()
-        self._folder = _detach_tensors(self._model, scratch)
+        self._folder = detach_tensors(self._model, scratch)
         self._providers = providers
 
     def open(self, names: Sequence[str]) -> _Session:
@@ -426,7 +426,7 @@ def _appended(
     return output
 
 
-def _detach_tensors(model: ir.Model, scratch: Path) -> Path:
+def detach_tensors(model: ir.Model, scratch: Path) -> Path:
     """Leave no large tensor in the graph; return the folder above all files with tensors.
 
     A serialized graph is limited to 2 GB, and onnxruntime keeps what is in it on the heap,

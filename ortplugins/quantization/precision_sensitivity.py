@@ -39,7 +39,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.quantization.calibration import _detach_tensors
+from ortplugins.quantization.calibration import detach_tensors
 from ortplugins.quantization.calibration_data import Feed, KeptSamples
 from ortplugins.quantization.graph_cuts import (
     choose_cuts,
@@ -113,7 +113,7 @@ class SwitchedModel:
         self._threads = max(1, cores // self._workers)
         self._samples, self._providers = samples, tuple(providers)
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
-        self._folder = _detach_tensors(model, self._scratch)
+        self._folder = detach_tensors(model, self._scratch)
         model.graph.sort()
         self._model = model
         self._max_memory = max_memory

@@ -144,19 +144,12 @@ def _clip(
 ) -> list[ir.Node]:
     """Clip the source to the grid's range; Max and Min take constants in every opset."""
     assert place.source is not None
-    grid = place.grid
-    steps = np.array([grid.low - grid.zero_point, grid.high - grid.zero_point], np.float64)
-    if grid.zero_point not in (grid.low, grid.high):
-        # As in regions of mode "float": the range was moved by up to half a step, for the zero
-        # point to be a code.
-        steps += [-0.5, 0.5]
-    ends = (steps * float(grid.scale)).astype(grid.float_dtype)
     low, high = (
         new_initializer(
             graph,
             ir.tensor(np.asarray(end), name=names.take(f"{place.source.name}_{which}")),
         )
-        for end, which in zip(ends, ("least", "greatest"), strict=True)
+        for end, which in zip(place.grid.range, ("least", "greatest"), strict=True)
     )
     if opset >= 12:
         clips = [ir.node("Clip", [place.source, low, high])]

@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = [
     "check_float_model",
     "check_names_given",
+    "check_operators",
     "checked_options",
     "operators",
     "overrides_of",
@@ -47,11 +48,16 @@ def overrides_of(given: str | Mapping[str, Any] | None) -> Overrides:
     """Read overrides.
 
     Raises:
-        OverrideError: If they are none.
-        OSError: If their file can't be read.
+        OverrideError: If they are none, or their file can't be read.
     """
     if isinstance(given, str) and given.startswith("@"):
-        given = Path(given.removeprefix("@")).read_text(encoding="utf-8")
+        try:
+            given = Path(given.removeprefix("@")).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:  # no UTF-8; a NUL in the name
+            reason = getattr(error, "strerror", None) or error
+            raise OverrideError(
+                f"overrides are {given!r}, and that file can't be read: {reason}"
+            ) from None
     return read_overrides({} if given is None else given)
 
 
@@ -79,6 +85,21 @@ def operators(given: Sequence[str] | None) -> list[str]:
     from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
     return sorted({*QLinearOpsRegistry, *QDQRegistry})
+
+
+def check_operators(model: ir.Model, given: Sequence[str] | None) -> None:
+    """See that there is something to quantise.
+
+    Raises:
+        QuantizationError: If the model has none of the operators given.
+    """
+    known = {node.op_type for owner in model.graphs() for node in owner}
+    if not given or not known.isdisjoint(given):
+        return
+    near = difflib.get_close_matches(given[0], known, n=1)
+    hint = f"; is {near[0]!r} meant?" if near else ""
+    named = ", ".join(map(repr, given))
+    raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
 
 
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:

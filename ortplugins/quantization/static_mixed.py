@@ -56,6 +56,7 @@ from ortplugins.quantization.staged_model import stage
 from ortplugins.quantization.static_arguments import (
     check_float_model,
     check_names_given,
+    check_operators,
     checked_options,
     operators,
     overrides_of,
@@ -217,6 +218,7 @@ def quantize_static_mixed(
     loaded = load_path(model_input) if is_path(model_input) else from_memory(model_input)  # type: ignore[arg-type]
     graph = loaded.model.graph
     check_float_model(loaded, per_channel)
+    check_operators(loaded.model, op_types_to_quantize)
     check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
     settings = EightBitSettings(
         activation_type=activation,
