@@ -50,11 +50,14 @@ class OptimizeResult:
         report: What the passes did.
         model: The optimised model, of the type that was given (``onnx_ir.Model`` for a path).
             Its tensors may still lie in the source's files.
+        session_settings: What sessions on the file need, as ``Pass.session_settings`` returns
+            it.
     """
 
     path: Path | None
     report: Report
     model: Any
+    session_settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def optimize(
@@ -116,7 +119,8 @@ def optimize(
         run_stage("rearrange", plan, loaded.model, providers, runs, after_pass, version)
     if target is None:
         report = Report(runs.reports(), "built")
-        return OptimizeResult(None, report, same_kind(model, loaded.model))
+        needs = _session_settings(plan, runs)
+        return OptimizeResult(None, report, same_kind(model, loaded.model), needs)
     if external_data is None:
         external_data = bool(loaded.data_files) or needs_data_file(loaded.model)
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
@@ -153,7 +157,7 @@ def optimize(
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             loaded = load_path(target)
-    return OptimizeResult(target, report, same_kind(model, loaded.model))
+    return OptimizeResult(target, report, same_kind(model, loaded.model), needs)
 
 
 def build_artifact(
