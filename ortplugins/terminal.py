@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-__all__ = ["console", "parse_age", "parse_size", "print_table", "progress_bar"]
+__all__ = [
+    "console",
+    "parse_age",
+    "parse_settings",
+    "parse_size",
+    "print_table",
+    "progress_bar",
+]
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +44,22 @@ def parse_size(text: str) -> int:
 def parse_age(text: str) -> float:
     """Read an age as seconds: 45min, 12h, 30d, 2w."""
     return _quantity(text, _AGES, "an age such as 45min, 12h, 30d or 2w")
+
+
+def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
+    """Read KEY=VALUE pairs.
+
+    Args:
+        settings: The pairs; None for none.
+        param_hint: Name of the option that they come from, for errors.
+    """
+    pairs = {}
+    for item in settings or ():
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
+        pairs[key] = value
+    return pairs
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -313,7 +313,7 @@ def test_strict_raises_chained(model_path: Path):
 def test_an_entry_removed_between_look_up_and_start(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.session as module
+    import ortplugins.session_opening as module
 
     real = module.prepare
 

