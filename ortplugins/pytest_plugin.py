@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""What ``pytest --ortplugins-report`` does: a line for each session and optimize() call.
+
+A session's line is what its ``ortplugins_report`` was last set to, whoever sets it, so that
+sessions count that other packages create. What runs in other processes is not seen, but for
+the workers of pytest-xdist.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ReportPlugin"]
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from ortplugins.optimization import OptimizeResult
+from ortplugins.report import Report
+
+_KEY = "ortplugins_reports"
+
+
+class ReportPlugin:
+    """Collects reports while tests run, and tells them at the end."""
+
+    def __init__(self, config: pytest.Config, target: str) -> None:
+        """Begin to watch.
+
+        Args:
+            config: Of this run.
+            target: A file, or ``"-"`` for pytest's own output.
+        """
+        self._config, self._target = config, target
+        self._lines: list[str] = []
+        self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._restore: list[Callable[[], None]] = []
+        self._watch_sessions()
+        self._watch_results()
+
+    def pytest_unconfigure(self) -> None:
+        """Leave the classes as they were."""
+        while self._restore:
+            self._restore.pop()()
+
+    def pytest_sessionfinish(self) -> None:
+        """Hand a worker's lines to the process that started it."""
+        output = getattr(self._config, "workeroutput", None)
+        if output is not None:
+            output[_KEY] = self._lines
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take a worker's lines."""
+        del error
+        self._lines += getattr(node, "workeroutput", {}).get(_KEY, [])
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Tell."""
+        if hasattr(self._config, "workeroutput"):
+            return
+        if self._target != "-":
+            text = "".join(f"{line}\n" for line in self._lines)
+            Path(self._target).write_text(text, encoding="utf-8")
+            told = f"ortplugins: {len(self._lines)} reports in {self._target}"
+            terminalreporter.write_line(told)
+            return
+        terminalreporter.section("ortplugins")
+        for line in self._lines or ["no session and no optimize() call"]:
+            terminalreporter.write_line(line)
+
+    def _watch_sessions(self) -> None:
+        cls = onnxruntime.InferenceSession
+
+        def record(session: Any, name: str, value: object) -> None:
+            object.__setattr__(session, name, value)
+            if name == "ortplugins_report" and isinstance(value, Report):
+                place = self._places.setdefault(session, len(self._lines))
+                self._lines[place : place + 1] = [_line(_source(session), value)]
+
+        cls.__setattr__ = record
+        self._restore.append(lambda: delattr(cls, "__setattr__"))
+
+    def _watch_results(self) -> None:
+        original = OptimizeResult.__init__
+
+        def record(result: OptimizeResult, *args: Any, **kwargs: Any) -> None:
+            original(result, *args, **kwargs)
+            self._lines.append(_line("optimize()", result.report))
+
+        OptimizeResult.__init__ = record  # type: ignore[method-assign, assignment]
+
+        def restore() -> None:
+            OptimizeResult.__init__ = original  # type: ignore[method-assign]
+
+        self._restore.append(restore)
+
+
+def _source(session: Any) -> str:
+    """Name the model that a session was asked for."""
+    given = getattr(session, "_ortplugins_source", None)
+    if given is None or isinstance(given, bytes):
+        return "session"
+    return f"session {os.fspath(given)}"
+
+
+def _line(what: str, report: Report) -> str:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "outside of tests")
+    return f"{test}: {what}: " + str(report).replace("\n", " ")

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: MIT
+"""Assertions about models and sessions, for the tests of those who optimise graphs.
+
+Example::
+
+    from ortplugins.testing import assert_fused, assert_same_outputs
+
+    def test_the_model_is_fused(tmp_path):
+        result = ortplugins.optimize("model.onnx", tmp_path / "fused.onnx")
+        assert_fused(result, {"MatMulNBits": 151, "DequantizeLinear": 0})
+        assert_same_outputs("model.onnx", result)
+
+They need no pytest. A model is a path, bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``,
+what ``ortplugins.optimize`` returned, or a session, which stands for the model that it opened.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "assert_fused",
+    "assert_no_unfused_weights",
+    "assert_runs_in_order",
+    "assert_same_outputs",
+]
+
+import collections
+import difflib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import onnxruntime
+
+    from ortplugins.comparison_inputs import Inputs
+    from ortplugins.executed_order import ProfiledNode
+    from ortplugins.model_source import ModelSource
+    from session_options import DqMatMulNBitsFusion
+
+# Lines of a message about nodes; a model has thousands.
+_SHOWN = 30
+
+
+def assert_fused(
+    model: ModelSource,
+    counts: Mapping[str, int],
+    *,
+    fusion: DqMatMulNBitsFusion | None = None,
+) -> None:
+    """Assert how many nodes of each operator a model has, bodies and functions included.
+
+    Counted is what onnxruntime is given; its own fusions come later.
+
+    Args:
+        model: The model.
+        counts: Exact numbers by operator: ``"MatMulNBits"`` for every domain,
+            ``"com.microsoft:MatMulNBits"`` for one, ``"ai.onnx:MatMul"`` for ONNX's own.
+        fusion: Options of the fusion that is asked for reasons where the model brings no
+            report.
+
+    Raises:
+        AssertionError: If a number differs; says what was found, what was not fused and why.
+        ValueError: If a count is none, or nobody knows the operator.
+        MissingFileError, ModelFileError: If the model cannot be used.
+    """
+    __tracebackhide__ = True
+    found = _operators(model)
+    wrong = []
+    for name, expected in counts.items():
+        if isinstance(expected, bool) or not isinstance(expected, int) or expected < 0:
+            raise ValueError(f"{name!r} is expected {expected!r} times: that is no count")
+        number = sum(n for key, n in found.items() if _is_meant(name, key))
+        if not number:
+            _check_known(name, found)
+        if number != expected:
+            wrong.append(f"  {name}: {number}, expected {expected}")
+    if not wrong:
+        return
+    listed = ", ".join(f"{_spelled(key)} {n}" for key, n in sorted(found.items()))
+    lines = [f"{_called(model)} has other operators:", *wrong, f"operators found: {listed}"]
+    if reasons := _reasons(model, fusion):
+        lines += ["not fused:", *_first(f"  {node}: {why}" for node, why in reasons.items())]
+    raise AssertionError("\n".join(lines))
+
+
+def assert_no_unfused_weights(
+    model: ModelSource, *, fusion: DqMatMulNBitsFusion | None = None
+) -> None:
+    """Assert that no weight is unpacked at every inference.
+
+    Of a session, and of what ``optimize`` returned, weights that the fusion would take count
+    as well: it was not run on what runs. Of any other model only those count that it refuses.
+
+    Args:
+        model: The model.
+        fusion: Options of the fusion.
+
+    Raises:
+        AssertionError: If there is one; names the nodes and the reasons.
+        MissingFileError, ModelFileError: If the model cannot be used.
+        PassError: If the fusion fails.
+    """
+    __tracebackhide__ = True
+    from ortplugins.unfused_weights import unfused_in
+
+    unfused = unfused_in(model, fusion, final=_is_final(model))
+    if unfused:
+        lines = _first(f"  {node}: {why}" for node, why in unfused.items())
+        count = f"{len(unfused)} nodes of {_called(model)} keep a dequantised weight:"
+        raise AssertionError("\n".join([count, *lines]))
+
+
+def assert_same_outputs(
+    a: ModelSource,
+    b: ModelSource,
+    rtol: float = 1e-5,
+    atol: float | None = None,
+    inputs: Inputs = None,
+    *,
+    outputs: Sequence[str] | None = None,
+    dims: Mapping[str, int] | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    optimization_level: str = "disable",
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> None:
+    """Assert that ``|b - a| <= atol + rtol * |a|`` for every element of every output.
+
+    NaN equals NaN, an infinity itself.
+
+    Args:
+        a: The reference.
+        b: The other. Sessions run as they are.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance; None for ``rtol`` times the output's greatest magnitude.
+        inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
+            or None for random ones.
+        outputs: Names of those that are compared; None for all.
+        dims: Sizes of symbolic dimensions of random inputs, by name, ``"x[1]"`` for the second
+            axis of input x if it has none; others are guessed.
+        samples: How many random samples.
+        seed: Of the random samples.
+        optimization_level: What onnxruntime does to models that are no sessions before they
+            run: ``"disable"``, ``"basic"``, ``"extended"``, ``"layout"`` or ``"all"``.
+        providers: Execution providers for models that are no sessions.
+
+    Raises:
+        AssertionError: If an output differs or is in one model only; names it, the place, both
+            values and the errors.
+        CalibrationError: If a given input does not fit.
+        MissingFileError, ModelFileError: If a model cannot be used or run, or an output is no
+            tensor of a type that numpy has.
+        ValueError: If an argument cannot be; names it.
+    """
+    __tracebackhide__ = True
+    from ortplugins.errors import ModelFileError
+    from ortplugins.model_runs import ModelPair
+    from ortplugins.value_difference import find_violation
+
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        pair = ModelPair(
+            a,
+            b,
+            inputs,
+            scratch=Path(folder),
+            dims=dims,
+            samples=samples,
+            seed=seed,
+            optimization_level=optimization_level,
+            providers=providers,
+        )
+        known = {*pair.outputs, *pair.not_compared}
+        for name in outputs or ():
+            if name not in known:
+                raise ValueError(f"{name!r} is no output of either model{_near(name, known)}")
+        wanted = known if outputs is None else set(outputs)
+        for name, why in pair.not_compared.items():
+            if name in wanted and "no such output" in why:
+                raise AssertionError(f"output {name!r}: {why}")
+            if name in wanted:
+                raise ModelFileError(
+                    f"output {name!r} {why}: name the others in outputs to compare those"
+                )
+        failures = []
+        for sample, name, x, y in pair.run():
+            if name in wanted:
+                item = find_violation(name, sample, x, y, rtol, atol)
+                failures += [str(item)] if item is not None else []
+        del pair
+    if failures:
+        tolerance = f"rtol {rtol:g}, atol {'rtol * max |a|' if atol is None else f'{atol:g}'}"
+        head = f"{_called(b)} computes something else than {_called(a)} ({tolerance}):"
+        raise AssertionError("\n".join([head, *_first(failures)]))
+
+
+def assert_runs_in_order(
+    model: ModelSource,
+    names: Sequence[str] | None = None,
+    inputs: Inputs = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    seed: int = 0,
+    sess_options: onnxruntime.SessionOptions | None = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> None:
+    """Assert the order in which nodes really run, as onnxruntime's profile has it.
+
+    Args:
+        model: The model. Of a session, a second one is opened with its options.
+        names: Nodes that have to run in this order, whatever runs between them; None for all
+            nodes of the main graph in the order of the file. A node that runs more than once
+            counts where it starts first.
+        inputs: As for :func:`assert_same_outputs`; one sample is run.
+        dims: As there.
+        seed: As there.
+        sess_options: Of the session; None for a session without onnxruntime's optimisers,
+            which take nodes out and put others in. They come back as they were.
+        providers: Execution providers; a session's own where one is given.
+
+    Raises:
+        AssertionError: If a node does not run, or before one that it has to follow.
+        ValueError: If a name comes twice, or nodes of the file share one.
+        CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
+    """
+    __tracebackhide__ = True
+    from ortplugins.comparison_inputs import comparison_feeds
+    from ortplugins.executed_order import profiled_run
+    from ortplugins.model_source import as_file, is_session
+
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        scratch = Path(folder)
+        path = as_file(model, scratch)
+        options = sess_options
+        if is_session(model):
+            session: Any = model
+            options = options or session.get_session_options()
+            providers = session.get_providers()
+        else:
+            from ortplugins.model_runs import open_model
+
+            session = open_model(path, "disable", providers)
+        feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
+        ran = profiled_run(
+            str(path),
+            options or _plain_options(),
+            feeds.largest(),
+            providers,
+            name=_called(model),
+        )
+        expected = _names_in_file(path) if names is None else list(names)
+    if len(set(expected)) < len(expected):
+        (twice, _), *_ = collections.Counter(expected).most_common(1)
+        raise ValueError(f"{twice!r} names more than one node: give each a name of its own")
+    _check_order(expected, ran, _called(model))
+
+
+def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: str) -> None:
+    __tracebackhide__ = True
+    places: dict[str, int] = {}
+    for place, node in enumerate(ran):
+        places.setdefault(node.name, place)
+    if missing := [name for name in expected if name not in places]:
+        lines = _first(f"  {name}{_near(name, places)}" for name in missing)
+        raise AssertionError(
+            "\n".join([f"{len(missing)} nodes of {called} did not run:", *lines])
+        )
+    for before, after in itertools.pairwise(expected):
+        if places[before] > places[after]:
+            wanted = set(expected)
+            order = [n for n in sorted(places, key=places.__getitem__) if n in wanted]
+            middle = order.index(after)
+            around = order[max(0, middle - 5) : middle + 6]
+            raise AssertionError(
+                f"{called}: {after!r} ran as number {places[after]}, before {before!r}, which "
+                f"ran as number {places[before]}\naround there ran: {', '.join(around)}"
+            )
+
+
+def _plain_options() -> onnxruntime.SessionOptions:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    return options
+
+
+def _names_in_file(path: Path) -> list[str]:
+    """Names of the nodes that can run, as onnxruntime has them: it makes constants tensors."""
+    nodes = (node for node in _graph_of(path).graph if node.op_type != "Constant")
+    return [node.name or f"{node.op_type}_{index}" for index, node in enumerate(nodes)]
+
+
+def _graph_of(model: ModelSource) -> ir.Model:
+    """Return a model as it is written: constants are nodes, where they are none elsewhere."""
+    import onnx
+    import onnx_ir as ir
+
+    from ortplugins.model_files import read_model_file
+    from ortplugins.model_source import as_ir, quiet_about_packed_weights
+
+    checked: ir.Model = as_ir(model)  # whatever is wrong with it is told there
+    if isinstance(model, str | os.PathLike):
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(read_model_file(model))
+        with quiet_about_packed_weights():
+            return ir.from_proto(proto)
+    if isinstance(model, onnx.ModelProto):
+        return ir.from_proto(model)
+    return checked
+
+
+def _operators(model: ModelSource) -> dict[tuple[str, str], int]:
+    """Count nodes by domain and operator."""
+    from ortplugins.optimization import OptimizeResult
+
+    if isinstance(model, OptimizeResult):
+        model = model.model if model.path is None else model.path
+    graphs = _graph_of(model)
+    counted = collections.Counter(
+        (node.domain, node.op_type)
+        for graph in [graphs.graph, *(f.graph for f in graphs.functions.values())]
+        for node in graph.all_nodes()
+    )
+    return dict(counted)
+
+
+def _is_meant(name: str, key: tuple[str, str]) -> bool:
+    domain, colon, op_type = name.rpartition(":")
+    if op_type != key[1]:
+        return False
+    return not colon or ("" if domain == "ai.onnx" else domain) == key[0]
+
+
+def _spelled(key: tuple[str, str]) -> str:
+    return f"{key[0]}:{key[1]}" if key[0] else key[1]
+
+
+def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
+    """Refuse an operator that no model can have: its count would be 0 for ever.
+
+    Raises:
+        ValueError: If onnxruntime has no operator of that name, and the name has no domain
+            that onnxruntime does not know either.
+    """
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    known = {(schema.domain, schema.name) for schema in get_all_operator_schema()}
+    domain, colon, op_type = name.rpartition(":")
+    domain = "" if domain == "ai.onnx" else domain
+    if colon and domain not in {item for item, _ in known}:
+        return  # of a library of custom operators
+    if not any(_is_meant(name, key) for key in known):
+        names = {op for _, op in {*known, *found}}
+        raise ValueError(
+            f"onnxruntime knows no operator {name!r}{_near(op_type, names)}; write "
+            "'domain:Op' for one of a custom library"
+        )
+
+
+def _reasons(model: ModelSource, fusion: DqMatMulNBitsFusion | None) -> dict[str, str]:
+    """Why nodes are not fused: the report's word, else the fusion's own."""
+    from ortplugins.errors import PassError
+    from ortplugins.model_source import report_of
+    from ortplugins.unfused_weights import unfused_in
+
+    report = report_of(model)
+    if report is not None and fusion is None:
+        reasons: dict[str, str] = {}
+        for remark in report.refused:
+            before = reasons.get(remark.node)
+            reasons[remark.node] = f"{before}; {remark.reason}" if before else remark.reason
+        return reasons
+    try:
+        return unfused_in(model, fusion)
+    except PassError as error:
+        # The counts are wrong whatever the reason: that is told in any case.
+        return {"dq_matmulnbits_fusion": f"tells no reasons: {error}"}
+
+
+def _is_final(model: ModelSource) -> bool:
+    from ortplugins.model_source import is_session
+    from ortplugins.optimization import OptimizeResult
+
+    return is_session(model) or isinstance(model, OptimizeResult)
+
+
+def _called(model: ModelSource) -> str:
+    from ortplugins.model_source import is_session
+    from ortplugins.optimization import OptimizeResult
+
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    if is_session(model):
+        return "the session's model"
+    if isinstance(model, OptimizeResult):
+        return "the optimised model" if model.path is None else str(model.path)
+    return "the model given as bytes" if isinstance(model, bytes) else "the model"
+
+
+def _near(name: str, names: Any) -> str:
+    near = difflib.get_close_matches(name, [item for item in names if item], n=1)
+    return f"; is {near[0]!r} meant?" if near else ""
+
+
+def _first(lines: Any) -> Iterator[str]:
+    listed = list(lines)
+    yield from listed[:_SHOWN]
+    if len(listed) > _SHOWN:
+        yield f"  and {len(listed) - _SHOWN} more"

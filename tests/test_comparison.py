@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: MIT
+"""Two models side by side: measures, inputs, outputs, values of nodes, times."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from dequantized_models import DequantizedMatMul
+from typer.testing import CliRunner
+
+import ortplugins
+from ortplugins import comparison, layer_comparison, value_difference
+from ortplugins.cli import app
+from ortplugins.comparison_inputs import comparison_feeds
+from ortplugins.errors import CalibrationError
+from ortplugins.timed_process import Timing, time_in_turn
+from ortplugins.value_difference import Difference, DifferenceSum
+
+FUSION = "dq_matmulnbits_fusion"
+
+
+def from_text(text: str) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    onnx.checker.check_model(model)
+    return model
+
+
+def difference(*pairs: tuple[npt.ArrayLike, npt.ArrayLike]) -> Difference:
+    total = DifferenceSum("v")
+    for a, b in pairs:
+        total.add(np.asarray(a), np.asarray(b))
+    return total.result()
+
+
+# The measures
+
+
+@pytest.mark.parametrize("at_a_time", [1 << 20, 7])
+def test_measures_are_their_formulas(at_a_time: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(value_difference, "_SLICE", at_a_time)
+    rng = np.random.default_rng(0)
+    samples = rng.normal(size=(2, 5, 9))
+    others = samples + rng.normal(scale=0.1, size=samples.shape)
+    found = difference(*zip(samples, others, strict=True))
+    a, b = samples.ravel(), others.ravel()
+    assert found.max_abs == np.abs(b - a).max()
+    assert found.max_rel == np.abs((b - a) / a).max()
+    assert math.isclose(found.relative_rms, np.linalg.norm(b - a) / np.linalg.norm(a))
+    assert math.isclose(found.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_equal_is_no_difference_whatever_it_is():
+    odd = [np.nan, np.inf, -np.inf, 0.0, 3.0]
+    for a in (odd, [], np.zeros((0, 3)), [0, 0], [True, False], ["a", "b"]):
+        found = difference((a, a))
+        assert (found.max_abs, found.max_rel, found.relative_rms) == (0, 0, 0)
+        assert found.cosine == 1
+
+
+@pytest.mark.parametrize("other", [np.nan, -np.inf, 0.0])
+def test_what_is_not_finite_alone_is_infinitely_far(other: float):
+    found = difference(([np.inf, 1.0], [other, 1.0]))
+    assert (found.max_abs, found.relative_rms, found.cosine) == (math.inf, math.inf, 0)
+
+
+def test_a_reference_of_zeros_has_no_relative_error():
+    found = difference(([0.0, 0.0], [3.0, 4.0]))
+    assert (found.max_rel, found.relative_rms, found.cosine) == (0, 5, 0)
+
+
+def test_integers_are_not_subtracted_in_their_own_type():
+    assert difference((np.uint8([3]), np.uint8([5]))).max_abs == 2
+
+
+def test_other_shapes_are_no_numbers():
+    found = difference((np.zeros((2, 3)), np.zeros((3, 2))))
+    assert found.mismatch == "shape [2, 3] in a, [3, 2] in b"
+    assert found.max_abs == math.inf
+
+
+# Inputs
+
+
+def test_dimensions_have_the_sizes_that_are_given(tmp_path: Path):
+    text = "g (float[batch, seq] x, int64[batch, 'past + seq'] m) => (float[batch, seq] y)"
+    text += " { y = Relu(x) }"
+    model = from_text(text.replace("'past + seq'", "both"))
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past + seq"
+    session = ort.InferenceSession(model.SerializeToString())
+
+    def shapes(**dims: int) -> dict[str, tuple[int, ...]]:
+        feeds = comparison_feeds(session, None, scratch=tmp_path, dims=dims)
+        return {name: array.shape for name, array in feeds.largest().items()}
+
+    assert shapes(batch=2, seq=5, past=3) == {"x": (2, 5), "m": (2, 8)}
+    assert shapes(seq=5) == {"x": (1, 5), "m": (1, 5)}
+    assert shapes(seq=0) == {"x": (1, 0), "m": (1, 0)}
+    with pytest.raises(ValueError, match=r"dimension 'sek' .*; is 'seq' meant"):
+        shapes(sek=5)
+    with pytest.raises(ValueError, match="'seq' is -1: 0 or a positive int"):
+        shapes(seq=-1)
+
+
+def test_dimensions_without_a_name_are_told_by_their_place(tmp_path: Path):
+    model = from_text("g (float[n, ?] x) => (float[n, ?] y) { y = Relu(x) }")
+    session = ort.InferenceSession(model.SerializeToString())
+    feeds = comparison_feeds(session, None, scratch=tmp_path, dims={"x[1]": 7})
+    assert feeds.largest()["x"].shape == (32, 7)
+    with pytest.raises(ValueError, match=r"it has 'n', 'x\[1\]'"):
+        comparison_feeds(session, None, scratch=tmp_path, dims={"batch": 7})
+
+
+def test_an_initializer_among_the_inputs_may_be_left_out():
+    model = from_text("""g (float[2] x, float[2] w) => (float[2] y)
+        <float[2] w = {1, 2}> { y = Mul(x, w) }""")
+    ones = np.ones(2, np.float32)
+    found = ortplugins.compare(model, model, inputs=[{"x": ones}, {"x": ones, "w": ones}])
+    assert (found.samples, found.outputs[0].max_abs) == (2, 0)
+
+
+def test_inputs_of_a_file_are_checked_by_name(tmp_path: Path):
+    model = from_text("g (float[n] a, float[n] b) => (float[n] y) { y = Add(a, b) }")
+    np.savez(tmp_path / "in.npz", a=np.zeros(3, np.float32))
+    with pytest.raises(CalibrationError, match="lacks the inputs 'b'"):
+        ortplugins.compare(model, model, inputs=tmp_path / "in.npz")
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])
+def test_a_model_is_compared_with_what_passes_make_of_it(external: bool, tmp_path: Path):
+    path = tmp_path / "model.onnx"
+    location = "model.data" if external else None
+    model = DequantizedMatMul(64, 32, 32).model()
+    ir.save(model, path, external_data=location, size_threshold_bytes=0)
+    before = {item.name for item in tmp_path.iterdir()}
+    found = ortplugins.compare(path, passes=[FUSION], layers=True, dims={"rows": 3})
+    assert found.outputs[0].shape == (3, 32)
+    assert found.outputs[0].relative_rms < 1e-6
+    assert found.report is not None and len(found.report.fired) == 1
+    (layer,) = found.layers.layers
+    assert (layer.node, layer.op_type, layer.other_op_type) == (
+        "matmul",
+        "MatMul",
+        "MatMulNBits",
+    )
+    assert found.layers.only_a == (("dq", "DequantizeLinear"),)
+    assert found.first_parted is None
+    assert {item.name for item in tmp_path.iterdir()} == before
+
+
+def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
+    model = from_text("""g (float[2] x) => (float[2] y, seq(float[2]) s, bfloat16[2] h)
+        { y = Relu(x) s = SequenceConstruct(x) h = Cast<to = 16>(x) }""")
+    found = ortplugins.compare(model, model, layers=True)
+    assert [item.name for item in found.outputs] == ["y"]
+    assert found.not_compared["s"].startswith("is seq(tensor(float))")
+    assert found.not_compared["h"].startswith("is tensor(bfloat16)")
+    assert {layer.difference.name for layer in found.layers.layers} == {"y"}
+    assert set(found.layers.not_compared) == {"s", "h"}
+    only = from_text("g (float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x) }")
+    with pytest.raises(ortplugins.ModelFileError, match="no output to compare: 's': is seq"):
+        ortplugins.compare(only, only)
+
+
+def test_models_of_other_inputs_are_refused():
+    a = from_text("g (float[2] x, float[2] z) => (float[2] y) { y = Add(x, z) }")
+    b = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    assert ortplugins.compare(a, b).outputs[0].max_abs > 0  # b needs no z
+    with pytest.raises(ortplugins.ModelFileError, match="model b takes input 'z', which"):
+        ortplugins.compare(b, a)
+    c = from_text("g (double[2] x) => (double[2] y) { y = Neg(x) }")
+    with pytest.raises(ortplugins.ModelFileError, match=r"input 'x' is tensor\(float\) in"):
+        ortplugins.compare(b, c)
+
+
+def test_what_makes_no_sense_is_refused():
+    model = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    for arguments in ({}, {"b": model, "passes": [FUSION]}):
+        with pytest.raises(ValueError, match="a second model, or passes"):
+            ortplugins.compare(model, **arguments)
+    for arguments, text in (
+        ({"samples": 0}, "samples is 0"),
+        ({"runs": -1}, "runs is -1"),
+        ({"optimization_level": "most"}, "no level 'most'"),
+        ({"inputs": {"x": np.zeros(2, np.float32)}, "dims": {"n": 1}}, "dims are for random"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ortplugins.compare(model, model, **arguments)
+    with pytest.raises(TypeError, match="a int is no model"):
+        ortplugins.compare(model, 3)
+
+
+# Values of nodes
+
+# onnxruntime runs c before b, whatever the file says.
+BRANCHES = """g (float[64] x) => (float[64] y) <float[64] k> {{
+    [a] u = Relu(x)  [b] v = {b}(u)  [c] w = {c}(u)  [d] y = Add(w, v) }}"""
+
+
+def branches(b: str, c: str) -> onnx.ModelProto:
+    return from_text(BRANCHES.format(b=b, c=c).replace(" <float[64] k>", ""))
+
+
+def test_the_first_node_that_is_off_is_the_first_that_runs():
+    found = ortplugins.compare(branches("Neg", "Exp"), branches("Sin", "Cos"), layers=True)
+    assert [layer.node for layer in found.layers.layers] == ["a", "c", "b", "d"]
+    assert found.first_parted.node == "c"
+    assert found.first_parted.other_op_type == "Cos"
+
+
+def test_values_are_fetched_within_the_budget(monkeypatch: pytest.MonkeyPatch):
+    chunks = []
+    opened = layer_comparison._Side.open
+
+    def counted(side: layer_comparison._Side, names: list[str]) -> ort.InferenceSession:
+        chunks.append(list(names))
+        return opened(side, names)
+
+    monkeypatch.setattr(layer_comparison._Side, "open", counted)
+    models = branches("Neg", "Exp"), branches("Neg", "Cos")
+    all_at_once = ortplugins.compare(*models, layers=True, samples=2)
+    assert chunks == [["u", "w", "v", "y"]] * 2  # of a and of b
+    chunks.clear()
+    two = 2 * 2 * 64 * 4  # two values of each model
+    some = ortplugins.compare(*models, layers=True, samples=2, max_memory=two)
+    assert chunks[::2] == [["u", "w"], ["v", "y"]]
+    chunks.clear()
+    ortplugins.compare(*models, layers=True, max_memory=1)
+    assert len(chunks) == 8
+    assert some == all_at_once
+
+
+def test_calls_of_functions_stand_where_their_inputs_are_made():
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (float[2] x) => (float[2] z) { [n] u = Neg(x) [call] z = f.twice(u) }
+        <domain: "f", opset_import: ["": 21]> twice (x) => (z) { y = Abs(x)  z = Exp(y) }""")
+    found = ortplugins.compare(model, model, layers=True)
+    assert [layer.node for layer in found.layers.layers] == ["n", "call"]
+    assert found.layers.layers[1].difference.max_abs == 0
+
+
+def test_nodes_of_one_model_only_are_listed():
+    a = from_text("g (float[2] x) => (float[2] y) { [n] u = Neg(x) [e] y = Exp(u) }")
+    b = from_text("g (float[2] x) => (float[2] y) { [s] o = Neg(x) [e] y = Exp(o) }")
+    layers = ortplugins.compare(a, b, layers=True).layers
+    assert (layers.only_a, layers.only_b) == ((("n", "Neg"),), (("s", "Neg"),))
+
+
+def test_values_are_those_of_packed_weights(tmp_path: Path):
+    # MatMulNBits rounds activations to int8 only where its weights are packed.
+    model = DequantizedMatMul(64, 32, 32).model()
+    arguments = {"passes": [FUSION], "options": {f"{FUSION}.accuracy_level": 4}}
+    found = ortplugins.compare(model, **arguments, layers=True)
+    assert found.outputs[0].relative_rms > 1e-4
+    assert found.first_parted.difference == found.outputs[0]
+
+
+# Times
+
+
+def test_a_process_that_fails_says_of_which_model(tmp_path: Path):
+    (tmp_path / "m.onnx").write_text("no model")
+    with pytest.raises(ortplugins.ModelFileError, match=r"m\.onnx: .*onnxruntime refuses it"):
+        time_in_turn([tmp_path / "m.onnx"], {}, 1, scratch=tmp_path, settings=[{}])
+
+
+def test_runs_have_the_settings_that_passes_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = []
+
+    def timed(*_: object, settings: list[dict[str, str]], **__: object) -> list[Timing]:
+        given.extend(settings)
+        return [Timing(1.0, 1.0, None, None)] * 2
+
+    monkeypatch.setattr(comparison, "time_in_turn", timed)
+    model = DequantizedMatMul(64, 32, 32).model()
+    fused = ortplugins.optimize(model, tmp_path / "fused.onnx", bake=True)
+    ortplugins.compare(model, passes=[FUSION], runs=1)
+    ortplugins.compare(model, fused, runs=1)
+    assert given == [{}, {}, {}, {"graph_optimization_level": "ORT_DISABLE_ALL"}]
+    options = ort.SessionOptions()
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = ort.InferenceSession(tmp_path / "fused.onnx", options)
+    ortplugins.compare(model, session, runs=1)
+    assert given[-1] == {
+        "graph_optimization_level": "ORT_ENABLE_BASIC",
+        "execution_order": "PRIORITY_BASED",
+        "enable_mem_pattern": "1",
+        "enable_mem_reuse": "1",
+    }
+
+
+# The command
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(branches("Neg", "Exp"), "a.onnx")
+    onnx.save(branches("Neg", "Log"), "b.onnx")  # -inf and NaN
+    ir.save(DequantizedMatMul(64, 32, 32).model(), "qdq.onnx")
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_prints_what_the_json_says():
+    arguments = "compare a.onnx b.onnx --layers --runs 0 --json out.json"
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 0, done.output
+    content = json.loads(Path("out.json").read_text(), parse_constant=pytest.fail)
+    assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
+    assert content["outputs"][0]["max_abs"] == "inf"
+    assert content["first_parted"]["node"] == "c"
+    assert "c\tExp -> Log\tw\tinf\t" in done.output
+    assert "first node where they part: c (Exp), value 'w'" in done.output
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_runs_passes_and_times_them():
+    arguments = f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --json out.json"
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 0, done.output
+    assert "fired 1, refused 0" in done.output
+    assert "run ms, median\t" in done.output
+    first, second = json.loads(Path("out.json").read_text())["timings"]
+    for timing in (first, second):
+        assert 0 < timing["run_ms"] < 1e3
+        assert timing["start_ms"] > 0
+        if sys.platform == "linux":
+            assert timing["private_mb"] < timing["peak_mb"]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "a.onnx",
+        "a.onnx b.onnx --pass dq_matmulnbits_fusion",
+        "a.onnx b.onnx --set dq_matmulnbits_fusion.accuracy_level=4",
+        "a.onnx b.onnx --dims n=1 --runs 0",
+        "a.onnx b.onnx --optimization-level most --runs 0",
+    ],
+)
+def test_wrong_usage_is_2(arguments: str):
+    assert CliRunner().invoke(app, ["compare", *arguments.split()]).exit_code == 2

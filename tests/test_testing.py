@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: MIT
+"""Assertions about models, the pytest plugin, annotations, ``ortplugins check``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from dequantized_models import DequantizedMatMul
+from typer.testing import CliRunner, Result
+
+import ortplugins
+from ortplugins import cli
+from ortplugins.cli import app
+from ortplugins.errors import CalibrationError
+from ortplugins.github_annotations import annotation, annotations_of
+from ortplugins.report import PassReport, Report
+from ortplugins.testing import (
+    assert_fused,
+    assert_no_unfused_weights,
+    assert_runs_in_order,
+    assert_same_outputs,
+)
+from rewrite_rules.remarks import Outcome, Remark
+
+FUSED = DequantizedMatMul(64, 32, 32)
+# MatMulNBits has no kernel for blocks of 24.
+REFUSED = DequantizedMatMul(64, 32, 24)
+
+
+def from_text(text: str, opset: int = 21) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> {text}')
+    onnx.checker.check_model(model)
+    return model
+
+
+def session_of(model: ir.Model, *, fused: bool) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    if fused:
+        ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion())
+    content = ir.to_proto(model).SerializeToString()
+    return ortplugins.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def caught_session(model: ir.Model) -> ort.InferenceSession:
+    """A session that somebody else opens where passes are switched on."""
+    with ortplugins.enabled(ortplugins.DqMatMulNBitsFusion()):
+        content = ir.to_proto(model).SerializeToString()
+        return ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+
+# assert_fused
+
+
+@pytest.mark.parametrize(
+    "kind", ["path", "bytes", "proto", "ir", "result", "file", "session", "caught"]
+)
+def test_operators_are_counted_in_every_kind_of_model(kind: str, tmp_path: Path):
+    plain, path = FUSED.model(), tmp_path / "fused.onnx"
+    ortplugins.optimize(plain, path)
+    model = {
+        "path": lambda: path,
+        "bytes": path.read_bytes,
+        "proto": lambda: onnx.load(path),
+        "ir": lambda: ir.load(path),
+        "result": lambda: ortplugins.optimize(plain),
+        "file": lambda: ortplugins.optimize(plain, tmp_path / "again.onnx"),
+        "session": lambda: session_of(plain, fused=True),
+        "caught": lambda: caught_session(plain),
+    }[kind]()
+    assert_fused(model, {"com.microsoft:MatMulNBits": 1, "DequantizeLinear": 0})
+    with pytest.raises(AssertionError, match="MatMulNBits: 1, expected 2"):
+        assert_fused(model, {"MatMulNBits": 2})
+
+
+def test_a_domain_tells_operators_of_one_name_apart():
+    model = FUSED.model()
+    assert_fused(model, {"ai.onnx:MatMul": 1, "com.acme:MatMul": 0, "MatMul": 1})
+
+
+def test_nodes_of_bodies_and_functions_count():
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (bool c, float[2] x) => (float[2] z) {
+            y = If(c) <then_branch = t () => (float[2] a) { a = Relu(x) },
+                       else_branch = e () => (float[2] b) { b = Relu(x) }>
+            z = f.twice(y)
+        }
+        <domain: "f", opset_import: ["": 21]> twice (x) => (z) { y = Relu(x)  z = Neg(y) }""")
+    assert_fused(model, {"Relu": 3, "Neg": 1, "If": 1, "f:twice": 1})
+
+
+@pytest.mark.parametrize("kind", ["model", "result", "session"])
+def test_the_message_says_what_was_not_fused_and_why(kind: str):
+    model = REFUSED.model()
+    given = {
+        "model": lambda: model,
+        "result": lambda: ortplugins.optimize(model),
+        "session": lambda: session_of(model, fused=True),
+    }[kind]()
+    with pytest.raises(AssertionError) as error:
+        assert_fused(given, {"MatMulNBits": 1, "DequantizeLinear": 0})
+    text = str(error.value)
+    assert "  MatMulNBits: 0, expected 1\n  DequantizeLinear: 1, expected 0\n" in text
+    assert "operators found: DequantizeLinear 1, MatMul 1\n" in text
+    assert "not fused:\n  matmul: " in text and "block_size 24" in text
+
+
+def test_a_model_that_nobody_fused_is_told_so():
+    with pytest.raises(AssertionError, match="matmul: would fuse, but the fusion was not run"):
+        assert_fused(FUSED.model(), {"MatMulNBits": 1})
+
+
+def test_a_count_that_holds_for_ever_is_refused():
+    with pytest.raises(ValueError, match="'DequantiseLinear'; is 'DequantizeLinear' meant"):
+        assert_fused(FUSED.model(), {"DequantiseLinear": 0})
+    with pytest.raises(ValueError, match="'MatMul' is expected True times"):
+        assert_fused(FUSED.model(), {"MatMul": True})
+
+
+# assert_no_unfused_weights
+
+
+def test_weights_that_the_fusion_refuses_are_named():
+    assert_no_unfused_weights(FUSED.model())  # the fusion could take it
+    for model in (REFUSED.model(), ortplugins.optimize(REFUSED.model())):
+        with pytest.raises(AssertionError, match=r"1 nodes .*\n  matmul: .*block_size 24"):
+            assert_no_unfused_weights(model)
+
+
+def test_a_session_has_to_be_fused_already():
+    assert_no_unfused_weights(session_of(FUSED.model(), fused=True))
+    with pytest.raises(AssertionError, match="matmul: would fuse"):
+        assert_no_unfused_weights(session_of(FUSED.model(), fused=False))
+
+
+@pytest.mark.filterwarnings("error")
+def test_records_of_packed_weights_are_no_obstacle(tmp_path: Path):
+    path = tmp_path / "fused.onnx"
+    ortplugins.optimize(FUSED.model(), path, external_data=True)
+    model = onnx.load(path, load_external_data=False)
+    tensor = next(item for item in model.graph.initializer if item.external_data)
+    tensor.external_data.add(key="prepacked_0", value="kernel|0;64;64")
+    onnx.save(model, path)
+    assert_fused(path, {"MatMulNBits": 1})
+    assert_no_unfused_weights(path)
+
+
+# assert_same_outputs
+
+
+def test_the_same_outputs_pass_and_a_session_runs_as_it_is():
+    model = FUSED.model()
+    assert_same_outputs(model, ortplugins.optimize(model))
+    assert_same_outputs(model, session_of(model, fused=True), samples=2)
+
+
+def test_the_message_names_output_place_values_and_errors():
+    a = from_text("g (float[2, 2] x) => (float[2, 2] y) { y = Identity(x) }")
+    b = from_text("""g (float[2, 2] x) => (float[2, 2] y)
+        <float[2, 2] k = {0, 0, 0.5, 0}> { y = Add(x, k) }""")
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    with pytest.raises(AssertionError) as error:
+        assert_same_outputs(a, b, rtol=1e-3, atol=0.1, inputs={"x": x})
+    text = str(error.value)
+    assert "output 'y' of sample 0: 1 of 4 elements" in text
+    assert "worst at [1, 0]: a = 3.0, b = 3.5, bound 0.103" in text
+    assert "max abs error 0.5, max rel error 0.167" in text and "cosine 0.99" in text
+    assert_same_outputs(a, b, rtol=1e-3, atol=0.5, inputs={"x": x})
+
+
+def test_without_atol_the_greatest_element_is_the_measure():
+    a = from_text("g (float[2] x) => (float[2] y) { y = Identity(x) }")
+    b = from_text(
+        "g (float[2] x) => (float[2] y) <float[2] k = {0.0005, 0}> { y = Add(x, k) }"
+    )
+    x = np.array([0, 1], np.float32)
+    assert_same_outputs(a, b, 1e-3, inputs={"x": x})
+    with pytest.raises(AssertionError, match=r"worst at \[0\]"):
+        assert_same_outputs(a, b, 1e-3, 0.0, {"x": x})
+
+
+def test_nan_equals_nan_and_nothing_else():
+    log = from_text("g (float[3] x) => (float[3] y) { y = Log(x) }")
+    x = {"x": np.array([-1, 0, 1], np.float32)}  # NaN, -inf, 0
+    assert_same_outputs(log, log, inputs=x)
+    zero = from_text("g (float[3] x) => (float[3] y) { a = Abs(x) y = Log(a) }")
+    with pytest.raises(AssertionError, match=r"worst at \[0\]: a = nan, b = 0.0"):
+        assert_same_outputs(log, zero, inputs=x)
+
+
+def test_an_output_that_is_missing_or_no_tensor_is_not_passed_over():
+    both = from_text("g (float[2] x) => (float[2] y, float[2] z) { y = Relu(x) z = Neg(x) }")
+    one = from_text("g (float[2] x) => (float[2] y) { y = Relu(x) }")
+    with pytest.raises(AssertionError, match="output 'z': model b has no such output"):
+        assert_same_outputs(both, one)
+    assert_same_outputs(both, one, outputs=["y"])
+    with pytest.raises(ValueError, match="'yy' is no output of either model; is 'y' meant"):
+        assert_same_outputs(both, one, outputs=["yy"])
+    listed = from_text("""g (float[2] x) => (seq(float[2]) s, float[2] y)
+        { s = SequenceConstruct(x) y = Relu(x) }""")
+    with pytest.raises(ortplugins.ModelFileError, match=r"output 's' is seq\(tensor\(float\)"):
+        assert_same_outputs(listed, listed)
+    assert_same_outputs(listed, listed, outputs=["y"])
+
+
+def test_texts_are_compared_and_cannot_be_made_up():
+    a = from_text("g (string[n] x) => (string[n] y) { y = Identity(x) }")
+    b = from_text("""g (string[n] x) => (string[n] y) <int64[2] first = {0, 0}>
+        { y = Gather(x, first) }""")
+    with pytest.raises(ortplugins.ModelFileError, match="input 'x' takes strings"):
+        assert_same_outputs(a, b)
+    assert_same_outputs(a, b, inputs={"x": np.array(["one", "one"])})
+    with pytest.raises(AssertionError, match=r"worst at \[1\]: a = two, b = one"):
+        assert_same_outputs(a, b, inputs={"x": np.array(["one", "two"])})
+
+
+def test_a_file_that_names_an_input_wrongly_is_told_which(tmp_path: Path):
+    model = from_text("g (float[n] pixels) => (float[n] y) { y = Relu(pixels) }")
+    np.savez(tmp_path / "in.npz", pixel=np.zeros(3, np.float32))
+    with pytest.raises(CalibrationError, match=r"'pixel', which is no.*is 'pixels' meant"):
+        assert_same_outputs(model, model, inputs=tmp_path / "in.npz")
+
+
+# assert_runs_in_order
+
+# onnxruntime sorts from the outputs up: c before b, whatever the file says.
+BRANCHES = """g (float[2] x) => (float[2] y) {
+    [a] u = Relu(x)  [b] v = Neg(u)  [c] w = Abs(u)  [d] y = Add(w, v) }"""
+
+
+def test_the_order_is_that_of_the_run_and_not_of_the_file():
+    model = from_text(BRANCHES)
+    assert_runs_in_order(model, ["a", "c", "b", "d"])
+    assert_runs_in_order(model, ["a", "d"])
+    with pytest.raises(AssertionError) as error:
+        assert_runs_in_order(model)
+    text = str(error.value)
+    assert "'c' ran as number 1, before 'b', which ran as number 2" in text
+    assert "around there ran: a, c, b, d" in text
+
+
+def test_the_files_order_is_asserted_where_nodes_have_no_names():
+    model = from_text("""g (float[2] x) => (float[2] y)
+        { k = Constant<value_float = 2.0>() u = Mul(x, k) y = Mul(u, k) }""")
+    assert_runs_in_order(model)
+
+
+def test_a_session_is_run_with_its_own_options(tmp_path: Path):
+    path = tmp_path / "model.onnx"
+    onnx.save(from_text(BRANCHES), path)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert_runs_in_order(session, ["a", "b", "c", "d"])
+    assert not session.get_session_options().enable_profiling
+    assert {item.name for item in tmp_path.iterdir()} == {"model.onnx"}
+
+
+def test_a_node_that_does_not_run_is_named():
+    model = from_text(BRANCHES)
+    with pytest.raises(AssertionError, match=r"1 nodes of the model did not run:\n  e"):
+        assert_runs_in_order(model, ["a", "e"])
+    with pytest.raises(ValueError, match="'a' names more than one node"):
+        assert_runs_in_order(model, ["a", "b", "a"])
+
+
+# GitHub's annotations
+
+
+def test_annotations_escape_what_github_would_read():
+    line = annotation("warning", "50 %\r\nof: a, b", "/x/m,1.onnx", "node: a,b")
+    assert line == ("::warning file=/x/m%2C1.onnx,title=node%3A a%2Cb::50 %25%0D%0Aof: a, b")
+
+
+def test_files_of_the_checkout_are_told_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    report = Report(
+        (
+            PassReport(
+                "p",
+                0.0,
+                (
+                    Remark("p", "n1", Outcome.FIRED, "done"),
+                    Remark("p", "n2", Outcome.REFUSED, "why not"),
+                    Remark("p", "n3", Outcome.NOTE, "by the way"),
+                ),
+            ),
+        ),
+        "built",
+    )
+    assert list(annotations_of(report, tmp_path / "models" / "m.onnx")) == [
+        "::warning file=models/m.onnx,title=p refused%3A n2::why not",
+        "::notice file=models/m.onnx,title=p fired%3A n1::done",
+    ]
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fused.onnx fuses, refused.onnx does not; in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    ir.save(FUSED.model(), "fused.onnx")
+    ir.save(REFUSED.model(), "refused.onnx", external_data="refused.data")
+
+
+@pytest.mark.usefixtures("models")
+def test_inspect_annotates_what_was_refused():
+    done = command("inspect", "refused.onnx", "--format", "github")
+    (line,) = done.stdout.splitlines()
+    title = "title=dq_matmulnbits_fusion refused%3A matmul::"
+    assert line.startswith(f"::warning file=refused.onnx,{title}")
+    assert "block_size 24" in line
+
+
+# ortplugins check
+
+
+@pytest.mark.usefixtures("models")
+def test_check_holds_a_model_to_its_bounds():
+    assert command("check", "fused.onnx", "--max-unfused", 0).exit_code == 0
+    assert command("check", "refused.onnx").exit_code == 0
+    assert command("check", "refused.onnx", "--max-unfused", 1).exit_code == 0
+    done = command("check", "refused.onnx", "--max-unfused", 0)
+    assert done.exit_code == 1
+    assert "unfused matmul: " in done.output
+    assert "failed: 1 nodes keep a dequantised weight, 0 may: matmul" in done.output
+    assert {path.name for path in Path().iterdir()} == {
+        "fused.onnx",
+        "refused.onnx",
+        "refused.data",
+    }
+
+
+@pytest.mark.usefixtures("models")
+def test_check_compares_outputs():
+    level = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")  # int8 activations
+    assert command("check", "fused.onnx", *level, "--rtol", 0.1).exit_code == 0
+    done = command("check", "fused.onnx", *level, "--rtol", 1e-5, "--format", "github")
+    assert done.exit_code == 1
+    assert done.output.startswith(
+        "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
+    )
+    done = command("check", "fused.onnx", *level, "--rtol", 0, "--atol", 1e3)
+    assert done.exit_code == 0
+
+
+@pytest.mark.usefixtures("models")
+def test_check_as_json_says_everything():
+    done = command("check", "refused.onnx", "--max-unfused", 0, "--format", "json")
+    content = json.loads(done.stdout)
+    assert (content["ok"], list(content["unfused"])) == (False, ["matmul"])
+    assert content["report"]["refused"] == 1
+
+
+@pytest.mark.usefixtures("models")
+def test_check_leaves_with_2_where_it_cannot_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert command("check", "fused.onnx", "--dims", "row=3").exit_code == 2
+    assert command("check", "fused.onnx", "--dims", "rows").exit_code == 2
+    assert command("check", "fused.onnx", "--dims", "rows=3").exit_code == 0
+    monkeypatch.setattr(sys, "argv", ["ortplugins", "check", "none.onnx"])
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: none.onnx: there is no such model file\n"
+
+
+# The pytest plugin
+
+
+TESTS = """
+import onnxruntime
+import ortplugins
+from ortplugins import optimize  # imported early
+
+def open_session(path, **options):
+    chosen = onnxruntime.SessionOptions()
+    ortplugins.configure(chosen, ortplugins.DqMatMulNBitsFusion())
+    return ortplugins.InferenceSession(path, chosen, providers=["CPUExecutionProvider"])
+
+def test_session():
+    open_session("fused.onnx")
+    open_session("fused.onnx")
+
+def test_optimize():
+    optimize("refused.onnx")
+"""
+
+
+@pytest.fixture
+def nested(
+    models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs TESTS by pytest in this process; returns its exit code and output."""
+    Path("test_nested.py").write_text(TESTS)
+    monkeypatch.delitem(sys.modules, "test_nested", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        plugins = ["-p", "pytest_ortplugins"]
+        for name in ("randomly", "cacheprovider", "hypothesispytest"):
+            plugins += ["-p", f"no:{name}"]
+        code = pytest.main(["-q", "--rootdir=.", *plugins, *arguments])
+        sys.modules.pop("test_nested", None)
+        return int(code), "".join(capsys.readouterr())
+
+    return run
+
+
+def test_the_plugin_tells_each_session_and_optimisation_once(
+    nested: Callable[..., tuple[int, str]],
+):
+    original = ort.InferenceSession.__setattr__, ortplugins.OptimizeResult.__init__
+    code, output = nested("--ortplugins-report")
+    assert code == 0, output
+    lines = [line for line in output.splitlines() if line.startswith("test_nested.py::")]
+    session = "test_nested.py::test_session (call): session fused.onnx"
+    assert lines[:2] == [
+        f"{session}: built: fired 1, refused 0",
+        f"{session}: cache: fired 1, refused 0",
+    ]
+    name = "test_nested.py::test_optimize (call): optimize()"
+    assert lines[2].startswith(f'{name}: built: fired 0, refused 1: "matmul: ')
+    assert len(lines) == 3
+    left = ort.InferenceSession.__setattr__, ortplugins.OptimizeResult.__init__
+    assert left == original
+
+
+def test_the_plugin_collects_what_workers_of_xdist_saw(
+    nested: Callable[..., tuple[int, str]],
+):
+    pytest.importorskip("xdist")
+    code, output = nested("-n", "1", "--ortplugins-report=reports.txt")
+    assert code == 0, output
+    assert len(Path("reports.txt").read_text().splitlines()) == 3
+    assert "ortplugins: 3 reports in reports.txt" in output
+
+
+def test_the_plugin_overwrites_no_tests(nested: Callable[..., tuple[int, str]]):
+    code, output = nested("--ortplugins-report", "test_nested.py")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "would write 'test_nested.py': give it behind the tests" in output
+    assert Path("test_nested.py").read_text() == TESTS
+
+
+def test_the_plugin_costs_nothing_where_it_is_only_installed():
+    code = (
+        "import sys; import pytest_ortplugins\n"
+        "print({'ortplugins', 'onnxruntime', 'onnx', 'numpy', 'pytest'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
