@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: MIT
+"""The page of a model: its figures are the JSON's, its text is only text."""
+
+from __future__ import annotations
+
+import html
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+from dequantized_models import DequantizedMatMul
+from typer.testing import CliRunner
+
+from ortplugins import report_facts, report_page
+from ortplugins.cli import app
+from ortplugins.report_charts import draw_errors, draw_memory, thinned
+from ortplugins.report_facts import gather_facts, group_remarks
+from ortplugins.report_page import render_page
+from ortplugins.session_costs import MeasureError, example_feed
+from ortplugins.weight_bytes import weight_bytes
+from session_options import OptionError
+
+pytest.importorskip("jinja2", reason="the page needs ortplugins[report]")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+HOSTILE = "<script>document.title='owned'</script></script>\u202eevil\u2066 'quote\" & <b>"
+
+
+def save(path: Path, name: str = "matmul") -> Path:
+    model = DequantizedMatMul(64, 32, 32).model()
+    for node in model.graph:
+        if node.op_type == "MatMul":
+            node.name = name
+    ir.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path) -> dict[str, Any]:
+    """Everything there is, of a model that everything works on."""
+    model = save(folder / "model.onnx")
+    return gather_facts(model, rounds=1, layers=True, dims={"rows": 5}, command="a < b")
+
+
+@pytest.fixture(scope="module")
+def hostile(folder: Path) -> dict[str, Any]:
+    model = save(folder / "hostile.onnx", HOSTILE)
+    return gather_facts(model, measure=False, command=HOSTILE)
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, the text between them, and what <data> elements say."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self.figures: dict[str, tuple[str, str]] = {}
+        self._attributes: dict[str, str | None] = {}
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._in, self._attributes = tag, dict(attrs)
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            self.scripts.append(data)
+        elif self._in != "style":
+            self.text += data
+            if self._in == "data":
+                where = self._attributes["data-fact"] or ""
+                self.figures[where] = self._attributes["value"] or "", data
+        self._in = ""
+
+
+def look_up(facts: Any, path: str) -> Any:
+    for part in path.split("."):
+        facts = facts[int(part)] if part.isdecimal() else facts[part]
+    return facts
+
+
+# Figures.
+
+
+def test_every_number_of_the_page_is_the_json_s(facts: dict[str, Any]):
+    written = json.loads(json.dumps(facts, allow_nan=False))
+    page = Page(render_page(facts))
+    assert len(page.figures) > 40
+    for path, (value, _) in page.figures.items():
+        assert json.loads(value) == look_up(written, path), path
+    for part in ("sessions.figures.0.ratio", "layers.values.0.error", "weights.0.after",
+                 "operators.0.before", "memory.curves.0.peak", "report.fired",
+                 "remarks.0.count"):  # fmt: skip
+        assert part in page.figures
+
+
+def test_the_numbers_are_the_model_s(facts: dict[str, Any]):
+    operators = {row["operator"]: (row["before"], row["after"]) for row in facts["operators"]}
+    assert operators == {"DequantizeLinear": (1, 0), "MatMul": (1, 0), "MatMulNBits": (0, 1)}
+    assert facts["nodes"] == {"before": 2, "after": 1}
+    kinds = {row["kind"]: (row["before"], row["after"]) for row in facts["weights"]}
+    assert kinds["quantised codes"] == (64 * 32 // 2, 64 * 32 // 2)
+    assert kinds["scales and zero points"] == (2 * 32 * 4, 2 * 32 * 4)
+    assert (facts["report"]["fired"], facts["report"]["refused"]) == (1, 0)
+    assert facts["sizes"] == {"rows": 5}
+    assert facts["sessions"]["inputs"] == [{"name": "x", "type": "float32", "shape": [5, 64]}]
+    names = [figure["what"] for figure in facts["sessions"]["figures"]]
+    assert names[:2] == ["run", "start"]
+    if Path("/proc/self/status").exists():
+        assert len(names) == 4
+    for figure in facts["sessions"]["figures"]:
+        assert figure["distinct"] is None  # one round tells no range
+        assert figure["ratio"] == figure["ours"] / figure["plain"] > 0
+    assert [row["operator"] for row in facts["layers"]["values"]] == ["MatMul"]
+    assert facts["layers"]["values"][0]["error"] < 1e-5
+    # x, and what MatMulNBits makes
+    curve = next(c for c in facts["memory"]["curves"] if "rewritten" in c["names"][0])
+    assert curve["peak"] == 5 * 32 * 4 + (5 * 64 * 4 if curve["steps"] == 2 else 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1616, "count", "1,616"),
+        (0.2174, "ratio", "0.217 \N{MULTIPLICATION SIGN}"),
+        (31.62, "ratio", "31.6 \N{MULTIPLICATION SIGN}"),
+        (0.0, "s", "0 µs"),
+        (0.99999, "s", "1.00 s"),
+        (0.0506, "s", "50.6 ms"),
+        (2.084, "s", "2.08 s"),
+        (999, "B", "999 B"),
+        (999_999, "B", "1.00 MB"),
+        (7_839_744, "B", "7.84 MB"),
+        (197_436_672, "B", "197 MB"),
+        (0, "B", "0 B"),
+        (3.2e-7, "error", "3.20e-07"),
+        ("inf", "error", "inf"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_unit(value: Any, unit: str, text: str):
+    assert report_page._shown(value, unit) == text
+
+
+def test_what_fails_is_told_in_its_place(folder: Path):
+    """Random token ids are below 10, and the table has 4 rows."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (int64[n] ids) => (float[n, 2] y) <float[4, 2] table = {0, 1, 2, 3, 4, 5, 6, 7}>
+        { y = Gather(table, ids) }"""
+    )
+    onnx.save(model, folder / "gather.onnx")
+    facts = gather_facts(folder / "gather.onnx", rounds=1)
+    assert facts["sessions"]["failed"].startswith("plain onnxruntime: ")
+    assert "indices element out of data bounds" in facts["sessions"]["failed"]
+    page = Page(render_page(facts))
+    assert "Not measured: plain onnxruntime" in re.sub(r"\s+", " ", page.text)
+    assert "No pass had a candidate" in page.text
+
+
+def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
+    with pytest.raises(OptionError, match=r"'row'.*is 'rows' meant"):
+        gather_facts(folder / "model.onnx", dims={"row": 5}, measure=False)
+
+
+def test_inputs_that_are_no_tensors_cannot_be_made_up():
+    value = ir.Value(name="s", type=ir.SequenceType(ir.TensorType(ir.DataType.FLOAT)))
+    model = ir.Model(ir.Graph([value], [], nodes=[], name="g"), ir_version=10)
+    with pytest.raises(MeasureError, match="input 's' is a SequenceType"):
+        example_feed(model, {})
+
+
+def test_shared_bytes_count_once():
+    model = DequantizedMatMul(64, 32, 32).model()
+    (codes,) = (v for v in model.graph.initializers.values() if v.name == "w")
+    twin = ir.Value(name="twin", const_value=codes.const_value, type=codes.type)
+    model.graph.initializers["twin"] = twin
+    assert weight_bytes(model)["quantised codes"] == (2, 64 * 32 // 2)
+
+
+# Text from models that nobody vouches for.
+
+
+def test_names_are_only_text(hostile: dict[str, Any], facts: dict[str, Any]):
+    text = render_page(hostile)
+    page = Page(text)
+    assert "\u202e" not in text and "\u2066" not in text
+    assert "⟨U+202E⟩evil⟨U+2066⟩" in page.text
+    assert "<script>document.title='owned'</script>" in page.text  # to be read
+    assert page.tags.count("script") == 2 == Page(render_page(facts)).tags.count("script")
+    assert "b" not in page.tags
+    embedded, code = page.scripts
+    assert "owned" in embedded and "owned" not in code
+    assert not set(embedded) & set("<>&") and embedded.isascii()
+    node = json.loads(embedded)["remarks"][0]["remarks"][0]["node"]
+    assert node == hostile["remarks"][0]["remarks"][0]["node"].translate(
+        {0x202E: "⟨U+202E⟩", 0x2066: "⟨U+2066⟩"}
+    )
+
+
+def poisoned(value: Any) -> Any:
+    """Facts whose every text is hostile; words of ours apart."""
+    if isinstance(value, dict):
+        fixed = ("unit", "outcome")
+        return {key: item if key in fixed else poisoned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item) for item in value]
+    return HOSTILE + value if isinstance(value, str) and value else value
+
+
+def test_no_text_at_all_becomes_a_tag(facts: dict[str, Any]):
+    worse = poisoned(facts)
+    for key in ("sizes", "options"):
+        worse[key] = {HOSTILE + name: item for name, item in worse[key].items()}
+    clean, page = Page(render_page(facts)), Page(render_page(worse, HOSTILE))
+    assert page.tags == clean.tags and page.scripts[1] == clean.scripts[1]
+    assert page.text.count("document.title='owned'") > 30
+
+
+def test_only_the_page_s_own_script_may_run(hostile: dict[str, Any]):
+    text = html.unescape(render_page(hostile))
+    policy = re.search(r'content="(default-src[^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none';") and "unsafe" not in policy[1]
+    code = Page(text).scripts[-1]
+    assert f"script-src '{report_page._digest(code)}'" in policy[1]
+    assert not re.search(r'\b(?:src|href)="(?!#)|url\(|@import|<[^>]* (?:style|on\w+)=', text)
+
+
+def test_a_name_without_end_is_cut(hostile: dict[str, Any]):
+    long = {**hostile, "command": "x" * 100_000}
+    assert "… (100,000 characters)" in render_page(long)
+    assert len(render_page(long)) < len(render_page(hostile)) + 2000
+
+
+# Large models.
+
+
+def remarks_of(reasons: list[str]) -> dict[str, Any]:
+    return {
+        "source": "built",
+        "artifact": "",
+        "notes": [],
+        "fired": 0,
+        "refused": len(reasons),
+        "passes": [
+            {
+                "name": "dq_matmulnbits_fusion",
+                "seconds": 1.0,
+                "remarks": [
+                    {"node": f"layers.{i}/MatMul", "outcome": "refused", "reason": reason}
+                    for i, reason in enumerate(reasons)
+                ],
+            }
+        ],
+    }
+
+
+def test_remarks_that_differ_in_names_share_a_row():
+    groups = group_remarks(
+        remarks_of(["weight 'a' isn't 'b'", "weight 'c' isn't \"d'\"", "weight isn't there"])
+    )
+    assert [(group["reason"], group["count"]) for group in groups] == [
+        ("weight … isn't …", 2),
+        ("weight isn't there", 1),
+    ]
+    assert groups[0]["remarks"][1] == {"node": "layers.1/MatMul", "names": ["'c'", '"d\'"']}
+
+
+@pytest.mark.parametrize("reasons", [1, 20_000], ids=["one reason", "20,000 reasons"])
+def test_twenty_thousand_remarks_stay_readable(hostile: dict[str, Any], reasons: int):
+    report = remarks_of(
+        [f"weight 'layers.{i}.weight' has block {i % reasons}" for i in range(20_000)]
+    )
+    groups = group_remarks(report)
+    facts = {**hostile, "report": report, "remarks": groups}
+    text = render_page(facts, "facts.json")
+    assert len(text.encode()) < 1_000_000
+    page = Page(text)
+    told = re.sub(r"\s+", " ", page.text)
+    if reasons == 1:
+        shown = len(json.loads(page.scripts[0])["remarks"][0]["remarks"])
+        assert f"{20_000 - shown:,} more nodes: in facts.json" in told
+    else:
+        shown = len(json.loads(page.scripts[0])["remarks"])
+        assert f"{20_000 - shown:,} more kinds of remarks: in facts.json" in told
+    assert page.figures["report.refused"] == ("20000", "20,000")
+
+
+def test_nothing_is_left_out_in_silence(hostile: dict[str, Any]):
+    many = ", ".join(f"'w{i}'" for i in range(1000))
+    report = remarks_of([f"weights {many} differ"])
+    report["notes"] = [f"note {i}" for i in range(51)]
+    operators = [
+        {"operator": f"Op{i}", "domain": "", "before": 1, "after": 1} for i in range(302)
+    ]
+    facts = {**hostile, "report": report, "remarks": group_remarks(report)}
+    told = re.sub(r"\s+", " ", Page(render_page({**facts, "operators": operators})).text)
+    for text in ("and 995 more", "1 more notes: in the JSON that --json FILE writes",
+                 "2 more operators: in", "characters)"):  # fmt: skip
+        assert text in told
+
+
+def test_thinning_keeps_peaks():
+    live = [0] * 10_000
+    live[777] = 5
+    assert len(thinned(live)) == 400 and max(thinned(live)) == 5
+    assert thinned([1, 2]) == [1, 2] and thinned([]) == []
+
+
+def test_charts_stand_on_any_numbers():
+    assert draw_errors([0.0, "nan"]) == ""
+    # The second is no number and the third 0: the line goes on after a gap.
+    assert draw_errors([1e-7, "inf", 0.0, 1e-300, 0.5]).partition('"curve')[2].count("M") == 2
+    assert ">1e0<" in draw_errors([1.0])
+    assert "0 B" in draw_memory([]) and "0 B" in draw_memory(
+        [{"peak": 0, "live": [0], "steps": 1}]
+    )
+
+
+# Colours.
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(p * weight for p, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_contrast_is_that_of_wcag_aa(theme: int):
+    style = Path(report_page.__file__).with_name("templates").joinpath("report.css")
+    found = re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", style.read_text("utf-8"))
+    colors = {name: pair[theme] for name, *pair in found}
+    ground = _luminance(colors["ground"])
+
+    def contrast(name: str) -> float:
+        other = _luminance(colors[name])
+        return (max(ground, other) + 0.05) / (min(ground, other) + 0.05)
+
+    for name in ("text", "quiet", "ours", "fired", "refused", "s0", "s1", "s2", "s3"):
+        assert contrast(name) >= 4.5, name
+    assert contrast("plain") >= 3  # bars, no text
+
+
+# The command.
+
+
+def test_report_writes_page_and_json(folder: Path, facts: dict[str, Any]):
+    model, page, data = folder / "model.onnx", folder / "p.html", folder / "p.json"
+    arguments = ["report", model, "-o", page, "--json", data, "--no-measure"]
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    assert done.output == f"wrote {page}\nwrote {data}\n"
+    written = json.loads(data.read_text("utf-8"))
+    assert written["sessions"] is None and written["operators"] == facts["operators"]
+    assert "p.html" not in written["model"]["path"]
+    again = CliRunner().invoke(app, [*map(str, arguments)])
+    assert isinstance(again.exception, FileExistsError)
+    assert CliRunner().invoke(app, [*map(str, arguments), "--force"]).exit_code == 0
+
+
+def test_optimize_reports_what_it_did(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_time(*_: object) -> None:
+        raise MeasureError("plain onnxruntime: no time")
+
+    monkeypatch.setattr(report_facts, "measure_sessions", no_time)
+    model = save(folder / "given.onnx")
+    output, page = folder / "made.onnx", folder / "made.html"
+    arguments = ["optimize", model, "-o", output, "--report", page]
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    assert output.exists() and f"wrote {page}" in done.stdout
+    assert done.stderr == "note: sessions: plain onnxruntime: no time\n"
+    told = Page(page.read_text("utf-8")).text
+    assert "written to" in told and "Not measured: plain onnxruntime: no time" in told
+    inside = ["optimize", model, "-o", model, "--force", "--report", folder / "x.html"]
+    done = CliRunner().invoke(app, [*map(str, inside)])
+    assert done.exit_code == 2 and "another" in done.output
+
+
+def test_without_jinja_one_sentence_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    arguments = ["report", str(folder / "model.onnx"), "-o", str(folder / "no.html")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.output == "The page needs: pip install 'ortplugins[report]'\n"
+
+
+# In a browser.
+
+
+def in_chromium(page: Path, *arguments: str) -> str:
+    """The document after its scripts ran."""
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         f"--user-data-dir={page.with_suffix('.profile')}", *arguments, "--dump-dom",
+         page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@needs_chromium
+def test_scripts_add_filters_and_sorting(folder: Path, hostile: dict[str, Any]):
+    page = folder / "browser.html"
+    page.write_text(render_page(hostile), encoding="utf-8")
+    with_scripts = in_chromium(page)
+    assert '<form class="filters">' in with_scripts
+    assert "1 of 1 rows, 1 remarks" in with_scripts
+    assert '<button type="button">Operator</button>' in with_scripts
+    assert "<title>hostile.onnx: ortplugins report</title>" in with_scripts
+
+
+@needs_chromium
+def test_a_reader_filters_sorts_and_darkens(folder: Path, hostile: dict[str, Any]):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    report = remarks_of([f"block {i % 7} of 'w{i}'" for i in range(2000)])
+    facts = {**hostile, "report": report, "remarks": group_remarks(report)}
+    path = folder / "large.html"
+    path.write_text(render_page(facts), encoding="utf-8")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme="light", viewport={"width": 390, "height": 844})
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+        assert page.evaluate(timing) < 3000  # 100 ms where nothing else runs
+        assert asked == [path.as_uri()] and problems == []
+        assert page.title() == "hostile.onnx: ortplugins report"
+        # Wide tables scroll inside themselves.
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        page.fill('input[name="text"]', "block 3")
+        assert page.locator(".remarks tbody tr:visible").count() == 1
+        page.fill('input[name="text"]', "")
+        head = page.locator(".remarks th", has_text="Reason")
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"
+        reasons = page.locator(".remarks td:nth-child(3)").all_inner_texts()
+        assert reasons == sorted(reasons) and len(reasons) == 7
+        head.locator("button").click()
+        assert page.locator(".remarks td:nth-child(3)").all_inner_texts() == reasons[::-1]
+        ground = "getComputedStyle(document.body).backgroundColor"
+        assert page.evaluate(ground) == "rgb(253, 253, 252)"
+        page.check("#theme-dark")
+        assert page.evaluate(ground) == "rgb(22, 24, 26)"
+        page.reload()
+        assert page.evaluate(ground) == "rgb(22, 24, 26)"  # remembered
+        page = browser.new_page(java_script_enabled=False, color_scheme="dark")
+        page.goto(path.as_uri())
+        assert page.locator(".filters").is_hidden() and page.locator("th button").count() == 0
+        assert page.locator(".remarks tbody tr:visible").count() == 7
+        browser.close()
