@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-versions check lint bench bench-quantizers docs clean
+.PHONY: help demo test test-versions test-packages test-packaging check lint bench bench-quantizers docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.31 (5 minutes)"
+	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
+	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make bench-quantizers  ours beside ModelOpt and onnxruntime, quality included (2 hours)"
 	@echo "make docs       the documentation, as a site in site/"
@@ -40,6 +42,14 @@ test: check
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/versions/check_versions.py
+
+# Builds, checks and installs the wheel where nothing else is; needs the registry.
+test-packaging: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/packaging/check_install.py
+
+# The packages go to .cache, with torch for two of them; what can't be installed is skipped.
+test-packages: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/packages/check_packages.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py

@@ -15,6 +15,7 @@ Example::
 from __future__ import annotations
 
 __all__ = [
+    "Comparison",
     "DqMatMulNBitsFusion",
     "InferenceSession",
     "MissingFileError",
@@ -31,7 +32,11 @@ __all__ = [
     "ShapeSizeReorder",
     "WeightOnlyQuantization",
     "__version__",
+    "compare",
     "configure",
+    "disable",
+    "enable",
+    "enabled",
     "option",
     "optimize",
     "quantize_static_mixed",
@@ -45,10 +50,9 @@ from typing import TYPE_CHECKING, Any
 from ortplugins._version import __version__
 
 if importlib.util.find_spec("onnxruntime") is None:
-    raise ImportError(
-        "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]' or "
-        "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
-    )
+    from ortplugins.missing_runtime import refuse_import
+
+    refuse_import()
 
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
@@ -70,14 +74,21 @@ from session_options.registry import ship
 ship(WeightOnlyQuantization)
 
 if TYPE_CHECKING:
+    from ortplugins.comparison import Comparison, compare
     from ortplugins.optimization import OptimizeResult, optimize
+    from ortplugins.patching import disable, enable, enabled
     from ortplugins.quantization.static_mixed import quantize_static_mixed
     from ortplugins.session import InferenceSession
 
 # Imported when first used: a session that comes from the cache needs no onnx.
 _LAZY = {
+    "Comparison": "ortplugins.comparison",
     "InferenceSession": "ortplugins.session",
     "OptimizeResult": "ortplugins.optimization",
+    "compare": "ortplugins.comparison",
+    "disable": "ortplugins.patching",
+    "enable": "ortplugins.patching",
+    "enabled": "ortplugins.patching",
     "optimize": "ortplugins.optimization",
     "quantize_static_mixed": "ortplugins.quantization.static_mixed",
 }

@@ -35,10 +35,22 @@ except ModuleNotFoundError as missing:
     print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+from ortplugins.check_command import check
+from ortplugins.compare_command import compare
 from ortplugins.plan_precision_command import plan_precision
 from ortplugins.quantize_command import quantize
 from ortplugins.quantize_static_command import quantize_static
-from ortplugins.terminal import console, parse_age, parse_size, print_table, progress_bar
+from ortplugins.report_command import check_page, write_report
+from ortplugins.report_command import report as report_page
+from ortplugins.run_command import Program, run
+from ortplugins.terminal import (
+    console,
+    parse_age,
+    parse_settings,
+    parse_size,
+    print_table,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from ortplugins.artifact_cache import ArtifactCache
@@ -47,6 +59,7 @@ if TYPE_CHECKING:
 class ReportFormat(enum.StrEnum):
     TEXT = "text"
     JSON = "json"
+    GITHUB = "github"
 
 
 class TableFormat(enum.StrEnum):
@@ -93,9 +106,12 @@ _WARM_PASSES = [*_DEFAULT_PASSES, session_options.PrepackedWeights.name]
 
 def main() -> None:
     """Run the command line; leaves by SystemExit."""
+    formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         app()
+    except Program as chosen:
+        program = chosen
     except (
         ModelFileError,
         session_options.OptionError,
@@ -105,6 +121,9 @@ def main() -> None:
     ) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    warnings.formatwarning = formatwarning
+    program.start()  # here, where none of our handlers catches what it raises
+    sys.exit()
 
 
 def _print_version(wanted: bool) -> None:
@@ -127,14 +146,37 @@ def optimize(
     passes: Passes = _DEFAULT_PASSES,
     settings: Settings = None,
     onnxruntime: Version = None,
+    bake: Annotated[
+        bool,
+        typer.Option(
+            "--bake",
+            help="Run onnxruntime's own optimisers, too: for this machine, and for sessions "
+            "that run none (ORT_DISABLE_ALL).",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     verbose: Verbose = False,
     format: Format = ReportFormat.TEXT,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="Write a page about it, too, with sessions measured; see the command report.",
+        ),
+    ] = None,
 ) -> None:
-    """Apply passes to a model and write the result, which runs on every machine."""
+    """Apply passes to a model and write the result; without --bake it runs everywhere."""
     from ortplugins.optimization import optimize
 
-    options = _parse_settings(settings)
+    options = parse_settings(settings)
+    if page is not None:
+        check_page([page], force)
+        if output.exists() and output.samefile(model):
+            raise typer.BadParameter(
+                "the report needs the model as it was: give another --output",
+                param_hint="--report",
+            )
     try:
         with progress_bar() as bar:
             result = optimize(
@@ -143,14 +185,21 @@ def optimize(
                 passes=passes,
                 options=options,
                 onnxruntime_version=onnxruntime,
+                bake=bake,
                 overwrite=force,
                 progress=bar,
             )
     except FileExistsError:
         raise FileExistsError(f"{output}: exists; --force overwrites it") from None
-    _print_report(result.report, format, verbose)
+    _print_report(result.report, format, verbose, model)
+    written = [output]
+    if page is not None:
+        written += write_report(
+            model, page, force=force, passes=passes, options=options, result=result
+        )
     if format is ReportFormat.TEXT:
-        typer.echo(f"wrote {output}")
+        for path in written:
+            typer.echo(f"wrote {path}")
 
 
 @app.command()
@@ -177,14 +226,14 @@ def inspect(
     """Tell what would fire on a model, what would not, and why; change nothing."""
     from ortplugins.optimization import optimize
 
-    options = _parse_settings(settings)
+    options = parse_settings(settings)
     if order:
         _show_order(model, options, svg)
         return
     report = optimize(
         model, passes=passes, options=options, onnxruntime_version=onnxruntime
     ).report
-    _print_report(report, format, verbose)
+    _print_report(report, format, verbose, model)
     if check and report.refused:
         raise typer.Exit(1)
 
@@ -192,6 +241,10 @@ def inspect(
 app.command()(quantize)
 app.command()(quantize_static)
 app.command()(plan_precision)
+app.command()(report_page)
+app.command()(compare)
+app.command()(check)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def _show_order(model: Path, options: dict[str, str], svg: Path | None) -> None:
@@ -272,9 +325,9 @@ def warm(
     results = build(
         models,
         passes,
-        options=_parse_settings(settings),
+        options=parse_settings(settings),
         output=output,
-        session_entries=_parse_settings(session_entries, "--session-entry"),
+        session_entries=parse_settings(session_entries, "--session-entry"),
         optimization_level=optimization_level,
         done=done,
     )
@@ -397,16 +450,6 @@ def _short(key: str) -> str:
     return key[:12]
 
 
-def _parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
-    pairs = {}
-    for item in settings or ():
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
-        pairs[key] = value
-    return pairs
-
-
 def _key_rows() -> Iterator[tuple[str, str, str]]:
     """Yield every session key of ours with its default and its help."""
     for name, cls in session_options.registered_passes().items():
@@ -426,8 +469,14 @@ def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
     return key, format_value(spec.default), text
 
 
-def _print_report(report: Report, format: ReportFormat, verbose: bool) -> None:
+def _print_report(report: Report, format: ReportFormat, verbose: bool, model: Path) -> None:
     """Print counts, then the refusals, or all remarks if ``verbose``."""
+    if format is ReportFormat.GITHUB:
+        from ortplugins.github_annotations import annotations_of
+
+        for line in annotations_of(report, model):
+            typer.echo(line)
+        return
     if format is ReportFormat.JSON:
         typer.echo(report.to_json())
         return

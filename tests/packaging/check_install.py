@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""The distribution in environments of its own: ``make test-packaging``.
+
+pytest collects files called ``test_*.py``, so that this one runs only where it is named. It
+needs a package registry and a few minutes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSUMER = Path(__file__).with_name("consumer.py")
+
+
+def python_of(folder: Path) -> Path:
+    return folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+
+def run(*command: object, cwd: Path, status: int = 0) -> str:
+    """Run a command and return what it printed; it has to end with a status."""
+    done = subprocess.run(
+        [str(item) for item in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, (
+        f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with what builds and checks distributions."""
+    folder = tmp_path_factory.mktemp("tools")
+    venv.create(folder, with_pip=True)
+    python = python_of(folder)
+    run(python, "-m", "pip", "install", "--quiet", "build", "twine", "uv", cwd=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, made from the sdist as ``python -m build`` does, both checked by twine."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(tools, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    run(tools, "-m", "twine", "check", "--strict", *folder.iterdir(), cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    venv.create(tmp_path / "venv", with_pip=True)
+    return python_of(tmp_path / "venv")
+
+
+def install(python: Path, *what: object, cwd: Path) -> str:
+    quiet = "--quiet", "--disable-pip-version-check"
+    return run(python, "-m", "pip", "install", *quiet, *what, cwd=cwd)
+
+
+def test_alone_it_says_what_is_missing(wheel: Path, empty: Path, tmp_path: Path):
+    install(empty, wheel, cwd=tmp_path)
+    told = run(empty, "-c", "import ortplugins", cwd=tmp_path, status=1)
+    assert "ImportError: ortplugins needs one of the onnxruntime wheels" in told
+    told = run(empty.with_name("ortplugins"), "--version", cwd=tmp_path, status=2)
+    assert told.startswith("ortplugins needs one of the onnxruntime wheels")
+    assert "Traceback" not in told
+
+
+def test_with_onnxruntime_alone_the_command_names_its_extra(
+    wheel: Path, empty: Path, tmp_path: Path
+):
+    install(empty, f"{wheel}[cpu]", cwd=tmp_path)
+    run(empty, "-c", "import ortplugins; ortplugins.optimize", cwd=tmp_path)
+    told = run(empty.with_name("ortplugins"), "--version", cwd=tmp_path, status=2)
+    assert told == "The command line needs: pip install 'ortplugins[cli]'\n"
+
+
+def test_with_its_extras_it_works_and_its_types_are_strict(
+    wheel: Path, empty: Path, tmp_path: Path
+):
+    install(empty, f"{wheel}[cpu,cli]", "mypy>=1.18", "pyright", cwd=tmp_path)
+    run(empty, "-m", "pip", "check", cwd=tmp_path)
+    assert run(empty.with_name("ortplugins"), "--version", cwd=tmp_path) == (
+        f"ortplugins {wheel.name.split('-')[1]}\n"
+    )
+    assert "dq_matmulnbits_fusion" in run(empty, "-m", "ortplugins", "passes", cwd=tmp_path)
+
+    consumer = tmp_path / CONSUMER.name
+    shutil.copy(CONSUMER, consumer)
+    text = consumer.read_text(encoding="utf-8")
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(text.replace("accuracy_level=4", 'accuracy_level="4"'), encoding="utf-8")
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    mypy = empty, "-m", "mypy", "--strict"
+    pyright = empty, "-m", "pyright", "--pythonpath", empty
+    for checker in (mypy, pyright):
+        run(*checker, consumer, cwd=tmp_path)
+        assert "accuracy_level" in run(*checker, wrong, cwd=tmp_path, status=1)
+
+
+def test_the_extra_for_gpus_resolves(tools: Path, wheel: Path, tmp_path: Path):
+    # uv reads the metadata of wheels of 300 MB without loading them.
+    (tmp_path / "requirements.in").write_text(f"ortplugins[gpu] @ {wheel.as_uri()}\n")
+    resolved = run(
+        *(tools, "-m", "uv", "pip", "compile", "--quiet", "requirements.in"), cwd=tmp_path
+    )
+    assert "onnxruntime-gpu==" in resolved
+    assert "\nonnxruntime==" not in resolved

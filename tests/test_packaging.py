@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: MIT
+"""What is in the distribution, and what it says without onnxruntime.
+
+``make test-packaging`` installs it, in environments of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import ortplugins
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("ortplugins", "rewrite_rules", "session_options")
+PLUGIN = (
+    "pytest_ortplugins.py"  # beside the packages: pytest loads it without onnxruntime, too
+)
+MISSING = "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]'"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel, built offline by the installed hatchling."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed: pip install hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> zipfile.ZipFile:
+    (path,) = distributions.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+@pytest.fixture
+def without_onnxruntime(tmp_path: Path) -> dict[str, str]:
+    """An environment whose Python finds no onnxruntime."""
+    text = "import sys\nsys.modules['onnxruntime'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+
+
+# The wheel.
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
+    names = set(wheel.namelist())
+    info = f"ortplugins-{ortplugins.__version__}.dist-info/"
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {info.rstrip("/"), PLUGIN, *PACKAGES}
+    for package in PACKAGES:
+        ignored = "__pycache__"
+        files = (ROOT / package).rglob("*")
+        expected = {p.relative_to(ROOT).as_posix() for p in files if p.is_file()}
+        expected = {name for name in expected if ignored not in name}
+        assert {name for name in names if name.startswith(f"{package}/")} == expected
+        assert f"{package}/py.typed" in names
+    assert f"{info}licenses/LICENSE" in names
+
+
+def test_the_wheel_is_for_every_machine(wheel: zipfile.ZipFile):
+    assert (
+        Path(str(wheel.filename)).name
+        == f"ortplugins-{ortplugins.__version__}-py3-none-any.whl"
+    )
+
+
+def test_no_onnxruntime_is_a_hard_dependency(metadata: Message):
+    required = metadata.get_all("Requires-Dist") or []
+    always = [item for item in required if "extra ==" not in item]
+    assert always
+    assert not [item for item in always if item.startswith("onnxruntime")]
+    extras = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cli": "typer"}
+    for extra, package in extras.items():
+        pattern = rf"{package}>=[0-9.]+; extra == '{extra}'"
+        assert [item for item in required if re.fullmatch(pattern, item)], extra
+
+
+def test_the_metadata_is_what_a_registry_shows(metadata: Message):
+    assert metadata["Name"] == "ortplugins"
+    assert metadata["Version"] == ortplugins.__version__
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
+
+
+def test_the_entry_points_are_there(wheel: zipfile.ZipFile):
+    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    assert "ortplugins = ortplugins.cli:main" in wheel.read(name).decode().splitlines()
+
+
+def test_the_sdist_holds_what_the_tests_need_and_no_cache(distributions: Path):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    tops = {name.partition("/")[0] for name in names}
+    assert {*PACKAGES, PLUGIN, "tests", "docs", "examples", "benchmarks", "README.md"} <= tops
+    assert {"Makefile", "mkdocs.yml", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= tops
+    left_out = (".cache/", ".venv/", "__pycache__", ".onnx", ".whl", ".gguf")
+    assert not [name for name in names if any(part in name for part in left_out)]
+
+
+# What is said in one place only.
+
+
+def test_the_version_is_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "ortplugins/_version.py"
+    quoted = f'"{ortplugins.__version__}"'
+    for package in PACKAGES:
+        places = [p.name for p in (ROOT / package).rglob("*.py") if quoted in p.read_text()]
+        assert places == (["_version.py"] if package == "ortplugins" else [])
+
+
+def test_the_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first = re.search("^## (\\S+)", text, re.MULTILINE)
+    assert first is not None and first[1] == ortplugins.__version__
+
+
+# Without onnxruntime.
+
+
+def test_a_program_without_onnxruntime_gets_an_exception(without_onnxruntime: dict[str, str]):
+    done = subprocess.run(
+        [sys.executable, "-c", "import ortplugins"],
+        env=without_onnxruntime,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {MISSING}")
+
+
+@pytest.mark.parametrize("entry", ["script", "module", "module with options of Python"])
+def test_the_command_without_onnxruntime_is_one_sentence(
+    entry: str, without_onnxruntime: dict[str, str], tmp_path: Path
+):
+    # The script as pip writes it.
+    script = tmp_path / "ortplugins"
+    script.write_text("import sys\nfrom ortplugins.cli import main\nsys.exit(main())\n")
+    arguments = {
+        "script": [str(script)],
+        "module": ["-m", "ortplugins"],
+        "module with options of Python": ["-X", "dev", "-W", "ignore", "-m", "ortplugins"],
+    }[entry]
+    done = subprocess.run(
+        [sys.executable, *arguments, "inspect", "model.onnx"],
+        env=without_onnxruntime,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(MISSING)
+
+
+def test_other_programs_that_run_by_m_get_the_exception(
+    without_onnxruntime: dict[str, str], tmp_path: Path
+):
+    (tmp_path / "program.py").write_text("import ortplugins")
+    done = subprocess.run(
+        [sys.executable, "-m", "program", "ortplugins"],
+        env=without_onnxruntime,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "ImportError" in done.stderr) == (1, True)
