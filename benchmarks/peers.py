@@ -43,6 +43,9 @@ _REQUIREMENTS = (
         "mako==1.4.3",
         "markupsafe==3.0.4",
     ),
+    # Of Olive what its passes on ONNX files import.
+    ("--no-deps", "olive-ai==0.13.0"),
+    ("pydantic==2.13.4", "pyyaml==6.0.3", "pandas==3.0.4", "optuna==4.9.0", "torchmetrics==1.9.0"),
 )
 _THREADS = 2
 # Becomes another program without becoming another process, whose memory is watched.

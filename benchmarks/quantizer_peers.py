@@ -108,6 +108,25 @@ def import_onnxruntime_rtn() -> Callable[[Job], None]:
     return run
 
 
+def import_olive_rtn() -> Callable[[Job], None]:
+    """Import Olive and return its own rounding to nearest, which writes MatMulNBits."""
+    from olive.model import ONNXModelHandler
+    from olive.passes.olive_pass import create_pass_from_dict
+    from olive.passes.onnx.rtn_quantization import OnnxBlockWiseRtnQuantization
+
+    def run(job: Job) -> None:
+        config = {
+            "block_size": job.block_size,
+            "is_symmetric": True,
+            "nodes_to_exclude": excluded_nodes(job),
+            "save_as_external_data": job.external,
+        }
+        made = create_pass_from_dict(OnnxBlockWiseRtnQuantization, config, disable_search=True)
+        made.run(ONNXModelHandler(model_path=job.model), job.output)
+
+    return run
+
+
 def import_onnxruntime_gptq() -> Callable[[Job], None]:
     """Import onnxruntime's quantizer and return its GPTQ."""
     from onnxruntime.quantization.matmul_nbits_quantizer import GPTQWeightOnlyQuantConfig
@@ -126,19 +145,23 @@ def run_onnxruntime(job: Job, config: Any) -> None:
     """Quantise with one of onnxruntime's configurations."""
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    nodes = onnx.load(job.model, load_external_data=False).graph.node
-    excluded = [
-        node.name for node in nodes if any(re.match(each, node.name) for each in job.exclude)
-    ]
     quantizer = MatMulNBitsQuantizer(
         job.model,
         block_size=job.block_size,
         is_symmetric=True,
-        nodes_to_exclude=excluded,
+        nodes_to_exclude=excluded_nodes(job),
         algo_config=config,
     )
     quantizer.process()
     quantizer.model.save_model_to_file(job.output, use_external_data_format=job.external)
+
+
+def excluded_nodes(job: Job) -> list[str]:
+    """Names of the nodes that stay in float."""
+    nodes = onnx.load(job.model, load_external_data=False).graph.node
+    return [
+        node.name for node in nodes if any(re.match(each, node.name) for each in job.exclude)
+    ]
 
 
 def save(model: onnx.ModelProto, job: Job) -> None:
@@ -151,6 +174,7 @@ TOOLS: dict[str, Callable[[], Callable[[Job], None]]] = {
     "modelopt_awq_lite": import_modelopt,
     "onnxruntime_rtn": import_onnxruntime_rtn,
     "onnxruntime_gptq": import_onnxruntime_gptq,
+    "olive_rtn": import_olive_rtn,
 }
 
 
@@ -166,7 +190,7 @@ def main() -> None:
     run(job)
     seconds = time.perf_counter() - start
     versions = {}
-    for name in ("nvidia-modelopt", "torch", "onnxruntime", "onnx", "numpy"):
+    for name in ("nvidia-modelopt", "olive-ai", "torch", "onnxruntime", "onnx", "numpy"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

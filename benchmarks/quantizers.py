@@ -39,6 +39,7 @@ OURS = "ortplugins"
 MODELOPT = "ModelOpt, all activations at once"
 MODELOPT_SLOW = "ModelOpt, a run per node and sample"
 ONNXRUNTIME = "onnxruntime"
+OLIVE = "Olive"
 _DEPTH = 13
 
 
@@ -130,6 +131,7 @@ def contests(case: Case, slow: bool, gptq: bool) -> dict[str, dict[str, Contende
         "RTN": {
             OURS: Contender(lambda path: case.ours("rtn", path)),
             ONNXRUNTIME: Contender(lambda path: case.peer("onnxruntime_rtn", path)),
+            OLIVE: Contender(lambda path: case.peer("olive_rtn", path)),
         },
     }
     if gptq:
