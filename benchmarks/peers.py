@@ -43,9 +43,17 @@ _REQUIREMENTS = (
         "mako==1.4.3",
         "markupsafe==3.0.4",
     ),
-    # Of Olive what its passes on ONNX files import.
     ("--no-deps", "olive-ai==0.13.0"),
-    ("pydantic==2.13.4", "pyyaml==6.0.3", "pandas==3.0.4", "optuna==4.9.0", "torchmetrics==1.9.0"),
+    # What its passes on ONNX files import.
+    (
+        "opentelemetry-sdk==1.45.2",
+        "optuna==5.0.0",
+        "pandas==3.1.1",
+        "pydantic==2.14.3",
+        "requests==2.34.2",
+        "torchmetrics==1.9.0",
+        "transformers==5.23.0",
+    ),
 )
 _THREADS = 2
 # Becomes another program without becoming another process, whose memory is watched.
@@ -117,7 +125,7 @@ def _kept(floats: Path, block_size: int) -> tuple[Path, Path]:
 def _on_two_cores(*command: str) -> Cost:
     # Thread pools that don't look at the affinity are told.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    env = os.environ | dict.fromkeys(names, str(_THREADS))
+    env = os.environ | dict.fromkeys(names, str(_THREADS)) | {"OLIVE_DISABLE_TELEMETRY": "1"}
     return run_child(_EXEC, str(_THREADS), *command, env=env)
 
 
