@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortplugins.child_environment import child_environment
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from session_options.plan import make_plan, plan_from_settings, settings_of
 
@@ -61,13 +62,12 @@ def build_in_child(request: Request) -> str:
         "final_graph": request.final_graph,
     }
     code = "from ortplugins.build_process import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
-            env=environment,
+            env=child_environment(),
             timeout=seconds,
             check=False,
         )

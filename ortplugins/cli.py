@@ -21,7 +21,6 @@ import session_options
 from ortplugins._version import __version__
 from ortplugins.errors import ModelFileError, PassError, QuantizationError
 from ortplugins.report import Report
-from rewrite_rules.remarks import Outcome
 from session_options.keys import PREFIX, Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
 
@@ -44,6 +43,7 @@ from ortplugins.report_command import check_page, write_report
 from ortplugins.report_command import report as report_page
 from ortplugins.run_command import Program, run
 from ortplugins.terminal import (
+    REMARK_STYLES,
     console,
     parse_age,
     parse_settings,
@@ -481,11 +481,10 @@ def _print_report(report: Report, format: ReportFormat, verbose: bool, model: Pa
         typer.echo(report.to_json())
         return
     out = console()
-    styles = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
     out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
     for remark in report.remarks if verbose else report.refused:
         line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
-        out.print(line, style=styles[remark.outcome], soft_wrap=True)
+        out.print(line, style=REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:
         out.print(note, soft_wrap=True)
 

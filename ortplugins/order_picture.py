@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-_LEVELS = " ▁▂▃▄▅▆▇█"
+from ortplugins.svg_frame import HEIGHT, LEFT, LEVELS, WIDTH, framed, height_of
+
 _COLORS = ("#0b7a75", "#d1495b", "#7d6b91")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 320, 70, 40, 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def as_text(curves: Sequence[Curve], width: int = 72) -> list[str]:
     lines = []
     for curve in curves:
         bars = "".join(
-            _LEVELS[-(-value * (len(_LEVELS) - 1) // top)]
+            LEVELS[-(-value * (len(LEVELS) - 1) // top)]
             for value in _buckets(curve.live, width)
         )
         lines.append(f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  {bars}")
@@ -58,29 +58,16 @@ def as_svg(curves: Sequence[Curve], title: str) -> str:
     """Return a picture of all curves over their steps; readable on light and dark grounds."""
     top = max((curve.peak for curve in curves), default=0) or 1
     steps = max((len(curve.live) for curve in curves), default=1) or 1
-    inner = _HEIGHT - _TOP - _BOTTOM
 
     def x(step: float) -> str:
-        return f"{_LEFT + (_WIDTH - _LEFT - 10) * step / steps:.1f}"
+        return f"{LEFT + (WIDTH - LEFT - 10) * step / steps:.1f}"
 
     def y(value: float) -> str:
-        return f"{_TOP + inner * (1 - value / top):.1f}"
+        return height_of(value, top)
 
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="sans-serif" font-size="13" fill="#888"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-        f"<title>{escape(title)}</title>",
-    ]
-    for part in range(5):
-        value = top * part / 4
-        parts.append(
-            f'<path d="M{_LEFT} {y(value)}H{_WIDTH - 10}" stroke="#888" stroke-opacity=".3"/>'
-            f'<text x="{_LEFT - 8}" y="{y(value)}" dy="4" text-anchor="end">'
-            f"{value / 1e6:.4g} MB</text>"
-        )
+    parts = framed(title, top, 10, lambda value: f"{value / 1e6:.4g} MB")
     parts.append(
-        f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 12}" text-anchor="end">{steps} steps</text>'
+        f'<text x="{WIDTH - 10}" y="{HEIGHT - 12}" text-anchor="end">{steps} steps</text>'
     )
     for number, curve in enumerate(curves):
         color = _COLORS[number % len(_COLORS)]
@@ -89,7 +76,7 @@ def as_svg(curves: Sequence[Curve], title: str) -> str:
         )
         parts.append(f'<path d="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(
-            f'<text x="{_LEFT + 300 * number}" y="18" fill="{color}">'
+            f'<text x="{LEFT + 300 * number}" y="18" fill="{color}">'
             f"{escape(curve.name)}: {curve.peak / 1e6:.1f} MB</text>"
         )
     return "\n".join([*parts, "</svg>", ""])

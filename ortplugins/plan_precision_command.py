@@ -5,7 +5,6 @@ from __future__ import annotations
 
 __all__ = ["plan_precision"]
 
-import enum
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ortplugins.quantizer_options import Force, Mode, Providers, Target
 from ortplugins.terminal import console, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from ortplugins.quantization.precision_search import CurvePoint, Effect
 
 _SHOWN = 20
-
-
-class Mode(enum.StrEnum):
-    INT16 = "int16"
-    FLOAT = "float"
-
-
-class Target(enum.StrEnum):
-    CPU = "cpu"
-    QNN = "qnn"
 
 
 def plan_precision(
@@ -103,15 +93,12 @@ def plan_precision(
             help="What is kept of activations and outputs, so that less is run again.",
         ),
     ] = "1GiB",  # type: ignore[assignment]
-    providers: Annotated[
-        list[str] | None,
-        typer.Option("--provider", help="Execution providers that run the samples."),
-    ] = None,
+    providers: Providers = None,
     work_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="For intermediate files; else the system's."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    force: Force = False,
 ) -> None:
     """Find the few activations of an 8-bit model that deserve 16 bits, and write overrides."""
     other = "--max-16bit" if weights else "--max-8bit"

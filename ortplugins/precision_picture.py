@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from ortplugins.quantization.precision_search import CurvePoint
+from ortplugins.svg_frame import HEIGHT, LEFT, LEVELS, WIDTH, framed, height_of
 
-_LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOR = "#0b7a75"
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 320, 70, 40, 30
 
 
 def _top(curve: Sequence[CurvePoint]) -> float:
@@ -26,8 +25,8 @@ def as_text(curve: Sequence[CurvePoint]) -> list[str]:
     """Return bars of the error, one for each step, and what the first and last one are."""
     errors = [point.deviation.error for point in curve]
     top = _top(curve)
-    most = len(_LEVELS) - 1
-    bars = "".join(_LEVELS[math.ceil(min(error, top) / top * most)] for error in errors)
+    most = len(LEVELS) - 1
+    bars = "".join(LEVELS[math.ceil(min(error, top) / top * most)] for error in errors)
     last = curve[-1].promoted
     return [f"error  {errors[0]:.4g}  {bars}  {errors[-1]:.4g}  with 0 to {last} promoted"]
 
@@ -42,33 +41,21 @@ def as_svg(curve: Sequence[CurvePoint], what: str, title: str) -> str:
     """
     top = _top(curve)
     most = max(1, curve[-1].promoted)
-    inner = _HEIGHT - _TOP - _BOTTOM
 
     def x(promoted: float) -> str:
-        return f"{_LEFT + (_WIDTH - _LEFT - 20) * promoted / most:.1f}"
+        return f"{LEFT + (WIDTH - LEFT - 20) * promoted / most:.1f}"
 
     def y(error: float) -> str:
-        return f"{_TOP + inner * (1 - min(error, top) / top):.1f}"
+        return height_of(min(error, top), top)
 
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="sans-serif" font-size="13" fill="#888"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-        f"<title>{escape(title)}</title>",
-        f'<text x="{_LEFT}" y="18">relative squared error of the outputs</text>',
-    ]
-    for part in range(5):
-        error = top * part / 4
-        parts.append(
-            f'<path d="M{_LEFT} {y(error)}H{_WIDTH - 20}" stroke="#888" stroke-opacity=".3"/>'
-            f'<text x="{_LEFT - 8}" y="{y(error)}" dy="4" text-anchor="end">{error:.3g}</text>'
-        )
+    parts = framed(title, top, 20, lambda error: f"{error:.3g}")
+    parts.append(f'<text x="{LEFT}" y="18">relative squared error of the outputs</text>')
     parts.extend(
-        f'<text x="{x(mark)}" y="{_HEIGHT - 22}" text-anchor="middle">{mark}</text>'
+        f'<text x="{x(mark)}" y="{HEIGHT - 22}" text-anchor="middle">{mark}</text>'
         for mark in sorted({round(most * part / 4) for part in range(5)})
     )
     parts.append(
-        f'<text x="{_WIDTH - 20}" y="{_HEIGHT - 5}" text-anchor="end">{escape(what)}</text>'
+        f'<text x="{WIDTH - 20}" y="{HEIGHT - 5}" text-anchor="end">{escape(what)}</text>'
     )
     line = "L".join(f"{x(point.promoted)} {y(point.deviation.error)}" for point in curve)
     parts.append(f'<path d="M{line}" fill="none" stroke="{_COLOR}" stroke-width="1.5"/>')

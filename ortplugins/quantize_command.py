@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from ortplugins.quantizer_options import Exclude, Force, Format, Include, Providers
 from ortplugins.terminal import console, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -44,13 +45,7 @@ class OpType(enum.StrEnum):
     GATHER = "Gather"
 
 
-class Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
 _OP_TYPES = [OpType.MATMUL, OpType.GEMM]
-_PATTERN = "name, glob, or re:REGEX; repeatable."
 
 
 def quantize(
@@ -77,14 +72,8 @@ def quantize(
     op_types: Annotated[
         list[OpType], typer.Option("--op-type", help="Operators to quantise; repeatable.")
     ] = _OP_TYPES,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
-    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
     node_config: Annotated[
         str,
         typer.Option(
@@ -105,10 +94,7 @@ def quantize(
     accuracy_level: Annotated[
         int | None, typer.Option(help="Of MatMulNBits: 0 in float32, 4 with int8 activations.")
     ] = None,
-    providers: Annotated[
-        list[str] | None,
-        typer.Option("--provider", help="Execution providers that run the samples."),
-    ] = None,
+    providers: Providers = None,
     max_calibration_memory: Annotated[
         int,
         typer.Option(
@@ -132,7 +118,7 @@ def quantize(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what would be quantised.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    force: Force = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print every node.")
     ] = False,

@@ -11,18 +11,16 @@ from typing import Annotated
 
 import typer
 
-from ortplugins.terminal import console, progress_bar
-from rewrite_rules.remarks import Outcome
-
-
-class Mode(enum.StrEnum):
-    INT16 = "int16"
-    FLOAT = "float"
-
-
-class Target(enum.StrEnum):
-    CPU = "cpu"
-    QNN = "qnn"
+from ortplugins.quantizer_options import (
+    Exclude,
+    Force,
+    Format,
+    Include,
+    Mode,
+    Providers,
+    Target,
+)
+from ortplugins.terminal import REMARK_STYLES, console, progress_bar
 
 
 class CalibrateMethod(enum.StrEnum):
@@ -30,14 +28,6 @@ class CalibrateMethod(enum.StrEnum):
     ENTROPY = "Entropy"
     PERCENTILE = "Percentile"
     DISTRIBUTION = "Distribution"
-
-
-class Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-_PATTERN = "name, glob, or re:REGEX; repeatable."
 
 
 def quantize_static(
@@ -88,19 +78,10 @@ def quantize_static(
         list[str] | None,
         typer.Option("--op-type", help="Operators to quantise; repeatable."),
     ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
-    ] = None,
-    providers: Annotated[
-        list[str] | None,
-        typer.Option("--provider", help="Execution providers that run the samples."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    providers: Providers = None,
+    force: Force = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print all remarks.")
     ] = False,
@@ -142,10 +123,11 @@ def quantize_static(
         typer.echo(report.to_json())
         return
     out = console()
-    styles = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
     for remark in report.remarks if verbose else report.refused:
         out.print(
-            f"{remark.outcome.value:8}{remark}", style=styles[remark.outcome], soft_wrap=True
+            f"{remark.outcome.value:8}{remark}",
+            style=REMARK_STYLES[remark.outcome],
+            soft_wrap=True,
         )
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)

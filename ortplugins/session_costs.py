@@ -6,7 +6,6 @@ from __future__ import annotations
 __all__ = ["MeasureError", "example_feed", "measure_sessions"]
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortplugins.child_environment import child_environment
 from ortplugins.comparison_inputs import with_sizes
 from ortplugins.quantization.random_inputs import random_feeds
 from ortplugins.weight_bytes import packed_bytes
@@ -174,15 +174,12 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
     whose = "ortplugins" if job["passes"] else "plain onnxruntime"
     if not sys.executable:
         raise MeasureError("there is no Python interpreter to start a process with")
-    # ORTPLUGINS would switch passes on in plain sessions, too.
-    environment = {key: value for key, value in os.environ.items() if key != "ORTPLUGINS"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # -P: the script's own folder has modules of common names.
     child = subprocess.Popen(
         [sys.executable, "-P", str(_SCRIPT), json.dumps(job)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment,
+        env=child_environment(),
     )
     peaks: list[int] = []
     watcher = threading.Thread(target=_watch, args=(child, peaks), daemon=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "REMARK_STYLES",
     "console",
     "parse_age",
     "parse_settings",
@@ -21,6 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from rewrite_rules.remarks import Outcome
+
+REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
 _SIZES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", 1)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ortplugins.child_environment import child_environment
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization.calibration_data import Feed
 
@@ -125,12 +126,11 @@ class _Child:
 
     def __init__(self, name: str, job: Mapping[str, Any]) -> None:
         self._name = name
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from ortplugins.timed_process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=child_environment(),
             text=True,
             encoding="utf-8",
         )
