@@ -151,10 +151,13 @@ class MixedPrecisionBoundaries(Pass):
 
         After all fusions, which may have taken the codes.
         """
-        if self.mode == "float":
-            from rewrite_rules.float_constants import unpack_constants
+        from rewrite_rules.float_constants import unpack_constants
 
-            unpack_constants(model, self.float_limit_mb, context)
+        unpack_constants(model, self.float_limit_mb, context)
+
+    def takes_part_in(self, stage: str) -> bool:
+        """Whether there is something to do: other modes have no float regions."""
+        return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")
 
     def _promoted_spelling(self) -> str:
         from session_options.overrides import read_quant_type
