@@ -37,6 +37,7 @@ import onnx_ir.passes.common
 from ortplugins.errors import MissingFileError, ModelFileError
 from rewrite_rules.code_repacking import ChunkedTensor, relabel
 from rewrite_rules.initializers import AliasTensor
+from rewrite_rules.nodes import normalize_domains
 
 if TYPE_CHECKING:
     import onnx
@@ -153,6 +154,7 @@ def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     name = "model given as object"
     if isinstance(model, ir.Model):
         copy = model.clone()
+        normalize_domains(copy)
     else:
         # Tensors keep their proto, and passes may rename them.
         own = type(model)()
@@ -192,9 +194,11 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
     if any(graph.sparse_initializer for graph in _proto_graphs(proto.graph)):
         raise ModelFileError(f"{name}: has sparse initializers; make them dense first")
     try:
-        return ir.from_proto(proto)
+        model = ir.from_proto(proto)
     except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
         raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
+    normalize_domains(model)
+    return model
 
 
 def _proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

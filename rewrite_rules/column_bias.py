@@ -79,13 +79,8 @@ def write_column_bias(bias: ColumnBias, factor: float, dtype: ir.DataType) -> ir
     with np.errstate(over="ignore"):
         numbers = bias.numbers.astype(dtype.numpy()).astype(np.float64) * factor
         array = numbers.astype(dtype.numpy())
-    # The scale itself and not its name: sibling bodies may give theirs the same.
-    key = (
-        shape,
-        factor,
-        dtype,
-        None if bias.dequantize is None else bias.dequantize.inputs[1],
-    )
+    # The values and not their names: sibling subgraphs may give theirs the same.
+    key = (shape, factor, dtype, bias.dequantize and tuple(bias.dequantize.inputs[1:]))
     return derived_initializer(
         bias.anchor, ".bias", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
     )

@@ -34,7 +34,7 @@ def source_of(value: ir.Value) -> ir.Value:
     seen = set()
     while (node := value.producer()) is not None and node.op_type == "Identity":
         source = node.inputs[0] if len(node.inputs) == 1 else None
-        if source is None or node.domain not in ("", "ai.onnx") or node in seen:
+        if source is None or node.domain or node in seen:
             break
         seen.add(node)
         value = source
@@ -43,7 +43,7 @@ def source_of(value: ir.Value) -> ir.Value:
 
 def is_dequantize_linear(node: ir.Node) -> bool:
     """Whether a node is ONNX's DequantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "DequantizeLinear" and node.domain in ("", "ai.onnx", _MICROSOFT)
+    return node.op_type == "DequantizeLinear" and node.domain in ("", _MICROSOFT)
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
@@ -94,7 +94,7 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     node = value.producer()
     if node is not None and (
         node.op_type != "Constant"
-        or node.domain not in ("", "ai.onnx")
+        or node.domain
         or len(node.attributes) != 1
         or len(node.outputs) != 1
     ):

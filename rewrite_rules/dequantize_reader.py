@@ -46,7 +46,6 @@ _STORAGE = {
 _RENAMING = frozenset(
     {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"},
 )
-_DOMAINS = ("", "ai.onnx")
 _CHUNK_ELEMENTS = 1 << 20
 _MOST_AXES = 8
 # More nodes in a row rename nothing that a fewer could not; and a cycle must end.
@@ -193,7 +192,7 @@ def trail_to_dequantize(value: ir.Value | None) -> list[ir.Node] | None:
 
 def renames(node: ir.Node) -> bool:
     """Whether a node keeps the numbers of its first input, under other axes or types."""
-    return node.op_type in _RENAMING and node.domain in _DOMAINS
+    return node.op_type in _RENAMING and node.domain == ""
 
 
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:

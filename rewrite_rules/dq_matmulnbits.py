@@ -48,7 +48,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     present = _op_types(model)
     if "DequantizeLinear" not in present:
         return
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    opset = model.opset_imports.get("")
     if opset is None:
         context.remarks.refused("model", "it imports no opset of the default domain")
         return

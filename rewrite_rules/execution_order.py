@@ -218,7 +218,7 @@ class Dependencies:
 
 def is_constant(node: ir.Node) -> bool:
     """Whether a node becomes an initializer when onnxruntime loads it."""
-    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+    return node.op_type == "Constant" and node.domain == ""
 
 
 def is_shape_reader(node: ir.Node) -> bool:

@@ -165,12 +165,14 @@ def _float_bias(dequantize: ir.Node, budget: _Budget) -> ir.Value | None:
     if int_attribute(dequantize, "block_size", 0):
         raise Refusal(f"int32 codes {codes.name!r} in blocks")
     shape, scales = tuple(tensor.shape.numpy()), scale_tensor.numpy()
+    axis = 0
     if scales.size > 1:
         axis = int_attribute(dequantize, "axis", 1)
         if not -len(shape) <= axis < len(shape) or scales.shape != (shape[axis],):
             raise Refusal(f"{scales.size} scales for codes of shape {list(shape)}")
         along = [1] * len(shape)
         along[axis] = -1
+        axis %= len(shape)
         scales = scales.reshape(along)
     else:
         scales = scales.reshape(())
@@ -181,7 +183,7 @@ def _float_bias(dequantize: ir.Node, budget: _Budget) -> ir.Value | None:
         product = tensor.numpy().astype(np.float32) * scales.astype(np.float32)
         return ir.Tensor(product.astype(scales.dtype), name=name)
 
-    value = derived_initializer(codes, ".float", make, (dequantize.inputs[1],))
+    value = derived_initializer(codes, ".float", make, (dequantize.inputs[1], axis))
     budget.spend(value, size)
     return value
 

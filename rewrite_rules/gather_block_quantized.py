@@ -262,7 +262,7 @@ def _with_axes(rows: ir.Value, leading: tuple[int, ...]) -> ir.Value:
 def _write_data(weight: BlockQuantizedWeight) -> ir.Value:
     """Register the packed codes, uint8 ``[N, K * bits / 8]``."""
     shape = (weight.N, weight.K * weight.bits // 8)
-    key = (weight.K, weight.N)
+    key = (weight.K, weight.N, weight.k_axis, weight.offset)
     kernel_block = _unpadded_block(weight)
     if kernel_block is not None:
         codes = write_codes(weight, kernel_block)

@@ -40,7 +40,6 @@ from rewrite_rules.concrete_shapes import DEFAULT_DIM, ConcreteShapes
 from rewrite_rules.execution_order import Dependencies, captures, is_constant
 
 _MICROSOFT = "com.microsoft"
-_STANDARD = ("", "ai.onnx")
 
 _ALIASES = frozenset({
     "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze",
@@ -339,7 +338,7 @@ class MemoryModel:
     def _set_reuse(self, node: ir.Node, index: int, numbers: Mapping[ir.Value, int]) -> None:
         if not self.makes[index] or not node.outputs[0].name or not node.inputs:
             return
-        if node.op_type in _ALIASES and node.domain in _STANDARD:
+        if node.op_type in _ALIASES and node.domain == "":
             value = node.inputs[0]
             if value is not None:
                 source = self.source[index] = numbers.get(value, _HELD_ELSEWHERE)
@@ -359,7 +358,7 @@ class MemoryModel:
 
 
 def _overwritten_input(node: ir.Node) -> int | None:
-    if node.domain in _STANDARD:
+    if node.domain == "":
         if node.op_type in _IN_PLACE_FLOAT_ONLY and (
             node.inputs[0] is None or node.inputs[0].dtype is ir.DataType.DOUBLE
         ):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What messages call a node, and the graphs within it."""
+"""What messages call a node, the subgraphs within it, and one name for the default domain."""
 
 from __future__ import annotations
 
-__all__ = ["bodies", "label"]
+__all__ = ["bodies", "label", "normalize_domains"]
 
 from collections.abc import Iterator
 
@@ -25,3 +25,16 @@ def bodies(node: ir.Node) -> Iterator[ir.Graph]:
             yield attribute.as_graph()
         elif attribute.type is ir.AttributeType.GRAPHS:
             yield from attribute.as_graphs()
+
+
+def normalize_domains(model: ir.Model) -> None:
+    """Import the default domain as ``""``, where a model calls it ``"ai.onnx"``.
+
+    onnx_ir does it for the domains of nodes. Rules look opsets up under one name.
+    """
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    holders += [body for node in model.graph.all_nodes() for body in bodies(node)]
+    for holder in holders:
+        version = holder.opset_imports.pop("ai.onnx", None)
+        if version is not None:
+            holder.opset_imports.setdefault("", version)

@@ -40,7 +40,7 @@ class PairMaker:
     def __init__(self, model: ir.Model) -> None:
         self.names = FreshNames(model)
         self._model = model
-        self.opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+        self.opset = model.opset_imports.get("", 0)
 
     def pair(
         self, tensor: QuantizedTensor, value: ir.Value, grid: QuantizationGrid

@@ -176,7 +176,7 @@ def sharing_groups(graph: QuantizedGraph) -> Groups:
     groups = Groups()
     for tensor in graph.tensors:
         for node in tensor.consumers():
-            if node.op_type not in SHARING_OPERATORS or node.domain not in ("", "ai.onnx"):
+            if node.op_type not in SHARING_OPERATORS or node.domain:
                 continue
             # Only the first input moves; others are indices, sizes, repeats.
             if node.inputs[0] not in {dq.outputs[0] for dq in tensor.dequantizes}:

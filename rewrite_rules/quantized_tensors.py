@@ -54,7 +54,7 @@ _RENAMED = "_QuantizeLinear_Input"
 
 def is_quantize_linear(node: ir.Node) -> bool:
     """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "QuantizeLinear" and node.domain in ("", "ai.onnx", "com.microsoft")
+    return node.op_type == "QuantizeLinear" and node.domain in ("", "com.microsoft")
 
 
 def read_grid(node: ir.Node) -> QuantizationGrid:
@@ -213,7 +213,7 @@ class QuantizedGraph:
         """Read a model; nothing is changed."""
         self.tensors: list[QuantizedTensor] = []
         self.refused: dict[str, str] = {}
-        self.opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+        self.opset = model.opset_imports.get("", 0)
         self._by_name: dict[str, list[QuantizedTensor]] = defaultdict(list)
         self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
         self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)

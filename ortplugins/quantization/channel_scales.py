@@ -36,7 +36,6 @@ from rewrite_rules.products import read_product
 
 Floats = npt.NDArray[np.float32]
 
-_STANDARD = ("", "ai.onnx")
 _MICROSOFT = "com.microsoft"
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Inputs of normalisations that scale and shift output 0, the ones that must be there first.
@@ -101,21 +100,20 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
     node = value.producer()
     if node is None or depth > _DEEPEST or value.index() != 0:
         raise Refusal("not computed by a node that scales")
-    domain = "" if node.domain in _STANDARD else node.domain
-    if indices := _NORMALISATIONS.get((domain, node.op_type)):
+    if indices := _NORMALISATIONS.get((node.domain, node.op_type)):
         _check_last_axis(node)
         return [
             _vector(node, index, channels)
             for index in indices
             if _input(node, index) is not None
         ]
-    if domain == "" and node.op_type in _THROUGH:
+    if node.domain == "" and node.op_type in _THROUGH:
         return _folds(_private(node.inputs[0]), channels, depth + 1)
-    if domain == "" and node.op_type == "Mul" and len(node.inputs) == 2:
+    if node.domain == "" and node.op_type == "Mul" and len(node.inputs) == 2:
         return _factor(node, channels, depth)
-    if domain == "" and node.op_type == "Add" and len(node.inputs) == 2:
+    if node.domain == "" and node.op_type == "Add" and len(node.inputs) == 2:
         return [fold for index in (0, 1) for fold in _term(node, index, channels, depth)]
-    if domain == "" and node.op_type in ("MatMul", "Gemm"):
+    if node.domain == "" and node.op_type in ("MatMul", "Gemm"):
         return _linear(node, channels)
     raise Refusal(f"{node.op_type} does not scale")
 

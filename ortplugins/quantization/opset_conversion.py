@@ -26,7 +26,7 @@ def raise_opset(model: ir.Model, opset: int, reason: str) -> bool:
     Raises:
         ModelFileError: If neither onnxscript's nor ONNX's converter can.
     """
-    found = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    found = model.opset_imports.get("", 0)
     if found >= opset:
         return False
     from onnxscript.version_converter import ConvertVersionPass

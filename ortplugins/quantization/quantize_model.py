@@ -319,7 +319,7 @@ def _raise_opset(model: ir.Model, layout: str, plan: WeightPlan) -> list[str]:
         return []
     bits = {weight.form.bits for group in plan.groups for weight in group.weights}
     opset, ir_version = max(_OPSETS[each] for each in bits)
-    found = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    found = model.opset_imports.get("", 0)
     reason = f"DequantizeLinear in blocks of {min(bits)} bits"
     converted = raise_opset(model, opset, reason)
     model.ir_version = max(model.ir_version or 0, ir_version)

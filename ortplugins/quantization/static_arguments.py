@@ -126,7 +126,7 @@ def check_float_model(loaded: LoadedModel, per_channel: bool) -> None:
             f"the pass 'mixed_precision_boundaries'"
         )
     imports = loaded.model.opset_imports
-    opset = imports.get("", imports.get("ai.onnx", 0))
+    opset = imports.get("", 0)
     least, reason = (13, "per_channel=True") if per_channel else (10, "QuantizeLinear")
     if opset < least:
         hint = "; or give per_channel=False" if per_channel and opset >= 10 else ""

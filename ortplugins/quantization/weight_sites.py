@@ -24,7 +24,6 @@ from rewrite_rules.products import Product, read_product
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 
-_STANDARD = ("", "ai.onnx")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
@@ -94,7 +93,7 @@ def find_sites(
 def _kind(node: ir.Node) -> str | None:
     if node.domain == "com.microsoft":
         return "MatMul" if node.op_type == "FusedMatMul" else None
-    return node.op_type if node.domain in _STANDARD else None
+    return node.op_type if node.domain == "" else None
 
 
 def _site(
@@ -193,7 +192,7 @@ def _root(operand: ir.Value) -> tuple[ir.Value, bool]:
     while (node := value.producer()) is not None and node.op_type == "Transpose":
         perm = node.attributes.get("perm")
         source = node.inputs[0] if node.inputs else None
-        if source is None or node.domain not in _STANDARD:
+        if source is None or node.domain:
             break
         if perm is None or list(perm.as_ints()) == [1, 0]:
             swapped = not swapped
