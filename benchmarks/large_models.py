@@ -14,7 +14,7 @@ from int4_chain import write_chain
 
 OPTIMIZE = """
 import json, sys, time
-import ortplugins.optimization
+import ortplugins.optimization.optimize
 start = time.perf_counter()
 ortplugins.optimize(sys.argv[1], sys.argv[2])
 print(json.dumps(time.perf_counter() - start))
@@ -22,7 +22,7 @@ print(json.dumps(time.perf_counter() - start))
 FIRST_START = """
 import json, sys, time
 import onnxruntime as ort, ortplugins
-from ortplugins.artifacts import prepare
+from ortplugins.artifacts.find_or_build import prepare
 so = ort.SessionOptions()
 ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), cache_dir=sys.argv[2])
 start = time.perf_counter()

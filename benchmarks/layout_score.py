@@ -16,8 +16,8 @@ from bounds import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from dequantized_models import relative_error
-from layout_matrix import LayoutCase, layout_cases
+from builders.dequantized_models import relative_error
+from builders.layout_matrix import LayoutCase, layout_cases
 
 import ortplugins
 

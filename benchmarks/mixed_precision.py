@@ -36,9 +36,9 @@ from onnxruntime.quantization import (
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 import ortplugins
-from ortplugins.quantization.precision_plan import PrecisionPlan, plan_precision
-from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
-from rewrite_rules.quantized_tensors import QuantizedGraph
+from ortplugins.quantization.planner.activations import PrecisionPlan, plan_precision
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks
 
 Feed = dict[str, npt.NDArray[Any]]

@@ -31,9 +31,9 @@ from branching_graphs import GRAPHS
 from child import run_child
 from real_nets import real_nets
 
-from rewrite_rules.memory_order import memory_order
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder import ReorderOptions, reorder
+from rewrite_rules.shape_size_reorder.order.search import memory_order
+from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
 
 # What the children share: a session of either kind, its feeds, and the peak of a run.
 _SESSION = """

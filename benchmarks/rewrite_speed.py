@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from bounds import Figure
 
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remarks
 
 _OPTIONS = FusionOptions(accuracy_level=0, slow_kernels="float")

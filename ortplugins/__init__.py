@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 from ortplugins._version import __version__
 
 if importlib.util.find_spec("onnxruntime") is None:
-    from ortplugins.missing_runtime import refuse_import
+    from ortplugins._missing_runtime import refuse_import
 
     refuse_import()
 
@@ -74,23 +74,23 @@ from session_options.registry import ship
 ship(WeightOnlyQuantization)
 
 if TYPE_CHECKING:
-    from ortplugins.comparison import Comparison, compare
-    from ortplugins.optimization import OptimizeResult, optimize
-    from ortplugins.patching import disable, enable, enabled
-    from ortplugins.quantization.static_mixed import quantize_static_mixed
-    from ortplugins.session import InferenceSession
+    from ortplugins.comparison.compare import Comparison, compare
+    from ortplugins.optimization.optimize import OptimizeResult, optimize
+    from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
+    from ortplugins.session.inference_session import InferenceSession
+    from ortplugins.session.patching import disable, enable, enabled
 
 # Imported when first used: a session that comes from the cache needs no onnx.
 _LAZY = {
-    "Comparison": "ortplugins.comparison",
-    "InferenceSession": "ortplugins.session",
-    "OptimizeResult": "ortplugins.optimization",
-    "compare": "ortplugins.comparison",
-    "disable": "ortplugins.patching",
-    "enable": "ortplugins.patching",
-    "enabled": "ortplugins.patching",
-    "optimize": "ortplugins.optimization",
-    "quantize_static_mixed": "ortplugins.quantization.static_mixed",
+    "Comparison": "ortplugins.comparison.compare",
+    "InferenceSession": "ortplugins.session.inference_session",
+    "OptimizeResult": "ortplugins.optimization.optimize",
+    "compare": "ortplugins.comparison.compare",
+    "disable": "ortplugins.session.patching",
+    "enable": "ortplugins.session.patching",
+    "enabled": "ortplugins.session.patching",
+    "optimize": "ortplugins.optimization.optimize",
+    "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from ortplugins.optimization import OptimizeResult
+from ortplugins.optimization.optimize import OptimizeResult
 from ortplugins.report import Report
 
 _KEY = "ortplugins_reports"

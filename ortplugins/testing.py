@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime
 
-    from ortplugins.comparison_inputs import Inputs
-    from ortplugins.executed_order import ProfiledNode
-    from ortplugins.model_source import ModelSource
+    from ortplugins.comparison.given_model import ModelSource
+    from ortplugins.comparison.inputs import Inputs
+    from ortplugins.comparison.profile import ProfiledNode
     from session_options import DqMatMulNBitsFusion
 
 # Lines of a message about nodes; a model has thousands.
@@ -105,7 +105,7 @@ def assert_no_unfused_weights(
         PassError: If the fusion fails.
     """
     __tracebackhide__ = True
-    from ortplugins.unfused_weights import unfused_in
+    from ortplugins.comparison.unfused_weights import unfused_in
 
     unfused = unfused_in(model, fusion, final=_is_final(model))
     if unfused:
@@ -157,9 +157,9 @@ def assert_same_outputs(
         ValueError: If an argument cannot be; names it.
     """
     __tracebackhide__ = True
+    from ortplugins.comparison.difference import find_violation
+    from ortplugins.comparison.model_pair import ModelPair
     from ortplugins.errors import ModelFileError
-    from ortplugins.model_runs import ModelPair
-    from ortplugins.value_difference import find_violation
 
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
@@ -229,9 +229,9 @@ def assert_runs_in_order(
         CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison_inputs import comparison_feeds
-    from ortplugins.executed_order import profiled_run
-    from ortplugins.model_source import as_file, is_session
+    from ortplugins.comparison.given_model import as_file, is_session
+    from ortplugins.comparison.inputs import comparison_feeds
+    from ortplugins.comparison.profile import profiled_run
 
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
@@ -244,7 +244,7 @@ def assert_runs_in_order(
             options = options or session.get_session_options()
             providers = session.get_providers()
         else:
-            from ortplugins.model_runs import open_model
+            from ortplugins.comparison.model_pair import open_model
 
             session = open_model(path, "disable", providers)
         feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
@@ -304,8 +304,8 @@ def _graph_of(model: ModelSource) -> ir.Model:
     import onnx
     import onnx_ir as ir
 
-    from ortplugins.model_files import read_model_file
-    from ortplugins.model_source import as_ir, quiet_about_packed_weights
+    from ortplugins.comparison.given_model import as_ir, quiet_about_packed_weights
+    from ortplugins.model_io.loading import read_model_file
 
     checked: ir.Model = as_ir(model)  # whatever is wrong with it is told there
     if isinstance(model, str | os.PathLike):
@@ -319,7 +319,7 @@ def _graph_of(model: ModelSource) -> ir.Model:
 
 def _operators(model: ModelSource) -> dict[tuple[str, str], int]:
     """Count nodes by domain and operator."""
-    from ortplugins.optimization import OptimizeResult
+    from ortplugins.optimization.optimize import OptimizeResult
 
     if isinstance(model, OptimizeResult):
         model = model.model if model.path is None else model.path
@@ -367,9 +367,9 @@ def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
 
 def _reasons(model: ModelSource, fusion: DqMatMulNBitsFusion | None) -> dict[str, str]:
     """Why nodes are not fused: the report's word, else the fusion's own."""
+    from ortplugins.comparison.given_model import report_of
+    from ortplugins.comparison.unfused_weights import unfused_in
     from ortplugins.errors import PassError
-    from ortplugins.model_source import report_of
-    from ortplugins.unfused_weights import unfused_in
 
     report = report_of(model)
     if report is not None and fusion is None:
@@ -386,15 +386,15 @@ def _reasons(model: ModelSource, fusion: DqMatMulNBitsFusion | None) -> dict[str
 
 
 def _is_final(model: ModelSource) -> bool:
-    from ortplugins.model_source import is_session
-    from ortplugins.optimization import OptimizeResult
+    from ortplugins.comparison.given_model import is_session
+    from ortplugins.optimization.optimize import OptimizeResult
 
     return is_session(model) or isinstance(model, OptimizeResult)
 
 
 def _called(model: ModelSource) -> str:
-    from ortplugins.model_source import is_session
-    from ortplugins.optimization import OptimizeResult
+    from ortplugins.comparison.given_model import is_session
+    from ortplugins.optimization.optimize import OptimizeResult
 
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)

@@ -56,14 +56,14 @@ class WeightOnlyQuantization(Pass):
     )
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
-        """Quantise in place, with :mod:`ortplugins.quantization`."""
+        """Quantise in place, with :mod:`.quantization`."""
         import tempfile
         from pathlib import Path
 
-        from ortplugins.quantization.block_format import BlockFormat
-        from ortplugins.quantization.quantizer import quantize_graph
-        from ortplugins.quantization.weight_plan import QuantizeSettings, plan_weights
-        from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+        from ortplugins.quantization.methods.block_format import BlockFormat
+        from ortplugins.quantization.weights.plan import QuantizeSettings, plan_weights
+        from ortplugins.quantization.weights.work import quantize_graph
+        from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
         from rewrite_rules.remarks import Remarks
 
         patterns = [part.strip() for part in self.nodes_to_exclude.split(",")]

@@ -113,7 +113,7 @@ class MixedPrecisionBoundaries(Pass):
         return str(self.overrides)[1:] if is_named else ""
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
-        """Place boundaries and fold pairs; see :mod:`rewrite_rules.mixed_precision`.
+        """Place boundaries and fold pairs; see :mod:`.place`.
 
         Raises:
             OptionError: If the overrides' file was not read; ``ortplugins`` does that before
@@ -122,8 +122,11 @@ class MixedPrecisionBoundaries(Pass):
         """
         import onnx_ir as ir
 
-        from rewrite_rules.boundary_folds import fold_pairs
-        from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
+        from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+        from rewrite_rules.mixed_precision_boundaries.place import (
+            BoundaryOptions,
+            place_boundaries,
+        )
         from session_options.overrides import read_overrides, read_quant_type
 
         key = option_key(self.name, "overrides")
@@ -147,11 +150,13 @@ class MixedPrecisionBoundaries(Pass):
         fold_pairs(model, self.target, context)
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
-        """Dequantise constants of float regions; see :mod:`rewrite_rules.float_constants`.
+        """Dequantise constants of float regions; see :mod:`.float_region_constants`.
 
         After all fusions, which may have taken the codes.
         """
-        from rewrite_rules.float_constants import unpack_constants
+        from rewrite_rules.mixed_precision_boundaries.float_region_constants import (
+            unpack_constants,
+        )
 
         unpack_constants(model, self.float_limit_mb, context)
 
@@ -178,7 +183,7 @@ _PROMOTED = {"UINT16": "QUInt16", "INT16": "QInt16"}
 
 @contextlib.contextmanager
 def _as_option_error(key: str) -> Iterator[None]:
-    from rewrite_rules.tensor_overrides import OverrideError
+    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
     try:
         yield
@@ -216,8 +221,8 @@ class DqMatMulNBitsFusion(Pass):
     )
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
-        """Fuse in place; rules in :mod:`rewrite_rules.dq_matmulnbits`."""
-        from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+        """Fuse in place; rules in :mod:`.fuse`."""
+        from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 
         options = FusionOptions(self.accuracy_level, self.slow_kernels, self.float_limit_mb)
         fuse(model, options, context)
@@ -261,12 +266,12 @@ class ShapeSizeReorder(Pass):
         _ = self.sizes
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
-        """Rewrite and reorder in place; see :mod:`rewrite_rules.shape_size_reorder`.
+        """Rewrite and reorder in place; see :mod:`.reorder`.
 
         After onnxruntime's own fusions: they give new nodes another place, and which of them
         fire depends on where shapes are read.
         """
-        from rewrite_rules.shape_size_reorder import ReorderOptions, reorder
+        from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
 
         options = ReorderOptions(self.sizes, self.for_default_order, self.lean_session)
         reorder(model, options, context)
@@ -320,8 +325,8 @@ class PrepackedWeights(Pass):
     )
 
     def finish(self, model_path: Path, context: PassContext) -> None:
-        """Pack in place; see :mod:`rewrite_rules.prepacked_weights`."""
-        from rewrite_rules.prepacked_weights import PrepackOptions, prepack
+        """Pack in place; see :mod:`.prepack`."""
+        from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
 
         prepack(model_path, PrepackOptions(self.limit_mb, self.timeout), context)
 
@@ -332,7 +337,7 @@ class PrepackedWeights(Pass):
     def opened(self) -> None:
         """Give back what packing left on the heap."""
         if self.trim:
-            from rewrite_rules.resident_memory import trim_heap
+            from rewrite_rules.prepacked_weights.trim_heap import trim_heap
 
             trim_heap()
 

@@ -30,7 +30,11 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rewrite_rules.tensor_overrides import OverrideError, Overrides, TensorOverride
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    Overrides,
+    TensorOverride,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -60,7 +64,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
 
     Returns:
         The overrides; whether a model can follow them,
-        :func:`rewrite_rules.tensor_overrides.check_overrides` says.
+        :func:`.check_overrides` says.
 
     Raises:
         OverrideError: If it is no JSON, or not of this schema; says where.
@@ -291,7 +295,7 @@ _READERS: dict[str, Callable[[Any, str, int], Any]] = {
 
 
 def _closest(name: str, known: Collection[str]) -> str:
-    """As :func:`session_options.keys.closest`, but types and keys differ in more than case."""
+    """As :func:`.closest`, but types and keys differ in more than case."""
     by_lower = {item.lower(): item for item in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""

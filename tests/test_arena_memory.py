@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewrite_rules.arena_memory import touched_bytes
+from rewrite_rules.shape_size_reorder.order.arena import touched_bytes
 
 MB = 1 << 20
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul, relative_error
+from builders.dequantized_models import DequantizedMatMul, relative_error
 
 import ortplugins
-from ortplugins.artifact_cache import ArtifactCache, Entry, cache_root
+from ortplugins.artifacts.store import ArtifactCache, Entry, cache_root
 
 CASE = DequantizedMatMul(512, 512, 32)
 CPU = ["CPUExecutionProvider"]
@@ -75,7 +75,7 @@ def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(
     # The builder stops between baking and publishing, and is killed there.
     stopping = START.replace(
         "so = ort",
-        "from ortplugins.artifact_cache import ArtifactCache as C\n"
+        "from ortplugins.artifacts.store import ArtifactCache as C\n"
         "import time\n"
         "C.publish = lambda *a: (print('built', flush=True), time.sleep(60))\n"
         "so = ort",
@@ -169,7 +169,7 @@ def test_a_cache_that_is_only_readable_serves_hits(model_path: Path, cache_dir: 
 def test_a_model_replaced_while_it_is_built_is_not_published(
     model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.optimization as module
+    import ortplugins.optimization.optimize as module
 
     real = module.build_artifact
 

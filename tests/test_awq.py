@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.awq_clip import search_clip
-from ortplugins.quantization.awq_scales import ALPHAS, search_scales
-from ortplugins.quantization.block_format import BlockFormat
-from ortplugins.quantization.round_to_nearest import dequantize_blocks, quantize_blocks
+from ortplugins.quantization.methods.awq_clip import search_clip
+from ortplugins.quantization.methods.awq_scales import ALPHAS, search_scales
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
 
 FORMS = [
     BlockFormat(bits, size, symmetric)

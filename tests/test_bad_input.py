@@ -31,7 +31,7 @@ from test_fuzz import (
 
 import ortplugins
 from ortplugins import ModelFileError, PassError
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks, RewriteError
 
 T = onnx.TensorProto

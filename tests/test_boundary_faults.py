@@ -10,15 +10,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from qdq_models import chains, count, grid, place, quantized, run
+from builders.qdq_models import chains, count, grid, place, quantized, run
 
 import ortplugins
 from ortplugins import quantize_static_mixed
 from ortplugins.errors import QuantizationError
-from rewrite_rules.boundary_folds import fold_pairs
-from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    TensorOverride,
+)
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-from rewrite_rules.tensor_overrides import OverrideError, TensorOverride
 from session_options import MixedPrecisionBoundaries
 
 U8, U16, I16 = ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.INT16

@@ -12,8 +12,8 @@ import onnxruntime
 import pytest
 
 import ortplugins
-from rewrite_rules.boundary_folds import fold_pairs
-from rewrite_rules.quantization_grid import QuantizationGrid
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 

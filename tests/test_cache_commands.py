@@ -18,14 +18,14 @@ import filelock
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from test_artifact_cache import check, spawn, start
 from test_cli import SCRIPT, snapshot
 
 import ortplugins
-from ortplugins import terminal
-from ortplugins.artifact_cache import ArtifactCache, Entry
-from ortplugins.warming import Warmed, warm
+from ortplugins.artifacts.store import ArtifactCache, Entry
+from ortplugins.artifacts.warming import Warmed, warm
+from ortplugins.cli import terminal
 
 CASE = DequantizedMatMul(512, 512, 32)
 DAY = 86400.0
@@ -45,7 +45,7 @@ print(session.ortplugins_report.source)
 CHECK_AND_COLLECT = """
 import sys
 from pathlib import Path
-from ortplugins.artifact_cache import ArtifactCache
+from ortplugins.artifacts.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
 print([item.damage for item in cache.verify()])
 cache.collect(max_size=0)
@@ -53,7 +53,8 @@ cache.collect(max_size=0)
 
 # Becomes another user, who may not be let into this one's environment: imports come first.
 AS_NOBODY = f"""
-import os, sys, filelock, onnxruntime, ortplugins.cli, ortplugins.session, ortplugins.baking
+import os, sys, filelock, onnxruntime, ortplugins.cli.app, ortplugins.session.inference_session
+import ortplugins.optimization.offline_optimizers
 import session_options.registry
 session_options.registry.pass_names()
 os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
@@ -63,7 +64,7 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 COLLECTOR = """
 import sys, threading
 from pathlib import Path
-from ortplugins.artifact_cache import ArtifactCache
+from ortplugins.artifacts.store import ArtifactCache
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
 cache, removed = ArtifactCache(Path(sys.argv[1])), 0

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins.errors import CalibrationError
-from ortplugins.model_files import load_path
-from ortplugins.quantization.activation_statistics import (
+from ortplugins.model_io.loading import load_path
+from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
     accumulator_bytes,
     pooled,
 )
-from ortplugins.quantization.calibration import ActivationRequest, collect
-from ortplugins.quantization.calibration_data import KeptSamples
+from ortplugins.quantization.statistics.collect import ActivationRequest, collect
+from ortplugins.samples.sources import KeptSamples
 
 K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
 RNG = np.random.default_rng(0)

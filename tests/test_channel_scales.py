@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
-from dequantized_models import relative_error, run
-from quantized_files import arrays_of, kinds, read
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import arrays_of, kinds, read
 from test_quantize import model_of, normal
 
-from ortplugins.quantization import group_work, quantize
+from ortplugins.quantization import quantize
+from ortplugins.quantization.weights import group as group_work
 
 # Channels of activations; features after a Linear; tokens.
 K, N, T = 24, 10, 40

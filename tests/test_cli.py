@@ -17,12 +17,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul, make_model, run
+from builders.dequantized_models import DequantizedMatMul, make_model, run
 
 import ortplugins
 import session_options
-from ortplugins import cli
-from ortplugins.artifact_cache import ArtifactCache
+from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.cli import app as cli
 from ortplugins.report import Report
 from session_options.keys import options_of
 from session_options.plan import GENERAL_OPTIONS
@@ -122,7 +122,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(ortp: Command, miss
 
 def test_what_opens_no_model_imports_no_onnx(ortp: Command):
     code = (
-        "import sys; from ortplugins.cli import main\n"
+        "import sys; from ortplugins.cli.app import main\n"
         "try: main()\n"
         "finally: print({'onnx', 'onnx_ir', 'onnxscript', 'onnxruntime'} & set(sys.modules))"
     )

@@ -14,16 +14,18 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins import comparison, layer_comparison, value_difference
-from ortplugins.cli import app
-from ortplugins.comparison_inputs import comparison_feeds
+from ortplugins.cli.app import app
+from ortplugins.comparison import compare as comparison
+from ortplugins.comparison import difference as value_difference
+from ortplugins.comparison import layers as layer_comparison
+from ortplugins.comparison.difference import Difference, DifferenceSum
+from ortplugins.comparison.inputs import comparison_feeds
 from ortplugins.errors import CalibrationError
-from ortplugins.timed_process import Timing, time_in_turn
-from ortplugins.value_difference import Difference, DifferenceSum
+from ortplugins.measurement.timed_process import Timing, time_in_turn
 
 FUSION = "dq_matmulnbits_fusion"
 

@@ -14,12 +14,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from doc_blocks import PAGES, ROOT, RUN, blocks_of, commands, run_blocks
-from example_pass import installed
+from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, commands, run_blocks
+from builders.example_pass import installed
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins import cli
+from ortplugins.cli import app as cli
 from ortplugins.quantization import quantize
 from session_options import registry
 from session_options.builtin_passes import BUILTIN_PASSES

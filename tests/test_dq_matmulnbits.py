@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from dequantized_models import (
+from builders.dequantized_models import (
     DequantizedMatMul,
     make_model,
     op_types,
@@ -19,7 +19,7 @@ from dequantized_models import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks
 
 EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")

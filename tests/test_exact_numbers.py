@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from dequantized_models import run
+from builders.dequantized_models import run
 
 import ortplugins
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from example_pass import EXAMPLE, installed
+from builders.example_pass import EXAMPLE, installed
 
 ROOT = Path(__file__).parents[1]
 MODEL = """<ir_version: 10, opset_import: ["": 21]>

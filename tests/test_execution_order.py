@@ -8,11 +8,11 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-import order_graphs
 import pytest
+from builders import order_graphs
 
-from rewrite_rules.constants import Refusal
-from rewrite_rules.execution_order import (
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
     Dependencies,
     bodies,
     captures,

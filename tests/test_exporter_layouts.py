@@ -12,8 +12,8 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import pytest
-from dequantized_models import relative_error, run
-from exporter_layouts import (
+from builders.dequantized_models import relative_error, run
+from builders.exporter_layouts import (
     LAYOUTS,
     Layout,
     float_branches,
@@ -24,7 +24,7 @@ from exporter_layouts import (
     quantise_static,
 )
 
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks
 
 EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import ortplugins
-from rewrite_rules.float_constants import unpack_constants
+from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
 from rewrite_rules.remarks import PassContext, Remarks
 
 # A product and its bias, per channel; the activation is float.

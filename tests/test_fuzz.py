@@ -48,7 +48,7 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 import ortplugins
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks, RewriteError
 
 TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))

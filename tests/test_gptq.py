@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.block_format import BlockFormat
-from ortplugins.quantization.gptq import gptq
-from ortplugins.quantization.round_to_nearest import dequantize_blocks, quantize_blocks
-from ortplugins.quantization.sensitivity import worth_more_bits
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.gptq import gptq
+from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
+from ortplugins.quantization.weights.allocation import worth_more_bits
 
 PLAIN = {"ratios": (1.0,), "revisits": 0}
 FORMS = [

@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ortplugins import inline_tensors
 from ortplugins.errors import ModelFileError
-from ortplugins.model_files import load_path
+from ortplugins.model_io import mapped_initializers as inline_tensors
+from ortplugins.model_io.loading import load_path
 
 
 @pytest.fixture(autouse=True)

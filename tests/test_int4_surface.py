@@ -11,12 +11,12 @@ import logging
 import re
 from pathlib import Path
 
-import int4_golden
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from int4_golden import numbers, packed, weight
+from builders import int4_golden
+from builders.int4_golden import numbers, packed, weight
 from onnx import TensorProto, helper, numpy_helper
 
 import ortplugins

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from layout_matrix import Drawing, Quantized
+from builders.layout_matrix import Drawing, Quantized
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli import app
-from rewrite_rules.block_quantized_weight import NoKernel
-from rewrite_rules.kernel_support import (
+from ortplugins.cli.app import app
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     matmulnbits_unsupported,
     parse_version,
     table_unsupported,
 )
+from rewrite_rules.weights.block_quantized_weight import NoKernel
 
 VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
-from dequantized_models import relative_error, run
-from layout_matrix import LayoutCase, layout_cases
+from builders.dequantized_models import relative_error, run
+from builders.layout_matrix import LayoutCase, layout_cases
 
-from rewrite_rules.dq_matmulnbits import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
 
 EVERY_KERNEL = FusionOptions(accuracy_level=0, slow_kernels="fuse")

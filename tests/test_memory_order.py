@@ -10,17 +10,21 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-import order_graphs
 import pytest
+from builders import order_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.concrete_shapes import DEFAULT_DIM, concrete_shapes
-from rewrite_rules.constants import Refusal
-from rewrite_rules.default_order_file import closest_default_order
-from rewrite_rules.execution_order import Dependencies, default_order, priority_order
-from rewrite_rules.live_memory import MemoryModel
-from rewrite_rules.memory_order import GraphOrder, memory_order
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
+from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
+    Dependencies,
+    default_order,
+    priority_order,
+)
+from rewrite_rules.shape_size_reorder.order.search import GraphOrder, memory_order
+from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
 
 GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
 

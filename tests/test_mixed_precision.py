@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from builders.qdq_models import chains, count, grid, parse, place, quantized, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization import (
@@ -19,13 +20,15 @@ from onnxruntime.quantization import (
     QuantType,
     quantize_static,
 )
-from qdq_models import chains, count, grid, parse, place, quantized, run
 
-from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
-from rewrite_rules.quantization_grid import QuantizationGrid
-from rewrite_rules.quantized_tensors import QuantizedGraph, is_quantize_linear
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
+    QuantizedGraph,
+    is_quantize_linear,
+)
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-from rewrite_rules.tensor_overrides import TensorOverride
 
 U8, I8, U16, I16 = (
     ir.DataType.UINT8,

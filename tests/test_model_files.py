@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul, relative_error, run
+from builders.dequantized_models import DequantizedMatMul, relative_error, run
 
 import ortplugins
 from ortplugins import MissingFileError, ModelFileError

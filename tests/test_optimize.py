@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from dequantized_models import (
+from builders.dequantized_models import (
     DequantizedMatMul,
     make_model,
     op_types,
@@ -270,9 +270,11 @@ def test_what_is_saved_is_what_was_meant(
 
 
 def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("rewrite_rules.code_repacking._TILE_BYTES", 1 << 10)
-    monkeypatch.setattr("rewrite_rules.dequantize_reader._CHUNK_ELEMENTS", 1 << 9)
-    monkeypatch.setattr("rewrite_rules.matmulnbits._CHUNK_BYTES", 1 << 6)
+    monkeypatch.setattr("rewrite_rules.weights.repacking._TILE_BYTES", 1 << 10)
+    monkeypatch.setattr("rewrite_rules.weights.dequantized_operand._CHUNK_ELEMENTS", 1 << 9)
+    monkeypatch.setattr(
+        "rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs._CHUNK_BYTES", 1 << 6
+    )
     for storage in ("int4", "uint8", "int2"):
         for layout in ("axis0", "transposed"):
             for n in (300, 301):

@@ -162,7 +162,7 @@ def test_the_command_without_onnxruntime_is_one_sentence(
 ):
     # The script as pip writes it.
     script = tmp_path / "ortplugins"
-    script.write_text("import sys\nfrom ortplugins.cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom ortplugins.cli.app import main\nsys.exit(main())\n")
     arguments = {
         "script": [str(script)],
         "module": ["-m", "ortplugins"],

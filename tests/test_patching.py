@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from dequantized_models import DequantizedMatMul, relative_error
+from builders.dequantized_models import DequantizedMatMul, relative_error
 from onnxruntime import InferenceSession as EarlyBound
 
 import ortplugins
@@ -32,8 +32,8 @@ from ortplugins import (
     OrtpluginsWarning,
     PrepackedWeights,
 )
-from ortplugins.environment import plan_entries, plan_text
 from rewrite_rules.remarks import PassContext
+from session_options.environment import plan_entries, plan_text
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 CPU = ["CPUExecutionProvider"]
@@ -343,7 +343,7 @@ def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.Monk
     def prepare(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("ortplugins.session_opening.prepare", prepare)
+    monkeypatch.setattr("ortplugins.session.opening.prepare", prepare)
     with (
         ortplugins.enabled(),
         pytest.warns(OrtpluginsWarning, match="ZeroDivisionError: a bug; the untouched"),
@@ -612,7 +612,7 @@ def test_general_options_from_the_environment(
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
-    monkeypatch.setattr("ortplugins.session_opening.prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr("ortplugins.session.opening.prepare", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
     with ortplugins.enabled(strict=False), pytest.warns(OrtpluginsWarning):

@@ -17,19 +17,19 @@ import onnxruntime
 import pytest
 from typer.testing import CliRunner
 
-from ortplugins.cli import app
+from ortplugins.cli.app import app
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.precision_picture import as_svg, as_text
+from ortplugins.html_report.precision_chart import as_svg, as_text
 from ortplugins.quantization import quantize
-from ortplugins.quantization.bits_plan import plan_bits
-from ortplugins.quantization.calibration_data import KeptSamples
-from ortplugins.quantization.output_deviation import Deviation
-from ortplugins.quantization.precision_plan import plan_precision
-from ortplugins.quantization.precision_search import CurvePoint
-from ortplugins.quantization.precision_sensitivity import SwitchedModel
-from ortplugins.quantization.precision_switches import add_switches
-from rewrite_rules.mixed_precision import BoundaryOptions, place_boundaries
-from rewrite_rules.quantized_tensors import QuantizedGraph
+from ortplugins.quantization.planner.activations import plan_precision
+from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.search import CurvePoint
+from ortplugins.quantization.planner.switched_model import SwitchedModel
+from ortplugins.quantization.planner.switches import add_switches
+from ortplugins.quantization.planner.weights import plan_bits
+from ortplugins.samples.sources import KeptSamples
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks
 from session_options.overrides import read_overrides
 

@@ -7,9 +7,12 @@ import re
 
 import onnx_ir as ir
 import pytest
-from qdq_models import chains, count, grid, place, quantized
+from builders.qdq_models import chains, count, grid, place, quantized
 
-from rewrite_rules.tensor_overrides import OverrideError, TensorOverride
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    TensorOverride,
+)
 
 U8, I8, U16, I16 = (
     ir.DataType.UINT8,

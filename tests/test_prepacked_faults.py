@@ -29,12 +29,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
-from ortplugins.artifact_cache import ArtifactCache
-from rewrite_rules.prepacked_records import read_records
+from ortplugins.artifacts.store import ArtifactCache
+from rewrite_rules.prepacked_weights.records import read_records
 
 FAULTS = int(os.environ.get("ORTPLUGINS_FAULTS", "5"))
 CPU = ["CPUExecutionProvider"]
@@ -168,7 +168,10 @@ class Finder:
             {action}
 sys.meta_path.insert(0, Finder())
 """
-_PACKING, _BUILDING = "rewrite_rules.prepack_worker", "ortplugins.build_process"
+_PACKING, _BUILDING = (
+    "rewrite_rules.prepacked_weights.child",
+    "ortplugins.artifacts.build_process",
+)
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, action: str) -> None:
@@ -624,7 +627,7 @@ def test_what_failed_once_is_tried_again(
         with pytest.warns(OrtpluginsWarning, match="ended with -9"):
             session = start(model_path)
         check(session, expected["case"])
-    monkeypatch.setattr("ortplugins.artifacts._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("ortplugins.artifacts.find_or_build._RETRY_SECONDS", 0.0)
     session = start(model_path)
     check(session, expected["case"])
     assert blobs_in_use(session.ortplugins_report.to_text()) == 1

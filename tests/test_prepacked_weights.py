@@ -18,21 +18,21 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul, make_model, relative_error
+from builders.dequantized_models import DequantizedMatMul, make_model, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
-from rewrite_rules.prepacked_records import (
+from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
+from rewrite_rules.prepacked_weights.records import (
     Record,
     lay_out,
     places,
     read_records,
     restore_order,
 )
-from rewrite_rules.prepacked_weights import PrepackOptions, prepack
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options.keys import stored
 
@@ -469,7 +469,7 @@ def test_the_limit_is_looked_at_before_and_after(
     before = files(path.parent)
     assert "would take about 2 MB of disk, above limit_mb=2" in pack(path, limit_mb=2)[1]
     assert files(path.parent) == before
-    import rewrite_rules.prepacked_weights as module
+    import rewrite_rules.prepacked_weights.prepack as module
 
     real = module._run_child
     monkeypatch.setattr(module, "_run_child", lambda *a: {**real(*a), "data_bytes": 3_100_000})
@@ -656,7 +656,7 @@ def test_a_packing_that_computes_something_else_is_refused(
     # The child gets a lay_out that mixes up two tensors of equal size.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import rewrite_rules.prepacked_records as r\n"
+        "import rewrite_rules.prepacked_weights.records as r\n"
         "real = r.lay_out\n"
         "r.lay_out = lambda m, f, n, same: real(m, f, n, dict.fromkeys(same, 'one'))\n"
     )
@@ -845,7 +845,7 @@ def test_overridden_dimensions(model_path: Path):
 def test_another_processor_has_an_entry_of_its_own(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.artifacts as module
+    import ortplugins.artifacts.find_or_build as module
 
     assert start(model_path).ortplugins_report.source == "built"
     monkeypatch.setattr(module, "cpu_features", lambda: "another")

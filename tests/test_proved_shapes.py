@@ -13,8 +13,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from rewrite_rules.dimensions import Dim, Shape
-from rewrite_rules.proved_shapes import ProvedShapes
+from rewrite_rules.shapes.dimensions import Dim, Shape
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 CONSTANTS = """<
     float one = {1},

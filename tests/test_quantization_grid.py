@@ -12,8 +12,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from rewrite_rules.constants import Refusal
-from rewrite_rules.quantization_grid import GRID_TYPES, QuantizationGrid
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import (
+    GRID_TYPES,
+    QuantizationGrid,
+)
 
 UINT8, INT8, UINT16, INT16 = GRID_TYPES
 EIGHT_BITS, SIXTEEN_BITS = (UINT8, INT8), (UINT16, INT16)

@@ -17,15 +17,15 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from dequantized_models import relative_error, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantized_files import (
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import (
     codes_of,
     dequantised,
     read,
     rounded_to_nearest,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins.quantization import quantize

@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from dequantized_models import run
-from quantized_files import arrays_of, dequantised, read
+from builders.dequantized_models import run
+from builders.quantized_files import arrays_of, dequantised, read
 from test_quantize import model_of, normal
 
 from ortplugins.errors import CalibrationError, MissingFileError, ModelFileError

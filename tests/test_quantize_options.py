@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from dequantized_models import relative_error, run
-from quantized_files import arrays_of, dequantised, kinds, nodes_of, read
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import arrays_of, dequantised, kinds, nodes_of, read
 from test_quantize import FORMATS, model_of, normal
 
 from ortplugins.errors import ModelFileError, OrtpluginsWarning

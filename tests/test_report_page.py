@@ -16,16 +16,17 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
-from ortplugins import report_facts, report_page
-from ortplugins.cli import app
-from ortplugins.report_charts import draw_errors, draw_memory, thinned
-from ortplugins.report_facts import gather_facts, group_remarks
-from ortplugins.report_page import render_page
-from ortplugins.session_costs import MeasureError, example_feed
-from ortplugins.weight_bytes import weight_bytes
+from ortplugins.cli.app import app
+from ortplugins.html_report import facts as report_facts
+from ortplugins.html_report import page as report_page
+from ortplugins.html_report.charts import draw_errors, draw_memory, thinned
+from ortplugins.html_report.facts import gather_facts, group_remarks
+from ortplugins.html_report.page import render_page
+from ortplugins.html_report.weight_bytes import weight_bytes
+from ortplugins.measurement.session_costs import MeasureError, example_feed
 from session_options import OptionError
 
 pytest.importorskip("jinja2", reason="the page needs ortplugins[report]")

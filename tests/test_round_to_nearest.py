@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ortplugins.quantization import BlockFormat, quantize_blocks
-from ortplugins.quantization.round_to_nearest import dequantize_blocks
+from ortplugins.quantization.methods.nearest import dequantize_blocks
 
 SYMMETRIES = pytest.mark.parametrize("is_symmetric", [True, False])
 

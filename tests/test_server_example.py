@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from dequantized_models import DequantizedMatMul, relative_error
+from builders.dequantized_models import DequantizedMatMul, relative_error
 
 for needed in ("fastapi", "httpx2", "uvicorn", "tokenizers"):
     pytest.importorskip(needed, reason=f"the server example needs {needed}: [server]")

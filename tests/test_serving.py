@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
-from ortplugins.cli import app
+from ortplugins.cli.app import app
 
 CASE = DequantizedMatMul(256, 192, 32)
 

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul, relative_error, run
+from builders.dequantized_models import DequantizedMatMul, relative_error, run
 
 import ortplugins
 import session_options.registry
@@ -313,7 +313,7 @@ def test_strict_raises_chained(model_path: Path):
 def test_an_entry_removed_between_look_up_and_start(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.session_opening as module
+    import ortplugins.session.opening as module
 
     real = module.prepare
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from hypothesis import given
 from hypothesis import strategies as st
 

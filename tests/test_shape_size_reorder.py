@@ -17,10 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.artifacts import prepare
-from ortplugins.cli import app
-from ortplugins.order_picture import Curve, as_svg, as_text
-from ortplugins.order_report import order_of
+from ortplugins.artifacts.find_or_build import prepare
+from ortplugins.cli.app import app
+from ortplugins.html_report.live_memory import order_of
+from ortplugins.html_report.live_memory_chart import Curve, as_svg, as_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ortplugins.pipeline import infer_shapes
+from ortplugins.optimization.stages import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_sources import simplify_shapes
+from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 
 F = np.float32
 HEAD = '<ir_version: {ir_version}, opset_import: ["": {opset}, "com.microsoft": 1]>'

@@ -28,10 +28,10 @@ from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverrides
 from typer.testing import CliRunner
 
 from ortplugins import quantize_static_mixed
-from ortplugins.cli import app
+from ortplugins.cli.app import app
 from ortplugins.errors import CalibrationError, MissingFileError, QuantizationError
-from rewrite_rules.quantization_grid import QuantizationGrid
-from rewrite_rules.tensor_overrides import OverrideError
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
 # onnx_ir's type of an element type, as onnx's text has it.
 FLOATS = {"float": np.float32, "float16": np.float16}

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.strided_axes import Run, joined, offsets, reshape, row_major
+from rewrite_rules.weights.strided_axes import Run, joined, offsets, reshape, row_major
 
 
 def quantised(shape: tuple[int, ...], axis: int, block: int):

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime as ort
 
-from rewrite_rules.symbolic_shapes import unify_symbolic_dims
+from rewrite_rules.shapes.symbolic_dims import unify_symbolic_dims
 
 
 def shapes(text: str) -> dict[str, list[int | str | None]]:

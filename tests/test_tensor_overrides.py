@@ -28,16 +28,16 @@ from onnxruntime.quantization import (
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli import app
-from ortplugins.option_files import read_option_files
-from ortplugins.quantization.onnxruntime_overrides import to_onnxruntime
-from rewrite_rules.tensor_overrides import (
+from ortplugins.cli.app import app
+from ortplugins.quantization.activations.onnxruntime_overrides import to_onnxruntime
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,
     TensorOverride,
     check_overrides,
 )
 from session_options import MixedPrecisionBoundaries, OptionError
+from session_options.option_files import read_option_files
 from session_options.overrides import canonical_overrides, format_overrides, read_overrides
 from session_options.plan import make_plan
 

@@ -15,14 +15,14 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner, Result
 
 import ortplugins
-from ortplugins import cli
-from ortplugins.cli import app
+from ortplugins.cli import app as cli
+from ortplugins.cli.app import app
+from ortplugins.cli.github_annotations import annotation, annotations_of
 from ortplugins.errors import CalibrationError
-from ortplugins.github_annotations import annotation, annotations_of
 from ortplugins.report import PassReport, Report
 from ortplugins.testing import (
     assert_fused,

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from refusal_texts import HOLE, all_texts, covers, refusal_texts
+from builders.refusal_texts import HOLE, all_texts, covers, refusal_texts
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 # First cells of the tables, with what is no text of the sources left out.

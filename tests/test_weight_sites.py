@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from quantized_files import dequantised, kinds, read
+from builders.quantized_files import dequantised, kinds, read
 from test_quantize import FORMATS, model_of, normal
 
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
-from ortplugins.quantization.weight_sites import WeightSite, find_sites
+from ortplugins.quantization.weights.sites import WeightSite, find_sites
 
 K, N = 12, 5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 __all__ = ["BlockFormat", "QuantizeReport", "QuantizeResult", "quantize", "quantize_blocks"]
 
-from ortplugins.quantization.block_format import BlockFormat
-from ortplugins.quantization.quantize_model import QuantizeResult, quantize
-from ortplugins.quantization.report import QuantizeReport
-from ortplugins.quantization.round_to_nearest import quantize_blocks
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.nearest import quantize_blocks
+from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
+from ortplugins.quantization.weights.report import QuantizeReport

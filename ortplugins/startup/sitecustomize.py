@@ -65,7 +65,7 @@ class _Switching(importlib.abc.Loader):
             text = f"{sys.executable} has no ortplugins: its sessions stay as they are"
             warnings.warn(text, stacklevel=2)
             return
-        from ortplugins.patching import enable
+        from ortplugins.session.patching import enable
 
         enable()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from layout_matrix import Drawing, LayoutCase, Quantized, Tensor, layout_cases
+from builders.layout_matrix import Drawing, LayoutCase, Quantized, Tensor, layout_cases
 
 import ortplugins
 

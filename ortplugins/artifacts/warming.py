@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: MIT
+"""Builds cache entries ahead of the sessions that will look for them."""
+
+from __future__ import annotations
+
+__all__ = ["Warmed", "expected_bytes", "warm"]
+
+import dataclasses
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+import session_options
+from ortplugins.artifacts.find_or_build import prepare
+from ortplugins.artifacts.store import ArtifactCache, cache_root
+from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.report import Report
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
+from session_options.keys import PREFIX, format_value
+from session_options.option_files import read_option_files
+from session_options.plan import plan_from_settings
+
+DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
+
+_LEVELS = {
+    "disable": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "layout": "ORT_ENABLE_LAYOUT",
+    "all": "ORT_ENABLE_ALL",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmed:
+    """What became of one model.
+
+    Attributes:
+        model: Its path, as it was given.
+        report: As ``InferenceSession.ortplugins_report``; None if it failed.
+        size: Bytes of the entry; 0 where the original runs as it is.
+        error: Why it failed; empty if it did not.
+        notes: What will keep sessions elsewhere from finding the entry.
+    """
+
+    model: str
+    report: Report | None = None
+    size: int = 0
+    error: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def expected_bytes(model: str | os.PathLike[str]) -> int:
+    """Estimate the disk that a model takes in the cache with packed weights.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model or its data can't be used.
+    """
+    from ortplugins.model_io.loading import load_path
+
+    files = {Path(model), *load_path(model).data_files.values()}
+    # Original and packed weights, as measured on int4 models.
+    return int(2.2 * sum(file.stat().st_size for file in files))
+
+
+def warm(
+    models: Sequence[str | os.PathLike[str]],
+    passes: Sequence[Pass | str] = DEFAULT_PASSES,
+    *,
+    options: Mapping[str, Any] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    session_entries: Mapping[str, str] | None = None,
+    optimization_level: str = "all",
+    disabled_optimizers: Collection[str] = (),
+    done: Callable[[Warmed], None] | None = None,
+) -> list[Warmed]:
+    """Build the artifacts that sessions on the CPU will look for.
+
+    They are those of ``InferenceSession(model, so, providers=["CPUExecutionProvider"])``, if
+    ``so`` has the same passes, entries and level, on a machine with the same processor
+    features.
+
+    Args:
+        models: Paths of .onnx files.
+        passes: Pass objects, or names with their options in ``options``.
+        options: ``{"<pass>.<option>": value}`` for passes given by name.
+        output: A cache directory to be read by every user, for an image; by default the
+            cache that a session here would use.
+        session_entries: Further entries of the sessions' options.
+        optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
+            ``"layout"`` or ``"all"``, which is onnxruntime's default.
+        disabled_optimizers: The sessions' argument of that name.
+        done: Called after each model.
+
+    Returns:
+        What became of each model, in order; one that fails does not stop the others.
+
+    Raises:
+        OptionError: If a pass, an option, an entry or the level is unknown.
+    """
+    prepared = _session_options(passes, options or {}, session_entries or {})
+    prepared.graph_optimization_level = _level(optimization_level)
+    if output is not None:
+        prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(output))
+    plan = read_option_files(session_options.read(prepared))
+    if not plan:
+        raise OptionError("no pass is switched on, so there is nothing to build")
+    cache = ArtifactCache(cache_root(plan.cache_dir))
+    results = []
+    for model in models:
+        result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
+        if output is not None and not result.error:
+            cache.share()
+            result = dataclasses.replace(result, notes=_image_notes(model, cache))
+        results.append(result)
+        if done is not None:
+            done(result)
+    return results
+
+
+def _warm_one(
+    model: str | os.PathLike[str],
+    plan: Plan,
+    options: onnxruntime.SessionOptions,
+    disabled_optimizers: Collection[str],
+    cache: ArtifactCache,
+) -> Warmed:
+    name = os.fspath(model)
+    try:
+        with warnings.catch_warnings():
+            # A session would build for itself alone then, which is of no use here.
+            without_cache = "ortplugins works without its cache"
+            warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
+            artifact = prepare(
+                model, plan, options, ["CPUExecutionProvider"], list(disabled_optimizers)
+            )
+    except (ModelFileError, PassError, OSError) as error:
+        return Warmed(name, error=str(error))
+    except OrtpluginsWarning as warning:
+        return Warmed(name, error=f"not kept: {warning.__context__ or warning}")
+    if artifact.temporary is not None:
+        artifact.temporary.cleanup()
+        return Warmed(name, error=f"not kept: {cache.root} could not be written")
+    size = 0
+    if artifact.model is not None:
+        folder = Path(artifact.model).parent
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    return Warmed(name, artifact.report, size)
+
+
+def _session_options(
+    passes: Sequence[Pass | str], options: Mapping[str, Any], entries: Mapping[str, str]
+) -> onnxruntime.SessionOptions:
+    """Return session options as a user would have written them.
+
+    Options of a pass that are not given stay unset: an entry of onnxruntime may stand in.
+
+    Raises:
+        OptionError: If something is unknown, or no entry can hold it.
+    """
+    names = [item for item in passes if isinstance(item, str)]
+    objects = [item for item in passes if not isinstance(item, str)]
+    settings = {
+        f"{PREFIX}.{key.removeprefix(f'{PREFIX}.')}": format_value(value)
+        for key, value in options.items()
+    }
+    plan_from_settings(names, settings)
+    ours = {session_options.enable_key(name): "1" for name in names} | settings
+    result = onnxruntime.SessionOptions()
+    for key, text in {**entries, **ours}.items():
+        try:
+            result.add_session_config_entry(key, text)
+        except RuntimeError as error:
+            raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
+    session_options.configure(result, *objects)
+    return result
+
+
+def _level(name: str) -> onnxruntime.GraphOptimizationLevel:
+    levels = onnxruntime.GraphOptimizationLevel
+    known = {short: member for short, member in _LEVELS.items() if hasattr(levels, member)}
+    if name not in known:
+        raise OptionError(
+            f"optimization level {name!r}: one of {', '.join(known)} is expected"
+        )
+    return getattr(levels, known[name])
+
+
+def _image_notes(model: str | os.PathLike[str], cache: ArtifactCache) -> tuple[str, ...]:
+    """Tell which data files will look changed once they are in an image."""
+    folder = Path(model).absolute().parent
+    notes = []
+    for location in cache.data_locations(cache.file_digest(model)) or ():
+        path = Path(os.path.realpath(folder / location))
+        seconds, fraction = divmod(path.stat().st_mtime_ns if path.is_file() else 0, 10**9)
+        if fraction:
+            notes.append(
+                f"{path}: changed at a fraction of a second, which image layers cut off, and "
+                f"then no session finds the entry; before warming: touch -d @{seconds} "
+                f"{shlex.quote(str(path))}"
+            )
+    return tuple(notes)

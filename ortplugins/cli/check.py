@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins check``: a model through passes, in a temporary folder, against bounds."""
+
+from __future__ import annotations
+
+__all__ = ["check"]
+
+import dataclasses
+import enum
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import session_options
+from ortplugins.cli.compare import Dims, Inputs, Samples, Seed, parse_dims
+from ortplugins.cli.terminal import console, parse_settings
+
+if TYPE_CHECKING:
+    from ortplugins.comparison.difference import Violation
+    from ortplugins.report import Report
+
+
+class CheckFormat(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """What was found.
+
+    Attributes:
+        report: What the passes did.
+        unfused: Nodes that could take no weight, by what stands in the way.
+        violations: Outputs that are too far away: the worst sample of each.
+        lost: Outputs that the optimised model lacks or that have no arrays, and why.
+    """
+
+    report: Report
+    unfused: Mapping[str, str]
+    violations: Sequence[Violation]
+    lost: Mapping[str, str]
+
+
+def check(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    passes: Annotated[
+        list[str], typer.Option("--pass", metavar="NAME", help="A pass to run; repeatable.")
+    ] = [session_options.DqMatMulNBitsFusion.name],  # noqa: B006  typer copies it
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
+    ] = None,
+    max_unfused: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Nodes that may keep a dequantised weight; without it, any number.",
+            min=0,
+        ),
+    ] = None,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance of outputs.", min=0)] = 1e-3,
+    atol: Annotated[
+        float | None,
+        typer.Option(
+            help="Absolute tolerance; else --rtol times the output's greatest magnitude.",
+            min=0,
+        ),
+    ] = None,
+    inputs: Inputs = None,
+    dims: Dims = "",
+    samples: Samples = 1,
+    seed: Seed = 0,
+    format: Annotated[
+        CheckFormat, typer.Option(help="Of what is printed.")
+    ] = CheckFormat.TEXT,
+) -> None:
+    """Run passes aside and hold the result to bounds: exit with 0 within, with 1 beyond.
+
+    The outputs of plain and of optimised model, both without onnxruntime's own optimisers, may
+    differ by atol + rtol * |plain|. Exit code 2: wrong usage, or a model that cannot be used.
+    """
+    try:
+        found = _check(
+            model,
+            passes,
+            parse_settings(settings),
+            (rtol, atol),
+            {
+                "inputs": inputs,
+                "dims": parse_dims(dims),
+                "samples": samples,
+                "seed": seed,
+            },
+        )
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise  # errors of ours, which the command line tells
+        raise typer.BadParameter(str(error)) from error
+    failures = _failures(found, max_unfused)
+    if format is CheckFormat.JSON:
+        typer.echo(_as_json(found, failures))
+    elif format is CheckFormat.GITHUB:
+        _print_github(found, failures, model)
+    else:
+        out = console()
+        out.print(f"fired {len(found.report.fired)}, unfused {len(found.unfused)}")
+        for node, reason in found.unfused.items():
+            out.print(f"unfused {node}: {reason}", soft_wrap=True, style="yellow")
+        for text in failures:
+            out.print(f"failed: {text}", soft_wrap=True, style="red")
+        if not failures:
+            out.print("ok", style="green")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _check(
+    model: Path,
+    passes: Sequence[str],
+    options: Mapping[str, str],
+    tolerance: tuple[float, float | None],
+    inputs: Mapping[str, Any],
+) -> _Checked:
+    from ortplugins.comparison.difference import find_violation
+    from ortplugins.comparison.model_pair import ModelPair
+    from ortplugins.comparison.unfused_weights import unfused_in
+    from ortplugins.optimization.optimize import optimize
+
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        scratch = Path(folder)
+        result = optimize(model, scratch / "optimised.onnx", passes=passes, options=options)
+        assert result.path is not None
+        pair = ModelPair(model, result.path, scratch=scratch, **inputs)
+        worst: dict[str, Violation] = {}
+        for sample, name, a, b in pair.run():
+            item = find_violation(name, sample, a, b, *tolerance)
+            if item is not None and (name not in worst or item.count > worst[name].count):
+                worst[name] = item
+        unfused = unfused_in(result.path, _fusion_of(passes, options))
+        return _Checked(result.report, unfused, tuple(worst.values()), pair.not_compared)
+
+
+def _fusion_of(
+    passes: Sequence[str], options: Mapping[str, str]
+) -> session_options.DqMatMulNBitsFusion:
+    """Return the fusion as the settings have it; its defaults where it is not among them."""
+    from session_options.plan import plan_from_settings
+
+    name = session_options.DqMatMulNBitsFusion.name
+    if name not in passes:
+        return session_options.DqMatMulNBitsFusion()
+    chosen = plan_from_settings(list(passes), dict(options)).passes
+    found = next(item for item in chosen if item.name == name)
+    assert isinstance(found, session_options.DqMatMulNBitsFusion)
+    return found
+
+
+def _failures(found: _Checked, max_unfused: int | None) -> list[str]:
+    failures = []
+    if max_unfused is not None and len(found.unfused) > max_unfused:
+        failures.append(
+            f"{len(found.unfused)} nodes keep a dequantised weight, {max_unfused} may: "
+            + ", ".join(found.unfused)
+        )
+    failures += [str(item) for item in found.violations]
+    failures += [
+        f"output {name!r} cannot be checked: {why}" for name, why in found.lost.items()
+    ]
+    return failures
+
+
+def _as_json(found: _Checked, failures: Sequence[str]) -> str:
+    from ortplugins.comparison.compare import plain
+
+    content = {
+        "ok": not failures,
+        "failures": list(failures),
+        "unfused": dict(found.unfused),
+        "violations": [dataclasses.asdict(item) for item in found.violations],
+        "report": found.report.to_dict(),
+    }
+    return json.dumps(plain(content), indent=1, allow_nan=False)
+
+
+def _print_github(found: _Checked, failures: Sequence[str], model: Path) -> None:
+    from ortplugins.cli.github_annotations import annotation
+
+    for text in failures:
+        typer.echo(annotation("error", text, model, "ortplugins check"))
+    for node, reason in found.unfused.items():
+        typer.echo(annotation("warning", reason, model, f"unfused: {node}"))
+    if not failures:
+        fired = len(found.report.fired)
+        text = f"fired {fired}, unfused {len(found.unfused)}, outputs within bounds"
+        typer.echo(annotation("notice", text, model, "ortplugins check"))

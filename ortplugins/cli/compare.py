@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins compare``: two models, or one before and after passes, side by side."""
+
+from __future__ import annotations
+
+__all__ = ["compare", "parse_dims"]
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ortplugins.cli.terminal import console, parse_settings, parse_size, print_table
+
+if TYPE_CHECKING:
+    from ortplugins.comparison.compare import Comparison
+    from ortplugins.comparison.difference import Difference
+    from ortplugins.comparison.layers import LayerComparison
+    from ortplugins.measurement.timed_process import Timing
+
+# Nodes of one model only that are named; --json has all.
+_SHOWN = 20
+
+Inputs = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.npz", help="An array for each input; else random ones."),
+]
+Dims = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME=SIZE,...",
+        help="Sizes of dimensions of random inputs; x[1]=8 for an axis of x without a name.",
+    ),
+]
+Samples = Annotated[int, typer.Option(help="How many random inputs.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the random inputs.", min=0)]
+
+
+def compare(
+    model: Annotated[Path, typer.Argument(metavar="A", help="An .onnx file: the reference.")],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="[B]", help="Another; else A after --pass."),
+    ] = None,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="NAME", help="A pass that makes B; repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
+    ] = None,
+    inputs: Inputs = None,
+    dims: Dims = "",
+    samples: Samples = 1,
+    seed: Seed = 0,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare what each node computes, too.")
+    ] = False,
+    runs: Annotated[
+        int, typer.Option(metavar="N", help="Timed runs of each; 0 for none.", min=0)
+    ] = 10,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="Relative RMS error above which values of nodes have parted."),
+    ] = 1e-4,
+    optimization_level: Annotated[
+        str | None,
+        typer.Option(
+            help="Of onnxruntime: disable, basic, extended, layout or all; else outputs are "
+            "compared without, and runs timed with all.",
+        ),
+    ] = None,
+    max_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="For values of nodes, fetched at a time."
+        ),
+    ] = "256MiB",  # type: ignore[assignment]
+    providers: Annotated[
+        list[str] | None, typer.Option("--provider", help="Execution providers; repeatable.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all of it, too.")
+    ] = None,
+) -> None:
+    """Run two models on the same inputs: errors, the first node that is off, speed, memory."""
+    from ortplugins.comparison.compare import compare
+
+    if other is not None and passes:
+        raise typer.BadParameter("B is given, so no pass makes it", param_hint="--pass")
+    if other is None and not passes:
+        raise typer.BadParameter("give B, or --pass NAME for A after passes", param_hint="B")
+    if settings and not passes:
+        raise typer.BadParameter("is for --pass", param_hint="--set")
+    try:
+        found = compare(
+            model,
+            other,
+            passes=passes or (),
+            options=parse_settings(settings),
+            inputs=inputs,
+            dims=parse_dims(dims),
+            samples=samples,
+            seed=seed,
+            layers=layers,
+            runs=runs,
+            tolerance=tolerance,
+            optimization_level=optimization_level,
+            max_memory=max_memory,
+            providers=providers or ("CPUExecutionProvider",),
+        )
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise  # errors of ours, which the command line tells
+        raise typer.BadParameter(str(error)) from error
+    _print(found)
+    if json_file is not None:
+        json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+        typer.echo(f"wrote {json_file}")
+
+
+def parse_dims(text: str) -> dict[str, int]:
+    """Read ``batch=1,seq=16``."""
+    sizes = {}
+    for item in filter(None, text.split(",")):
+        name, equals, size = item.rpartition("=")
+        if not equals or not size.strip().isdecimal():
+            raise typer.BadParameter(f"{item!r} is not NAME=SIZE", param_hint="--dims")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
+def _print(found: Comparison) -> None:
+    out = console()
+    out.print(f"a: {found.a}", soft_wrap=True)
+    out.print(f"b: {found.b}", soft_wrap=True)
+    if found.report is not None:
+        out.print(str(found.report), soft_wrap=True)
+    print_table(
+        ("Output", "Max abs", "Max rel", "Relative RMS", "Cosine", ""),
+        [(d.name, *_figures(d), d.mismatch) for d in found.outputs],
+    )
+    for name, why in found.not_compared.items():
+        out.print(f"output {name!r} not compared: {why}", soft_wrap=True)
+    if found.layers is not None:
+        _print_layers(found, found.layers)
+    if found.timings is not None:
+        _print_timings(*found.timings)
+
+
+def _print_layers(found: Comparison, layers: LayerComparison) -> None:
+    out = console()
+    print_table(
+        ("Node", "Operator", "Value", "Max abs", "Max rel", "Relative RMS", "Cosine", ""),
+        [
+            (
+                layer.node,
+                layer.op_type
+                if layer.op_type == layer.other_op_type
+                else f"{layer.op_type} -> {layer.other_op_type}",
+                (d := layer.difference).name,
+                *_figures(d),
+                d.mismatch,
+            )
+            for layer in layers.layers
+        ],
+    )
+    for which, nodes in (("a", layers.only_a), ("b", layers.only_b)):
+        if nodes:
+            named = ", ".join(f"{name} ({op_type})" for name, op_type in nodes[:_SHOWN])
+            more = f", and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
+            out.print(f"{len(nodes)} nodes in {which} only: {named}{more}", soft_wrap=True)
+    if layers.not_compared:
+        names = ", ".join(layers.not_compared)
+        out.print(f"no tensors of numbers, not compared: {names}", soft_wrap=True)
+    parted = found.first_parted
+    if parted is None:
+        typer.echo(f"no value of both is off by more than {found.tolerance:g}")
+        return
+    d = parted.difference
+    why = d.mismatch or f"relative RMS error {d.relative_rms:.3g}"
+    node = f"{parted.node} ({parted.op_type}), value {d.name!r}"
+    out.print(f"first node where they part: {node}: {why}", soft_wrap=True)
+
+
+def _print_timings(a: Timing, b: Timing) -> None:
+    rows = [
+        ("start ms", a.start_ms, b.start_ms),
+        ("run ms, median", a.run_ms, b.run_ms),
+        ("private MB after runs", a.private_mb, b.private_mb),
+        ("peak resident MB", a.peak_mb, b.peak_mb),
+    ]
+    print_table(
+        ("", "a", "b", "a / b"),
+        [
+            (name, f"{x:.4g}", f"{y:.4g}", f"{x / y:.2f}" if y > 0 else "")
+            for name, x, y in rows
+            if x is not None and y is not None
+        ],
+    )
+
+
+def _figures(d: Difference) -> tuple[str, ...]:
+    numbers = d.max_abs, d.max_rel, d.relative_rms
+    return (*(f"{number:.3g}" for number in numbers), f"{d.cosine:.7f}")

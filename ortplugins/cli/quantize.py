@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins quantize``: the quantiser on the command line."""
+
+from __future__ import annotations
+
+__all__ = ["quantize"]
+
+import contextlib
+import enum
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from ortplugins.cli.options import Exclude, Force, Format, Include, Providers
+from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from ortplugins.quantization.weights.report import QuantizeReport
+
+
+class Method(enum.StrEnum):
+    RTN = "rtn"
+    AWQ_LITE = "awq_lite"
+    AWQ_CLIP = "awq_clip"
+    AWQ_FULL = "awq_full"
+    GPTQ = "gptq"
+    AWQ_GPTQ = "awq_gptq"
+
+
+class QuantFormat(enum.StrEnum):
+    QDQ = "QDQ"
+    QDQ_TRANSPOSED = "QDQ_transposed"
+    MATMULNBITS = "MatMulNBits"
+
+
+class OpType(enum.StrEnum):
+    MATMUL = "MatMul"
+    GEMM = "Gemm"
+    GATHER = "Gather"
+
+
+_OP_TYPES = [OpType.MATMUL, OpType.GEMM]
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write.")
+    ] = None,
+    method: Annotated[Method, typer.Option(help="All but rtn look at samples.")] = Method.RTN,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Samples: an .npz file with an array for each input; repeatable. "
+            "Without any, random ones.",
+        ),
+    ] = None,
+    bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
+    block_size: Annotated[
+        int, typer.Option(help="Neighbours along K that share a scale; -1 for a column's all.")
+    ] = 32,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Unsigned codes with zero points.")
+    ] = False,
+    op_types: Annotated[
+        list[OpType], typer.Option("--op-type", help="Operators to quantise; repeatable.")
+    ] = _OP_TYPES,
+    include: Include = None,
+    exclude: Exclude = None,
+    node_config: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="""{"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.""",
+        ),
+    ] = "{}",
+    share_of_8_bits: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the weights, 0 to 1: those that gain the most from it get 8 bits.",
+        ),
+    ] = 0.0,
+    quant_format: Annotated[
+        QuantFormat, typer.Option(help="MatMulNBits is for onnxruntime alone.")
+    ] = QuantFormat.QDQ,
+    accuracy_level: Annotated[
+        int | None, typer.Option(help="Of MatMulNBits: 0 in float32, 4 with int8 activations.")
+    ] = None,
+    providers: Providers = None,
+    max_calibration_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="What activations and their statistics may take at once.",
+        ),
+    ] = "1GiB",  # type: ignore[assignment]
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            metavar="tcp://HOST:PORT",
+            help="A Dask scheduler whose workers do the work; they have to see the output's "
+            "folder, or --work-dir.",
+        ),
+    ] = "",
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For intermediate files; else the output's folder."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what would be quantised.")
+    ] = False,
+    force: Force = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every node.")
+    ] = False,
+    format: Annotated[Format, typer.Option("--format", help="Of the report.")] = Format.TEXT,
+) -> None:
+    """Quantise a model's weights to 4, 8 or 2 bits."""
+    from ortplugins.quantization import quantize
+
+    if output is None and not dry_run:
+        raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
+    try:
+        with progress_bar() as bar, _executor(scheduler) as executor:
+            result = quantize(
+                model,
+                output,
+                method=method,
+                bits=bits,
+                block_size=block_size,
+                is_symmetric=not asymmetric,
+                op_types=[str(kind) for kind in op_types],
+                nodes_to_include=include or None,
+                nodes_to_exclude=exclude or (),
+                node_config=_read_config(node_config),
+                share_of_8_bits=share_of_8_bits,
+                quant_format=str(quant_format),
+                accuracy_level=accuracy_level,
+                calibration_data_reader=calibration or None,
+                calibration_providers=providers or ("CPUExecutionProvider",),
+                max_calibration_memory=max_calibration_memory,
+                overwrite=force,
+                executor=executor,
+                work_dir=work_dir,
+                dry_run=dry_run,
+                progress=bar,
+            )
+    except FileExistsError:
+        raise FileExistsError(f"{output}: exists; --force overwrites it") from None
+    _print(result.report, format, verbose or dry_run)
+    if format is Format.TEXT and result.path is not None:
+        typer.echo(f"wrote {result.path}")
+
+
+@contextlib.contextmanager
+def _executor(scheduler: str) -> Iterator[Executor | None]:
+    """Connect to a Dask scheduler; None for threads of this process."""
+    if not scheduler:
+        yield None
+        return
+    try:
+        from distributed import Client
+    except ModuleNotFoundError:
+        raise typer.BadParameter(
+            "needs: pip install 'ortplugins[dask]'", param_hint="--scheduler"
+        ) from None
+    try:
+        client = Client(scheduler, timeout=10)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise OSError(f"{scheduler}: no scheduler answers: {error}") from error
+    with client, client.get_executor() as executor:  # type: ignore[no-untyped-call]
+        yield executor
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    """Read --node-config.
+
+    Raises:
+        typer.BadParameter: If it is no JSON object of objects.
+        OSError: If its file can't be read.
+    """
+    if text.startswith("@"):
+        text = Path(text.removeprefix("@")).read_text(encoding="utf-8")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"no JSON: {error}", param_hint="--node-config") from None
+    values = config.values() if isinstance(config, dict) else [None]
+    if not all(isinstance(value, dict) for value in values):
+        raise typer.BadParameter(
+            """an object such as {"*down_proj*": {"bits": 8}} is expected""",
+            param_hint="--node-config",
+        )
+    return dict(config)
+
+
+def _print(report: QuantizeReport, format: Format, all_nodes: bool) -> None:
+    """Print the sum, then what was refused, or every node."""
+    if format is Format.JSON:
+        typer.echo(report.to_json())
+        return
+    out = console()
+    if all_nodes:
+        rows = [
+            (
+                node.node,
+                f"{node.K} x {node.N}" if node.K else "",
+                f"{node.bits} bit / {node.block_size}" if node.quantized else "float",
+                _percent(node.weight_error),
+                _percent(node.output_error),
+                f"{decimal(node.bytes_before)} -> {decimal(node.bytes_after)}",
+                " ".join(filter(None, (node.method, node.folded, node.reason))),
+            )
+            for node in report.nodes
+        ]
+        headings = ("Node", "K x N", "Codes", "Weight error", "Output error", "Size", "How")
+        print_table(headings, rows)
+    else:
+        for node in report.refused:
+            out.print(f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True)
+    for note in report.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    out.print(str(report), style="bold", soft_wrap=True)
+
+
+def _percent(error: float) -> str:
+    return "" if math.isnan(error) else f"{error:.2%}"

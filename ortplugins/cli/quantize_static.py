@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins quantize-static``: weights and activations, some of them in 16 bits."""
+
+from __future__ import annotations
+
+__all__ = ["quantize_static"]
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ortplugins.cli.options import (
+    Exclude,
+    Force,
+    Format,
+    Include,
+    Mode,
+    Providers,
+    Target,
+)
+from ortplugins.cli.terminal import REMARK_STYLES, console, progress_bar
+
+
+class CalibrateMethod(enum.StrEnum):
+    MINMAX = "MinMax"
+    ENTROPY = "Entropy"
+    PERCENTILE = "Percentile"
+    DISTRIBUTION = "Distribution"
+
+
+def quantize_static(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A float .onnx file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Samples: an .npz file with an array for each input; repeatable.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="""{"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.""",
+        ),
+    ] = "{}",
+    promote: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A tensor or node to give 16 bits; repeatable."),
+    ] = None,
+    promoted_type: Annotated[str, typer.Option(help="QUInt16 or QInt16.")] = "QUInt16",
+    mode: Annotated[
+        Mode, typer.Option(help="float leaves what is promoted unquantised: faster on CPUs.")
+    ] = Mode.INT16,
+    target: Annotated[
+        Target,
+        typer.Option(help="qnn keeps every DQ -> Q, cpu those that change values."),
+    ] = Target.QNN,
+    close_regions: Annotated[
+        bool, typer.Option(help="The nodes around a promoted tensor compute in its type.")
+    ] = True,
+    activation_type: Annotated[str, typer.Option(help="QUInt8 or QInt8.")] = "QUInt8",
+    weight_type: Annotated[str, typer.Option(help="QInt8, QUInt8, and others.")] = "QInt8",
+    per_channel: Annotated[
+        bool, typer.Option(help="Weights get a scale for each channel.")
+    ] = True,
+    calibrate_method: Annotated[
+        CalibrateMethod, typer.Option(help="How ranges are found.")
+    ] = CalibrateMethod.MINMAX,
+    calibration_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Ranges: read if of this model, or written."),
+    ] = None,
+    op_types: Annotated[
+        list[str] | None,
+        typer.Option("--op-type", help="Operators to quantise; repeatable."),
+    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    providers: Providers = None,
+    force: Force = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print all remarks.")
+    ] = False,
+    format: Annotated[Format, typer.Option("--format", help="Of the report.")] = Format.TEXT,
+) -> None:
+    """Quantise weights and activations of a float model, some activations to 16 bits."""
+    from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
+    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+
+    try:
+        with progress_bar() as bar:
+            report = quantize_static_mixed(
+                model,
+                output,
+                calibration or None,
+                overrides=overrides,
+                promote=promote or (),
+                promoted_type=promoted_type,
+                mode=str(mode),
+                target=str(target),
+                close_regions=close_regions,
+                activation_type=activation_type,
+                weight_type=weight_type,
+                per_channel=per_channel,
+                calibrate_method=str(calibrate_method),
+                calibration_cache=calibration_cache,
+                op_types_to_quantize=op_types,
+                nodes_to_quantize=include or (),
+                nodes_to_exclude=exclude or (),
+                calibration_providers=providers or ("CPUExecutionProvider",),
+                overwrite=force,
+                progress=bar,
+            ).report
+    except FileExistsError:
+        raise FileExistsError(f"{output}: exists; --force overwrites it") from None
+    except OverrideError as error:
+        raise typer.BadParameter(str(error), param_hint="--overrides") from None
+    if format is Format.JSON:
+        typer.echo(report.to_json())
+        return
+    out = console()
+    for remark in report.remarks if verbose else report.refused:
+        out.print(
+            f"{remark.outcome.value:8}{remark}",
+            style=REMARK_STYLES[remark.outcome],
+            soft_wrap=True,
+        )
+    for note in report.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    boundaries = f"fired {len(report.fired)}, refused {len(report.refused)}"
+    out.print(boundaries, style="bold", soft_wrap=True)
+    typer.echo(f"wrote {output}")

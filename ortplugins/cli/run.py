@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins run``: a program as it is, with passes switched on for its sessions."""
+
+from __future__ import annotations
+
+__all__ = ["Program", "run"]
+
+import logging
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ortplugins.cli.terminal import parse_settings
+from session_options import DqMatMulNBitsFusion
+from session_options.environment import GENERAL, VARIABLE, entries_of, plan_entries, plan_text
+from session_options.keys import PREFIX
+
+# Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
+_STARTUP = Path(__file__).parents[1] / "startup"
+
+
+class Program(BaseException):
+    """A program to start, once the command line is done and out of its way.
+
+    An exception, so that it leaves typer, whose handlers are not for the program's own errors.
+    """
+
+    def __init__(self, name: str, arguments: tuple[str, ...], is_module: bool) -> None:
+        """Keep what to start.
+
+        Args:
+            name: Path of a script, of a folder or archive with ``__main__.py``; or a module.
+            arguments: What follows it.
+            is_module: Whether the name is a module's.
+        """
+        super().__init__(name)
+        self.name, self.arguments, self.is_module = name, arguments, is_module
+
+    def start(self) -> None:
+        """Run the program as ``python`` does: in ``__main__``, with its ``sys.argv``.
+
+        Raises:
+            BaseException: What the program raises; ``SystemExit`` with its exit code.
+        """
+        sys.argv = [self.name, *self.arguments]
+        if self.is_module:
+            self._come_first(os.getcwd())
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        self._come_first(os.path.dirname(os.path.realpath(self.name)))
+        runpy.run_path(self.name, run_name="__main__")
+
+    def _come_first(self, folder: str) -> None:
+        """Search modules in the program's folder, instead of in that of our command."""
+        if not sys.flags.safe_path:
+            sys.path[0] = folder
+
+
+def run(
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT|MODULE [ARGUMENTS]...", help="What python would run."),
+    ],
+    module: Annotated[
+        bool, typer.Option("-m", help="It is a module, as for python -m.", show_default=False)
+    ] = False,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="NAME",
+            help="A pass to switch on; repeatable. Else those of the environment variable "
+            "ORTPLUGINS, else dq_matmulnbits_fusion.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
+    ] = None,
+    cache_dir: Annotated[
+        str,
+        typer.Option("--cache-dir", help="Else ORTPLUGINS_CACHE_DIR, else the user's own."),
+    ] = "",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="What fails in a pass raises in the program.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a line for each session.")
+    ] = False,
+) -> None:
+    """Run a Python program with passes switched on for every session that it opens.
+
+    Options of ours stand in front of the program, all that follows is the program's. Python
+    processes that it starts have the passes switched on, too.
+    """
+    from ortplugins.session.patching import enable_entries
+
+    if not module and not os.path.exists(program[0]):
+        raise FileNotFoundError(f"{program[0]}: there is no such program")
+    entries = _entries(passes or [], parse_settings(settings))
+    if cache_dir:
+        entries[f"{PREFIX}.cache_dir"] = os.path.abspath(cache_dir)
+    if strict:
+        entries[f"{PREFIX}.strict"] = "1"
+    enable_entries(entries)
+    _hand_down(entries)
+    if verbose:
+        _print_reports()
+    raise Program(program[0], tuple(program[1:]), module)
+
+
+def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:
+    """Entries of the passes named here, else of the environment's, else of the default."""
+    found = None if passes else plan_entries()
+    if found is None:
+        return entries_of(passes or [DqMatMulNBitsFusion.name], settings)
+    enabling = f"{PREFIX}.enable_"
+    names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
+    return {**found, **entries_of(names, settings)}
+
+
+def _hand_down(entries: dict[str, str]) -> None:
+    """Have the Python processes that the program starts do the same.
+
+    Workers of ``multiprocessing`` that are spawned, and those of a server, know of this one
+    nothing but the environment.
+    """
+    os.environ[VARIABLE] = plan_text(entries)
+    for name, variable in GENERAL.items():
+        if text := entries.get(f"{PREFIX}.{name}"):
+            os.environ[variable] = text
+    paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+
+
+def _print_reports() -> None:
+    """Print what is told of each session, to the error output."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ortplugins: %(message)s"))
+    log = logging.getLogger("ortplugins")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

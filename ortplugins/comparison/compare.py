@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: MIT
+"""Compares two models: outputs, values of their nodes, speed and memory."""
+
+from __future__ import annotations
+
+__all__ = ["Comparison", "compare", "plain"]
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ortplugins.comparison.difference import Difference, DifferenceSum
+from ortplugins.comparison.given_model import as_file, is_session, report_of
+from ortplugins.comparison.inputs import Inputs
+from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
+from ortplugins.comparison.model_pair import ModelPair
+from ortplugins.measurement.timed_process import Timing, time_in_turn
+from ortplugins.report import Report
+
+if TYPE_CHECKING:
+    from ortplugins.comparison.given_model import ModelSource
+    from session_options import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How two models differ; a is the reference.
+
+    Attributes:
+        a: What a is called.
+        b: What b is called.
+        samples: How many inputs both were run on.
+        outputs: The outputs' differences, over all samples.
+        not_compared: Outputs that are not, and why not.
+        tolerance: Relative RMS error above which values have parted.
+        layers: The nodes' values, where they were asked for.
+        timings: Of a and b, where runs were asked for.
+        report: What the passes did, where b is a after them.
+    """
+
+    a: str
+    b: str
+    samples: int
+    outputs: tuple[Difference, ...]
+    not_compared: Mapping[str, str]
+    tolerance: float
+    layers: LayerComparison | None = None
+    timings: tuple[Timing, Timing] | None = None
+    report: Report | None = None
+
+    @property
+    def first_parted(self) -> Layer | None:
+        """The first value, in the order in which a runs, that is off by more."""
+        layers = () if self.layers is None else self.layers.layers
+        return next(
+            (layer for layer in layers if layer.difference.relative_rms > self.tolerance), None
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each output."""
+        lines = [f"a: {self.a}, b: {self.b}, {self.samples} samples"]
+        lines += [f"output {d.name!r}: {d}" for d in self.outputs]
+        lines += [f"output {k!r} not compared: {why}" for k, why in self.not_compared.items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, dicts, strings and numbers; infinite errors as ``"inf"``."""
+        content: dict[str, Any] = dataclasses.asdict(
+            dataclasses.replace(self, report=None, not_compared=dict(self.not_compared))
+        )
+        content["report"] = None if self.report is None else self.report.to_dict()
+        parted = self.first_parted
+        content["first_parted"] = None if parted is None else dataclasses.asdict(parted)
+        result: dict[str, Any] = plain(content)
+        return result
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+
+def compare(
+    a: ModelSource,
+    b: ModelSource | None = None,
+    *,
+    passes: Sequence[Pass | str] = (),
+    options: Mapping[str, Any] | None = None,
+    inputs: Inputs = None,
+    dims: Mapping[str, int] | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    layers: bool = False,
+    runs: int = 0,
+    tolerance: float = 1e-4,
+    optimization_level: str | None = None,
+    max_memory: int = 256 << 20,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> Comparison:
+    """Run two models on the same inputs and tell how far they are apart.
+
+    Args:
+        a: The reference: a path, bytes, an object, what :func:`.optimize` returned,
+            or a session, which is run, and timed, with its own settings.
+        b: The other; None for what ``passes`` make of a.
+        passes: Pass objects or names, where b is None.
+        options: ``{"<pass>.<option>": value}`` for passes given by name.
+        inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
+            or None for random ones.
+        dims: Sizes of symbolic dimensions of random inputs, by name, ``"x[1]"`` for the second
+            axis of input x if it has none; others are guessed.
+        samples: How many random samples.
+        seed: Of the random samples.
+        layers: Whether to compare the nodes' values, too. They are matched by name, without
+            onnxruntime's optimisers.
+        runs: How often each model is timed, in turn, each in a process of its own; 0 for not.
+        tolerance: Relative RMS error above which values have parted.
+        optimization_level: What onnxruntime does to both models before they run: disable,
+            basic, extended, layout or all. By default outputs are computed without (the
+            graphs' own numbers), and timed with all of it (what sessions do by default).
+        max_memory: Bytes of the nodes' values to hold at a time.
+        providers: Execution providers.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        MissingFileError, ModelFileError: If a model cannot be used, or one fails to run.
+        CalibrationError: If a given input does not fit; names it.
+        ValueError: If an argument cannot be; names it.
+        OptionError, PassError: As :func:`.optimize`.
+    """
+    if (b is None) != bool(passes):
+        raise ValueError("give a second model, or passes that make one: one of the two")
+    if runs < 0:
+        raise ValueError(f"runs is {runs}: 0 or more is expected")
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        scratch = Path(folder)
+        names = _name(a, "a"), "optimised" if b is None else _name(b, "b")
+        report = None
+        settings = [_settings(model) for model in (a, b)]
+        if b is None:
+            from ortplugins.optimization.optimize import optimize
+
+            a = as_file(a, scratch)
+            result = optimize(a, scratch / "optimised.onnx", passes=passes, options=options)
+            b = result.path
+            report = dataclasses.replace(result.report, artifact="")  # gone by the end
+            settings[1] = _settings(result)
+            assert b is not None
+        a, b = (m if is_session(m) else as_file(m, scratch) for m in (a, b))
+        pair = ModelPair(
+            a,
+            b,
+            inputs,
+            scratch=scratch,
+            dims=dims,
+            samples=samples,
+            seed=seed,
+            optimization_level=optimization_level or "disable",
+            providers=providers,
+        )
+        outputs, count = _outputs(pair)
+        feeds = pair.feeds
+        not_compared = pair.not_compared
+        del pair  # its sessions hold what the next ones need
+        compared = timings = None
+        if layers or runs:
+            files = as_file(a, scratch), as_file(b, scratch)
+        if layers:
+            compared = compare_layers(
+                *files, feeds, scratch=scratch, max_memory=max_memory, providers=providers
+            )
+        if runs:
+            level = optimization_level or "all"
+            first, second = time_in_turn(
+                files,
+                feeds.largest(),
+                runs,
+                scratch=scratch,
+                settings=settings,
+                level=level,
+                providers=providers,
+            )
+            timings = first, second
+        return Comparison(
+            *names, count, outputs, not_compared, tolerance, compared, timings, report
+        )
+
+
+def _outputs(pair: ModelPair) -> tuple[tuple[Difference, ...], int]:
+    sums = {name: DifferenceSum(name) for name in pair.outputs}
+    count = 0
+    for index, name, x, y in pair.run():
+        sums[name].add(x, y)
+        count = index + 1
+    return tuple(item.result() for item in sums.values()), count
+
+
+def _name(model: ModelSource, otherwise: str) -> str:
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    report = report_of(model)
+    return (report.artifact if report is not None else "") or otherwise
+
+
+def _settings(model: ModelSource | None) -> dict[str, str]:
+    """What to set sessions on a model to: as a given session is, or as its report asks for."""
+    if is_session(model):
+        options = cast(Any, model).get_session_options()
+        return {
+            "graph_optimization_level": options.graph_optimization_level.name,
+            "execution_order": options.execution_order.name,
+            "enable_mem_pattern": str(int(options.enable_mem_pattern)),
+            "enable_mem_reuse": str(int(options.enable_mem_reuse)),
+        }
+    return dict(getattr(model, "session_settings", {}))  # of an OptimizeResult
+
+
+def plain(content: Any) -> Any:
+    """Return what JSON can hold: lists for tuples, texts for numbers that are not finite."""
+    if isinstance(content, Mapping):
+        return {key: plain(item) for key, item in content.items()}
+    if isinstance(content, list | tuple):
+        return [plain(item) for item in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    return content

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: MIT
+"""How far one array is from another: the measures, and the places beyond a tolerance.
+
+With the reference a and the other b, over all elements and samples:
+
+    max_abs       max |b - a|
+    max_rel       max |b - a| / |a|     where a is not 0
+    relative_rms  sqrt(sum |b - a|^2 / sum |a|^2)
+    cosine        a . b / (|a| |b|)
+
+NaN equals NaN and an infinity itself; next to anything else they are infinitely far away, and
+the cosine is 0. (:mod:`.deviation` averages over outputs; its
+``error`` is the square of ``relative_rms``.)
+"""
+
+from __future__ import annotations
+
+__all__ = ["Difference", "DifferenceSum", "Violation", "find_violation"]
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Elements at a time: differences are taken in float64, and values may fill the memory already.
+_SLICE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far the values of one name are apart; a is the reference.
+
+    Attributes:
+        name: Of the value.
+        dtype: Of a.
+        shape: Of a, in the last sample.
+        max_abs: Greatest absolute difference.
+        max_rel: Greatest difference relative to the reference's element, where it is not 0.
+        relative_rms: Root of the squared differences' sum over that of the squared reference.
+        cosine: Between both.
+        mismatch: Why they could not be compared element by element; empty where they were.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    max_abs: float
+    max_rel: float
+    relative_rms: float
+    cosine: float
+    mismatch: str = ""
+
+    def __str__(self) -> str:
+        """Return the figures, or why there are none."""
+        if self.mismatch:
+            return self.mismatch
+        return (
+            f"max abs error {self.max_abs:.3g}, max rel error {self.max_rel:.3g}, "
+            f"relative RMS {self.relative_rms:.3g}, cosine {self.cosine:.7f}"
+        )
+
+
+class DifferenceSum:
+    """Adds up what makes a :class:`Difference`, sample by sample."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._dtype, self._shape, self._mismatch = "", (), ""
+        self._max_abs = self._max_rel = 0.0
+        self._error = self._energy_a = self._energy_b = self._product = 0.0
+
+    def add(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
+        """Take in one sample; other shapes or kinds of type end the comparison."""
+        self._dtype, self._shape = str(a.dtype), a.shape
+        self._mismatch = self._mismatch or _shape_mismatch(a, b)
+        if self._mismatch:
+            return
+        for x, y in _slices(a, b):
+            d = _distance(x, y)
+            self._max_abs = max(self._max_abs, float(d.max()))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                relative = np.where(x == 0, 0.0, d / np.abs(x))
+            # NaN only where d is infinite, or where both are equal infinities or NaN.
+            relative = np.where(np.isnan(relative), np.where(d > 0, np.inf, 0.0), relative)
+            self._max_rel = max(self._max_rel, float(relative.max()))
+            finite = np.isfinite(x) & np.isfinite(y)
+            with np.errstate(over="ignore"):
+                self._error += float(np.square(d).sum())
+            x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
+            with np.errstate(over="ignore"):
+                self._energy_a += float(np.square(x).sum())
+                self._energy_b += float(np.square(y).sum())
+                self._product += float((x * y).sum())
+
+    def result(self) -> Difference:
+        """Return what all samples add up to."""
+        if self._mismatch:
+            rms, cosine, self._max_abs, self._max_rel = math.inf, 0.0, math.inf, math.inf
+        else:
+            # A reference of zeros has no energy: the error counts as it is.
+            rms = math.sqrt(self._error / (self._energy_a or 1.0))
+            lengths = math.sqrt(self._energy_a) * math.sqrt(self._energy_b)
+            if self._error == 0:
+                cosine = 1.0
+            elif lengths == 0 or not math.isfinite(self._error) or not math.isfinite(lengths):
+                cosine = 0.0
+            else:
+                cosine = max(-1.0, min(1.0, self._product / lengths))
+        return Difference(
+            self._name,
+            self._dtype,
+            self._shape,
+            self._max_abs,
+            self._max_rel,
+            rms,
+            cosine,
+            self._mismatch,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """Where an output is further away than it may be.
+
+    Attributes:
+        sample: Number of the sample.
+        count: Elements that are too far away.
+        size: Elements in all.
+        index: Of the one that is furthest beyond its bound.
+        a: The reference's value there, as text.
+        b: The other value.
+        bound: How far they might be apart there.
+        difference: The output's difference in this sample.
+    """
+
+    sample: int
+    count: int
+    size: int
+    index: tuple[int, ...]
+    a: str
+    b: str
+    bound: float
+    difference: Difference
+
+    def __str__(self) -> str:
+        """Return what a failing test prints."""
+        d = self.difference
+        where = f"output {d.name!r} of sample {self.sample}"
+        if d.mismatch:
+            return f"{where}: {d.mismatch}"
+        return (
+            f"{where}: {self.count} of {self.size} elements differ by more than they may\n"
+            f"  worst at {list(self.index)}: a = {self.a}, b = {self.b}, "
+            f"bound {self.bound:.3g}\n  {d}"
+        )
+
+
+def find_violation(
+    name: str,
+    sample: int,
+    a: npt.NDArray[Any],
+    b: npt.NDArray[Any],
+    rtol: float,
+    atol: float | None,
+) -> Violation | None:
+    """Return where ``|b - a| > atol + rtol * |a|``; None where it holds everywhere.
+
+    Args:
+        name: Of the output.
+        sample: Its number.
+        a: The reference.
+        b: The other.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance; None for ``rtol`` times the greatest finite magnitude of a:
+            elements near 0 are sums of greater ones, and have their errors.
+    """
+    total = DifferenceSum(name)
+    total.add(a, b)
+    difference = total.result()
+    if difference.mismatch:
+        return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
+    if atol is None:
+        atol = rtol * max((_greatest(x) for x, _ in _slices(a, b)), default=0.0)
+    count, worst, excess, bound_there, offset = 0, 0, 0.0, 0.0, 0
+    for x, y in _slices(a, b):
+        d = _distance(x, y)
+        bound = atol + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
+        over = d - bound
+        count += int((over > 0).sum())
+        place = int(over.argmax())
+        if over[place] > excess:
+            worst, excess = offset + place, float(over[place])
+            bound_there = float(bound[place])
+        offset += x.size
+    if not count:
+        return None
+    index = tuple(map(int, np.unravel_index(worst, a.shape)))
+    found = str(a[index]), str(b[index])
+    return Violation(sample, count, a.size, index, *found, bound_there, difference)
+
+
+def _shape_mismatch(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> str:
+    """Say why two arrays cannot be compared element by element; empty if they can."""
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} in a, {list(b.shape)} in b"
+    if _is_text(a) != _is_text(b):
+        return f"{a.dtype} in a, {b.dtype} in b"
+    return ""
+
+
+def _is_text(array: npt.NDArray[Any]) -> bool:
+    return array.dtype.kind in "OUS"
+
+
+def _slices(
+    a: npt.NDArray[Any], b: npt.NDArray[Any]
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Yield the elements in float64, some at a time; texts as 1, as 0 where they differ."""
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    for start in range(0, a.size, _SLICE):
+        x, y = flat_a[start : start + _SLICE], flat_b[start : start + _SLICE]
+        if _is_text(a):
+            yield np.ones(x.size), (x == y).astype(np.float64)
+        else:
+            yield x.astype(np.float64), y.astype(np.float64)
+
+
+def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """|y - x|, 0 where both are the same infinity or NaN, infinite where one alone is."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        d = np.abs(y - x)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    return np.where(same, 0.0, np.where(np.isnan(d), np.inf, d))
+
+
+def _greatest(x: npt.NDArray[Any]) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))

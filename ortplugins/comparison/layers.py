@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: MIT
+"""Compares the values that the nodes of two models compute, in the order in which they run.
+
+Fusions rename nodes, and keep the names of the values that they still compute, so values are
+matched by name. What is fetched from a run is held until its end: values are fetched in chunks
+that fit a budget, each by a session of its own, on the part of the model that leads there.
+Weights stay in their files, and are packed as in any session: kernels compute otherwise with
+packed weights (int8 activations of MatMulNBits for one).
+"""
+
+from __future__ import annotations
+
+__all__ = ["Layer", "LayerComparison", "compare_layers"]
+
+import dataclasses
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import onnx_ir as ir
+import onnx_ir.passes.common
+import onnxruntime
+
+from ortplugins.comparison.difference import Difference, DifferenceSum
+from ortplugins.comparison.given_model import as_ir
+from ortplugins.comparison.profile import profiled_run
+from ortplugins.errors import ModelFileError
+from ortplugins.optimization.stages import infer_shapes
+from ortplugins.quantization.statistics.collect import detach_tensors
+from ortplugins.samples.sources import Feed, KeptSamples
+from rewrite_rules.graph.nodes import label
+
+_COMPARED = frozenset({
+    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "uint16",
+    "uint32", "uint64", "uint8",
+})  # fmt: skip
+_MARK = "ortplugins#"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A value that both models compute.
+
+    Attributes:
+        node: Node of a that makes it.
+        op_type: Of that node.
+        other_op_type: Operator that makes it in b.
+        difference: How far it is off.
+    """
+
+    node: str
+    op_type: str
+    other_op_type: str
+    difference: Difference
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerComparison:
+    """The values of two models, side by side.
+
+    Attributes:
+        layers: Values of both, in the order in which a makes them.
+        only_a: Nodes of a that make no value of b: their name and operator.
+        only_b: Nodes of b that make no value of a.
+        not_compared: Values of both that are no tensors of numbers.
+    """
+
+    layers: tuple[Layer, ...]
+    only_a: tuple[tuple[str, str], ...]
+    only_b: tuple[tuple[str, str], ...]
+    not_compared: tuple[str, ...]
+
+
+def compare_layers(
+    a: Path,
+    b: Path,
+    feeds: KeptSamples,
+    *,
+    scratch: Path,
+    max_memory: int,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> LayerComparison:
+    """Compare what the nodes of the main graphs compute.
+
+    Args:
+        a: The reference.
+        b: The other.
+        feeds: Inputs; each chunk goes through all of them.
+        scratch: An existing folder.
+        max_memory: Bytes of values to fetch at a time, of both models together. A value that
+            takes more alone is fetched alone.
+        providers: Execution providers.
+
+    Raises:
+        MissingFileError, ModelFileError: If a model can't be used.
+    """
+    sides = [_Side(path, scratch, providers) for path in (a, b)]
+    made_a, made_b = (side.made(feeds.largest()) for side in sides)
+    common = [name for name in made_a if name in made_b]
+    chosen = [n for n in common if made_a[n].comparable and made_b[n].comparable]
+    differences: dict[str, Difference] = {}
+    for chunk in _chunks(chosen, made_a, made_b, max_memory):
+        differences |= _compare_chunk(chunk, sides, feeds)
+    layers = tuple(
+        Layer(made_a[n].node, made_a[n].op_type, made_b[n].op_type, differences[n])
+        for n in chosen
+    )
+    return LayerComparison(
+        layers,
+        sides[0].nodes_without(made_b),
+        sides[1].nodes_without(made_a),
+        tuple(name for name in common if name not in differences),
+    )
+
+
+def _compare_chunk(
+    chunk: Sequence[str], sides: Sequence[_Side], feeds: KeptSamples
+) -> dict[str, Difference]:
+    sums = {name: DifferenceSum(name) for name in chunk}
+    sessions = [side.open(chunk) for side in sides]
+    for feed in feeds:
+        found = [
+            _fetch(session, chunk, feed, side.name)
+            for session, side in zip(sessions, sides, strict=True)
+        ]
+        for name, x, y in zip(chunk, *found, strict=True):
+            sums[name].add(x, y)
+    return {name: item.result() for name, item in sums.items()}
+
+
+def _chunks(
+    names: Sequence[str],
+    made_a: Mapping[str, _Made],
+    made_b: Mapping[str, _Made],
+    budget: int,
+) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    left = budget
+    for name in names:
+        sizes = made_a[name].nbytes, made_b[name].nbytes
+        # What the profile is silent about (calls of functions) goes alone.
+        need = budget if None in sizes else sum(size for size in sizes if size is not None)
+        if chunk and need > left:
+            yield chunk
+            chunk, left = [], budget
+        chunk.append(name)
+        left -= need
+    if chunk:
+        yield chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """Who makes a value, and what it is; ``nbytes`` is None where that is not known."""
+
+    node: str
+    op_type: str
+    nbytes: int | None
+    comparable: bool
+
+
+class _Side:
+    """One of the models: its values in order, and sessions on parts of it."""
+
+    def __init__(self, path: Path, scratch: Path, providers: Sequence[Any]) -> None:
+        self.name = str(path)
+        self._model = as_ir(path)
+        self._folder = detach_tensors(self._model, Path(tempfile.mkdtemp(dir=scratch)))
+        self._providers = providers
+        self._nodes = list(self._model.graph)
+
+    def made(self, feed: Feed) -> dict[str, _Made]:
+        """Run once; return the values of the main graph's nodes, in the executed order."""
+        model = self._model.clone()
+        for index, node in enumerate(model.graph):
+            node.name = f"{_MARK}{index}"
+        content = ir.to_proto(model).SerializeToString()
+        ran = profiled_run(content, self._options(), feed, self._providers, name=self.name)
+        profiled = {node.name: (place, node) for place, node in enumerate(ran)}
+        places = _places(self._nodes, {name: place for name, (place, _) in profiled.items()})
+        infer_shapes(model)
+        types = {value.name: _type_of(value) for node in model.graph for value in node.outputs}
+        result: dict[str, _Made] = {}
+        for index in sorted(range(len(self._nodes)), key=places.__getitem__):
+            node = self._nodes[index]
+            if node.op_type == "Constant":
+                continue  # onnxruntime has no such node
+            outputs = [value.name for value in node.outputs if value.name]
+            _, record = profiled.get(f"{_MARK}{index}", (0, None))
+            for number, name in enumerate(outputs):
+                # No record: inlined, or a Cast that onnxruntime did without. Another number of
+                # outputs: some are no tensors.
+                kind, nbytes = types[name], None
+                if record is not None and len(record.outputs) == len(outputs):
+                    kind, nbytes = record.outputs[number][0], record.bytes_of(number)
+                result[name] = _Made(label(node), node.op_type, nbytes, kind in _COMPARED)
+        return result
+
+    def nodes_without(self, others: Collection[str]) -> tuple[tuple[str, str], ...]:
+        """Nodes none of whose values has a name among the others."""
+        return tuple(
+            (label(node), node.op_type)
+            for node in self._nodes
+            if node.op_type != "Constant"
+            and not any(value.name in others for value in node.outputs if value.name)
+        )
+
+    def open(self, names: Sequence[str]) -> onnxruntime.InferenceSession:
+        """Open a session that computes these values and what leads there."""
+        model = self._model.clone()
+        values = {value.name: value for node in model.graph for value in node.outputs}
+        model.graph.outputs.clear()
+        model.graph.outputs.extend(values[name] for name in names)
+        onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+        try:
+            return onnxruntime.InferenceSession(
+                ir.to_proto(model).SerializeToString(),
+                self._options(),
+                providers=list(self._providers),
+                enable_fallback=0,
+            )
+        except Exception as error:  # onnxruntime's own classes
+            raise ModelFileError(
+                f"{self.name}: onnxruntime refuses the part that makes {names[0]!r} to "
+                f"{names[-1]!r}: {error}"
+            ) from error
+
+    def _options(self) -> onnxruntime.SessionOptions:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 3
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(self._folder)
+        )
+        return options
+
+
+def _places(nodes: Sequence[ir.Node], profiled: Mapping[str, int]) -> list[float]:
+    """Place of each node in the run; one that was inlined stands behind what it reads."""
+    places: list[float] = []
+    of_value: dict[ir.Value | None, float] = {}
+    for index, node in enumerate(nodes):
+        place: float | None = profiled.get(f"{_MARK}{index}")
+        if place is None:
+            place = max((of_value.get(value, -1.0) for value in node.inputs), default=-1.0)
+        places.append(place)
+        of_value.update((value, place) for value in node.outputs)
+    return places
+
+
+def _type_of(value: ir.Value) -> str:
+    """Type of a value in onnxruntime's word; empty where it is no tensor or not known."""
+    if not isinstance(value.type, ir.TensorType) or value.dtype is None:
+        return ""
+    return value.dtype.name.lower()
+
+
+def _fetch(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, model: str
+) -> list[npt.NDArray[Any]]:
+    taken = {item.name for item in session.get_inputs()}
+    try:
+        arrays: list[npt.NDArray[Any]] = session.run(
+            list(names), {k: v for k, v in feed.items() if k in taken}
+        )
+    except Exception as error:  # onnxruntime's own classes
+        raise ModelFileError(f"{model}: onnxruntime failed to run it: {error}") from error
+    return arrays

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: MIT
+"""Everything that the page of a model tells, as one dict of plain JSON."""
+
+from __future__ import annotations
+
+__all__ = ["FORMAT", "gather_facts", "group_remarks"]
+
+import datetime
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.html_report.live_memory import order_of
+from ortplugins.html_report.weight_bytes import KINDS, PACKED, weight_bytes
+from ortplugins.measurement.session_costs import MeasureError, example_feed, measure_sessions
+from ortplugins.model_io.loading import load_path
+from ortplugins.optimization.optimize import OptimizeResult, optimize
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.shape_size_reorder.order.search import memory_order
+from rewrite_rules.shapes.concrete_shapes import concrete_shapes
+from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
+from session_options.plan import plan_from_settings, settings_of
+
+FORMAT = 1
+"""Of the dict; grows when a key changes its meaning."""
+
+_PACKAGES = ("ortplugins", "onnxruntime", "onnx", "onnx_ir", "onnxscript", "numpy")
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
+# Quoted as repr() does; an apostrophe within a word is none.
+_QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")(?!\w)")
+
+
+def gather_facts(
+    model: str | os.PathLike[str],
+    *,
+    passes: Sequence[str] = (DqMatMulNBitsFusion.name,),
+    options: Mapping[str, str] | None = None,
+    dims: Mapping[str, int] | None = None,
+    measure: bool = True,
+    layers: bool = False,
+    rounds: int = 3,
+    result: OptimizeResult | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Look at a model before and after passes, and measure sessions on it.
+
+    What cannot be told of this model (it has no order, random inputs do not run) stands in its
+    place as ``{"failed": reason}``.
+
+    Args:
+        model: Path of an .onnx file.
+        passes: Names of passes, at least one.
+        options: ``{"<pass>.<option>": value}``.
+        dims: Sizes of the inputs' symbolic dimensions; others are guessed as
+            :mod:`.random` says.
+        measure: Whether to start and run sessions.
+        layers: Whether to compare the values of both models, layer by layer.
+        rounds: How many processes of each kind are measured.
+        result: What :func:`.optimize` made with these passes, if it did already.
+        command: What the user typed.
+
+    Returns:
+        The facts; ``docs/report.md`` describes them.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model or its data can't be used.
+        OptionError: If a pass, an option or a dimension is unknown.
+        PassError: If a pass fails.
+    """
+    path = Path(model)
+    plan = plan_from_settings(list(passes), options or {})
+    before = load_path(path)
+    feed, sizes, unfit = None, dict(dims or {}), ""
+    try:
+        feed, sizes = example_feed(before.model, dims or {})
+    except MeasureError as error:
+        unfit = str(error)
+    if result is None:
+        result = optimize(path, passes=passes, options=options)
+    sessions: dict[str, Any] | None = None
+    if measure:
+        sessions = {"failed": unfit}
+        if feed is not None:
+            try:
+                sessions = measure_sessions(path, passes, options or {}, feed, rounds)
+            except MeasureError as error:
+                sessions = {"failed": str(error)}
+    report = _with_passes_on_files(result.report.to_dict(), sessions)
+    operators = _operators(before.model, result.model)
+    files = [path, *before.data_files.values()]
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": path.name,
+            "path": str(path),
+            "bytes": sum(file.stat().st_size for file in files),
+            "opset": before.model.graph.opset_imports.get("", None),
+            "output": str(result.path or ""),
+        },
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "versions": _versions(),
+        "passes": list(passes),
+        "options": settings_of(plan),
+        "report": report,
+        "remarks": group_remarks(report),
+        "nodes": {side: sum(row[side] for row in operators) for side in ("before", "after")},
+        "operators": operators,
+        "weights": _weights(before.model, result.model, sessions),
+        "sizes": sizes,
+        "memory": _memory(path, result, sizes, passes),
+        "sessions": sessions,
+        "layers": _layers(path, result, feed, unfit) if layers else None,
+    }
+
+
+def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Put remarks together whose reasons differ in quoted names only.
+
+    Args:
+        report: As ``Report.to_dict`` writes it.
+
+    Returns:
+        Refusals first, then by size: pass, outcome, the reason with ``…`` for each name, how
+        many remarks, and of each remark its node and the names.
+    """
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for item in report["passes"]:
+        for remark in item["remarks"]:
+            names = _QUOTED.findall(remark["reason"])
+            reason = _QUOTED.sub("…", remark["reason"])
+            key = item["name"], remark["outcome"], reason
+            groups.setdefault(key, []).append(
+                {"node": remark["node"], "names": list(dict.fromkeys(names))}
+            )
+    order = ["refused", "fired", "note"]
+    return sorted(
+        (
+            {
+                "pass": name,
+                "outcome": outcome,
+                "reason": reason,
+                "count": len(remarks),
+                "remarks": remarks,
+            }
+            for (name, outcome, reason), remarks in groups.items()
+        ),
+        key=lambda group: (order.index(group["outcome"]), -group["count"], group["reason"]),
+    )
+
+
+def _with_passes_on_files(
+    report: dict[str, Any], sessions: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Add the passes that have nothing to do before there is a file, which a session has."""
+    measured = sessions.pop("report", None) if sessions else None
+    told = {item["name"] for item in report["passes"]}
+    for item in measured["passes"] if measured else ():
+        if item["name"] not in told:
+            report["passes"].append(item)
+    outcomes = Counter(r["outcome"] for item in report["passes"] for r in item["remarks"])
+    return {**report, "fired": outcomes["fired"], "refused": outcomes["refused"]}
+
+
+def _operators(before: ir.Model, after: ir.Model) -> list[dict[str, Any]]:
+    counts = [_operator_counts(model) for model in (before, after)]
+    rows = [
+        {"operator": name, "domain": domain, "before": counts[0][key], "after": counts[1][key]}
+        for key in counts[0] | counts[1]
+        for domain, name in [key]
+    ]
+    # What changed stands in front.
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["before"] == row["after"],
+            -max(row["before"], row["after"]),
+            row["operator"],
+        ),
+    )
+
+
+def _operator_counts(model: ir.Model) -> Counter[tuple[str, str]]:
+    nodes = [*model.graph.all_nodes()]
+    for function in model.functions.values():
+        nodes += function.all_nodes()
+    return Counter((node.domain, node.op_type) for node in nodes)
+
+
+def _weights(
+    before: ir.Model, after: ir.Model, sessions: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    counts = [weight_bytes(model) for model in (before, after)]
+    rows = [
+        {
+            "kind": kind,
+            "tensors_before": counts[0][kind][0],
+            "tensors_after": counts[1][kind][0],
+            "before": counts[0][kind][1],
+            "after": counts[1][kind][1],
+        }
+        for kind in KINDS
+    ]
+    packed = (sessions or {}).get("packed")
+    if packed and packed["tensors"]:
+        counted = {"tensors_before": 0, "tensors_after": packed["tensors"]}
+        rows.append({"kind": PACKED, **counted, "before": 0, "after": packed["bytes"]})
+    return rows
+
+
+def _memory(
+    path: Path, result: OptimizeResult, sizes: Mapping[str, int], passes: Sequence[str]
+) -> dict[str, Any]:
+    # Names that the option can't spell are sums of others: "past, sequence".
+    known = {name: size for name, size in sizes.items() if not set(name) & set(",=")}
+    dims = ",".join(f"{name}={size}" for name, size in known.items())
+    try:
+        order = order_of(path, {f"{ShapeSizeReorder.name}.dims": dims})
+    except ModelFileError as error:
+        return {"failed": str(error)}
+    notes = _without_repeats(order.notes, [curve.name for curve in order.curves])
+    curves = {curve.name: list(curve.live) for curve in order.curves}
+    try:
+        shapes = concrete_shapes(result.model, known)
+        after = memory_order(result.model.graph, known, shapes=shapes)
+    except Refusal as refusal:
+        notes.append(f"the rewritten model has no order: {refusal}")
+    else:
+        reordered = ShapeSizeReorder.name in passes
+        name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
+        live = (after.priority if reordered else after.default).timeline.live
+        curves = {f"rewritten, {name}": live.tolist()} | {
+            f"as given, {name}": held for name, held in curves.items()
+        }
+    # Orders that hold the same are one line.
+    same: dict[tuple[int, ...], list[str]] = {}
+    for name, held in curves.items():
+        same.setdefault(tuple(held), []).append(name)
+    return {
+        "curves": [
+            {
+                "names": names,
+                "peak": max(held, default=0),
+                "steps": len(held),
+                "live": list(held),
+            }
+            for held, names in same.items()
+        ],
+        "notes": notes,
+    }
+
+
+def _without_repeats(notes: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Say once, without the names, what was said of each."""
+    texts = {note.removeprefix(f"{name}: ") for name, note in zip(names, notes, strict=False)}
+    if len(texts) > 1:
+        return list(notes)
+    return [*texts, *notes[len(names) :]]
+
+
+def _layers(
+    path: Path, result: OptimizeResult, feed: Mapping[str, npt.NDArray[Any]] | None, unfit: str
+) -> dict[str, Any]:
+    from ortplugins.comparison.compare import compare, plain
+
+    if feed is None:
+        return {"failed": unfit}
+    try:
+        found = compare(path, result, inputs=feed, layers=True).layers
+    except (ModelFileError, CalibrationError) as error:
+        return {"failed": str(error)}
+    assert found is not None
+    rows: list[dict[str, Any]] = [
+        {
+            "step": step,
+            "value": layer.difference.name,
+            "node": layer.node,
+            "operator": layer.op_type,
+            "other_operator": layer.other_op_type,
+            "error": layer.difference.relative_rms,
+            "cosine": layer.difference.cosine,
+        }
+        for step, layer in enumerate(found.layers, 1)
+    ]
+    rows.sort(key=lambda row: -row["error"])
+    values: list[Any] = plain(rows)  # an infinite error is no number in JSON
+    return {
+        "values": values,
+        "only_before": len(found.only_a),
+        "only_after": len(found.only_b),
+        "not_compared": len(found.not_compared),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # onnxruntime has several wheels
+            module = __import__(package)
+            found[package] = str(getattr(module, "__version__", "unknown"))
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    facts: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                key, colon, value = line.partition(":")
+                if colon:
+                    facts.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    flags = (facts.get("flags") or facts.get("Features") or "").split()
+    return {
+        "processor": facts.get("model name") or platform.processor() or platform.machine(),
+        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT
+"""What the nodes of a model hold in memory while they run, in three orders."""
+
+from __future__ import annotations
+
+__all__ = ["OrderReport", "order_of"]
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from ortplugins.errors import ModelFileError
+from ortplugins.html_report.live_memory_chart import Curve
+from ortplugins.model_io.loading import load_path
+from ortplugins.optimization.stages import infer_shapes
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory_order
+from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
+from session_options import ShapeSizeReorder
+from session_options.plan import plan_from_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderReport:
+    """Three orders of one graph.
+
+    Attributes:
+        curves: Live bytes of each step: the computed order, onnxruntime's default and its
+            PRIORITY_BASED.
+        notes: Where Shapes run, what was guessed.
+    """
+
+    curves: tuple[Curve, ...]
+    notes: tuple[str, ...]
+
+
+def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> OrderReport:
+    """Simulate the orders of a model as it is; onnxruntime's fusions change it first.
+
+    Args:
+        model: Path of an .onnx file.
+        settings: ``shape_size_reorder.dims``.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model can't be used or put in order.
+        OptionError: If a setting is unknown or wrong.
+    """
+    plan = plan_from_settings([ShapeSizeReorder.name], dict(settings))
+    (chosen,) = plan.passes
+    assert isinstance(chosen, ShapeSizeReorder)
+    loaded = load_path(model).model
+    infer_shapes(loaded)
+    try:
+        shapes = concrete_shapes(loaded, chosen.sizes)
+        order = memory_order(loaded.graph, chosen.sizes, shapes=shapes)
+    except Refusal as refusal:
+        raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
+    orders = {
+        f"computed ({order.method})": order.ours,
+        "onnxruntime's default": order.default,
+        "PRIORITY_BASED": order.priority,
+    }
+    curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
+    notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
+    if order.unknown_dims:
+        names = ", ".join(order.unknown_dims)
+        notes.append(f"dimensions without a number, counted as {DEFAULT_DIM}: {names}")
+    return OrderReport(tuple(curves), tuple(notes))
+
+
+def _distance(order: SimulatedOrder) -> str:
+    if not order.distances:
+        return "no Shape or Size reads a computed tensor"
+    return (
+        f"Shape and Size run {order.mean_distance:.1f} steps behind their producer, "
+        f"{order.max_distance} at most"
+    )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: MIT
+"""A model in a folder of ours, as it was given: onnxruntime's quantiser writes beside it."""
+
+from __future__ import annotations
+
+__all__ = ["stage"]
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+
+from ortplugins.model_io.loading import LoadedModel, is_path, save_with_data
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+
+def stage(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
+    """Save a model into a folder of ours, as it was given: onnxruntime writes beside it."""
+    path = folder / "model.onnx"
+    if isinstance(model, ir.Model):
+        save_with_data(loaded.model, path)
+        return path
+    proto = onnx.ModelProto()
+    if is_path(model):
+        # Not through onnx_ir: loading there makes constants initializers, which onnxruntime
+        # would quantise in another way.
+        proto = onnx.load(os.fspath(model), load_external_data=False)
+        for tensor in _tensors(proto):
+            _read_data(tensor, loaded.data_files)
+    else:
+        proto.CopyFrom(model)
+    onnx.save_model(
+        proto, os.fspath(path), save_as_external_data=True, location="model.onnx.data"
+    )
+    return path
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    graphs = [proto.graph]
+    nodes = [
+        *proto.graph.node,
+        *(node for function in proto.functions for node in function.node),
+    ]
+    yield from proto.graph.initializer
+    while nodes or graphs:
+        if graphs:
+            graph = graphs.pop()
+            if graph is not proto.graph:
+                yield from graph.initializer
+                nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            yield from (attribute.t, *attribute.tensors)
+            graphs += [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())]
+
+
+def _read_data(tensor: onnx.TensorProto, files: Mapping[str, Path]) -> None:
+    """Read external data, which was checked where it was found, into the tensor."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with open(files[entries["location"]], "rb") as file:
+        file.seek(int(entries.get("offset", 0)))
+        tensor.raw_data = file.read(int(entries.get("length", -1)))
+    del tensor.external_data[:]
+    tensor.data_location = onnx.TensorProto.DEFAULT

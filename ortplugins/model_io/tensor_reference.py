@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: MIT
+"""Where the numbers of a tensor lie on disk, so that work on it can be sent anywhere."""
+
+from __future__ import annotations
+
+__all__ = ["ScratchWriter", "TensorReference"]
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.weights.repacking import packed_bytes
+
+# Of tensors within a file: a cache line, which is enough for every vector instruction.
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorReference:
+    """Numbers in a file: small enough to send to another process.
+
+    Attributes:
+        path: Absolute path of the file.
+        offset: Bytes before the first number.
+        shape: Shape, row-major.
+        dtype: Name of the numpy type; ``"bfloat16"`` included.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def map(self, mode: str = "r") -> npt.NDArray[Any]:
+        """Return the tensor, mapped: its pages belong to the file and not to the process.
+
+        Args:
+            mode: ``"r"``, or ``"r+"`` to write.
+
+        Raises:
+            OSError: If the file is gone.
+            ValueError: If it is too short.
+        """
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+        if 0 in self.shape:
+            return np.empty(self.shape, dtype)
+        mapped = np.memmap(
+            self.path,
+            dtype=np.uint8,
+            mode=mode,
+            offset=self.offset,  # type: ignore[call-overload]
+            shape=(int(np.prod(self.shape)) * dtype.itemsize,),
+        )
+        return np.asarray(mapped).view(dtype).reshape(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return int(np.prod(self.shape)) * size
+
+
+class ScratchWriter:
+    """Files of a folder that numbers are put into one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0
+
+    def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> TensorReference:
+        """Make room for a tensor, of zeros; fill it through :meth:`TensorReference.map`.
+
+        Raises:
+            OSError: If the disk is full. Writing to a mapping would kill the process then, so
+                the blocks are really allocated here.
+        """
+        reference = TensorReference(str(self._path), self._end, shape, np.dtype(dtype).name)
+        size = reference.nbytes
+        with open(self._path, "ab") as file:
+            if hasattr(os, "posix_fallocate") and size:
+                os.posix_fallocate(file.fileno(), self._end, size)
+            else:
+                file.truncate(self._end + size)
+        self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return reference
+
+    def append(self, array: npt.NDArray[Any]) -> TensorReference:
+        """Write an array.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        array = np.ascontiguousarray(array)
+        reference = TensorReference(str(self._path), self._end, array.shape, array.dtype.name)
+        with open(self._path, "r+b" if self._path.exists() else "wb") as file:
+            file.seek(self._end)
+            file.write(array.reshape(-1).view(np.uint8).data)
+        self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return reference
+
+    def refer_to(self, tensor: ir.TensorProtocol) -> TensorReference:
+        """Return where a tensor lies; one that is in memory is written first.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        shape = tuple(tensor.shape.numpy())
+        name = tensor.dtype.numpy().name
+        if isinstance(tensor, ir.ExternalTensor):
+            path = os.path.realpath(tensor.path)
+            return TensorReference(path, tensor.offset or 0, shape, name)
+        return dataclasses.replace(self.append(packed_bytes(tensor)), shape=shape, dtype=name)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: MIT
+"""From a float model and ranges to the all-8-bit QDQ graph that onnxruntime's quantiser makes.
+
+Four of its habits are held back. It takes a Relu or Clip away that the 8-bit range does
+itself: not where one side of it will be of another type, nor does it then forget the name.
+A tensor without a range is told by name, and why. Tensors that would share the parameters of
+one that is never quantised are an error here; there, they are waited for without end. A
+Softmax in float16 gets a float16 scale.
+"""
+
+from __future__ import annotations
+
+__all__ = ["EightBitGraph", "EightBitSettings", "converted_tensors", "quantize_to_eight_bits"]
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.quantization.activations.ranges import Ranges
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride
+
+_FLOATS: dict[int, type[np.floating[Any]]] = {
+    onnx.TensorProto.FLOAT: np.float32,
+    onnx.TensorProto.FLOAT16: np.float16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBitSettings:
+    """What onnxruntime's quantiser is told.
+
+    Attributes:
+        activation_type: UINT8 or INT8.
+        weight_type: Of initializers.
+        per_channel: Whether weights get a scale per channel.
+        reduce_range: Whether weights get 7 bits.
+        op_types: Operators to quantise.
+        nodes_to_quantize: Names of those to quantise; none for all.
+        nodes_to_exclude: Names of those to leave.
+        options: Its ``extra_options``.
+    """
+
+    activation_type: ir.DataType
+    weight_type: ir.DataType
+    per_channel: bool
+    reduce_range: bool
+    op_types: Sequence[str]
+    nodes_to_quantize: Sequence[str]
+    nodes_to_exclude: Sequence[str]
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EightBitGraph:
+    """What onnxruntime's quantiser made.
+
+    Attributes:
+        model: The QDQ graph.
+        ranges: Of the float tensors, as it used them: the input of a Relu has its output's,
+            Softmax 0 to 1.
+        renamed: Inputs of the Relu and Clip nodes that are gone, each with the output that
+            took its place.
+    """
+
+    model: ir.Model
+    ranges: dict[str, tuple[float, float]]
+    renamed: dict[str, str]
+
+
+def quantize_to_eight_bits(
+    path: Path,
+    ranges: Mapping[str, tuple[float, float] | tuple[np.generic, np.generic]],
+    overrides: Overrides,
+    converted: Collection[str],
+    settings: EightBitSettings,
+) -> EightBitGraph:
+    """Quantise a model.
+
+    Args:
+        path: The float model, in a folder of ours: shape inference writes beside it.
+        ranges: Of its activations.
+        overrides: Those of initializers are passed on; of activations, all but other types.
+        converted: Activations that will have two types.
+        settings: What else onnxruntime is told.
+
+    Raises:
+        CalibrationError: If an activation has no range, or an infinite one.
+        QuantizationError: If onnxruntime can't quantise the model.
+    """
+    from onnxruntime.quantization import QDQQuantizer
+    from onnxruntime.quantization.calibrate import TensorData
+    from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+
+    proto = load_model_with_shape_infer(path)
+    dtypes = _float_types(proto.graph)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    tensors_range, infinite = {}, {}
+    fixed = _fixed_ranges(overrides, ranges, initializers, settings.activation_type)
+    known = {**ranges, **fixed}
+    for name, (low, high) in known.items():
+        if not (np.isfinite(low) and np.isfinite(high)):
+            if name in ranges:
+                infinite[name] = f"its range is {low} to {high}"
+            continue
+        dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
+        ends = (np.asarray(end, dtype) for end in (low, high))
+        tensors_range[name] = TensorData(**dict(zip(("lowest", "highest"), ends, strict=True)))
+    renamed: dict[str, str] = {}
+
+    class Quantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
+        def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
+            if upstream in converted or output in converted:
+                return False
+            replaced = bool(super().try_replacing_upstream_output(upstream, output))
+            if replaced:
+                renamed[upstream] = output
+            return replaced
+
+        def adjust_tensor_ranges(self) -> None:
+            super().adjust_tensor_ranges()
+            # Of Softmax they are float32 now, and onnxruntime won't load the graph.
+            for name, data in self.tensors_range.items():
+                ends = [end.astype(dtypes.get(name, end.dtype)) for end in data.range_value]
+                self.tensors_range[name] = TensorData(lowest=ends[0], highest=ends[1])
+
+        def _make_tensor_scale_zp_initializers(self, name: str) -> Any:
+            if name not in self.quantization_params:
+                raise CalibrationError(
+                    f"tensor {name!r} can't be quantised: "
+                    f"{infinite.get(name, 'it has no calibrated range')}; give it one in "
+                    "ranges or as rmin and rmax in overrides, or name its nodes in "
+                    "nodes_to_exclude"
+                )
+            return super()._make_tensor_scale_zp_initializers(name)
+
+        def _quantize_sharing_param_tensors(self) -> None:
+            known, waiting = set(self.quantized_value_map), dict(self.tensors_to_quantize)
+            while ready := [
+                name
+                for name, info in waiting.items()
+                if info.quant_para_provider and info.quant_para_provider.input_name in known
+            ]:
+                known.update(ready)
+                for name in ready:
+                    del waiting[name]
+            if waiting:
+                raise QuantizationError(
+                    f"tensor {next(iter(waiting))!r} would share the scale of one that is "
+                    "not quantised here: name its node in nodes_to_exclude"
+                )
+            super()._quantize_sharing_param_tensors()
+
+    options = {
+        **settings.options,
+        "TensorQuantOverrides": _for_onnxruntime(
+            overrides, initializers, dtypes, settings.activation_type
+        ),
+    }
+    try:
+        quantizer = Quantizer(
+            proto,
+            settings.per_channel,
+            settings.reduce_range,
+            _quant_type(settings.weight_type),
+            _quant_type(settings.activation_type),
+            tensors_range,
+            list(settings.nodes_to_quantize),
+            list(settings.nodes_to_exclude),
+            list(settings.op_types),
+            options,
+        )
+        quantizer.quantize_model()
+        quantizer.model.topological_sort()
+    except QuantizationError:
+        raise
+    except Exception as error:  # anything, AssertionError among it
+        raise QuantizationError(
+            f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
+        ) from error
+    used = {
+        name: _used_range(data, overrides.get(name, ()), settings.options)
+        for name, data in tensors_range.items()
+    }
+    return EightBitGraph(ir.from_proto(quantizer.model.model), used, renamed)
+
+
+def _float_types(graph: onnx.GraphProto) -> dict[str, type[np.floating[Any]]]:
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return {name: _FLOATS[kind] for name, kind in types.items() if kind in _FLOATS}
+
+
+def _fixed_ranges(
+    overrides: Overrides,
+    ranges: Mapping[str, Any],
+    initializers: Collection[str],
+    activation_type: ir.DataType,
+) -> Ranges:
+    """Ranges of activations that overrides give one: no sample need have reached them."""
+    fixed: Ranges = {}
+    for name, entries in overrides.items():
+        if name in initializers or not entries:
+            continue
+        entry = entries[0]
+        low, high = ranges.get(name, (np.float32(np.nan), np.float32(np.nan)))
+        if entry.scale is not None and entry.zero_point is not None:
+            codes = np.iinfo((entry.quant_type or activation_type).numpy())
+            low = np.float32((int(codes.min) - entry.zero_point) * entry.scale)
+            high = np.float32((int(codes.max) - entry.zero_point) * entry.scale)
+        low = low if entry.rmin is None else np.float32(entry.rmin)
+        high = high if entry.rmax is None else np.float32(entry.rmax)
+        fixed[name] = (low, high)
+    return fixed
+
+
+def _used_range(
+    data: Any, entries: Sequence[TensorOverride], options: Mapping[str, Any]
+) -> tuple[float, float]:
+    """The range behind a grid: onnxruntime adjusts some, then overrides have the last word."""
+    low, high = (float(end) for end in data.range_value)
+    if entries and entries[0].rmin is not None:
+        low = entries[0].rmin
+    if entries and entries[0].rmax is not None:
+        high = entries[0].rmax
+    if (least := options.get("MinimumRealRange")) is not None:
+        low = min(low, 0.0)
+        high = max(high, 0.0, low + float(least))
+    if options.get("ActivationSymmetric"):
+        high = max(abs(low), abs(high))
+        low = -high
+    return low, high
+
+
+def _for_onnxruntime(
+    overrides: Overrides,
+    initializers: Collection[str],
+    dtypes: Mapping[str, type[np.floating[Any]]],
+    activation_type: ir.DataType,
+) -> dict[str, list[dict[str, Any]]]:
+    """Overrides in the types that onnxruntime wants; of activations what leaves them 8-bit."""
+    from ortplugins.quantization.activations.onnxruntime_overrides import to_onnxruntime
+
+    result: dict[str, list[dict[str, Any]]] = {}
+    for name, entries in overrides.items():
+        if name not in initializers and entries:
+            entry = entries[0]
+            if entry.quant_type in (None, activation_type):
+                entry = dataclasses.replace(entry, quant_type=activation_type, convert=None)
+            else:
+                entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
+            entries = (entry,)
+        result |= to_onnxruntime({name: entries}, dtypes.get(name, np.float32))
+    return result
+
+
+def _quant_type(dtype: ir.DataType) -> Any:
+    from onnxruntime.quantization import QuantType
+
+    return next(kind for kind in QuantType if kind.tensor_type == dtype)
+
+
+def converted_tensors(
+    graph: ir.Graph,
+    overrides: Overrides,
+    promote: Collection[str],
+    activation_type: ir.DataType,
+    close_regions: bool,
+) -> frozenset[str]:
+    """Return the activations that some node will write, or read, in another type than others.
+
+    Only what the nearest nodes of each named tensor bring about; groups of operators that
+    share a type may reach further.
+    """
+    named = {
+        name
+        for name, entries in overrides.items()
+        if entries and entries[0].quant_type not in (None, activation_type)
+    }
+    named |= set(promote)
+    nodes = {node for node in graph if label(node) in named}
+    result = {
+        name
+        for name, entries in overrides.items()
+        if entries and entries[0].convert is not None
+    }
+    if close_regions:
+        for value in _activations(graph):
+            if value.name in named:
+                nodes.update(value.consumers())
+                if (producer := value.producer()) is not None:
+                    nodes.add(producer)
+    for value in _activations(graph):
+        writer = value.producer()
+        written = value.name in named or writer in nodes
+        if writer is not None and any(
+            (reader in nodes or (value.name in named and not close_regions)) != written
+            for reader in value.consumers()
+        ):
+            result.add(value.name or "")
+    return frozenset(result)
+
+
+def _activations(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from (value for value in graph.inputs if value.name not in graph.initializers)
+    for node in graph:
+        yield from node.outputs

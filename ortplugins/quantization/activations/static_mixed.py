@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: MIT
+"""From a float model and samples to a QDQ model whose activations have 8 and 16 bits.
+
+    calibrate      onnxruntime's calibrators: a range for each activation
+    quantise       onnxruntime's quantiser: everything in 8 bits
+    rewrite        mixed_precision_boundaries: regions of 16 bits, or float, into that graph
+
+onnxruntime makes both grids of a tensor from its range, each rounded by itself, and an end
+code moves by up to half an 8-bit step on its way into a region. Here the 16-bit grid of a
+boundary has every value of the 8-bit one.
+"""
+
+from __future__ import annotations
+
+__all__ = ["StaticMixedResult", "quantize_static_mixed"]
+
+import dataclasses
+import enum
+import os
+import re
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    Progress,
+    check_output,
+    from_memory,
+    is_path,
+    load_path,
+    needs_data_file,
+    same_kind,
+    save_with_data,
+)
+from ortplugins.model_io.staged import stage
+from ortplugins.quantization.activations.arguments import (
+    check_float_model,
+    check_names_given,
+    check_operators,
+    checked_options,
+    operators,
+    overrides_of,
+    quant_type_of,
+    selected_nodes,
+)
+from ortplugins.quantization.activations.eight_bit_graph import (
+    EightBitGraph,
+    EightBitSettings,
+    converted_tensors,
+    quantize_to_eight_bits,
+)
+from ortplugins.quantization.activations.ranges import (
+    Calibration,
+    RangeCache,
+    calibrate,
+    quiet_quantizer,
+)
+from ortplugins.quantization.selection import Pattern
+from ortplugins.report import PassReport, Report
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import parse_version
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    TensorOverride,
+)
+from rewrite_rules.remarks import PassContext, Remarks
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+_PASS = "mixed_precision_boundaries"
+_ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
+_PROMOTED = (ir.DataType.UINT16, ir.DataType.INT16)
+_WEIGHTS = (*_ACTIVATIONS, *_PROMOTED, ir.DataType.UINT4, ir.DataType.INT4)
+# What onnxruntime calls the calibrators' options in quantize_static.
+_CALIBRATION_OPTIONS = {
+    "CalibTensorRangeSymmetric": "symmetric",
+    "CalibMovingAverage": "moving_average",
+    "CalibMovingAverageConstant": "averaging_constant",
+    "CalibPercentile": "percentile",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StaticMixedResult:
+    """What :func:`quantize_static_mixed` made.
+
+    Attributes:
+        path: The file written; None when no output was asked for.
+        report: What became of every boundary, and how ranges were found.
+        model: The QDQ model, of the type that was given (``onnx_ir.Model`` for a path).
+        ranges: Smallest and greatest value of each float activation, as they were used.
+    """
+
+    path: Path | None
+    report: Report
+    model: Any
+    ranges: Mapping[str, tuple[float, float]]
+
+
+def quantize_static_mixed(
+    model_input: ModelLike,
+    model_output: str | os.PathLike[str] | None = None,
+    data: CalibrationSource = None,
+    *,
+    overrides: str | Mapping[str, Any] | None = None,
+    promote: Collection[str] = (),
+    promoted_type: str | enum.Enum = "QUInt16",
+    mode: str = "int16",
+    target: str = "qnn",
+    close_regions: bool = True,
+    merge: bool = False,
+    activation_type: str | enum.Enum = "QUInt8",
+    weight_type: str | enum.Enum = "QInt8",
+    per_channel: bool = True,
+    reduce_range: bool = False,
+    calibrate_method: str | enum.Enum = "MinMax",
+    op_types_to_quantize: Sequence[str] | None = None,
+    nodes_to_quantize: Sequence[Pattern] = (),
+    nodes_to_exclude: Sequence[Pattern] = (),
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+    calibration_cache: str | os.PathLike[str] | None = None,
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
+    extra_options: Mapping[str, Any] | None = None,
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> StaticMixedResult:
+    """Quantise weights and activations of a float model, some activations to 16 bits.
+
+    Without ``overrides`` and ``promote`` the graph is the one that onnxruntime's
+    ``quantize_static`` makes.
+
+    Args:
+        model_input: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not
+            changed. Float32 or float16. Weights are read whole, as onnxruntime's quantiser
+            has them.
+        model_output: File to write; large tensors go to ``<output>.data``.
+        data: Samples, each a dict of input names and arrays: an object with ``get_next()``, an
+            iterable, or paths of ``.npz`` files.
+        overrides: onnxruntime's ``TensorQuantOverrides``, as a dict, as JSON, or as
+            ``@file.json``; by names of the float model.
+        promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
+            of the float model.
+        promoted_type: ``"QUInt16"`` or ``"QInt16"``.
+        mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
+            faster on CPUs.
+        target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
+            that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
+            back the 8-bit values before it; the numbers are the same.
+        close_regions: Whether the producer and the consumers of a promoted tensor compute in
+            its type; else only what is named changes.
+        merge: Whether a region's exit that leads right into another region is bridged in 16
+            bits; this changes the numbers.
+        activation_type: ``"QUInt8"`` or ``"QInt8"``: of all other activations.
+        weight_type: Of initializers: 8, 16 or 4 bits.
+        per_channel: Whether weights get a scale for each channel; needs opset 13.
+        reduce_range: Whether weights get 7 bits, for x86 machines without VNNI.
+        calibrate_method: ``"MinMax"``, ``"Entropy"``, ``"Percentile"`` or ``"Distribution"``.
+        op_types_to_quantize: Operators; by default those that onnxruntime quantises by
+            default.
+        nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
+        nodes_to_exclude: Nodes to leave in float, in the same way.
+        ranges: Of some activations, instead of calibrated ones; of all of them, no ``data`` is
+            needed.
+        calibration_cache: JSON file with ranges. Read if it is of this model and these
+            settings, so that no ``data`` is needed; else written.
+        calibration_providers: Execution providers that run the samples.
+        extra_options: Further options of onnxruntime's ``quantize_static``.
+        external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
+            source has them, and always when they are more than 1 GiB.
+        overwrite: Whether ``model_output`` may exist.
+        progress: Called while tensors are written: done, total, name.
+
+    Returns:
+        Path, report, model and ranges.
+
+    Raises:
+        CalibrationError: If there is nothing to calibrate with, a sample is bad, or an
+            activation has no finite range.
+        FileExistsError: If ``model_output`` exists and ``overwrite`` is false.
+        MissingFileError, ModelFileError: If the model or its data can't be used.
+        OverrideError: If an override asks for what can't be.
+        QuantizationError: If an argument is out of range, a pattern means no node, or
+            onnxruntime can't quantise the model. No output is written, whatever is raised.
+        OSError: If a file can't be written.
+    """
+    output = None if model_output is None else Path(model_output)
+    if output is not None:
+        check_output(model_input, output, overwrite)
+    options = checked_options(extra_options or {})
+    if target not in ("cpu", "qnn"):
+        raise QuantizationError(f"target is {target!r}: one of cpu, qnn is expected")
+    activation = quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
+    op_types = operators(op_types_to_quantize)
+    how = Calibration(
+        str(getattr(calibrate_method, "name", calibrate_method)),
+        op_types,
+        calibration_providers,
+        {new: options.pop(old) for old, new in _CALIBRATION_OPTIONS.items() if old in options},
+    )
+    wanted = BoundaryOptions(
+        overrides=overrides_of(overrides),
+        promote=frozenset(promote),
+        promoted_type=quant_type_of(promoted_type, "promoted_type", _PROMOTED),
+        mode=mode,
+        target=target,
+        close_regions=close_regions,
+        merge=merge,
+    )
+    loaded = load_path(model_input) if is_path(model_input) else from_memory(model_input)  # type: ignore[arg-type]
+    graph = loaded.model.graph
+    check_float_model(loaded, per_channel)
+    check_operators(loaded.model, op_types_to_quantize)
+    check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
+    settings = EightBitSettings(
+        activation_type=activation,
+        weight_type=quant_type_of(weight_type, "weight_type", _WEIGHTS),
+        per_channel=per_channel,
+        reduce_range=reduce_range,
+        op_types=op_types,
+        nodes_to_quantize=selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
+        nodes_to_exclude=selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
+        options=options,
+    )
+    converted = converted_tensors(
+        graph, wanted.overrides, wanted.promote, activation, close_regions
+    )
+    folder_of_output = None if output is None else output.absolute().parent
+    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder_of_output) as scratch:
+        path = stage(model_input, loaded, Path(scratch))
+        with quiet_quantizer() as warned:
+            found, note = _ranges(path, loaded, data, ranges or {}, calibration_cache, how)
+            base = quantize_to_eight_bits(path, found, wanted.overrides, converted, settings)
+        model = base.model
+        wanted = _for_graph(wanted, base, graph.initializers, activation)
+        passes = _rewrite(model, wanted, calibration_providers)
+        notes = (note, *_counted(warned))
+        if output is not None:
+            if external_data is None:
+                external_data = bool(loaded.data_files) or needs_data_file(model)
+            save_with_data(
+                model,
+                output,
+                inline=not external_data,
+                overwrite=overwrite,
+                progress=progress,
+            )
+    artifact = "" if output is None else os.fspath(output)
+    report = Report(passes, "built", notes, artifact)
+    return StaticMixedResult(output, report, same_kind(model_input, model), base.ranges)
+
+
+def _ranges(
+    path: Path,
+    loaded: LoadedModel,
+    data: CalibrationSource,
+    given: Mapping[str, tuple[float, float]],
+    cache_path: str | os.PathLike[str] | None,
+    how: Calibration,
+) -> tuple[dict[str, Any], str]:
+    """Ranges from the cache or else from samples, those given on top; and a note on them."""
+    cache = None
+    if cache_path is not None:
+        data_file = path.with_name(path.name + ".data")
+        digest = how.digest([path, *([data_file] if data_file.exists() else ())])
+        cache = RangeCache(cache_path, digest)
+        if (found := cache.read()) is not None:
+            return {**found, **given}, f"ranges of {len(found)} tensors from {cache.path}"
+    if data is None:
+        if given:
+            return dict(given), f"ranges of {len(given)} tensors as given"
+        stale = cache is not None and cache.path.exists()
+        which = f", and {cache_path} is of another model or other settings" if stale else ""
+        raise CalibrationError(
+            f"there is no calibration data{which}: give data, samples of inputs as the model "
+            "will see them, or ranges"
+        )
+    samples = KeptSamples(data, loaded.model, scratch=path.parent)
+    found = calibrate(path, samples, how)
+    if cache is not None:
+        cache.write(found, how.method)
+    note = f"ranges of {len(found)} tensors from {samples.count} samples, {how.method}"
+    return {**found, **given}, note
+
+
+def _counted(warnings: Sequence[str]) -> list[str]:
+    """One of each kind of warning, with the number of others that differ in names only."""
+    kinds: dict[str, list[str]] = {}
+    for text in dict.fromkeys(warnings):
+        kinds.setdefault(re.sub(r"'[^']*'|\d+", "", text), []).append(text)
+    return [
+        texts[0] + (f" (and {len(texts) - 1} like it)" if len(texts) > 1 else "")
+        for texts in kinds.values()
+    ]
+
+
+def _for_graph(
+    wanted: BoundaryOptions,
+    base: EightBitGraph,
+    initializers: Mapping[str, Any],
+    activation_type: ir.DataType,
+) -> BoundaryOptions:
+    """What is left to do in the 8-bit graph, by the names that it has."""
+    overrides: dict[str, tuple[TensorOverride, ...]] = {}
+    for name, entries in wanted.overrides.items():
+        if name in initializers or not entries:
+            continue
+        entry = entries[0]
+        if entry.quant_type in (None, activation_type):
+            # The rest of it is in the graph.
+            entry = TensorOverride(quant_type=entry.quant_type, convert=entry.convert)
+        elif not entry.symmetric:
+            # So are its bounds; as bounds of 16 bits, they would be of another grid than the
+            # 8 bits beyond a boundary.
+            entry = dataclasses.replace(entry, rmin=None, rmax=None)
+        if entry != TensorOverride():
+            overrides.setdefault(base.renamed.get(name, name), (entry,))
+    return dataclasses.replace(
+        wanted,
+        overrides=overrides,
+        promote=frozenset(base.renamed.get(name, name) for name in wanted.promote),
+        ranges=base.ranges,
+    )
+
+
+def _rewrite(
+    model: ir.Model, options: BoundaryOptions, providers: Sequence[Any]
+) -> tuple[PassReport, ...]:
+    """Place the boundaries; remarks on each."""
+    import onnxruntime
+
+    if not (options.overrides or options.promote):
+        return ()
+    names = tuple(item if isinstance(item, str) else item[0] for item in providers)
+    remarks = Remarks(_PASS)
+    context = PassContext(remarks, names, parse_version(onnxruntime.__version__))
+    start = time.perf_counter()
+    place_boundaries(model, options, context)
+    fold_pairs(model, options.target, context)
+    model.graph.sort()
+    return (PassReport(_PASS, time.perf_counter() - start, tuple(remarks)),)

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: MIT
+"""``modelopt.onnx.quantization.int4`` as a drop-in: its names, its arguments, our quantizer.
+
+    import modelopt.onnx.quantization.int4 as int4
+    import ortplugins.quantization.int4 as int4
+
+A script changes that one line. Names and defaults are those of nvidia-modelopt 0.47.0;
+``docs/moving-from-modelopt.md`` tells what is the same, what differs, and what was broken.
+Below :func:`quantize` and :func:`quantize_rtn` lies :func:`.quantize`,
+which has more to offer: formats, GPTQ, bounded memory, a report.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AWQClipHelper",
+    "AWQLiteHelper",
+    "clip_search",
+    "dq_tensor",
+    "find_quantizable_weights",
+    "find_scales",
+    "get_act_scale",
+    "get_act_to_weight_map_and_act_to_wa_pack_map",
+    "get_parent_child_nodes_map",
+    "get_scale",
+    "get_weight_scale",
+    "get_x_w_mean_for_subgraph",
+    "quant_tensor",
+    "quantize",
+    "quantize_rtn",
+    "rtn",
+    "run_awq_scale_search_per_node",
+    "run_awq_scale_search_per_subgraph",
+]
+
+import difflib
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortplugins.errors import OrtpluginsWarning, QuantizationError
+from ortplugins.model_io.loading import from_memory, load_path
+from ortplugins.quantization.int4.primitives import (
+    dq_tensor,
+    find_scales,
+    get_act_scale,
+    get_scale,
+    get_weight_scale,
+    quant_tensor,
+    rtn,
+)
+from ortplugins.quantization.int4.searches import (
+    AWQClipHelper,
+    AWQLiteHelper,
+    clip_search,
+    exponents,
+    find_quantizable_weights,
+    get_act_to_weight_map_and_act_to_wa_pack_map,
+    get_parent_child_nodes_map,
+    get_x_w_mean_for_subgraph,
+    ratios,
+    run_awq_scale_search_per_node,
+    run_awq_scale_search_per_subgraph,
+)
+from ortplugins.quantization.weights.quantize import quantize as quantize_weights
+from ortplugins.quantization.weights.sites import WeightSite, find_sites
+
+_LOG = logging.getLogger(__name__)
+
+_DEFAULT_BLOCK_SIZE = 128
+_DEFAULT_GATHER_BLOCK_SIZE = 32
+# Scales and codes of ModelOpt's methods, by ours.
+_METHODS = {
+    "rtn": "rtn",
+    "rtn_dq": "rtn",
+    "awq_lite": "awq_lite",
+    "awq_clip": "awq_clip",
+    "awq_full": "awq_full",
+}
+# Those that write operators which only TensorRT has, and what gives the same in standard ones.
+_TENSORRT_METHODS = {"rtn_trt": "rtn", "rtn_trt_dq": "rtn_dq", "awq_clip_trt": "awq_clip"}
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "trt": "TensorrtExecutionProvider",
+    "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
+}
+_KEYWORDS = (
+    "awqlite_alpha_step",
+    "awqlite_fuse_nodes",
+    "awqlite_run_per_subgraph",
+    "awqclip_alpha_step",
+    "awqclip_alpha_min",
+    "awqclip_bsz_col",
+    "gather_quantize_axis",
+    "gather_block_size",
+    "enable_mixed_quant",
+    "layers_8bit",
+    "use_column_major",
+    "enable_fast_path_using_high_sysram",
+    "force_fp16",
+    "trt_rtx_backend",
+)
+# What does nothing here when it is set, and why.
+_WITHOUT_EFFECT = {
+    "awqclip_bsz_col": "clips are searched in strips of columns that fit into the cache",
+    "enable_fast_path_using_high_sysram": "samples run once already where statistics fit into "
+    "512 MiB; ortplugins.quantization.quantize(max_calibration_memory=...) takes more",
+    "trt_rtx_backend": "providers are registered before quantize is called",
+}
+# The nodes of a decoder that enable_mixed_quant gives 8 bits, by kind and layer.
+_SENSITIVE = re.compile(
+    r"/model/layers\.(\d+)/((?:self_)?attn/(?:qkv|v)_proj|mlp/down_proj)/MatMul"
+)
+_LAYER_LIST = re.compile(r"\s*[/\w.\-]+(\s*,\s*[/\w.\-]+)*\s*")
+_OUR_CODES = re.compile(r"(?P<weight>.+)\.u?int[48]_block-?\d+(_transposed)?(_\d+)?")
+
+
+def quantize(
+    onnx_path: str | os.PathLike[str] | onnx.ModelProto,
+    calibration_method: str = "awq_lite",
+    calibration_data_reader: Any = None,
+    calibration_eps: Sequence[str] = ("cpu", "cuda:0", "trt"),
+    use_external_data_format: bool = True,
+    use_zero_point: bool = False,
+    block_size: int | None = None,
+    nodes_to_exclude: Sequence[str] | None = (r"/lm_head",),
+    log_level: str = "INFO",
+    input_shapes_profile: Sequence[Mapping[str, str]] | None = None,
+    **kwargs: Any,
+) -> onnx.ModelProto:
+    r"""Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
+
+    ``"rtn"`` and ``"rtn_dq"`` give ModelOpt's ``rtn_dq``: its names, its scales and codes, on
+    the grid of amax / 7, bit for bit for float32 weights ``[K, N]``. Where it goes wrong, not:
+
+    - a block whose greatest magnitude is below 7e-5 keeps its own scale, ModelOpt's is 1e-5;
+    - quotients of float16 are rounded once and not twice, which moves a few codes by 1;
+    - Gemm's transB, and constants on the left, are divided along K;
+    - ``use_zero_point`` acts.
+
+    The AWQ methods search as :func:`.quantize` does, faster and with
+    less error: other scales than ModelOpt's, on a grid that uses all 16 codes.
+
+    Args:
+        onnx_path: Path of a model, or a model; it is not changed.
+        calibration_method: ``"awq_lite"``, ``"awq_clip"``, ``"awq_full"``, ``"rtn_dq"`` or
+            ``"rtn"``, which is the same: ModelOpt's QuantizeLinear and DequantizeLinear of a
+            float weight do not load.
+        calibration_data_reader: Samples: an iterable of dicts, or an object with
+            ``get_next()``. None for random ones, with a warning. Round-to-nearest needs none.
+        calibration_eps: Where samples run: ``"cpu"``, ``"cuda:0"``, ``"dml:0"``, ``"trt"`` or
+            ``"NvTensorRtRtx"``, in this order; those that this onnxruntime lacks are left out.
+        use_external_data_format: Accepted. As ModelOpt's, the result holds all its tensors:
+            ``onnx.save(..., save_as_external_data=True)`` writes them beside it.
+        use_zero_point: Whether codes are unsigned, with zero points.
+        block_size: Neighbours along K that share a scale, 128 by default; -1 for a scale per
+            column.
+        nodes_to_exclude: Regular expressions that the names of nodes to leave in float start
+            with (``re.match``). Nodes without a name go by their first output's.
+        log_level: Least level of what goes to the logger of this module.
+        input_shapes_profile: Options of the providers, one dict for each of
+            ``calibration_eps``.
+        kwargs: ``awqlite_alpha_step``, ``awqclip_alpha_step``, ``awqclip_alpha_min``: what the
+            searches try; by default a choice of our own. ``awqlite_fuse_nodes``: whether, as
+            by default, scales go into the producer's constants where that is safe.
+            ``gather_quantize_axis``: 1 or -1 for blocks along the rows of Gather's tables, of
+            ``gather_block_size``, 32 by default. ``enable_mixed_quant``, ``layers_8bit``: 8
+            bits, a scale per column, for nodes that ModelOpt's plan or a list of names picks.
+            ``use_column_major``: codes ``[N, K]`` and a Transpose, or Gemm's transB.
+            ``awqlite_run_per_subgraph``: what is always done, scales for all weights of an
+            activation. ``awqclip_bsz_col``, ``enable_fast_path_using_high_sysram``,
+            ``trt_rtx_backend``: no effect, with a warning.
+
+    Returns:
+        The quantised model, opset 21 or more.
+
+    Raises:
+        CalibrationError: If samples do not fit the model, or are none.
+        ModelFileError: If the model can't be used, or there is nothing to quantise.
+        QuantizationError: If an argument is out of range or asks for what only TensorRT has,
+            or a weight holds NaN or infinite values.
+        TypeError: If a keyword is none of these; with the closest one.
+    """
+    if calibration_method in _TENSORRT_METHODS:
+        raise QuantizationError(
+            f"calibration_method {calibration_method!r} writes TRT_INT4QuantizeLinear and "
+            "TRT_INT4DequantizeLinear, which only TensorRT has; "
+            f"{_TENSORRT_METHODS[calibration_method]!r} has the same weights in standard ONNX"
+        )
+    if calibration_method not in _METHODS:
+        raise QuantizationError(
+            f"calibration_method is {calibration_method!r}: one of {tuple(_METHODS)} is "
+            "expected; ortplugins.quantization.quantize has GPTQ as well"
+        )
+    method = _METHODS[calibration_method]
+    level = logging.getLevelNamesMapping().get(str(log_level).upper())
+    if level is None:
+        raise QuantizationError(f"log_level is {log_level!r}: INFO or the like is expected")
+    options = _options(kwargs)
+    if method != "rtn":
+        options["calibration_data_reader"] = calibration_data_reader
+        options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
+    size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    source = _load(onnx_path)
+    labels = _labels(source, options["op_types"])
+    result = quantize_weights(
+        source,
+        method=method,
+        block_size=size,
+        is_symmetric=not use_zero_point,
+        grid="amax" if method == "rtn" else "extreme",
+        nodes_to_exclude=_excluded(nodes_to_exclude, [*labels["products"], *labels["tables"]]),
+        node_config=_node_config(labels, kwargs),
+        **options,
+    )
+    if level <= logging.INFO:
+        _LOG.info("%s", result.report)
+        for note in result.report.notes:
+            _LOG.info("%s", note)
+    model: ir.Model = result.model
+    _name_as_modelopt(model)
+    ir.external_data.load_to_model(model)
+    return ir.to_proto(model)
+
+
+def quantize_rtn(
+    onnx_model: onnx.ModelProto,
+    block_size: int,
+    dq_only: bool = False,
+    nodes_to_exclude: Sequence[str] = (),
+    **kwargs: Any,
+) -> onnx.ModelProto:
+    """Round weights to nearest: :func:`quantize` with ``"rtn_dq"``.
+
+    Args:
+        onnx_model: The model; it is not changed.
+        block_size: Neighbours along K that share a scale; -1 for a scale per column.
+        dq_only: Accepted; both forms that ModelOpt writes mean the same numbers, and this one
+            loads.
+        nodes_to_exclude: As for :func:`quantize`.
+        kwargs: As for :func:`quantize`.
+
+    Raises:
+        ModelFileError, QuantizationError, TypeError: As :func:`quantize`.
+    """
+    return quantize(
+        onnx_model,
+        "rtn_dq",
+        block_size=block_size,
+        nodes_to_exclude=nodes_to_exclude,
+        **kwargs,
+    )
+
+
+def _load(model: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+    """Return a model whose tensors are in memory, or in files beside its own.
+
+    Raises:
+        ModelFileError: If it can't be used, or is an object that points to files: relative to
+            what, it does not say.
+    """
+    if not isinstance(model, onnx.ModelProto):
+        return load_path(model).model
+    return from_memory(model).model
+
+
+def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate keywords into arguments of our quantizer.
+
+    Raises:
+        QuantizationError: If a value is out of range.
+        TypeError: If a keyword is unknown.
+    """
+    for name in kwargs:
+        if name not in _KEYWORDS:
+            near = difflib.get_close_matches(name, _KEYWORDS, n=1)
+            hint = (
+                f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(_KEYWORDS)}"
+            )
+            raise TypeError(f"quantize() got an unexpected keyword argument {name!r}{hint}")
+    if kwargs.get("force_fp16"):
+        raise QuantizationError(
+            "force_fp16 is not done here: convert the model to float16 before, with "
+            "onnxruntime's or onnxconverter_common's converter, and quantise the result"
+        )
+    for name, reason in _WITHOUT_EFFECT.items():
+        if kwargs.get(name):
+            _warn(f"{name} has no effect: {reason}")
+    if kwargs.get("awqlite_run_per_subgraph") is False:
+        _warn(
+            "awqlite_run_per_subgraph=False has no effect: all weights that read an "
+            "activation get the same scales"
+        )
+    op_types = ["MatMul", "Gemm"]
+    axis = kwargs.get("gather_quantize_axis")
+    if axis is not None:
+        if axis not in (1, -1):
+            raise QuantizationError(
+                f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "
+                "rows here (1 or -1), so that a row is dequantised by itself"
+            )
+        op_types.append("Gather")
+    options: dict[str, Any] = {
+        "op_types": op_types,
+        "quant_format": "QDQ_transposed" if kwargs.get("use_column_major") else "QDQ",
+        "fold_scales": kwargs.get("awqlite_fuse_nodes", True),
+    }
+    if "awqlite_alpha_step" in kwargs:
+        options["alphas"] = [min(a, 1.0) for a in exponents(kwargs["awqlite_alpha_step"])]
+    if "awqclip_alpha_step" in kwargs or "awqclip_alpha_min" in kwargs:
+        least = kwargs.get("awqclip_alpha_min", AWQClipHelper.min_alpha)
+        step = kwargs.get("awqclip_alpha_step", AWQClipHelper.alpha_step)
+        options["clip_ratios"] = ratios(least, step)[::-1]
+    return options
+
+
+def _providers(
+    names: Iterable[str], profile: Sequence[Mapping[str, str]] | None
+) -> list[str | tuple[str, dict[str, Any]]]:
+    """Return onnxruntime's providers for ModelOpt's names, those that there are.
+
+    Raises:
+        QuantizationError: If a name is none, or there are not as many profiles.
+    """
+    names = list(names)
+    if profile is not None and len(profile) != len(names):
+        raise QuantizationError(
+            f"input_shapes_profile has {len(profile)} entries for {len(names)} calibration_eps"
+        )
+    available = onnxruntime.get_available_providers()
+    found: list[str | tuple[str, dict[str, Any]]] = []
+    for index, name in enumerate(names):
+        kind, _, device = name.partition(":")
+        if kind not in _PROVIDERS or (device and not device.isdigit()):
+            raise QuantizationError(
+                f"calibration_eps has {name!r}: {', '.join(_PROVIDERS)} are expected, with a "
+                "device's number after a colon"
+            )
+        provider = _PROVIDERS[kind]
+        if provider not in available:
+            continue
+        options: dict[str, Any] = {}
+        if kind in ("cuda", "dml"):
+            options["device_id"] = int(device or 0)
+        if profile is not None:
+            options |= profile[index]
+        found.append((provider, options) if options else provider)
+    if not found:
+        _warn(f"this onnxruntime has none of calibration_eps {names}: samples run on the CPU")
+        found.append("CPUExecutionProvider")
+    return found
+
+
+def _labels(model: ir.Model, op_types: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of the nodes that can be quantised: products, and Gather's tables."""
+    labels: dict[str, list[str]] = {"products": [], "tables": []}
+    for site in find_sites(model, op_types):
+        if isinstance(site, WeightSite):
+            kind = "tables" if site.node.op_type == "Gather" else "products"
+            labels[kind].append(site.label)
+    return labels
+
+
+def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.Pattern[str]]:
+    """Return what our quantizer is to exclude for expressions at the start of names.
+
+    Raises:
+        QuantizationError: If one is no regular expression.
+    """
+    if isinstance(patterns, str):
+        raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
+    excluded = []
+    for pattern in patterns or ():
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise QuantizationError(
+                f"nodes_to_exclude: {pattern!r} is no regular expression: {error}"
+            ) from error
+        excluded += [_exactly(label) for label in labels if compiled.match(label)]
+    return excluded
+
+
+def _node_config(
+    labels: Mapping[str, Sequence[str]], kwargs: Mapping[str, Any]
+) -> dict[re.Pattern[str], dict[str, int]]:
+    """Return bits and block size of the nodes that have others than the rest."""
+    size = kwargs.get("gather_block_size", _DEFAULT_GATHER_BLOCK_SIZE)
+    config = {_exactly(label): {"block_size": size} for label in labels["tables"]}
+    layers = kwargs.get("layers_8bit")
+    if layers:
+        wider = _listed(layers, labels["products"])
+    elif kwargs.get("enable_mixed_quant"):
+        wider = _sensitive(labels["products"])
+        if not wider:
+            _warn(
+                "enable_mixed_quant has no effect: no node is named as in "
+                "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
+            )
+    else:
+        wider = []
+    # ModelOpt's 8 bits are per column.
+    return config | {_exactly(label): {"bits": 8, "block_size": -1} for label in wider}
+
+
+def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:
+    """Return the nodes whose names hold one of a list of names, part by part.
+
+    Raises:
+        QuantizationError: If the list is none.
+    """
+    text = layers if isinstance(layers, str) else ",".join(layers)
+    if not _LAYER_LIST.fullmatch(text):
+        raise QuantizationError(
+            f"layers_8bit is {layers!r}: names of nodes, or parts of them, divided by commas "
+            "are expected"
+        )
+    found: dict[str, None] = {}
+    for pattern in filter(None, map(str.strip, text.split(","))):
+        matching = [label for label in labels if _contains(_parts(label), _parts(pattern))]
+        if not matching:
+            _warn(f"layers_8bit: {pattern!r} matches no node")
+        found.update(dict.fromkeys(matching))
+    return list(found)
+
+
+def _parts(name: str) -> list[str]:
+    return name.lstrip("/").replace("/", ".").split(".")
+
+
+def _contains(parts: list[str], wanted: list[str]) -> bool:
+    count = len(wanted)
+    starts = range(len(parts) - count + 1)
+    return any(parts[start : start + count] == wanted for start in starts)
+
+
+def _sensitive(labels: Sequence[str]) -> list[str]:
+    """Return ModelOpt's choice: of a kind the first and last eighth, each third between."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for label in labels:
+        if match := _SENSITIVE.fullmatch(label):
+            kinds.setdefault(match[2], []).append((int(match[1]), label))
+    chosen = []
+    for nodes in kinds.values():
+        names = [name for _, name in sorted(nodes)]
+        eighth = len(names) // 8
+        middle = names[eighth : len(names) - eighth]
+        chosen += names[:eighth] + middle[::3] + names[len(names) - eighth :]
+    return chosen
+
+
+def _exactly(label: str) -> re.Pattern[str]:
+    # A name may hold brackets, which a glob would take for its own.
+    return re.compile(rf"\A{re.escape(label)}\Z")
+
+
+def _name_as_modelopt(model: ir.Model) -> None:
+    """Give codes, scales, zero points and DequantizeLinear the names that ModelOpt gives."""
+    for graph in model.graphs():
+        taken = {value.name for value in graph.initializers.values()}
+        for node in graph:
+            codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+            match = None if codes is None else _OUR_CODES.fullmatch(codes.name or "")
+            if match is None or node.name != f"{match[0]}.dequantized":
+                continue
+            base = name = match["weight"]
+            count = 0
+            while f"{name}_i4" in taken:  # one weight in two forms
+                count += 1
+                name = f"{base}_{count}"
+            for value, suffix in zip(node.inputs, ("_i4", "_scale", "_zp"), strict=False):
+                if value is not None and f"{name}{suffix}" not in taken:
+                    value.name = f"{name}{suffix}"
+                    taken.add(value.name)
+            node.name = f"{name}_DequantizeLinear"
+            node.outputs[0].name = f"{name}_DequantizeLinear_Output"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, OrtpluginsWarning, stacklevel=4)

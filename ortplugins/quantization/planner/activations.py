@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: MIT
+"""Which activations of an 8-bit QDQ model deserve 16 bits: as few as a budget allows.
+
+The reference is the same model with all grids of its activations switched off, or a float
+model. What shares a grid (a Reshape's input and output) is promoted as one. The search is
+:mod:`.search`; what it finds is rewritten by
+:func:`.place_boundaries` and measured, and where the rewrite
+refuses a tensor, or is less exact than its simulation, the search goes on.
+"""
+
+from __future__ import annotations
+
+__all__ = ["PrecisionPlan", "plan_precision"]
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Collection, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import QuantizationError
+from ortplugins.model_io.loading import Progress, from_memory, is_path, load_path
+from ortplugins.optimization.stages import infer_shapes
+from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.search import (
+    CurvePoint,
+    Effect,
+    Search,
+    Unit,
+    check_budget,
+    most_promoted,
+)
+from ortplugins.quantization.planner.switched_model import SwitchedModel
+from ortplugins.quantization.planner.switches import add_switches
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
+    QuantizedGraph,
+    QuantizedTensor,
+    is_quantize_linear,
+)
+from rewrite_rules.mixed_precision_boundaries.regions import Groups, sharing_groups
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride
+from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
+from session_options.overrides import format_overrides
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+_WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.INT16}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPlan:
+    """What to promote, and what it brings.
+
+    Attributes:
+        ranking: All activations of 8 bits, the worst first.
+        curve: Error against number of promoted tensors.
+        promoted: The chosen tensors, the most worthwhile first.
+        overrides: For the pass MixedPrecisionBoundaries.
+        mode: ``"int16"`` or ``"float"``: what was measured.
+        activations: Quantised activations in the model.
+        before: Deviation of the model as it is.
+        after: Of the rewritten model.
+        notes: What stood in the way.
+    """
+
+    ranking: tuple[Effect, ...]
+    curve: tuple[CurvePoint, ...]
+    promoted: tuple[str, ...]
+    overrides: dict[str, tuple[TensorOverride, ...]]
+    mode: str
+    activations: int
+    before: Deviation
+    after: Deviation
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the overrides, as the pass reads them."""
+        return format_overrides(self.overrides)
+
+
+def plan_precision(
+    model: ModelLike,
+    data: CalibrationSource,
+    *,
+    budget: float | None = None,
+    max_16bit: float | None = None,
+    mode: str = "int16",
+    target: str = "cpu",
+    reference: ModelLike | None = None,
+    max_calibration_memory: int = 1 << 30,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    work_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> PrecisionPlan:
+    """Choose the activations of a QDQ model that get 16 bits.
+
+    Args:
+        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
+        data: Samples, as for :func:`.quantize`.
+        budget: Cosine of the outputs to the reference's that is to be reached, above 0 and
+            below 1.
+        max_16bit: How many tensors may be promoted: a number (int), or a share of all
+            activations (float, 0 to 1). Conversions where regions begin and end don't count.
+            With a budget: whichever is met first.
+        mode: What the rewrite makes of them, ``"int16"`` or ``"float"``.
+        target: ``"cpu"`` or ``"qnn"``, as for the pass.
+        reference: A float model with the same inputs and outputs; by default the model itself
+            without the grids of its activations.
+        max_calibration_memory: Bytes for what is kept of activations and outputs.
+        providers: Execution providers that run the samples.
+        work_dir: Folder for intermediate files; by default the system's.
+        progress: Called with what is done, of how much, and what it is.
+
+    Raises:
+        CalibrationError: If samples can't be used or onnxruntime fails.
+        MissingFileError, ModelFileError: If a model can't be used.
+        QuantizationError: If the model has no 8-bit activation, an option is out of range, the
+            models don't fit together, or the budget can't be reached: tells the best that is.
+    """
+    if data is None:
+        raise QuantizationError(
+            "there is no data: planning takes real samples, as random ones rank other tensors"
+        )
+    if mode not in ("int16", "float"):
+        raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
+    loaded = load_model(model)
+    infer_shapes(loaded)
+    graph = QuantizedGraph(loaded)
+    check_budget(budget, max_16bit, "max_16bit")
+    limit = most_promoted(max_16bit, len(graph.tensors))
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
+    ) as folder:
+        scratch = Path(folder)
+        samples = KeptSamples(data, loaded, scratch=scratch)
+
+        def switchable(of: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
+            return SwitchedModel(
+                of,
+                switches,
+                samples,
+                scratch=scratch,
+                max_memory=max_calibration_memory,
+                providers=providers,
+            )
+
+        instrumented = loaded.clone()
+        read = QuantizedGraph(instrumented)
+        places = _places(read, instrumented.graph)
+        # Before the graph is changed:
+        groups, implied = _grouped(read, places), _implication(places)
+        wider = {tensor.name: _WIDER.get(tensor.grid.dtype) for tensor in places}
+        names = add_switches(instrumented, places)
+        units = _units(groups, places, names)
+        if not units:
+            raise QuantizationError(_nothing(graph))
+        switched = switchable(instrumented, names)
+        report = progress or (lambda done, total, what: None)
+        search = Search(switched, units, report, implied)
+        if reference is not None:
+            switched.refer_to(switchable(load_model(reference)).values())
+        search.start(budget if limit is None else None)
+        notes: list[str] = []
+        wanted = budget
+        while True:
+            search.grow(limit, wanted)
+            search.prune(wanted)
+            overrides: dict[str, tuple[TensorOverride, ...]] = {
+                name: (TensorOverride(quant_type=wider[name]),)
+                for name in search.promoted_names()
+            }
+            rewritten, refused = _rewritten(loaded, overrides, mode, target)
+            if refused:
+                guilty = _guilty(loaded, refused, overrides, mode, target)
+                notes += [f"{name} stays: {reason}" for name, reason in guilty.items()]
+                search.ban(guilty)
+                continue
+            after = switched.compare(switchable(rewritten).values())
+            if wanted is None or budget is None or after.cosine >= budget:
+                break
+            if not search.can_grow(limit):
+                break
+            # What is rewritten is less exact than its simulation by so much.
+            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
+    chosen = search.promoted_names()
+    if budget is not None and after.cosine < budget:
+        text = (
+            f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
+            f"{len(chosen)} of {len(graph.tensors)} activations promoted"
+        )
+        if limit is None:
+            raise QuantizationError(text)
+        notes.append(f"{text}, as many as max_16bit allows")
+    return PrecisionPlan(
+        search.ranking(),
+        tuple(search.curve),
+        chosen,
+        overrides,
+        mode,
+        len(graph.tensors),
+        search.curve[0].deviation,
+        after,
+        tuple(notes),
+    )
+
+
+def load_model(model: ModelLike) -> ir.Model:
+    """Load a model of any kind; one in memory is copied."""
+    if not is_path(model):
+        return from_memory(model).model  # type: ignore[arg-type]
+    # Weights stay where they are: sessions map them.
+    return load_path(model, map_inline=True).model  # type: ignore[arg-type]
+
+
+def _nothing(graph: QuantizedGraph) -> str:
+    if graph.tensors:
+        kinds = ", ".join(sorted({t.grid.dtype.name.lower() for t in graph.tensors}))
+        return (
+            f"none of the model's {len(graph.tensors)} quantised activations ({kinds}) can be "
+            "promoted: 8-bit ones between a QuantizeLinear and a DequantizeLinear can"
+        )
+    text = "the model has no quantised activation: quantise it first, to a QDQ graph"
+    if graph.refused:
+        name, reason = next(iter(graph.refused.items()))
+        text += f" (of {name!r}: {reason})"
+    return text
+
+
+def _places(graph: QuantizedGraph, main: ir.Graph) -> list[QuantizedTensor]:
+    """Return the activations whose grid can be switched off."""
+    return [
+        tensor
+        for tensor in graph.tensors
+        if tensor.quantize is not None
+        and tensor.quantize.graph is main
+        and tensor.dequantizes
+        and all(node.graph is main for node in tensor.dequantizes)
+        and not tensor.codes_are_read
+    ]
+
+
+def _grouped(graph: QuantizedGraph, places: Sequence[QuantizedTensor]) -> Groups:
+    """Put activations together that share a grid, or a name."""
+    groups = sharing_groups(graph)
+    for first, second in itertools.pairwise(sorted(places, key=lambda tensor: tensor.name)):
+        if first.name == second.name:
+            groups.union(first, second)
+    return groups
+
+
+def _implication(
+    places: Sequence[QuantizedTensor],
+) -> Callable[[Collection[str]], list[str]]:
+    """Return what tells the tensors between nodes of a region: no 8 bits are left of them."""
+    around: dict[str, set[ir.Node]] = {}
+    for tensor in places:
+        nodes = {node for node in tensor.consumers() if not is_quantize_linear(node)}
+        if tensor.producer is not None:
+            nodes.add(tensor.producer)
+        around.setdefault(tensor.name, set()).update(nodes)
+    inner = dict.fromkeys(
+        tensor.name
+        for tensor in places
+        if tensor.producer is not None and tensor.consumers() and not tensor.is_output
+    )
+
+    def implied(names: Collection[str]) -> list[str]:
+        region = set[ir.Node]().union(*(around[name] for name in names))
+        return [name for name in inner if name not in names and around[name] <= region]
+
+    return implied
+
+
+def _units(
+    groups: Groups, places: Sequence[QuantizedTensor], switches: Sequence[str]
+) -> list[Unit]:
+    """Return the groups of 8-bit activations."""
+    members: dict[Hashable, list[tuple[QuantizedTensor, str]]] = {}
+    for tensor, switch in zip(places, switches, strict=True):
+        if tensor.grid.dtype in _WIDER:
+            members.setdefault(groups.find(tensor), []).append((tensor, switch))
+    return [
+        Unit(
+            tuple(dict.fromkeys(tensor.name for tensor, _ in group)),
+            tuple(switch for _, switch in group),
+            _operator(group[0][0]),
+        )
+        for group in members.values()
+    ]
+
+
+def _operator(tensor: QuantizedTensor) -> str:
+    return "" if tensor.producer is None else tensor.producer.op_type
+
+
+def _rewritten(
+    model: ir.Model, overrides: Overrides, mode: str, target: str
+) -> tuple[ir.Model, list[Remark]]:
+    """Rewrite a copy; return it and what was refused."""
+    copy = model.clone()
+    remarks = Remarks("mixed_precision_boundaries")
+    options = BoundaryOptions(overrides=overrides, mode=mode, target=target)
+    place_boundaries(copy, options, PassContext(remarks))
+    return copy, [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
+
+
+def _guilty(
+    model: ir.Model, refused: Sequence[Remark], overrides: Overrides, mode: str, target: str
+) -> dict[str, str]:
+    """Of tensors that were refused together, those that are refused alone; with the reason."""
+    reasons = {remark.node: remark.reason for remark in refused if remark.node in overrides}
+    alone = {
+        name: reason
+        for name, reason in reasons.items()
+        if _rewritten(model, {name: overrides[name]}, mode, target)[1]
+    }
+    return alone or reasons

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: MIT
+"""The smallest set of switches to turn off so that outputs are near enough to a reference.
+
+1. Each switch is turned on alone, all others off: the error at the outputs that it causes by
+   itself ranks it.
+2. From all on, switches are turned off in that order until the budget is met. Where the next
+   few are of about the same rank, the one that leaves the least error is taken.
+3. What turns out to be needless is turned on again.
+
+Errors add up where they are small, so the order of step 1 is hard to beat: on MiniLM-L6 (96
+activations), from 1 to 24 promoted, a search that measures twelve candidates at each step
+finds sets whose error is smaller by 4 % at most.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CurvePoint", "Effect", "Search", "Unit", "check_budget", "most_promoted"]
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from ortplugins.errors import QuantizationError
+from ortplugins.model_io.loading import Progress
+from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.switched_model import SwitchedModel
+
+# Candidates that are measured for a step, if their effects are this near to the first one's.
+_LOOK_AHEAD = 4
+_NEAR = 0.7
+# Looked at with what they imply, which makes some of them less worthwhile than they were.
+_CLOSED = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """What one thing does to the outputs by itself.
+
+    Attributes:
+        names: An activation, several that share a grid, or the nodes that share a weight.
+        operator: What computes the first activation (empty for an input of the graph), or the
+            nodes' operator.
+        error: At the outputs, with only this in few bits: see :class:`Deviation`.
+    """
+
+    names: tuple[str, ...]
+    operator: str
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    """A step of the search.
+
+    Attributes:
+        promoted: Number of activations (or nodes) that have more bits.
+        added: Those that are new; none for the first point.
+        deviation: Of the outputs, simulated.
+    """
+
+    promoted: int
+    added: tuple[str, ...]
+    deviation: Deviation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """What gets more bits together.
+
+    Attributes:
+        names: As :class:`Effect` has them; these are counted.
+        switches: That are on as long as it has few bits.
+        operator: As there.
+    """
+
+    names: tuple[str, ...]
+    switches: tuple[str, ...]
+    operator: str
+
+
+def check_budget(budget: float | None, limit: float | None, option: str) -> None:
+    """Check what ends a search.
+
+    Args:
+        budget: Cosine to reach.
+        limit: How many may be promoted, or which share.
+        option: What messages call the limit.
+
+    Raises:
+        QuantizationError: If there is neither, or one is out of range.
+    """
+    if budget is None and limit is None:
+        raise QuantizationError(f"give a budget, {option} or both")
+    if budget is not None and not 0 < budget < 1:
+        raise QuantizationError(
+            f"budget is {budget}: a cosine above 0 and below 1 is expected"
+        )
+    if limit is not None and (limit < 0 or (not isinstance(limit, int) and limit > 1)):
+        raise QuantizationError(
+            f"{option} is {limit}: a number (int), or a share of 0.0 to 1.0, is expected"
+        )
+
+
+def most_promoted(limit: float | None, count: int) -> int | None:
+    """Return how many of ``count`` may be promoted; None for any number."""
+    if limit is None or isinstance(limit, int):
+        return limit
+    return math.floor(limit * count)
+
+
+class Search:
+    """Promotes units one after the other, and measures.
+
+    Attributes:
+        curve: A point for each step forward.
+        now: Deviation with what is promoted.
+    """
+
+    def __init__(
+        self,
+        switched: SwitchedModel,
+        units: Sequence[Unit],
+        progress: Progress,
+        implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
+    ) -> None:
+        """Rank the units; the model's own outputs with all switches off are its reference.
+
+        Args:
+            switched: The model.
+            units: What can be promoted.
+            progress: Called before each measurement.
+            implied: Names that have more bits as soon as others have.
+        """
+        self._switched, self._progress, self._implied = switched, progress, implied
+        switched.refer_to(switched.values())
+        base = switched.base(())
+        self._effects: dict[Unit, float] = {}
+        for done, unit in enumerate(units):
+            progress(done, len(units), f"ranking {unit.names[0]}")
+            self._effects[unit] = switched.deviation(unit.switches, base).error
+        self._ordered = sorted(units, key=lambda unit: -self._worth(unit))
+        self._unit_of = {name: unit for unit in units for name in unit.names}
+        self._banned: set[Unit] = set()
+        self._promoted: tuple[Unit, ...] = ()
+        self.curve: list[CurvePoint] = []
+
+    def start(self, budget: float | None) -> None:
+        """Measure the model as it is, against the reference that it has now.
+
+        Raises:
+            QuantizationError: If the budget can't be reached with all promoted.
+        """
+        self._base = self._switched.base(self._switched.switches)
+        self.now = self._base.deviation
+        self.curve.append(CurvePoint(0, (), self.now))
+        if budget is None:
+            return
+        best = self._measured(self._ordered)
+        if best.cosine < budget:
+            raise QuantizationError(
+                f"a cosine of {budget:.6g} can't be reached: it is {self.now.cosine:.6g} now "
+                f"and {best.cosine:.6g} with all {_count(self._ordered)} promoted; the rest "
+                "comes from what can't be"
+            )
+
+    def ranking(self) -> tuple[Effect, ...]:
+        """Return all units, the worst first."""
+        return tuple(
+            Effect(unit.names, unit.operator, error)
+            for unit, error in sorted(self._effects.items(), key=lambda item: -item[1])
+        )
+
+    def promoted_names(self) -> tuple[str, ...]:
+        """Return the names of what is promoted."""
+        return tuple(name for unit in self._promoted for name in unit.names)
+
+    def can_grow(self, limit: int | None) -> bool:
+        """Whether anything is left that fits."""
+        return bool(self._candidates(limit))
+
+    def grow(self, limit: int | None, wanted: float | None) -> None:
+        """Promote until the wanted cosine or the limit is reached, or nothing is left."""
+        while (wanted is None or self.now.cosine < wanted) and (
+            candidates := self._candidates(limit)
+        ):
+            most = limit or _count(self._ordered)
+            self._progress(_count(self._promoted), most, "promoting")
+            chosen = candidates[0]
+            if len(candidates) > 1:
+                chosen = max(candidates, key=self._gain)
+            added = [unit for unit in chosen if unit not in self._promoted]
+            self._set(chosen)
+            names = tuple(name for unit in added for name in unit.names)
+            self.curve.append(CurvePoint(_count(chosen), names, self.now))
+
+    def prune(self, wanted: float | None) -> None:
+        """Put back what is not needed for the wanted cosine, or adds no error where it is."""
+        reached = wanted is not None and self.now.cosine >= wanted
+        for unit in sorted(self._promoted, key=lambda unit: self._effects[unit]):
+            rest = self._closed(item for item in self._promoted if item is not unit)
+            if len(rest) >= len(self._promoted):
+                continue  # the others imply it
+            self._progress(
+                _count(rest), _count(self._promoted), "looking for what is needless"
+            )
+            without = self._measured(rest)
+            if (
+                without.cosine >= wanted
+                if reached and wanted is not None
+                else without.error <= self.now.error
+            ):
+                self._set(rest)
+
+    def ban(self, names: Collection[str]) -> None:
+        """Take back units for good."""
+        self._banned |= {self._unit_of[name] for name in names}
+        self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
+
+    def _worth(self, unit: Unit) -> float:
+        return self._effects[unit] / len(unit.names)
+
+    def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
+        """Add what is implied."""
+        closed = dict.fromkeys(units)
+        implied = self._implied([name for unit in closed for name in unit.names])
+        found = (self._unit_of.get(name) for name in implied)
+        closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
+        return tuple(closed)
+
+    def _candidates(self, limit: int | None) -> list[tuple[Unit, ...]]:
+        """What may be promoted next, all that is promoted included; a few of equal rank."""
+        promoted = set(self._promoted)
+        left = (u for u in self._ordered if u not in promoted and u not in self._banned)
+        found: list[tuple[float, tuple[Unit, ...]]] = []
+        for unit in left:
+            if len(found) == _CLOSED:
+                break
+            closed = self._closed([*self._promoted, unit])
+            if limit is None or _count(closed) <= limit:
+                added = [item for item in closed if item not in promoted]
+                worth = sum(self._effects[item] for item in added) / _count(added)
+                found.append((worth, closed))
+        found.sort(key=lambda item: -item[0])
+        return [
+            closed for worth, closed in found[:_LOOK_AHEAD] if worth >= _NEAR * found[0][0]
+        ]
+
+    def _gain(self, units: Sequence[Unit]) -> float:
+        """How much error goes with each that is added."""
+        added = _count(units) - _count(self._promoted)
+        return (self.now.error - self._measured(units).error) / added
+
+    def _measured(self, promoted: Iterable[Unit]) -> Deviation:
+        return self._switched.deviation(self._on(promoted), self._base)
+
+    def _on(self, promoted: Iterable[Unit]) -> frozenset[str]:
+        off = {switch for unit in promoted for switch in unit.switches}
+        return frozenset(self._switched.switches) - off
+
+    def _set(self, promoted: tuple[Unit, ...]) -> None:
+        self._promoted = promoted
+        self._base = self._switched.base(self._on(promoted))
+        self.now = self._base.deviation
+
+
+def _count(units: Iterable[Unit]) -> int:
+    return sum(len(unit.names) for unit in units)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: MIT
+"""Which nodes of a float model deserve weights of 8 bits where the others get 4.
+
+The float model is quantised twice by rounding to nearest, to 4 and to 8 bits, and both forms
+of each weight are put behind a switch:
+
+    MatMul(x, W)    ->    MatMul(x, If(switch) { DQ(codes of 4 bits) } else { DQ(of 8) })
+
+The rest is :mod:`.search`. What it finds is quantised by the
+method asked for and measured against the float model.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BitsPlan", "plan_bits"]
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import QuantizationError
+from ortplugins.model_io.loading import Progress
+from ortplugins.quantization.planner.activations import load_model
+from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.search import (
+    CurvePoint,
+    Effect,
+    Search,
+    Unit,
+    check_budget,
+    most_promoted,
+)
+from ortplugins.quantization.planner.switched_model import SwitchedModel
+from ortplugins.quantization.planner.switches import add_weight_switch
+from ortplugins.quantization.selection import Pattern
+from ortplugins.quantization.weights.quantize import quantize
+from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.graph.constants import constant, is_dequantize_linear
+from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.nodes import label
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+_FEW, _MANY = 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class BitsPlan:
+    """Which nodes get 8 bits, and what that brings.
+
+    Attributes:
+        node_config: For :func:`.quantize`.
+        ranking: All nodes, the worst at 4 bits first.
+        curve: Error against number of nodes with 8 bits, rounded to nearest.
+        nodes: Number of nodes whose weights are quantised.
+        before: Deviation with 4 bits everywhere, by the method asked for.
+        after: With this plan.
+        report: Of the model with this plan.
+        notes: What stood in the way.
+    """
+
+    node_config: dict[str, dict[str, int]]
+    ranking: tuple[Effect, ...]
+    curve: tuple[CurvePoint, ...]
+    nodes: int
+    before: Deviation
+    after: Deviation
+    report: QuantizeReport
+    notes: tuple[str, ...] = ()
+
+
+def plan_bits(
+    model: ModelLike,
+    data: CalibrationSource,
+    *,
+    budget: float | None = None,
+    max_8bit: float | None = None,
+    method: str = "rtn",
+    block_size: int = 32,
+    is_symmetric: bool = True,
+    op_types: Sequence[str] = ("MatMul", "Gemm"),
+    nodes_to_exclude: Sequence[Pattern] = (),
+    max_calibration_memory: int = 1 << 30,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    work_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> BitsPlan:
+    """Choose the nodes of a float model whose weights get 8 bits instead of 4.
+
+    Args:
+        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
+        data: Samples, as for :func:`.quantize`.
+        budget: Cosine of the outputs to the float model's that is to be reached.
+        max_8bit: How many nodes may get 8 bits: a number (int), or a share of the quantised
+            ones (float, 0 to 1). With a budget: whichever is met first.
+        method: As for ``quantize``, and so are block_size, is_symmetric, op_types,
+            nodes_to_exclude.
+        block_size: Neighbours along K that share a scale.
+        is_symmetric: Whether codes are signed, without zero points.
+        op_types: Some of MatMul and Gemm.
+        nodes_to_exclude: Nodes that keep their float weight.
+        max_calibration_memory: Bytes for what is kept of activations and outputs.
+        providers: Execution providers that run the samples.
+        work_dir: Folder for intermediate files; by default the system's.
+        progress: Called with what is done, of how much, and what it is.
+
+    Raises:
+        CalibrationError: If samples can't be used or onnxruntime fails.
+        MissingFileError, ModelFileError: If a model can't be used or has nothing to quantise.
+        QuantizationError: If an option is out of range, or the budget can't be reached.
+    """
+    if data is None:
+        raise QuantizationError(
+            "there is no data: planning takes real samples, as random ones rank other nodes"
+        )
+    check_budget(budget, max_8bit, "max_8bit")
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
+    ) as folder:
+        scratch = Path(folder)
+        loaded = load_model(model)
+        samples = KeptSamples(data, loaded, scratch=scratch)
+        samples.read_all()
+
+        def quantized(
+            bits: int, how: str, config: dict[str, dict[str, int]]
+        ) -> tuple[ir.Model, QuantizeReport]:
+            result = quantize(
+                loaded,
+                bits=bits,
+                method=how,
+                block_size=block_size,
+                is_symmetric=is_symmetric,
+                op_types=op_types,
+                nodes_to_exclude=nodes_to_exclude,
+                node_config=config,
+                calibration_data_reader=None if how == "rtn" else samples,
+                calibration_providers=providers,
+                max_calibration_memory=max_calibration_memory,
+                work_dir=scratch,
+            )
+            return result.model, result.report
+
+        def switchable(of: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
+            return SwitchedModel(
+                of,
+                switches,
+                samples,
+                scratch=scratch,
+                max_memory=max_calibration_memory,
+                providers=providers,
+            )
+
+        few, report = quantized(_FEW, "rtn", {})
+        many, _ = quantized(_MANY, "rtn", {})
+        units = _with_switches(few, many, report)
+        limit = most_promoted(max_8bit, len(report.quantized))
+        switched = switchable(few, [switch for unit in units for switch in unit.switches])
+        search = Search(switched, units, progress or (lambda done, total, what: None))
+        switched.refer_to(switchable(loaded.clone()).values())
+        search.start(budget if limit is None else None)
+
+        def measured(config: dict[str, dict[str, int]]) -> tuple[Deviation, QuantizeReport]:
+            rounded, told = quantized(_FEW, method, config)
+            return switched.compare(switchable(rounded).values()), told
+
+        before, _ = measured({})
+        wanted = budget
+        while True:
+            search.grow(limit, wanted)
+            search.prune(wanted)
+            config = {name: {"bits": _MANY} for name in search.promoted_names()}
+            after, report = measured(config)
+            if wanted is None or budget is None or after.cosine >= budget:
+                break
+            if not search.can_grow(limit):
+                break
+            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
+    notes = []
+    if budget is not None and after.cosine < budget:
+        text = (
+            f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
+            f"{len(config)} of {len(report.quantized)} nodes at {_MANY} bits"
+        )
+        if limit is None:
+            raise QuantizationError(text)
+        notes.append(f"{text}, as many as max_8bit allows")
+    return BitsPlan(
+        config,
+        search.ranking(),
+        tuple(search.curve),
+        len(report.quantized),
+        before,
+        after,
+        report,
+        tuple(notes),
+    )
+
+
+def _with_switches(few: ir.Model, many: ir.Model, report: QuantizeReport) -> list[Unit]:
+    """Put the weights of one model beside those of the other; nodes of a weight are one."""
+    finer = {label(node): node for node in many.graph}
+    quantized = {node.node: node for node in report.quantized}
+    names = FreshNames(few)
+    nodes: dict[ir.Node, tuple[ir.Node, list[str]]] = {}
+    for node in list(few.graph):
+        name = label(node)
+        if name not in quantized or name not in finer:
+            continue  # within the body of an If or a Loop
+        for value, twin in zip(node.inputs, finer[name].inputs, strict=False):
+            coarse, fine = _dequantize(value), _dequantize(twin)
+            if coarse is None or fine is None:
+                continue
+            nodes.setdefault(coarse, (fine, []))[1].append(name)
+    return [
+        Unit(
+            tuple(dict.fromkeys(readers)),
+            (add_weight_switch(few, coarse, fine, names),),
+            quantized[readers[0]].op_type,
+        )
+        for coarse, (fine, readers) in nodes.items()
+    ]
+
+
+def _dequantize(value: ir.Value | None) -> ir.Node | None:
+    """The node that dequantises a weight, a Transpose behind it looked through."""
+    node = None if value is None else value.producer()
+    if node is not None and node.op_type == "Transpose" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or not is_dequantize_linear(node) or constant(node.inputs[0]) is None:
+        return None
+    return node

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT
+"""Takes the scales of input channels out of an activation again, where it costs least.
+
+AWQ multiplies row k of a weight by s[k]; its activation must be divided by s. Best is to do it
+in the constants that the activation comes from (all exact but for one rounding):
+
+    LayerNormalization(x, scale, bias)                    scale / s, bias / s
+    RMSNormalization, SimplifiedLayerNormalization        scale / s
+    SkipLayerNormalization, SkipSimplified... (output 0)  gamma / s, beta / s
+    Mul(x, vector)                                        vector / s
+    MatMul(x, W), Gemm(x, W, bias)                        columns of W / s, bias / s
+    MatMulNBits(x, codes, scales, ...)                    left: its scales are not ours
+
+A product of two activations takes them in either factor, Add in both terms; Relu and Identity
+let positive scales through. Everything on the way must have no other reader and be no graph
+output, and every constant must belong to the one node alone. Otherwise one Mul by 1 / s goes
+behind the activation, for all weights of the group.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Fold", "apply_folds", "find_folds", "insert_mul"]
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
+from rewrite_rules.graph.constants import Refusal, constant
+from rewrite_rules.graph.initializers import new_initializer
+from rewrite_rules.graph.names import FreshNames
+
+Floats = npt.NDArray[np.float32]
+
+_MICROSOFT = "com.microsoft"
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+# Inputs of normalisations that scale and shift output 0, the ones that must be there first.
+_NORMALISATIONS = {
+    ("", "LayerNormalization"): (1, 2),
+    ("", "RMSNormalization"): (1,),
+    ("", "SimplifiedLayerNormalization"): (1,),
+    (_MICROSOFT, "SkipLayerNormalization"): (2, 3),
+    (_MICROSOFT, "SkipSimplifiedLayerNormalization"): (2,),
+}
+_THROUGH = ("Identity", "Relu", "LeakyRelu")
+_DEEPEST = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fold:
+    """A constant of the producer whose last axis, or columns, are divided.
+
+    Attributes:
+        constant: The initializer.
+        node: The node that reads it.
+        index: Which input it is.
+        axis: Axis that is divided; -1 the last, 0 the first of ``[N, K]``.
+    """
+
+    constant: ir.Value
+    node: ir.Node
+    index: int
+    axis: int = -1
+
+
+# A node and which of its inputs.
+Use = tuple[ir.Node, int]
+
+
+def find_folds(
+    activation: ir.Value, uses: Collection[Use], scales: Floats
+) -> list[Fold] | None:
+    """Find the constants that divide an activation; None where there are none.
+
+    Args:
+        activation: The activation ``[..., K]``.
+        uses: Where it meets the weights that are multiplied.
+        scales: float32 ``[K]``, positive.
+    """
+    others = {(use.node, use.idx) for use in activation.uses()} - set(uses)
+    if others or activation.is_graph_output():
+        return None
+    try:
+        folds = _folds(activation, len(scales), 0)
+    except Refusal:
+        return None
+    return folds if all(_fits(fold, scales) for fold in folds) else None
+
+
+def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
+    """Constants to divide so that a value is; its readers are known to agree.
+
+    Raises:
+        Refusal: If there are none.
+    """
+    node = value.producer()
+    if node is None or depth > _DEEPEST or value.index() != 0:
+        raise Refusal("not computed by a node that scales")
+    if indices := _NORMALISATIONS.get((node.domain, node.op_type)):
+        _check_last_axis(node)
+        return [
+            _vector(node, index, channels)
+            for index in indices
+            if _input(node, index) is not None
+        ]
+    if node.domain == "" and node.op_type in _THROUGH:
+        return _folds(_private(node.inputs[0]), channels, depth + 1)
+    if node.domain == "" and node.op_type == "Mul" and len(node.inputs) == 2:
+        return _factor(node, channels, depth)
+    if node.domain == "" and node.op_type == "Add" and len(node.inputs) == 2:
+        return [fold for index in (0, 1) for fold in _term(node, index, channels, depth)]
+    if node.domain == "" and node.op_type in ("MatMul", "Gemm"):
+        return _linear(node, channels)
+    raise Refusal(f"{node.op_type} does not scale")
+
+
+def _fits(fold: Fold, scales: Floats) -> bool:
+    """Whether a constant can be divided within its type."""
+    tensor = fold.constant.const_value
+    assert tensor is not None
+    if tensor.dtype is ir.DataType.FLOAT:
+        return True  # scales are within 1e-4 and 1e4
+    with np.errstate(over="ignore", under="ignore"):
+        quotient = _quotient(fold, tensor, scales)
+    lost = (quotient == 0) & (tensor.numpy() != 0)
+    return bool(np.isfinite(quotient).all()) and not lost.any()
+
+
+def _quotient(fold: Fold, tensor: ir.TensorProtocol, scales: Floats) -> npt.NDArray[Any]:
+    numbers = tensor.numpy()
+    divisor = scales.astype(np.float64)
+    quotient: npt.NDArray[Any] = numbers / (divisor[:, None] if fold.axis == 0 else divisor)
+    return quotient.astype(numbers.dtype)
+
+
+def _factor(node: ir.Node, channels: int, depth: int) -> list[Fold]:
+    """One of the two factors is enough."""
+    for index in (1, 0):
+        if constant(node.inputs[index]) is not None:
+            return [_vector(node, index, channels)]
+    for index in (1, 0):
+        try:
+            return _folds(_private(node.inputs[index]), channels, depth + 1)
+        except Refusal:
+            continue
+    raise Refusal("neither factor of a Mul scales")
+
+
+def _term(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
+    if constant(node.inputs[index]) is not None:
+        return [_vector(node, index, channels)]
+    return _folds(_private(node.inputs[index]), channels, depth + 1)
+
+
+def _linear(node: ir.Node, channels: int) -> list[Fold]:
+    product = read_product(node, 1)
+    if product.transpose_x and node.op_type != "Gemm":
+        raise Refusal("an operand is transposed")
+    weight = node.inputs[1]
+    tensor = constant(weight)
+    if weight is None or tensor is None:
+        raise Refusal("a product of two activations")
+    axis = 0 if product.k_axis == 1 else -1
+    shape = tuple(tensor.shape.numpy())
+    if len(shape) != 2 or shape[axis] != channels:
+        raise Refusal(f"weight {weight.name!r} has shape {shape}")
+    _check_private(weight, node)
+    folds = [Fold(weight, node, 1, axis)]
+    if product.bias is not None:
+        folds.append(_vector(node, 2, channels))
+    return folds
+
+
+def _vector(node: ir.Node, index: int, channels: int) -> Fold:
+    value = node.inputs[index]
+    tensor = constant(value)
+    if value is None or tensor is None:
+        raise Refusal("not a constant")
+    shape = tuple(tensor.shape.numpy())
+    # A scalar would have to become a vector, and [channels, 1] does not lie along K.
+    if not shape or shape[-1] != channels or tensor.size != channels:
+        raise Refusal(f"constant {value.name!r} has shape {shape}")
+    _check_private(value, node)
+    return Fold(value, node, index)
+
+
+def _check_private(value: ir.Value, node: ir.Node) -> None:
+    """Refuse a constant that others read, or that a caller may see or feed.
+
+    Raises:
+        Refusal: If so, or if it is no float initializer itself.
+    """
+    tensor = value.const_value
+    if not value.is_initializer() or tensor is None or tensor.dtype not in _FLOATS:
+        raise Refusal(f"{value.name!r} is no float initializer")
+    if value.is_graph_input() or value.is_graph_output() or len(value.uses()) != 1:
+        raise Refusal(f"{value.name!r} is read by others")
+    if node.graph is not value.graph:
+        raise Refusal(f"{value.name!r} is read in a body")
+
+
+def _private(value: ir.Value | None) -> ir.Value:
+    if value is None or value.is_graph_output() or len(value.uses()) != 1:
+        raise Refusal("read by others")
+    return value
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _check_last_axis(node: ir.Node) -> None:
+    axis = node.attributes.get("axis")
+    if axis is None or axis.as_int() == -1:
+        return
+    shape = None if node.inputs[0] is None else node.inputs[0].shape
+    if shape is None or axis.as_int() != len(shape) - 1:
+        raise Refusal("normalises over several axes")
+
+
+def apply_folds(
+    folds: Sequence[Fold], scales: Floats, divided: dict[ir.Value, list[Floats]]
+) -> None:
+    """Divide constants in place, or note it for weights that are quantised as well.
+
+    Args:
+        folds: Where.
+        scales: float32 ``[channels]``.
+        divided: By initializer, what is to divide the output columns of weights that get
+            quantised: they are rewritten elsewhere.
+    """
+    for fold in folds:
+        if fold.constant in divided:
+            divided[fold.constant].append(scales)
+            continue
+        tensor = fold.constant.const_value
+        assert tensor is not None
+        quotient = _quotient(fold, tensor, scales)
+        fold.constant.const_value = ir.Tensor(quotient, dtype=tensor.dtype, name=tensor.name)
+
+
+def insert_mul(
+    activation: ir.Value,
+    uses: Collection[Use],
+    scales: Floats,
+    dtype: ir.DataType,
+    names: FreshNames,
+) -> None:
+    """Put ``Mul(activation, 1 / scales)`` between an activation and some of its readers.
+
+    Args:
+        activation: The activation ``[..., K]``.
+        uses: What gets the product.
+        scales: float32 ``[K]``.
+        dtype: Type of the activation, which the model need not say.
+        names: Names that are not taken.
+    """
+    graph = activation.graph
+    assert isinstance(graph, ir.Graph)
+    inverse = (1 / scales).astype(dtype.numpy())
+    name = names.take(f"{activation.name}.channel_scales")
+    vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
+    node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
+    (scaled,) = node.outputs
+    scaled.name = node.name
+    scaled.type, scaled.shape = ir.TensorType(dtype), activation.shape
+    producer = activation.producer()
+    if producer is not None:
+        graph.insert_after(producer, node)
+    else:
+        graph.insert_before(graph[0], node)
+    for reader, index in uses:
+        reader.replace_input_with(index, scaled)

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: MIT
+"""From a float model to a weight-only quantised one, as a file or as an object."""
+
+from __future__ import annotations
+
+__all__ = ["QUANT_FORMATS", "QuantizeResult", "quantize"]
+
+import concurrent.futures
+import dataclasses
+import enum
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    Progress,
+    check_output,
+    from_memory,
+    is_path,
+    load_path,
+    needs_data_file,
+    same_kind,
+    save_with_data,
+)
+from ortplugins.model_io.opset import raise_opset
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.selection import Pattern
+from ortplugins.quantization.statistics.accumulator import ActivationStatistics
+from ortplugins.quantization.statistics.collect import ActivationRequest, collect
+from ortplugins.quantization.weights.plan import (
+    Group,
+    QuantizeSettings,
+    WeightPlan,
+    check_not_empty,
+    plan_weights,
+)
+from ortplugins.quantization.weights.report import NodeReport, QuantizeReport, counted_once
+from ortplugins.quantization.weights.work import quantize_graph
+from ortplugins.samples.sources import KeptSamples
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
+
+# The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
+# can hold the codes.
+_OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
+_MICROSOFT_IR_VERSION = 10
+_KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
+# Of each activation: what errors are measured on. Searches look at the second moments.
+_SAMPLED_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizeResult:
+    """What :func:`quantize` made.
+
+    Attributes:
+        path: The file written; None when no output was asked for.
+        report: What became of every node.
+        model: The quantised model, of the type that was given (``onnx_ir.Model`` for a path);
+            None after a dry run.
+    """
+
+    path: Path | None
+    report: QuantizeReport
+    model: Any
+
+
+def quantize(
+    model: ModelLike,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    method: str = "rtn",
+    bits: int = 4,
+    block_size: int = 32,
+    is_symmetric: bool = True,
+    grid: str = "extreme",
+    op_types: Sequence[str] = ("MatMul", "Gemm"),
+    nodes_to_include: Sequence[Pattern] | None = None,
+    nodes_to_exclude: Sequence[Pattern] = (),
+    node_config: Mapping[Any, Mapping[str, int]] | None = None,
+    share_of_8_bits: float = 0.0,
+    quant_format: str | enum.Enum = "QDQ",
+    accuracy_level: int | None = None,
+    alphas: Sequence[float] | None = None,
+    clip_ratios: Sequence[float] | None = None,
+    fold_scales: bool = True,
+    calibration_data_reader: Any = None,
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
+    max_calibration_memory: int = 1 << 30,
+    rewind: bool = False,
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    executor: concurrent.futures.Executor | None = None,
+    work_dir: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeResult:
+    """Quantise the constant matrices of a model; activations stay in float.
+
+    Args:
+        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
+            Weights of a path are mapped, never read whole.
+        output: File to write; its data goes to ``<output>.data``.
+        method: ``"rtn"`` rounds to nearest and needs no data. ``"awq_lite"`` scales input
+            channels so that those that matter are rounded finer, ``"awq_clip"`` clips blocks,
+            ``"awq_full"`` does both (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
+            each rounding in what is rounded later (Frantar et al., arXiv 2210.17323);
+            ``"awq_gptq"`` scales first.
+        bits: 2, 4 or 8.
+        block_size: Neighbours along K that share a scale; -1 for a scale per column.
+        is_symmetric: Signed codes without zero points; else unsigned ones with.
+        grid: Of symmetric codes, ``"extreme"`` or ``"amax"``; see :class:`BlockFormat`.
+        op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
+        nodes_to_include: Nodes to quantise, by name, by glob, or by regular expression
+            (compiled, or text that starts with ``re:``; found anywhere in the name). None for
+            all of them. Nodes without a name go by their first output's.
+        nodes_to_exclude: Nodes that keep their float weight, in the same way.
+        node_config: ``{pattern: {"bits": 8, "block_size": 32}}`` for some nodes; later entries
+            win over earlier ones.
+        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits, rounded to nearest:
+            those whose codes add the most error to outputs. 0.03 of them make 4.6 bits per
+            weight out of 4.5. Needs samples.
+        quant_format: ``"QDQ"``, codes ``[K, N]``, blocks along axis 0; ``"QDQ_transposed"``,
+            codes ``[N, K]``, and a Transpose; ``"MatMulNBits"``, for onnxruntime alone
+            (Gather becomes GatherBlockQuantized). onnxruntime's ``QuantFormat`` is taken, too.
+        accuracy_level: Attribute of MatMulNBits: 0 or 1 computes in float32 (the default), 4
+            with int8 activations. Only for that format.
+        alphas: Exponents that AWQ tries for the scales of input channels, 0 to 1.
+        clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
+        fold_scales: Whether those scales may be folded into the constants that an activation
+            comes from; else a Mul takes them out again.
+        calibration_data_reader: Samples, each a dict of input names and arrays: an object with
+            ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
+            a warning. With ``method="rtn"`` they only measure the error of outputs.
+        calibration_providers: Execution providers that run the samples.
+        max_calibration_memory: Bytes that activations and their statistics may take at once;
+            what does not fit is watched in further passes over the samples.
+        rewind: Whether further passes may rewind the reader; else samples are kept, in memory
+            and beyond 64 MiB on disk.
+        external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
+            source has them, and always when they are more than 1 GiB.
+        overwrite: Whether ``output`` may exist.
+        executor: Where weights are worked on: any ``concurrent.futures.Executor``; by default
+            threads, one per core. The result is the same, bit for bit.
+        work_dir: Folder for intermediate files, about as large as the result; every worker of
+            the executor has to see it. By default the output's own folder.
+        dry_run: Only report what would be quantised, and to how many bytes.
+        progress: Called while groups are quantised and tensors written: done, total, name.
+
+    Returns:
+        Path, report and model.
+
+    Raises:
+        CalibrationError: If a sample is no dict of the model's inputs, holds NaN or infinite
+            values, or there is none.
+        FileExistsError: If ``output`` exists and ``overwrite`` is false.
+        MissingFileError, ModelFileError: If the model or its data can't be used, or nothing is
+            left to quantise.
+        QuantizationError: If an argument is out of range, a pattern means no node, or a weight
+            holds NaN or infinite values. No output is written, whatever is raised.
+        OSError: If a file can't be written.
+    """
+    layout = _format_name(quant_format)
+    form = BlockFormat(bits, block_size, is_symmetric, grid)
+    settings = QuantizeSettings(
+        method=method,
+        form=form,
+        op_types=tuple(op_types),
+        nodes_to_include=nodes_to_include,
+        nodes_to_exclude=nodes_to_exclude,
+        node_config=dict(node_config or {}),
+        codes_k_last=layout != "QDQ",
+        for_kernels=layout == "MatMulNBits",
+        share_of_8_bits=share_of_8_bits,
+        alphas=None if alphas is None else tuple(alphas),
+        clip_ratios=None if clip_ratios is None else tuple(clip_ratios),
+        fold_scales=fold_scales,
+    )
+    _check_kernels(layout, accuracy_level, settings)
+    target = None if output is None or dry_run else Path(output)
+    if target is not None:
+        check_output(model, target, overwrite)
+    loaded = _load(model)
+    plan = plan_weights(loaded.model, settings)
+    check_not_empty(plan, settings)
+    if dry_run:
+        return QuantizeResult(None, _expected(plan, settings), None)
+    notes = _raise_opset(loaded.model, layout, plan)
+    if notes:  # the conversion made new nodes
+        plan = plan_weights(loaded.model, settings)
+    notes += _misfused(plan, layout)
+    samples = None
+    with tempfile.TemporaryDirectory(
+        prefix=".ortplugins-", dir=_work_dir(work_dir, target)
+    ) as folder:
+        scratch = Path(folder)
+        calibration = None
+        watched = any(group.activations for group in plan.groups)
+        if watched and (settings.needs_statistics or calibration_data_reader is not None):
+            samples = KeptSamples(
+                calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+            )
+
+            def calibration(
+                groups: Sequence[Group],
+            ) -> Iterator[dict[ir.Value, ActivationStatistics]]:
+                return _watch(
+                    loaded.model,
+                    groups,
+                    settings,
+                    samples,
+                    max_calibration_memory,
+                    calibration_providers,
+                    scratch,
+                    progress,
+                )
+
+        report = quantize_graph(
+            plan,
+            settings,
+            scratch,
+            calibration=calibration,
+            executor=executor,
+            progress=progress,
+        )
+        report = dataclasses.replace(report, notes=(*report.notes, *notes))
+        if layout == "MatMulNBits":
+            report = _to_kernels(loaded.model, accuracy_level or 0, report)
+        if target is None:
+            _into_memory(loaded.model, scratch)
+            return QuantizeResult(None, report, same_kind(model, loaded.model))
+        if external_data is None:
+            # Tensors within the model's own file are not external to it.
+            files = {path for path in loaded.data_files.values() if _is_other(path, model)}
+            external_data = bool(files) or needs_data_file(loaded.model)
+        save_with_data(
+            loaded.model,
+            target,
+            inline=not external_data,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    return QuantizeResult(target, report, same_kind(model, loaded.model))
+
+
+def _format_name(quant_format: str | enum.Enum) -> str:
+    """Read a format by our name or onnxruntime's.
+
+    Raises:
+        QuantizationError: If there is none of that name.
+    """
+    name = quant_format.name if isinstance(quant_format, enum.Enum) else quant_format
+    for known in QUANT_FORMATS:
+        if str(name).lower() == known.lower():
+            return known
+    if name == "QOperator":
+        return "MatMulNBits"
+    raise QuantizationError(f"quant_format is {name!r}: one of {QUANT_FORMATS} is expected")
+
+
+def _check_kernels(
+    layout: str, accuracy_level: int | None, settings: QuantizeSettings
+) -> None:
+    """Refuse what MatMulNBits cannot do, before any work is done.
+
+    Raises:
+        QuantizationError: If the level or a block size is none that it has.
+    """
+    if layout != "MatMulNBits":
+        if accuracy_level is not None:
+            raise QuantizationError(
+                f"accuracy_level is an attribute of MatMulNBits: give it where {layout} is "
+                "fused, or take quant_format='MatMulNBits'"
+            )
+        return
+    if accuracy_level not in (None, 0, 1, 2, 3, 4):
+        raise QuantizationError(f"accuracy_level is {accuracy_level!r}: 0 to 4 is expected")
+    sizes = {settings.form.block_size}
+    sizes |= {c["block_size"] for c in settings.node_config.values() if "block_size" in c}
+    if wrong := sorted(sizes - set(_KERNEL_BLOCK_SIZES)):
+        raise QuantizationError(
+            f"block_size {wrong[0]} has no MatMulNBits kernel: one of {_KERNEL_BLOCK_SIZES} "
+            "is expected"
+        )
+
+
+def _load(model: ModelLike) -> LoadedModel:
+    if not is_path(model):
+        return from_memory(model)  # type: ignore[arg-type]
+    return load_path(model, map_inline=True)  # type: ignore[arg-type]
+
+
+def _is_other(path: Path, model: ModelLike) -> bool:
+    return not is_path(model) or os.path.realpath(path) != os.path.realpath(model)  # type: ignore[arg-type]
+
+
+def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str | None:
+    if given is not None:
+        return os.path.abspath(given)
+    # The system's own folder may be memory, or too small; the output has to fit here anyway.
+    return None if target is None else os.fspath(target.absolute().parent)
+
+
+def _raise_opset(model: ir.Model, layout: str, plan: WeightPlan) -> list[str]:
+    """Convert the model to the opset that its new form needs; tell if that was done."""
+    if layout == "MatMulNBits":
+        model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
+        return []
+    bits = {weight.form.bits for group in plan.groups for weight in group.weights}
+    opset, ir_version = max(_OPSETS[each] for each in bits)
+    found = model.opset_imports.get("", 0)
+    reason = f"DequantizeLinear in blocks of {min(bits)} bits"
+    converted = raise_opset(model, opset, reason)
+    model.ir_version = max(model.ir_version or 0, ir_version)
+    return [f"opset {found} was converted to {opset}: {reason} needs it"] if converted else []
+
+
+def _misfused(plan: WeightPlan, layout: str) -> list[str]:
+    """Warn of what onnxruntime's own fusion gets wrong; measured on 1.31."""
+    weights = [weight for group in plan.groups for weight in group.weights]
+    two_bits = [weight for weight in weights if weight.form.bits == 2]
+    if layout == "QDQ" and any(weight.N % 4 for weight in two_bits):
+        text = "is wrong on 2-bit weights along axis 0 whose N is no multiple of 4"
+    elif layout == "QDQ_transposed" and any(
+        weight.form.block_size == -1 and not weight.form.is_symmetric for weight in two_bits
+    ):
+        text = "fails on uint2 weights with a scale per column"
+    else:
+        return []
+    remedy = "the fusion of ortplugins, and quant_format='MatMulNBits', are right"
+    return [f"plain onnxruntime 1.31 {text}; {remedy}"]
+
+
+def _watch(
+    model: ir.Model,
+    groups: Sequence[Group],
+    settings: QuantizeSettings,
+    samples: KeptSamples,
+    max_memory: int,
+    providers: Sequence[Any],
+    scratch: Path,
+    progress: Progress | None,
+) -> Iterator[dict[ir.Value, ActivationStatistics]]:
+    """Yield statistics of the groups' activations, in batches that fit into memory."""
+    values: dict[str, ir.Value] = {}
+    requests = []
+    for number, group in enumerate(groups):
+        for activation in group.activations:
+            name = activation.name or ""
+            values[name] = activation
+            requests.append(
+                ActivationRequest(
+                    name,
+                    group.weights[0].K,
+                    gram=settings.needs_gram,
+                    max_tokens=_SAMPLED_TOKENS,
+                    gram_tokens=settings.gram_tokens(group.weights[0].K),
+                    group=str(number),
+                )
+            )
+    for batch in collect(
+        model,
+        requests,
+        samples,
+        max_calibration_memory=max_memory,
+        providers=providers,
+        scratch=scratch,
+        progress=progress,
+    ):
+        yield {values[name]: found for name, found in batch.items()}
+
+
+def _expected(plan: WeightPlan, settings: QuantizeSettings) -> QuantizeReport:
+    """Tell what would be done, and to how many bytes."""
+    rows: dict[str, list[NodeReport]] = {}
+    for row in plan.refused:
+        rows.setdefault(row.node, []).append(row)
+    for group in plan.groups:
+        method = settings.method if group.activations else "rtn"
+        for weight in group.weights:
+            for position, site in enumerate(weight.sites):
+                row = NodeReport(
+                    node=site.label,
+                    op_type=site.node.op_type,
+                    weight=weight.value.name or "",
+                    K=weight.K,
+                    N=weight.N,
+                    bits=weight.form.bits,
+                    block_size=weight.form.block_size,
+                    method=method,
+                    bytes_before=weight.nbytes,
+                    bytes_after=0 if position else settings.stored_bytes(weight),
+                    reason=group.reason if settings.needs_statistics else "",
+                )
+                rows.setdefault(row.node, []).append(row)
+    nodes = counted_once(rows[name].pop(0) for name in plan.order)
+    return QuantizeReport(settings.method, nodes, tuple(plan.notes))
+
+
+def _to_kernels(
+    model: ir.Model, accuracy_level: int, report: QuantizeReport
+) -> QuantizeReport:
+    """Fuse what was quantised into MatMulNBits and GatherBlockQuantized.
+
+    Raises:
+        ModelFileError: If the rules refuse a node that was quantised now.
+    """
+    remarks = Remarks("dq_matmulnbits_fusion")
+    fuse(model, FusionOptions(accuracy_level, "fuse"), PassContext(remarks))
+    ours = {node.node for node in report.quantized}
+    for remark in remarks:
+        if remark.outcome is Outcome.REFUSED and remark.node in ours:
+            raise ModelFileError(
+                f"node {remark.node!r} has no MatMulNBits: {remark.reason}; exclude it, or "
+                "take quant_format='QDQ'"
+            )
+    return report
+
+
+def _into_memory(model: ir.Model, scratch: Path) -> None:
+    """Read the tensors that lie in files which are about to go."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor):
+                if Path(tensor.path).is_relative_to(scratch):
+                    (value.const_value,) = ir.external_data.convert_tensors_from_external(
+                        [tensor]
+                    )
+            elif isinstance(tensor, ir.LazyTensor):
+                # Made from such files, by the fusion's rules; of whole bytes all.
+                value.const_value = ir.Tensor(
+                    tensor.numpy(), dtype=tensor.dtype, name=tensor.name
+                )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""Where a model multiplies by a float constant, and which of these can be quantised.
+
+    MatMul, FusedMatMul, Gemm   a constant matrix on either side; transA, transB; any body
+    Gather                      rows of a constant table
+
+Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
+name: a weight that a caller may feed, that is no float32 or float16 matrix, or that holds
+nothing. Nodes of model-local functions are not looked at.
+"""
+
+from __future__ import annotations
+
+__all__ = ["OP_TYPES", "WeightSite", "find_sites"]
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+import onnx_ir as ir
+
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
+from rewrite_rules.graph.constants import Refusal, constant, int_attribute, source_of
+from rewrite_rules.graph.nodes import label
+
+OP_TYPES = ("MatMul", "Gemm", "Gather")
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+# Between float weights and what they were before somebody quantised them.
+_QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightSite:
+    """A node and the constant matrix that it reads.
+
+    Attributes:
+        node: The node.
+        index: Which input the matrix is.
+        weight: The initializer, or the output of the Constant node, that holds it.
+        tensor: What it holds.
+        K: Size that is reduced; for Gather, the length of a row.
+        N: Number of output columns; for Gather, of rows.
+        stored_k_last: Whether the initializer is ``[N, K]``, and not ``[K, N]``.
+        wanted_k_last: Whether the node's input is, after whatever Transpose is between.
+        activation: The other operand ``[..., K]``; None for Gather.
+        no_statistics: Why the activation can't be watched; None if it can.
+    """
+
+    node: ir.Node
+    index: int
+    weight: ir.Value
+    tensor: ir.TensorProtocol
+    K: int
+    N: int
+    stored_k_last: bool
+    wanted_k_last: bool
+    activation: ir.Value | None
+    no_statistics: str | None
+
+    @property
+    def label(self) -> str:
+        """What messages call the node."""
+        return label(self.node)
+
+
+def find_sites(
+    model: ir.Model, op_types: Collection[str]
+) -> Iterator[WeightSite | tuple[ir.Node, str]]:
+    """Yield every site of some operators, or a node and why its constant is refused.
+
+    Args:
+        model: The model.
+        op_types: Some of :data:`OP_TYPES`; FusedMatMul counts as MatMul.
+    """
+    for node in model.graph.all_nodes():
+        kind = _kind(node)
+        if kind is None or kind not in op_types:
+            continue
+        for index in (1, 0) if kind != "Gather" else (0,):
+            operand = node.inputs[index] if index < len(node.inputs) else None
+            if operand is None:
+                continue
+            try:
+                site = _site(node, kind, index, operand, model.graph)
+            except Refusal as refusal:
+                yield node, str(refusal)
+                break
+            if site is not None:
+                yield site
+                break
+
+
+def _kind(node: ir.Node) -> str | None:
+    if node.domain == "com.microsoft":
+        return "MatMul" if node.op_type == "FusedMatMul" else None
+    return node.op_type if node.domain == "" else None
+
+
+def _site(
+    node: ir.Node, kind: str, index: int, operand: ir.Value, main: ir.Graph
+) -> WeightSite | None:
+    """Read an operand; None where it is no constant.
+
+    Raises:
+        Refusal: If it is a constant that can't be quantised.
+    """
+    root, swapped = _root(operand)
+    _check_not_quantised(root)
+    if root.is_graph_input():
+        if root.is_initializer():
+            raise Refusal(
+                f"weight {root.name!r} is a graph input: a caller may feed another; make it "
+                "an initializer only"
+            )
+        return None
+    tensor = constant(root)
+    if tensor is None:
+        return None
+    shape = tuple(tensor.shape.numpy())
+    if tensor.dtype not in _FLOATS:
+        if kind == "Gather":
+            return None  # shapes and indices, mostly
+        kind_of = tensor.dtype.name.lower()
+        raise Refusal(f"weight {root.name!r} is {kind_of}: float32 and float16 are quantised")
+    if len(shape) != 2:
+        if len(shape) < 2:
+            return None  # a vector, not a matrix
+        raise Refusal(
+            f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
+            "MatMulNBits; split the product or leave it in float"
+        )
+    if 0 in shape:
+        raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
+    if kind == "Gather":
+        return _gather_site(node, root, tensor, swapped)
+    product = read_product(node, index)
+    wanted_k_last = product.k_axis == 1
+    stored_k_last = wanted_k_last != swapped
+    n, k = shape if stored_k_last else shape[::-1]
+    activation = product.x
+    if activation is None:
+        return None  # no valid node
+    return WeightSite(
+        node=node,
+        index=index,
+        weight=root,
+        tensor=tensor,
+        K=k,
+        N=n,
+        stored_k_last=stored_k_last,
+        wanted_k_last=wanted_k_last,
+        activation=activation,
+        no_statistics=_unwatched(product, activation, main),
+    )
+
+
+def _gather_site(
+    node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool
+) -> WeightSite:
+    if int_attribute(node, "axis", 0) not in (0, -2) or swapped:
+        raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
+    rows, width = tensor.shape.numpy()
+    return WeightSite(
+        node=node,
+        index=0,
+        weight=root,
+        tensor=tensor,
+        K=width,
+        N=rows,
+        stored_k_last=True,
+        wanted_k_last=True,
+        activation=None,
+        no_statistics="rows of a table are picked, not multiplied",
+    )
+
+
+def _unwatched(product: Product, activation: ir.Value, main: ir.Graph) -> str | None:
+    """Say why statistics of an activation can't be had; None if they can."""
+    if product.transpose_x:
+        return "K is not the last axis of its activation"
+    if activation.graph is not main:
+        return "its activation lies in the body of an If, Loop or Scan"
+    if constant(activation) is not None:
+        return "both of its operands are constants"
+    return None
+
+
+def _root(operand: ir.Value) -> tuple[ir.Value, bool]:
+    """Look through Identity and Transpose; whether the two axes are swapped on the way."""
+    swapped = False
+    value = source_of(operand)
+    while (node := value.producer()) is not None and node.op_type == "Transpose":
+        perm = node.attributes.get("perm")
+        source = node.inputs[0] if node.inputs else None
+        if source is None or node.domain:
+            break
+        if perm is None or list(perm.as_ints()) == [1, 0]:
+            swapped = not swapped
+        value = source_of(source)
+    return value, swapped
+
+
+def _check_not_quantised(value: ir.Value) -> None:
+    """Refuse a weight that is already dequantised, or rounded, on its way.
+
+    Raises:
+        Refusal: If it is.
+    """
+    through: list[str] = []
+    node = value.producer()
+    while node is not None and len(through) < 8:
+        if node.op_type in _QUANTISED:
+            if _reads_a_constant(node):
+                raise Refusal(f"already quantised, by {label(node)!r}")
+            return
+        if node.op_type not in ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"):
+            return
+        through.append(node.op_type)
+        source = node.inputs[0] if node.inputs else None
+        if source is None:
+            return
+        value = source_of(source)
+        if constant(value) is not None:
+            raise Refusal(
+                f"weight {value.name!r} goes through {', '.join(through)} first: fold the "
+                "constants, with onnxruntime's or onnx_ir's own optimiser"
+            )
+        node = value.producer()
+
+
+def _reads_a_constant(node: ir.Node) -> bool:
+    """Whether codes are constants, or made from some: weights trained for quantisation are."""
+    for _ in range(2):
+        source = node.inputs[0] if node.inputs else None
+        if source is None:
+            return False
+        if constant(source) is not None:
+            return True
+        producer = source_of(source).producer()
+        if producer is None or producer.op_type != "QuantizeLinear":
+            return False
+        node = producer
+    return False

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT
+"""``InferenceSession`` with the passes that its ``SessionOptions`` switch on."""
+
+from __future__ import annotations
+
+__all__ = ["InferenceSession"]
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import onnxruntime
+
+import session_options
+from ortplugins.report import Report
+from ortplugins.session.opening import open_session
+from session_options.option_files import read_option_files
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """``onnxruntime.InferenceSession`` on the model that the passes made.
+
+    Options without an entry of ours give the stock session: nothing is imported, nothing is
+    written. Else the model is optimised at the first start and comes from the cache
+    afterwards. The ``SessionOptions`` come back as they went in.
+
+    Attributes:
+        ortplugins_report: What was done to the model, and what not and why.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str],
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the session; arguments as for ``onnxruntime.InferenceSession``.
+
+        Raises:
+            OptionError: If an entry of ours has a value that it can't have.
+            MissingFileError, ModelFileError: If the model or its data can't be used.
+            PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
+                warning and the untouched model runs.
+        """
+        plan = read_option_files(session_options.read(sess_options))
+        self.ortplugins_report = Report()
+        self._ortplugins_source = path_or_bytes
+        self._ortplugins_kwargs = kwargs
+        if not plan:
+            super().__init__(
+                path_or_bytes, sess_options, providers, provider_options, **kwargs
+            )
+            return
+        self.ortplugins_report = open_session(
+            self,
+            super().__init__,
+            plan,
+            path_or_bytes,
+            sess_options,
+            providers,
+            provider_options,
+            kwargs,
+        )
+
+    def set_providers(
+        self,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Register providers and start again, from the model that was given.
+
+        An optimised model is for the providers it was made for.
+        """
+        if self.ortplugins_report.source == "stock":
+            super().set_providers(providers, provider_options)
+            return
+        self.__init__(  # type: ignore[misc]
+            self._ortplugins_source,
+            self._sess_options_initial,
+            providers,
+            provider_options,
+            **self._ortplugins_kwargs,
+        )

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: MIT
+"""Switches passes on for sessions that other packages open.
+
+``onnxruntime.InferenceSession.__init__`` is replaced in place: whoever imported the class
+earlier, or derives from it, gets the new one. Nothing is replaced before :func:`enable` or
+:func:`enabled` is called, and the very same function comes back afterwards.
+
+What is switched on holds for the whole process: libraries open sessions in threads of their
+own. Not caught are sessions of ``ortplugins.InferenceSession``, whose options say everything,
+and those that our modules and passes open while they work.
+"""
+
+from __future__ import annotations
+
+__all__ = ["disable", "enable", "enable_entries", "enabled"]
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+
+import session_options
+from ortplugins.errors import OrtpluginsWarning
+from ortplugins.report import Report
+from ortplugins.session.opening import open_session
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
+from session_options.environment import general_entries, plan_entries
+from session_options.keys import PREFIX, SessionConfig, stored
+from session_options.option_files import read_option_files
+from session_options.registry import pass_names
+
+_log = logging.getLogger("ortplugins")
+# Whose sessions are never caught: one rule for the modules that there are and will be.
+_OURS = ("ortplugins", "rewrite_rules", "session_options")
+
+
+def enable(*passes: Pass, **general: bool | str) -> None:
+    """Switch passes on for every session of ``onnxruntime`` that this process opens.
+
+    Until :func:`disable`. A second call replaces what the first one switched on.
+
+    Args:
+        *passes: For instance ``DqMatMulNBitsFusion()``. When none are given, those of the
+            environment variable ``ORTPLUGINS``, else ``DqMatMulNBitsFusion()``.
+        **general: ``cache_dir``, ``strict``, ``bake``; else ``ORTPLUGINS_CACHE_DIR``,
+            ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
+
+    Raises:
+        OptionError: If a pass or an option, here or in the environment, can't be used. What
+            was in force before stays in force then.
+    """
+    _patch.set_base(_Switched(_checked(_entries(passes, general))))
+
+
+def enable_entries(entries: Mapping[str, str]) -> None:
+    """Do what :func:`enable` does, with the session entries themselves.
+
+    Raises:
+        OptionError: If an entry has a value that it can't have.
+    """
+    _patch.set_base(_Switched(_checked({**general_entries(), **entries})))
+
+
+def disable() -> None:
+    """Undo :func:`enable`; without effect when there is nothing to undo.
+
+    Blocks of :func:`enabled` end by themselves. Sessions that are open stay as they are.
+    """
+    _patch.set_base(None)
+
+
+@contextlib.contextmanager
+def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
+    """Switch passes on for the sessions that are opened inside a ``with`` block.
+
+    By any thread. Blocks nest; the one that was entered last counts, alone.
+
+    Args:
+        *passes: As for :func:`enable`.
+        **general: As for :func:`enable`.
+
+    Raises:
+        OptionError: As for :func:`enable`.
+    """
+    switched = _Switched(_checked(_entries(passes, general)))
+    _patch.push(switched)
+    try:
+        yield
+    finally:
+        _patch.remove(switched)
+
+
+# From passes to entries, and with a session's own entries to its plan.
+
+
+class _Entries(dict[str, str]):
+    """Session entries by key, as ``session_options`` writes and reads them."""
+
+    def add_session_config_entry(self, key: str, value: str, /) -> None:
+        self[key] = value
+
+    def get_session_config_entry(self, key: str, /) -> str:
+        if key not in self:
+            raise RuntimeError(key)
+        return self[key]
+
+
+class _Layered:
+    """Reads a session's own entry first, then what is switched on."""
+
+    def __init__(self, options: onnxruntime.SessionOptions, below: SessionConfig) -> None:
+        self._options, self._below = options, below
+        self.enable_cpu_mem_arena = options.enable_cpu_mem_arena
+
+    def add_session_config_entry(self, key: str, value: str, /) -> None:
+        raise TypeError("entries are only read here")
+
+    def get_session_config_entry(self, key: str, /) -> str:
+        own = stored(self._options, key)
+        return self._below.get_session_config_entry(key) if own is None else own
+
+
+def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entries:
+    entries = _Entries(general_entries())
+    if wrong := [item for item in passes if not isinstance(item, Pass)]:
+        raise OptionError(
+            f"{wrong[0]!r} is no pass: DqMatMulNBitsFusion() is one, for instance"
+        )
+    if not passes:
+        entries.update(plan_entries() or {enable_key(DqMatMulNBitsFusion.name): "1"})
+    session_options.configure(entries, *passes, **general)
+    return entries
+
+
+def _checked(entries: Mapping[str, str]) -> _Entries:
+    """Return entries that give a plan: errors are told now, not in a library's depths."""
+    found = _Entries(entries)
+    read_option_files(session_options.read(found))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # blocks with equal passes are two blocks
+class _Switched:
+    """What one call has switched on."""
+
+    entries: _Entries
+
+    @property
+    def strict(self) -> bool:
+        """Whether errors raise, for sessions that say nothing else."""
+        return self.entries.get(f"{PREFIX}.strict") == "1"
+
+    def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
+        """Plan of a session: a session that names a pass itself gets those that it names.
+
+        Raises:
+            OptionError: If its own entries are wrong, or a file that an option names is.
+        """
+        own = any(stored(options, enable_key(name)) is not None for name in pass_names())
+        config = options if own else _Layered(options, self.entries)
+        return read_option_files(session_options.read(config))
+
+
+# The replaced constructor.
+
+
+class _Working(threading.local):
+    """Whether this thread is preparing a session: what a pass opens then is not caught."""
+
+    now = False
+
+
+class _Patch:
+    """What is in force, and the constructor's replacement while anything is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._base: _Switched | None = None
+        self._blocks: tuple[_Switched, ...] = ()
+        # Read by constructors without the lock.
+        self.in_force: _Switched | None = None
+
+    def set_base(self, switched: _Switched | None) -> None:
+        with self._lock:
+            self._base = switched
+            self._update()
+
+    def push(self, switched: _Switched) -> None:
+        with self._lock:
+            self._blocks = (*self._blocks, switched)
+            self._update()
+
+    def remove(self, switched: _Switched) -> None:
+        """Remove a block; threads leave theirs in any order."""
+        with self._lock:
+            self._blocks = tuple(item for item in self._blocks if item is not switched)
+            self._update()
+
+    def _update(self) -> None:
+        self.in_force = self._blocks[-1] if self._blocks else self._base
+        cls = onnxruntime.InferenceSession
+        if self.in_force is not None:
+            if _replaced(cls.__init__) is None:
+                cls.__init__ = _replacement(cls.__init__)
+            return
+        # Where somebody has replaced ours meanwhile, it stays below theirs and passes through.
+        while (original := _replaced(cls.__init__)) is not None:
+            cls.__init__ = original
+
+
+def _replaced(function: Any) -> Callable[..., None] | None:
+    """What a replacement of ours stands for; None for any other function."""
+    return _replacements.get(function)
+
+
+def _replacement(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that opens what is in force; ``original`` opens everything else."""
+
+    @functools.wraps(original)
+    def __init__(  # noqa: N807
+        self: onnxruntime.InferenceSession,
+        path_or_bytes: Any,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        switched = _patch.in_force
+        if (
+            switched is None
+            or _working.now
+            or _is_ours(sys._getframe().f_back)
+            # For these onnxruntime has an error of its own.
+            or not isinstance(path_or_bytes, str | bytes | os.PathLike)
+            or not isinstance(sess_options, onnxruntime.SessionOptions | None)
+        ):
+            original(self, path_or_bytes, sess_options, providers, provider_options, **kwargs)
+            return
+        # As onnxruntime does it, so that who replaces these defaults is heard.
+        options = sess_options or onnxruntime.capi._pybind_state.get_default_session_options()
+        plan, report = Plan(), Report()
+        try:
+            plan = switched.plan_for(options)
+        except (
+            OptionError
+        ) as error:  # a file of options that has gone, the session's own entry
+            if switched.strict:
+                raise
+            text = f"{error}; the untouched model runs"
+            warnings.warn(text, OrtpluginsWarning, stacklevel=2)
+            report = Report(source="untouched", notes=(text,))
+        construct = functools.partial(original, self)
+        if not plan:
+            construct(path_or_bytes, sess_options, providers, provider_options, **kwargs)
+            self.ortplugins_report = report
+            return
+        _working.now = True
+        try:
+            report = open_session(
+                self,
+                construct,
+                plan,
+                path_or_bytes,
+                options,
+                providers,
+                provider_options,
+                kwargs,
+                caller_knows=False,
+            )
+        finally:
+            _working.now = False
+        _forget_artifact(self, path_or_bytes, sess_options)
+        self.ortplugins_report = report
+        _log.info("%s: %s", _name(path_or_bytes), report)
+
+    _replacements[__init__] = original
+    return __init__
+
+
+def _forget_artifact(
+    session: onnxruntime.InferenceSession,
+    path_or_bytes: str | bytes | os.PathLike[str],
+    options: onnxruntime.SessionOptions | None,
+) -> None:
+    """Have a session say that it is of the model that its caller named.
+
+    Packages look for files beside it; and ``set_providers``, by hand or when a provider fails
+    in a run, opens it again: an artifact is for the providers that it was made for.
+    """
+    is_bytes = isinstance(path_or_bytes, bytes)
+    session._model_path = None if is_bytes else os.fspath(path_or_bytes)
+    session._model_bytes = path_or_bytes if is_bytes else None
+    session._sess_options_initial = options
+
+
+def _is_ours(caller: types.FrameType | None) -> bool:
+    """Whether a module of this distribution calls."""
+    module = None if caller is None else caller.f_globals.get("__name__")
+    return str(module).partition(".")[0] in _OURS
+
+
+def _name(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
+    return "bytes" if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
+
+
+# Beside the functions: functools.wraps would copy an attribute to whoever wraps ours.
+_replacements: weakref.WeakKeyDictionary[Any, Callable[..., None]] = (
+    weakref.WeakKeyDictionary()
+)
+_working = _Working()
+_patch = _Patch()

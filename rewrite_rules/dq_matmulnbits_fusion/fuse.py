@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT
+"""DequantizeLinear on a constant -> MatMulNBits, GatherBlockQuantized or a float constant.
+
+The rules are in :mod:`.product_rules` and :mod:`.gather_rule`, the
+layouts that they take in :mod:`.dequantized_operand`. Each candidate that stays as
+it is gets a remark that says why.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FusionOptions", "check_calls", "fuse"]
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+import onnx_ir.passes.common
+from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
+
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
+from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
+from rewrite_rules.dq_matmulnbits_fusion.product_rules import (
+    AddBias,
+    FusedMatMulToMatMulNBits,
+    GemmToMatMulNBits,
+    MatMulToMatMulNBits,
+)
+from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import explain_the_rest
+from rewrite_rules.graph.rule_set import RootedRule
+from rewrite_rules.remarks import PassContext
+
+_MOST_INLINED = 200_000
+_RULES: dict[str, Callable[[FusionRun], list[RewriteRuleClassBase]]] = {
+    "MatMul": lambda run: [MatMulToMatMulNBits(run)],
+    "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits(run)],
+    "Gemm": lambda run: [GemmToMatMulNBits(run)],
+    "Gather": lambda run: [GatherToGatherBlockQuantized(run)],
+    # One sweep is enough: an Add comes after its product, which is a MatMulNBits by then.
+    "Add": lambda run: [AddBias(run, bias_first=first) for first in (False, True)],
+}
+
+
+def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
+    """Fuse in place; ``context.remarks`` tells the fate of every candidate.
+
+    Raises:
+        RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
+    """
+    present = _op_types(model)
+    if "DequantizeLinear" not in present:
+        return
+    opset = model.opset_imports.get("")
+    if opset is None:
+        context.remarks.refused("model", "it imports no opset of the default domain")
+        return
+    if model.functions:
+        with context.remarks.at("functions"):
+            check_calls(model)
+            # Whether a function's parameter is a constant shows only where it is called.
+            onnx_ir.passes.common.InlinePass()(model)
+    run = FusionRun(options, context, opset)
+    # Rules are built per call: they hold the match between check and rewrite.
+    rules = [
+        RootedRule(rule, op_type)
+        for op_type, build in _RULES.items()
+        if op_type in present
+        for rule in build(run)
+    ]
+    if rules:
+        RewriteRuleSet(rules).apply_to_model(model)
+    explain_the_rest(model, run)
+
+
+def check_calls(model: ir.Model) -> None:
+    """Refuse functions that would fill memory once they are inlined.
+
+    Raises:
+        ValueError: With the function's name.
+    """
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+
+    def size(
+        identifier: ir.OperatorIdentifier, callers: tuple[ir.OperatorIdentifier, ...]
+    ) -> int:
+        if identifier in callers:
+            raise ValueError(f"calls are a cycle: function {identifier[1]!r} calls itself")
+        if identifier not in sizes:
+            nodes = list(model.functions[identifier].graph.all_nodes())
+            sizes[identifier] = len(nodes) + sum(
+                size(node.op_identifier(), (*callers, identifier))
+                for node in nodes
+                if node.op_identifier() in model.functions
+            )
+        if sizes[identifier] > _MOST_INLINED:
+            raise ValueError(
+                f"function {identifier[1]!r} is {sizes[identifier]} nodes once the functions "
+                f"that it calls are inlined: {_MOST_INLINED} at most are"
+            )
+        return sizes[identifier]
+
+    total = sum(
+        size(node.op_identifier(), ())
+        for node in model.graph.all_nodes()
+        if node.op_identifier() in model.functions
+    )
+    if total > _MOST_INLINED:
+        raise ValueError(f"its calls of functions are {total} nodes once they are inlined")
+
+
+def _op_types(model: ir.Model) -> set[str]:
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return {node.op_type for graph in graphs for node in graph.all_nodes()}

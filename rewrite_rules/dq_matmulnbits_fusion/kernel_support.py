@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: MIT
+"""Which onnxruntime has which kernel for quantised weights on the CPU.
+
+Measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0 and 1.31.1 (Linux, x86-64, AVX-512);
+a version in between counts as the older neighbour. Forms that were right on all of them have
+no entry.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Version", "matmulnbits_unsupported", "parse_version", "table_unsupported"]
+
+import re
+
+from rewrite_rules.weights.block_quantized_weight import NoKernel
+
+# Major and minor version of onnxruntime.
+Version = tuple[int, int]
+
+
+def parse_version(text: str) -> Version:
+    """Read ``"1.31"``, ``"1.31.1"``, ``"1.32.0.dev20261101+cpu"``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:[.+-]|$)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no version of onnxruntime: 1.31 or 1.31.1 is one")
+    return int(match[1]), int(match[2])
+
+
+def matmulnbits_unsupported(
+    version: Version | None,
+    *,
+    bits: int,
+    accuracy_level: int,
+    float16: bool,
+    captured_codes: bool,
+    captured_zero_points: bool,
+) -> None:
+    """Refuse what a version of onnxruntime fails on, or computes wrongly.
+
+    Args:
+        version: Of onnxruntime; None for the newest.
+        bits: Of the weight.
+        accuracy_level: Of the node.
+        float16: Whether activations are float16.
+        captured_codes: Whether the node lies in a body (If, Loop, Scan) and its codes in a
+            graph around it.
+        captured_zero_points: The same of its zero points, be they given or written for it.
+
+    Raises:
+        NoKernel: With the version and what would do.
+    """
+    if version is None:
+        return
+    if bits == 2 and version < (1, 24):
+        raise _from((1, 24), version, "2-bit weights")
+    if bits == 2 and float16 and version < (1, 29):
+        raise _from((1, 29), version, "2-bit weights under float16 activations")
+    if bits == 8 and accuracy_level != 4 and version < (1, 24):
+        raise _from((1, 24), version, f"8-bit weights at accuracy_level {accuracy_level}")
+    if bits == 8 and captured_codes and version < (1, 24):
+        # It runs 8-bit codes only once they are packed, and packs them only in the body or
+        # right around it: two graphs out the run fails.
+        raise _from((1, 24), version, "8-bit weights outside the body of If, Loop or Scan")
+    if captured_zero_points and accuracy_level == 4 and version < (1, 29):
+        raise NoKernel(
+            f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
+            "zero points outside the body of If, Loop or Scan: 1.29 is right, and so is "
+            "accuracy_level 0"
+        )
+
+
+def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
+    """Refuse uint8 tables that a version of onnxruntime has no right kernel for.
+
+    Args:
+        version: Of onnxruntime; None for the newest.
+        bits: Of the codes.
+        odd_blocks: Whether there are zero points, for an odd number of blocks in a row.
+
+    Raises:
+        NoKernel: With the version and what would do.
+    """
+    if version is None:
+        return
+    what = f"Gather from uint8 tables of {bits}-bit codes"
+    if version < (1, 24):
+        raise _from((1, 24), version, what)
+    if version < (1, 27) and bits == 2:
+        raise _from((1, 27), version, what)
+    if version < (1, 27) and bits == 4 and odd_blocks:
+        raise NoKernel(
+            f"onnxruntime {_text(version)} computes wrong numbers at {what} with zero points "
+            "for an odd number of blocks: 1.27 is right"
+        )
+
+
+def _from(first: Version, version: Version, what: str) -> NoKernel:
+    return NoKernel(
+        f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has"
+    )
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

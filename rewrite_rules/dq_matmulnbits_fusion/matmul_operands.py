@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""One form for the nodes that multiply by a constant: MatMul, FusedMatMul and Gemm.
+
+y = alpha * x @ W + beta * bias                   the weight on the right
+y = alpha * W.T @ x + beta * bias                 on the left: y.T = alpha * x.T @ W
+"""
+
+from __future__ import annotations
+
+__all__ = ["Product", "read_product"]
+
+import dataclasses
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal, float_attribute, int_attribute
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A multiplication, seen from one of its operands.
+
+    Attributes:
+        node: The node.
+        index: Input that holds the weight.
+        k_axis: Which of the last two axes of that input is reduced.
+        transpose_x: Whether the last two axes of the other operand have to be swapped first.
+        transpose_y: Whether the last two axes of the product have to be swapped afterwards.
+        alpha: Factor of the product.
+        beta: Factor of the bias.
+        batched: Whether operands may have more than two axes.
+    """
+
+    node: ir.Node
+    index: int
+    k_axis: int
+    transpose_x: bool = False
+    transpose_y: bool = False
+    alpha: float = 1.0
+    beta: float = 1.0
+    batched: bool = True
+
+    @property
+    def weight(self) -> ir.Value | None:
+        """The operand that may be a weight."""
+        return self.node.inputs[self.index]
+
+    @property
+    def x(self) -> ir.Value | None:
+        """The other operand."""
+        return self.node.inputs[1 - self.index]
+
+    @property
+    def bias(self) -> ir.Value | None:
+        """Gemm's third input; None where it adds nothing."""
+        if self.node.op_type != "Gemm" or len(self.node.inputs) < 3 or self.beta == 0:
+            return None
+        return self.node.inputs[2]
+
+
+def read_product(node: ir.Node, index: int) -> Product:
+    """Read a node as a product whose weight is one of its first two inputs.
+
+    Raises:
+        Refusal: If an attribute has the wrong type, or is one that no rule understands.
+    """
+    trans_a = trans_b = 0
+    alpha = beta = 1.0
+    if node.op_type != "MatMul":
+        trans_a, trans_b = int_attribute(node, "transA", 0), int_attribute(node, "transB", 0)
+        alpha = float_attribute(node, "alpha", 1.0)
+    if node.op_type == "Gemm":
+        beta = float_attribute(node, "beta", 1.0)
+    elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
+        raise Refusal(f"{node.op_type} transposes batches")
+    if index == 1:
+        k_axis, transpose_x, transpose_y = 1 if trans_b else 0, bool(trans_a), False
+    else:
+        k_axis, transpose_x, transpose_y = 0 if trans_a else 1, not trans_b, True
+    return Product(
+        node,
+        index=index,
+        k_axis=k_axis,
+        transpose_x=transpose_x,
+        transpose_y=transpose_y,
+        alpha=alpha,
+        beta=beta,
+        batched=node.op_type != "Gemm",
+    )

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: MIT
+"""Writes a block-quantised weight as the inputs of com.microsoft's MatMulNBits.
+
+The operator (onnxruntime's docs/ContribOperators.md) reads
+
+    B            uint8 [N, blocks, block_size * bits / 8], unsigned codes
+    scales       [N, blocks], type of the activation
+    zero_points  uint8 [N, ceil(blocks * bits / 8)], optional; left out it is 2**(bits - 1)
+
+DequantizeLinear's own default zero point is 0: signed codes without zero points need none here
+either (adding 2**(bits - 1) to codes moves the default along), unsigned ones need zeros
+written out.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "MatMulNBitsInputs",
+    "fitting_block_size",
+    "fold_into_scales",
+    "kernel_block_size",
+    "slow_kernel",
+    "write_codes",
+    "write_matmulnbits",
+    "write_scales",
+    "write_zero_points",
+]
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Grid, NoKernel
+from rewrite_rules.weights.repacking import (
+    SIGN_BITS,
+    ChunkedTensor,
+    pack_rows,
+    packed_bytes,
+    relabel,
+    repack,
+)
+
+# What the kernels take (anything else fails when the session is created), with what a weight
+# costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit
+# codes have a fast kernel in three of them only.
+_COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
+_COST_2_BIT = {16: 160.0, 32: 2.9, 64: 1.6, 128: 1.0, 256: 160.0}
+# Scales made at a time, in bytes: those of a large weight take a quarter of its codes' space.
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatMulNBitsInputs:
+    """The constant inputs of one MatMulNBits node and the attributes that describe them.
+
+    Attributes:
+        codes: Input ``B``.
+        scales: Input ``scales``.
+        zero_points: Input ``zero_points``; None where the operator's default is meant.
+        attributes: ``K``, ``N``, ``bits`` and ``block_size``.
+    """
+
+    codes: ir.Value
+    scales: ir.Value
+    zero_points: ir.Value | None
+    attributes: dict[str, int]
+
+
+def kernel_block_size(weight: BlockQuantizedWeight) -> int:
+    """Choose the block size that costs least among those that keep every number.
+
+    A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
+    scale may be cut anywhere.
+
+    Raises:
+        NoKernel: If none does.
+    """
+    size = fitting_block_size(weight.bits, weight.block_size, weight.K)
+    if size is None:
+        sizes = ", ".join(map(str, _COST))
+        what = (
+            f"block_size {weight.block_size} of weight {weight.codes.name!r}"
+            if weight.block_size > 1
+            else f"weight {weight.codes.name!r}, with a scale for each index of K,"
+        )
+        raise NoKernel(f"{what} has no kernel: {sizes} and their multiples have one")
+    return size
+
+
+def fitting_block_size(bits: int, block_size: int, k: int) -> int | None:
+    """Return the cheapest block size of a kernel that keeps every number; None if none does.
+
+    Args:
+        bits: Of the codes.
+        block_size: As they are stored; ``k`` or more where a column has one scale.
+        k: Size of the reduced dimension.
+    """
+    cost = _COST_2_BIT if bits == 2 else _COST
+    fitting = [b for b in cost if block_size >= k or block_size % b == 0]
+    return min(fitting, key=lambda b: -(-k // b) * b * cost[b], default=None)
+
+
+def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
+    """Say why the CPU kernel would unpack the weight at every call; None if it doesn't.
+
+    Measured on onnxruntime 1.31: 8-bit and 2-bit weights are computed on directly only with
+    int8 activations, 2-bit ones only in blocks of 32, 64 or 128.
+    """
+    if bits == 4:
+        return None
+    if accuracy_level != 4:
+        return (
+            f"{bits}-bit weights have a fast CPU kernel at accuracy_level 4 only, not at "
+            f"{accuracy_level}"
+        )
+    if bits == 2 and _COST_2_BIT[block_size] > 100:
+        return f"2-bit weights in blocks of {block_size} have no fast CPU kernel"
+    return None
+
+
+def write_matmulnbits(
+    weight: BlockQuantizedWeight, block_size: int, dtype: ir.DataType, factor: float = 1.0
+) -> MatMulNBitsInputs:
+    """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
+
+    Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
+    they lie; others are repacked while they are saved.
+
+    Args:
+        weight: The weight.
+        block_size: As :func:`kernel_block_size` chose it.
+        dtype: Type of the activations.
+        factor: What all scales are multiplied by.
+    """
+    return MatMulNBitsInputs(
+        codes=write_codes(weight, block_size),
+        scales=write_scales(weight, block_size, dtype, factor),
+        zero_points=write_zero_points(weight, block_size),
+        attributes={
+            "K": weight.K,
+            "N": weight.N,
+            "bits": weight.bits,
+            "block_size": block_size,
+        },
+    )
+
+
+def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: float) -> bool:
+    """Whether a factor may go into the scales without costing accuracy.
+
+    A product in float32 is rounded to 24 bits, as any other of the computation is; float16
+    scales must stay exact. Neither may overflow or lose bits near zero.
+    """
+    stored = weight.stored_scales()
+    element = dtype.numpy()
+    limits = np.finfo(element)
+    for start in range(0, stored.size, _CHUNK_BYTES):
+        product = stored[start : start + _CHUNK_BYTES].astype(np.float64) * factor
+        size = np.abs(product[product != 0])
+        if size.size and (size.max() > limits.max or size.min() < limits.tiny):
+            return False
+        if element == np.float16 and (product.astype(element) != product).any():
+            return False
+    return True
+
+
+def write_codes(weight: BlockQuantizedWeight, block_size: int) -> ir.Value:
+    """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``."""
+    source = weight.code_tensor
+    blocks = weight.blocks(block_size)
+    shape = (weight.N, blocks, block_size * weight.bits // 8)
+    first = weight.offset * weight.bits // 8
+    length = -(-weight.K * weight.N * weight.bits // 8)
+
+    def chunks() -> Iterator[npt.NDArray[np.uint8]]:
+        return repack(
+            packed_bytes(source)[first : first + length],
+            bits=weight.bits,
+            signed=weight.signed,
+            k=weight.K,
+            n=weight.N,
+            block_size=block_size,
+            k_axis=weight.k_axis,
+        )
+
+    def make(name: str) -> ir.TensorProtocol:
+        fits = weight.k_axis == 1 and not weight.signed and weight.K % block_size == 0
+        fits = fits and source.size == weight.K * weight.N  # no group of a larger one
+        if fits and isinstance(source, ir.ExternalTensor):
+            return relabel(source, ir.DataType.UINT8, shape, name)
+        return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
+
+    suffix = f".nbits{block_size}" if weight.k_axis else f".T.nbits{block_size}"
+    key = (weight.K, weight.N, weight.offset)
+    return derived_initializer(weight.codes, suffix, make, key)
+
+
+def write_scales(
+    weight: BlockQuantizedWeight, block_size: int, dtype: ir.DataType, factor: float = 1.0
+) -> ir.Value:
+    """Register the scales ``[N, blocks]``, or return the stored ones where they are that.
+
+    Args:
+        weight: The weight.
+        block_size: Of the kernel.
+        dtype: Their type, as wide as the stored one at least.
+        factor: What they are multiplied by.
+    """
+    source = weight.scale_tensor
+    blocks = weight.blocks(block_size)
+    shape = (weight.N, blocks)
+    grid, repeat = weight.grid, weight.cuts(block_size)
+    in_order = (
+        repeat == 1
+        and grid.offset == 0
+        and grid.column_block == 1
+        and (blocks == 1 or grid.block_step == 1)
+        and (weight.N == 1 or grid.column_step == blocks)
+        and source.size == weight.N * blocks
+    )
+    unchanged = in_order and factor == 1.0 and dtype == source.dtype
+    if unchanged and tuple(source.shape.numpy()) == shape:
+        return weight.scales
+
+    def chunks() -> Iterator[npt.NDArray[Any]]:
+        stored = weight.stored_scales()
+        for start, stop in _columns(weight.N, blocks * dtype.bitwidth // 8):
+            scales = grid.expand(stored, blocks, repeat, start, stop)
+            if factor != 1.0:
+                scales = scales.astype(np.float64) * factor
+            yield scales.astype(dtype.numpy())
+
+    def make(name: str) -> ir.TensorProtocol:
+        if unchanged and isinstance(source, ir.ExternalTensor):
+            return relabel(source, dtype, shape, name)
+        return ChunkedTensor(chunks, dtype, shape, name)
+
+    suffix = ".nbits" if weight.k_axis else ".T.nbits"
+    key = (shape, grid, repeat, factor, dtype)
+    return derived_initializer(weight.scales, suffix, make, key)
+
+
+def write_zero_points(weight: BlockQuantizedWeight, block_size: int) -> ir.Value | None:
+    """Register the zero points, uint8 ``[N, ceil(blocks * bits / 8)]``.
+
+    None where every one is what MatMulNBits takes when it gets none. Leaving them out is
+    smaller, and keeps clear of a defect that onnxruntime has with zero points on processors
+    without AVX-512 (onnxruntime issue #29853).
+    """
+    blocks = weight.blocks(block_size)
+    row_bytes = -(-blocks * weight.bits // 8)
+    shape = (weight.N, row_bytes)
+    source = weight.zero_point_tensor
+    if source is None or weight.zero_points is None:
+        if weight.signed:
+            return None
+        return derived_initializer(
+            weight.codes,
+            f".zero_points{block_size}",
+            lambda name: ir.LazyTensor(
+                lambda: ir.Tensor(np.zeros(shape, np.uint8), name=name),
+                ir.DataType.UINT8,
+                ir.Shape(shape),
+                name=name,
+            ),
+            shape,
+        )
+    if _all_default(weight):
+        return None
+
+    grid, repeat = weight.grid, weight.cuts(block_size)
+    flip = np.uint8(SIGN_BITS[weight.bits] & ((1 << weight.bits) - 1) if weight.signed else 0)
+
+    def chunks() -> Iterator[npt.NDArray[np.uint8]]:
+        stored = weight.stored_zero_points()
+        for start, stop in _columns(weight.N, blocks):
+            rows = grid.expand(stored, blocks, repeat, start, stop)
+            yield pack_rows(rows ^ flip, weight.bits)
+
+    fits = (
+        not weight.signed
+        and repeat == 1
+        and grid == Grid(0, 1, blocks)
+        and blocks * weight.bits % 8 == 0
+        and source.size == weight.N * blocks
+    )
+
+    def make(name: str) -> ir.TensorProtocol:
+        if fits and isinstance(source, ir.ExternalTensor):
+            return relabel(source, ir.DataType.UINT8, shape, name)
+        return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
+
+    suffix = ".nbits" if weight.k_axis else ".T.nbits"
+    return derived_initializer(weight.zero_points, suffix, make, (shape, grid, repeat))
+
+
+def _columns(columns: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, columns, step):
+        yield start, min(start + step, columns)
+
+
+def _all_default(weight: BlockQuantizedWeight) -> bool:
+    middle = 0 if weight.signed else 1 << (weight.bits - 1)
+    return bool((weight.stored_zero_points() == middle).all())

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: MIT
+"""Dequantises constants of operators that compute in float ahead, so that no run has to.
+
+    op(x, DequantizeLinear(codes, scale, zero_point?))   ->   op(x, float constant)
+    op(x, DequantizeLinear(bias_int32, scale))           ->   op(x, float constant)
+
+for operators without a dequantised activation among their inputs, or whose outputs are not all
+quantised: onnxruntime has no quantised kernel for such a group, and would dequantise the
+constant at every inference. Where its optimisers ran before, that is every constant which they
+left. The numbers are DequantizeLinear's own, bit for bit.
+
+Refused, by name: constants in blocks and of less than 8 bits, for which MatMulNBits and
+GatherBlockQuantized are; constants that a caller may feed; what exceeds the limit.
+"""
+
+from __future__ import annotations
+
+__all__ = ["unpack_constants"]
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import (
+    Refusal,
+    constant,
+    described,
+    int_attribute,
+    is_dequantize_linear,
+    source_of,
+)
+from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.qdq_builder import remove
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.weights.block_quantized_weight import NoKernel
+from rewrite_rules.weights.dequantized_operand import read_operand
+from rewrite_rules.weights.float_constant import float_bytes, write_float
+
+# A bias, whose codes are sums of products.
+_BIAS = ir.DataType.INT32
+
+
+def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> None:
+    """Make float constants in place.
+
+    Args:
+        model: The graph, after all fusions that take codes.
+        limit_mb: Megabytes that all of them may take.
+        context: Gets a remark for each operator.
+    """
+    budget = _Budget(limit_mb)
+    for graph in model.graphs():
+        for node in list(graph):
+            if is_dequantize_linear(node) and len(node.outputs) == 1:
+                _unpack(node, budget, context)
+
+
+class _Budget:
+    """Counts bytes; what was made once costs nothing again."""
+
+    def __init__(self, megabytes: int) -> None:
+        self._limit = megabytes
+        self._left = megabytes * 10**6
+        self._made: set[ir.Value] = set()
+
+    def check(self, size: int) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            Refusal: With sizes in megabytes.
+        """
+        if size > self._left:
+            raise Refusal(
+                f"as a float constant it would take {size / 1e6:.0f} MB, above what "
+                f"float_limit_mb={self._limit} leaves ({self._left / 1e6:.0f} MB)"
+            )
+
+    def spend(self, value: ir.Value, size: int) -> None:
+        """Count a constant that was made."""
+        if value not in self._made:
+            self._made.add(value)
+            self._left -= size
+
+
+def _unpack(dequantize: ir.Node, budget: _Budget, context: PassContext) -> None:
+    codes = dequantize.inputs[0]
+    if codes is None or ir.convenience.get_const_tensor(source_of(codes)) is None:
+        return
+    old = dequantize.outputs[0]
+    readers = [
+        use
+        for use in old.uses()
+        if use.node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+        and (context.final_graph or _computes_in_float(use.node))
+    ]
+    if not readers:
+        return
+    try:
+        value = _float_bias(dequantize, budget) or _float_weight(dequantize, budget)
+    except (Refusal, NoKernel) as reason:
+        for use in readers:
+            context.remarks.refused(
+                label(use.node),
+                f"DequantizeLinear {label(dequantize)!r}: {reason}; it runs at every "
+                "inference",
+            )
+        return
+    for use in readers:
+        use.node.replace_input_with(use.idx, value)
+        context.remarks.fired(
+            label(use.node),
+            f"DequantizeLinear {label(dequantize)!r}: a float constant, as this computes in "
+            "float",
+        )
+    if not old.uses() and not old.is_graph_output():
+        remove(dequantize)
+
+
+def _computes_in_float(node: ir.Node) -> bool:
+    """Whether an operator is no group of DQ, operator and Q that has a quantised kernel."""
+    return not any(map(_is_activation, node.inputs)) or not all(
+        map(_is_quantised, node.outputs)
+    )
+
+
+def _is_quantised(value: ir.Value) -> bool:
+    kinds = {use.node.op_type for use in value.uses()}
+    return kinds == {"QuantizeLinear"} and not value.is_graph_output()
+
+
+def _is_activation(value: ir.Value | None) -> bool:
+    node = None if value is None else source_of(value).producer()
+    return (
+        node is not None
+        and is_dequantize_linear(node)
+        and (not node.inputs or constant(node.inputs[0]) is None)
+    )
+
+
+def _float_weight(dequantize: ir.Node, budget: _Budget) -> ir.Value:
+    operand = read_operand([dequantize])
+    if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
+        raise Refusal(f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion")
+    size = float_bytes(operand)
+    budget.check(size)
+    value = write_float(operand)
+    budget.spend(value, size)
+    return value
+
+
+def _float_bias(dequantize: ir.Node, budget: _Budget) -> ir.Value | None:
+    """Dequantise int32 codes; None where it has others."""
+    tensor = constant(dequantize.inputs[0])
+    if tensor is None or tensor.dtype is not _BIAS:
+        return None
+    codes, _ = described(_present(dequantize, 0), "bias")
+    _, scale_tensor = described(_present(dequantize, 1), "scale")
+    for zero_point in _optional(dequantize, 2):
+        _, zeros = described(zero_point, "zero point")
+        if zeros.numpy().any():
+            raise Refusal(f"zero point {zero_point.name!r} of int32 codes is not 0")
+    if int_attribute(dequantize, "block_size", 0):
+        raise Refusal(f"int32 codes {codes.name!r} in blocks")
+    shape, scales = tuple(tensor.shape.numpy()), scale_tensor.numpy()
+    axis = 0
+    if scales.size > 1:
+        axis = int_attribute(dequantize, "axis", 1)
+        if not -len(shape) <= axis < len(shape) or scales.shape != (shape[axis],):
+            raise Refusal(f"{scales.size} scales for codes of shape {list(shape)}")
+        along = [1] * len(shape)
+        along[axis] = -1
+        axis %= len(shape)
+        scales = scales.reshape(along)
+    else:
+        scales = scales.reshape(())
+    size = math.prod(shape) * scale_tensor.dtype.bitwidth // 8
+    budget.check(size)
+
+    def make(name: str) -> ir.TensorProtocol:
+        product = tensor.numpy().astype(np.float32) * scales.astype(np.float32)
+        return ir.Tensor(product.astype(scales.dtype), name=name)
+
+    value = derived_initializer(codes, ".float", make, (dequantize.inputs[1], axis))
+    budget.spend(value, size)
+    return value
+
+
+def _present(node: ir.Node, index: int) -> ir.Value:
+    for value in _optional(node, index):
+        return value
+    raise Refusal(f"DequantizeLinear {label(node)!r} lacks input {index}")
+
+
+def _optional(node: ir.Node, index: int) -> Iterator[ir.Value]:
+    """The input, if it is there."""
+    if index < len(node.inputs) and (value := node.inputs[index]) is not None:
+        yield value

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: MIT
+"""Regions of another precision in a QDQ graph: exact conversions where they begin and end.
+
+    entry   P -> Q8 -+-> DQ8 -> others               all consumers convert:
+                     +-> DQ8' -> Q16 -> DQ16 -> C    P -> Q8 -> DQ8 -> Q16 -> DQ16 -> C
+    inside  P -> Q8 -> DQ8 -> C                  ->  P -> Q16 -> DQ16 -> C
+    exit    P -> Q16 -+-> DQ16 -> C in the region
+                      +-> DQ16' -> Q8 -> DQ8 -> others
+
+The graphs are those of onnxruntime's quantiser, node for node; the 16-bit grid at an entry
+holds every value of the 8-bit one (:meth:`QuantizationGrid.refine`), so an entry changes no
+bit. Outputs of the graph keep their names; codes that a caller feeds or reads keep their type.
+
+In mode "float", a region's tensors are not quantised: on CPUs that is faster than 16 bits, and
+more accurate.
+
+A region is checked whole before anything is written: one that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BoundaryOptions", "place_boundaries"]
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal, is_dequantize_linear
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.bridge_rule import bridge_regions
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
+    QuantizedGraph,
+    QuantizedTensor,
+    is_quantize_linear,
+)
+from rewrite_rules.mixed_precision_boundaries.region_constants import (
+    ConstantChange,
+    bias_changes,
+    constant_changes,
+)
+from rewrite_rules.mixed_precision_boundaries.region_grids import Grids, choose_grids
+from rewrite_rules.mixed_precision_boundaries.region_writer import RegionWriter, feeds_a_body
+from rewrite_rules.mixed_precision_boundaries.regions import (
+    SHARING_OPERATORS,
+    Groups,
+    Region,
+    TensorPlan,
+    find_regions,
+    sharing_groups,
+)
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    Overrides,
+    TensorOverride,
+    check_overrides,
+)
+from rewrite_rules.remarks import PassContext
+
+_MODES = ("int16", "float")
+# From here on, Clip takes its ends as inputs.
+_OPSET_OF_CLIP = 11
+_TARGETS = ("cpu", "qnn")
+_CONSTANT = "it is a constant: what those are stored as is chosen when quantising"
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundaryOptions:
+    """What of a model is to be of which precision.
+
+    Attributes:
+        overrides: Types and parameters of single tensors.
+        promote: Tensors or nodes that are to be of ``promoted_type``; a name of both means the
+            tensor.
+        promoted_type: UINT16 or INT16.
+        mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
+        target: What runs the model, ``"cpu"``, or ``"qnn"``, where a bias of the wrong scale
+            is no mere note.
+        close_regions: Whether the nodes around a tensor read and write its type.
+        ranges: Calibrated smallest and greatest values of float tensors.
+        clip: Whether what is float then stays in the range that its codes had: quantisers
+            remove every Relu and Clip that a range stands for, and the pair of Q and DQ is all
+            that is left of them. Without, values beyond the calibrated ones come through.
+        merge: Whether to bridge an exit and an entry of equal 16-bit grids.
+    """
+
+    overrides: Overrides = dataclasses.field(default_factory=dict)
+    promote: frozenset[str] = frozenset()
+    promoted_type: ir.DataType = ir.DataType.UINT16
+    mode: str = "int16"
+    target: str = "cpu"
+    close_regions: bool = True
+    ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    clip: bool = True
+    merge: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OverrideError: If mode or target are unknown or the promoted type has no 16 bits.
+        """
+        if self.target not in _TARGETS:
+            raise OverrideError(
+                f"target is {self.target!r}; it is one of {', '.join(_TARGETS)}"
+            )
+        if self.mode not in _MODES:
+            raise OverrideError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
+        if self.promoted_type not in (ir.DataType.UINT16, ir.DataType.INT16):
+            raise OverrideError(
+                f"promoted_type is {self.promoted_type.name.lower()}; it is uint16 or int16"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A region that can be written, with all that it takes."""
+
+    region: Region
+    grids: Grids
+    constants: list[ConstantChange]
+    notes: list[tuple[ir.Node, str]]
+
+
+def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
+    """Rewrite the regions of a QDQ model that are to be of another precision.
+
+    Args:
+        model: Changed in place; not at all where nothing is asked for.
+        options: What is asked for.
+        context: Takes a remark for each conversion, each tensor that changes its type, and
+            each region that the graph does not allow.
+
+    Raises:
+        OverrideError: If what is asked for is not in the model or contradicts itself. The
+            model is as it was.
+    """
+    if not options.overrides and not options.promote:
+        return
+    graph = QuantizedGraph(model)
+    overrides = _checked_overrides(model, graph, options, context)
+    promote = _checked_promotions(model, graph, options, context)
+    _tell_functions(model, context)
+    as_float = options.mode == "float"
+    entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
+    for name, override in overrides.items():
+        for tensor in graph.called(name):
+            entries[tensor, override.quant_type or tensor.grid.dtype] = override
+            if (convert := override.convert) is not None and convert.quant_type is not None:
+                entries[tensor, convert.quant_type] = convert
+    groups = sharing_groups(graph)
+    regions, cut = find_regions(
+        graph,
+        {name: _as_float(entry) for name, entry in overrides.items()}
+        if as_float
+        else overrides,
+        promote,
+        ir.DataType.FLOAT if as_float else options.promoted_type,
+        options.close_regions,
+        groups,
+    )
+    for region, reason in cut:
+        _refuse(region, reason, context)
+    ready = list(_checked(regions, graph, groups, entries, options, context))
+    writer = RegionWriter(model)
+    for checked in ready:
+        changed = False
+        for change in checked.constants:
+            writer.change_constant(change)
+        for tensor, plan in checked.region.plans.items():
+            own = {
+                dtype: checked.grids[tensor, dtype]
+                for dtype in plan.types()
+                if (tensor, dtype) in checked.grids
+            }
+            told = list(_changes(tensor, plan, own))
+            if told:
+                changed = True
+                writer.retype(tensor, plan, own)
+            for reason in told:
+                context.remarks.fired(tensor.name, reason)
+        for node, reason in checked.notes:
+            if options.target == "qnn":
+                context.remarks.refused(label(node), reason)
+            else:
+                context.remarks.note(label(node), reason)
+        for seed in () if changed else checked.region.seeds:
+            context.remarks.note(
+                seed,
+                "nothing to change: it is of that type, all that reads it keeps its own, "
+                "or it reads and writes no quantised activation",
+            )
+    writer.finish()
+    if options.merge:
+        bridge_regions(model, context)
+
+
+def _checked(
+    regions: list[Region],
+    graph: QuantizedGraph,
+    groups: Groups,
+    entries: Mapping[tuple[QuantizedTensor, ir.DataType], TensorOverride],
+    options: BoundaryOptions,
+    context: PassContext,
+) -> Iterator[_Checked]:
+    """All that is asked of each region, before any is written."""
+    for region in regions:
+        try:
+            grids = choose_grids(region, groups, entries, options.ranges)
+            for tensor, plan in region.plans.items():
+                plan.clipped = options.clip and _may_clip(graph, tensor)
+                _check_plan(graph, tensor, plan, grids)
+                _check_sharing(graph, groups, region, tensor)
+            constants = list(constant_changes(region, graph))
+        except Refusal as refusal:
+            _refuse(region, str(refusal), context)
+            continue
+        notes = []
+        for change in bias_changes(region, graph, grids):
+            if isinstance(change, ConstantChange):
+                constants.append(change)
+            else:
+                notes.append(change)
+        yield _Checked(region, grids, constants, notes)
+
+
+def _check_plan(
+    graph: QuantizedGraph, tensor: QuantizedTensor, plan: TensorPlan, grids: Grids
+) -> None:
+    own = tensor.grid.dtype
+    fixed = tensor.quantize is None or tensor.codes_are_read
+    if fixed and grids.get((tensor, own), tensor.grid) != tensor.grid:
+        raise Refusal(
+            f"codes {tensor.codes.name!r} are read or fed as they are, by {tensor.grid}: "
+            "their parameters can't change"
+        )
+    if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
+        raise Refusal(f"tensor {tensor.name!r} would be float and of another type at once")
+    clipped = plan.clipped or feeds_a_body(tensor, plan)
+    if plan.produced == ir.DataType.FLOAT and clipped and graph.opset < _OPSET_OF_CLIP:
+        raise Refusal(
+            f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
+            f"of opset {graph.opset}; convert the model, or leave 'clip' off"
+        )
+
+
+def _check_sharing(
+    graph: QuantizedGraph, groups: Groups, region: Region, tensor: QuantizedTensor
+) -> None:
+    """Refuse to cut data movement that goes by one grid: it could not run on codes."""
+    for node, read in region.plans[tensor].reads.items():
+        if node.op_type not in SHARING_OPERATORS or read == ir.DataType.FLOAT:
+            continue
+        for other in graph.written_by(node):
+            plan = region.plans.get(other)
+            written = other.grid.dtype if plan is None else plan.produced
+            same = groups.find(other) is groups.find(tensor)
+            if same and written not in (read, ir.DataType.FLOAT):
+                raise Refusal(
+                    f"node {label(node)!r} moves data by one grid, but would read "
+                    f"{tensor.name!r} as {_name(read)} and write {other.name!r} as "
+                    f"{_name(written)}; give both one type"
+                )
+
+
+# What they compute is within the range, or shows that nothing was removed behind them.
+_BOUNDED_OPERATORS = frozenset(
+    {"Clip", "HardSigmoid", "HardSwish", "Relu", "Sigmoid", "Softmax", "Tanh"}
+)
+
+
+def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
+    """Whether a Relu or Clip may have stood where the tensor is quantised."""
+    producer = tensor.producer
+    if producer is None or producer.op_type not in SHARING_OPERATORS:
+        return producer is None or producer.op_type not in _BOUNDED_OPERATORS
+    return all(other.grid != tensor.grid for other in graph.read_by(producer))
+
+
+def _checked_overrides(
+    model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+) -> dict[str, TensorOverride]:
+    """The overrides of activations; others get a remark."""
+    asked = {
+        name: entries
+        for name, entries in options.overrides.items()
+        if entries and entries != (TensorOverride(),)
+    }
+    if not asked:
+        return {}
+    activations = graph.activations()
+    initializers = {
+        name: tuple(value.const_value.shape.numpy())
+        for owner in model.graphs()
+        for name, value in owner.initializers.items()
+        if value.const_value is not None and name in asked
+    }
+    for name in list(asked):
+        if name in activations:
+            continue
+        if (reason := graph.refused.get(name)) is not None:
+            context.remarks.refused(name, reason)
+            del asked[name]
+    check_overrides(asked, activations, initializers, graph.labels())
+    for name in list(asked):
+        if name in activations:
+            continue
+        context.remarks.refused(name, _CONSTANT)
+        del asked[name]
+    return {name: entries[0] for name, entries in asked.items()}
+
+
+def _checked_promotions(
+    model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+) -> list[str]:
+    found = []
+    constants = model.graph.initializers
+    for name in sorted(options.promote):
+        nodes = graph.labelled(name)
+        if graph.called(name) or not all(map(_is_pairs, nodes)):
+            found.append(name)
+        elif nodes:
+            context.remarks.refused(
+                name, f"it is a {nodes[0].op_type}: name its tensor, or the nodes around it"
+            )
+        elif (reason := graph.refused.get(name)) is not None:
+            context.remarks.refused(name, reason)
+        elif name in constants and not constants[name].is_graph_input():
+            context.remarks.refused(name, _CONSTANT)
+        else:
+            near = difflib.get_close_matches(name, graph.names(), n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise OverrideError(
+                f"the model has no quantised tensor and no node {name!r} to promote{hint}"
+            )
+    return found
+
+
+def _is_pairs(node: ir.Node) -> bool:
+    return is_quantize_linear(node) or is_dequantize_linear(node)
+
+
+def _tell_functions(model: ir.Model, context: PassContext) -> None:
+    for function in model.functions.values():
+        if any(map(_is_pairs, function)):
+            context.remarks.refused(
+                function.name,
+                "activations that are quantised within a function stay as they are; "
+                "onnx.inliner.inline_local_functions takes it apart",
+            )
+
+
+def _as_float(entry: TensorOverride) -> TensorOverride:
+    """An entry whose 16-bit types are float."""
+    quant_type = entry.quant_type
+    if quant_type is not None and quant_type.bitwidth == 16:
+        quant_type = ir.DataType.FLOAT
+    convert = None if entry.convert is None else _as_float(entry.convert)
+    return dataclasses.replace(entry, quant_type=quant_type, convert=convert)
+
+
+def _refuse(region: Region, reason: str, context: PassContext) -> None:
+    for seed in region.seeds:
+        context.remarks.refused(seed, reason)
+
+
+def _changes(
+    tensor: QuantizedTensor,
+    plan: TensorPlan,
+    grids: Mapping[ir.DataType, object],
+) -> Iterator[str]:
+    """What happens to a tensor, in words; nothing where it stays as it is."""
+    own = tensor.grid.dtype
+    produced = _name(plan.produced)
+    if plan.produced == ir.DataType.FLOAT:
+        read = set(plan.reads.values()) | ({plan.output} if tensor.is_output else set())
+        if plan.produced not in read:
+            return  # all that read it read what is there
+    if plan.produced != own:
+        yield f"{_name(own)} -> {produced}"
+    elif grids.get(own, tensor.grid) != tensor.grid:
+        yield f"{tensor.grid} -> {grids[own]}"
+    others: dict[ir.DataType, list[str]] = {}
+    for node, dtype in plan.reads.items():
+        # What is dequantised is float already.
+        if dtype not in (plan.produced, ir.DataType.FLOAT):
+            others.setdefault(dtype, []).append(repr(label(node)))
+    if tensor.is_output and plan.output not in (plan.produced, ir.DataType.FLOAT):
+        others.setdefault(plan.output, []).append("the output")
+    for dtype, nodes in others.items():
+        yield f"{produced} -> {_name(dtype)} for {', '.join(nodes)}"
+
+
+def _name(dtype: ir.DataType) -> str:
+    return dtype.name.lower()

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""One description of how an activation is quantised: type, scale and zero point.
+
+    value = (code - zero_point) * scale          code = round(value / scale) + zero_point
+
+Rounded half to even and clipped to the type's range, as ONNX's QuantizeLinear says. Whatever
+a fold or a boundary needs to know of two grids is asked here, and answered by running all
+their codes through both operators, never by reasoning about the numbers.
+"""
+
+from __future__ import annotations
+
+__all__ = ["GRID_TYPES", "QuantizationGrid"]
+
+import dataclasses
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal
+
+# What the activations of onnxruntime's QDQ graphs are stored as.
+GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationGrid:
+    """A grid that one scale and one zero point span, per tensor.
+
+    Attributes:
+        dtype: Type of the codes, one of :data:`GRID_TYPES`.
+        scale: Step between two codes; a numpy scalar of the type that the model stores it in
+            (float32, float16 or bfloat16), which is the type of the values as well.
+        zero_point: Code of the value 0.
+    """
+
+    dtype: ir.DataType
+    # A float16 and a float32 of one value are equal; the grids are not.
+    scale: np.generic = dataclasses.field(compare=False)
+    zero_point: int
+    _stored: tuple[str, bytes] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the parameters.
+
+        Raises:
+            Refusal: If the type is no activation's, the scale is not finite and positive, or
+                the zero point lies outside the type's range.
+        """
+        if self.dtype not in GRID_TYPES:
+            raise Refusal(f"codes of type {self.dtype.name.lower()} are no activations")
+        if not (np.isfinite(float(self.scale)) and float(self.scale) > 0):
+            raise Refusal(f"scale is {float(self.scale)}; it has to be positive")
+        if not self.low <= self.zero_point <= self.high:
+            raise Refusal(
+                f"zero point {self.zero_point} lies outside the range of "
+                f"{self.dtype.name.lower()}"
+            )
+        stored = np.asarray(self.scale)
+        object.__setattr__(self, "_stored", (stored.dtype.name, stored.tobytes()))
+
+    @property
+    def low(self) -> int:
+        """The smallest code."""
+        return int(np.iinfo(self.dtype.numpy()).min)
+
+    @property
+    def high(self) -> int:
+        """The greatest code."""
+        return int(np.iinfo(self.dtype.numpy()).max)
+
+    @property
+    def bits(self) -> int:
+        """Of a code: 8 or 16."""
+        return self.dtype.bitwidth
+
+    @property
+    def float_dtype(self) -> np.dtype[np.generic]:
+        """Type of the scale and of the values."""
+        return np.dtype(type(self.scale))
+
+    @property
+    def range(self) -> tuple[np.generic, np.generic]:
+        """The ends of the range of values that the grid was made for, of the scale's type.
+
+        A range that begins or ends at 0, as behind a Relu, is told exactly. Another one was
+        moved by up to half a step, for the zero point to be a code: it is taken half a step
+        wider.
+        """
+        steps = np.array([self.low - self.zero_point, self.high - self.zero_point], np.float64)
+        if self.zero_point not in (self.low, self.high):
+            steps += [-0.5, 0.5]
+        with np.errstate(over="ignore"):
+            low, high = (steps * float(self.scale)).astype(self.float_dtype)
+        return low, high
+
+    def codes(self) -> npt.NDArray[np.generic]:
+        """All codes of the type, ascending; 256 or 65,536 of them."""
+        return np.arange(self.low, self.high + 1).astype(self.dtype.numpy())
+
+    def dequantize(self, codes: npt.ArrayLike) -> npt.NDArray[np.generic]:
+        """The values of codes, as DequantizeLinear computes them; of the scale's type."""
+        offsets = np.asarray(codes).astype(np.int64) - self.zero_point
+        with np.errstate(over="ignore"):  # float16 ends at 65,504
+            product = offsets.astype(np.float32) * np.float32(self.scale)
+            values: npt.NDArray[np.generic] = product.astype(self.float_dtype)
+        return values
+
+    def quantize(self, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
+        """The codes of values, as QuantizeLinear computes them.
+
+        Args:
+            values: Of the scale's type; infinities are clipped, NaN becomes the smallest code.
+                onnxruntime 1.31 casts float16 values of 2^31 steps and more, infinities among
+                them, to an int that can't hold them, so that some get the code of the other
+                end; no fold or boundary rests on such.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            steps = np.rint(np.asarray(values, np.float32) / np.float32(self.scale))
+            clipped = np.clip(
+                np.nan_to_num(steps, nan=-np.inf),
+                self.low - self.zero_point,
+                self.high - self.zero_point,
+            )
+        codes: npt.NDArray[np.generic] = clipped.astype(np.int64) + self.zero_point
+        return codes.astype(self.dtype.numpy())
+
+    def refine(self, dtype: ir.DataType) -> QuantizationGrid:
+        """The 16-bit grid that has every value of this 8-bit grid, bit for bit.
+
+            scale16 = scale8 / 256      zero_point16 = (zero_point8 - min8) * 256 + min16
+
+        so code16 = (code8 - min8) * 256 + min16. 256 is a power of two, so no product is
+        rounded; 257, which would use the whole range, moves values by a unit in the last
+        place.
+
+        Args:
+            dtype: UINT16 or INT16.
+
+        Raises:
+            Refusal: If this is no 8-bit grid, that type has no 16 bits, or the smaller scale
+                can't be told exactly in its type (float16 scales below 2^-6, mostly), so that
+                a value would move.
+        """
+        if self.bits != 8 or dtype not in (ir.DataType.UINT16, ir.DataType.INT16):
+            raise Refusal(f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}")
+        low = int(np.iinfo(dtype.numpy()).min)
+        scale = self.float_dtype.type(float(self.scale) / 256)
+        if not float(scale) > 0:
+            raise Refusal(f"scale {float(self.scale)} / 256 is no {self.float_dtype} above 0")
+        fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low) * 256 + low)
+        if not fine.contains(self):
+            raise Refusal(
+                f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
+                "overflow; have the model in float32, or promote in mode 'float'"
+            )
+        return fine
+
+    @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
+    def contains(self, coarse: QuantizationGrid) -> bool:
+        """Whether this grid gives back every value of another, and the other its code.
+
+        Then ``Q(self) -> DQ(self)`` behind ``DQ(coarse)`` changes no bit of any value.
+        """
+        values = coarse.dequantize(coarse.codes())
+        through = self.dequantize(self.quantize(values))
+        return bool(
+            np.isfinite(values.astype(np.float32)).all()
+            and np.array_equal(through, values)
+            and np.array_equal(coarse.quantize(through), coarse.codes())
+        )
+
+    @functools.lru_cache(4096)  # noqa: B019
+    def keeps_codes(self) -> bool:
+        """Whether ``DQ -> Q`` on this grid gives back every code.
+
+        Always for float32 scales that are no subnormals; 16-bit codes under float16 scales
+        mostly not.
+        """
+        values = self.dequantize(self.codes())
+        return bool(
+            np.isfinite(values.astype(np.float32)).all()
+            and np.array_equal(self.quantize(values), self.codes())
+        )
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"

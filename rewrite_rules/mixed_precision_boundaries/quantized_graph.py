@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: MIT
+"""The quantised activations of a QDQ graph, read once.
+
+    float value -> QuantizeLinear -> codes -> DequantizeLinear* -> what reads them
+
+One description for each value of codes. Two QuantizeLinear of one float value are two
+activations of one name; a graph input of codes has no QuantizeLinear. A DequantizeLinear of an
+initializer is a constant and no activation; nor are weights that are stored as floats and
+quantised in the graph. What can't be described has a reason instead.
+
+Everything is followed by values and their uses: nodes need no names, and what reads a value in
+the body of an If or a Loop counts like any other node.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ELEMENTWISE_OPERATORS",
+    "GridReader",
+    "QuantizedGraph",
+    "QuantizedTensor",
+    "is_quantize_linear",
+    "read_grid",
+]
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import (
+    Refusal,
+    constant,
+    described,
+    int_attribute,
+    is_dequantize_linear,
+)
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation
+
+# Their constants are quantised like activations; those of others are weights.
+ELEMENTWISE_OPERATORS = frozenset(
+    {
+        *("Add", "Concat", "Div", "Equal", "Greater", "GreaterOrEqual", "Less"),
+        *("LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "PRelu", "Sub", "Sum"),
+        "Where",
+    }
+)
+# What onnxruntime's quantiser appends to the name of a graph output's float producer.
+_RENAMED = "_QuantizeLinear_Input"
+
+
+def is_quantize_linear(node: ir.Node) -> bool:
+    """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
+    return node.op_type == "QuantizeLinear" and node.domain in ("", "com.microsoft")
+
+
+def read_grid(node: ir.Node) -> QuantizationGrid:
+    """The grid of a QuantizeLinear or DequantizeLinear.
+
+    Raises:
+        Refusal: If it has none: parameters per axis or block, computed at run time, damaged,
+            out of range, or codes of a type that no activation has.
+    """
+    if int_attribute(node, "block_size", 0):
+        raise Refusal("it is quantised in blocks; per tensor is rewritten")
+    if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+        raise Refusal(f"{node.op_type} {label(node)!r} has no scale")
+    value, tensor = described(node.inputs[1], "scale")
+    if tensor.size != 1 or len(tensor.shape) > 1:
+        raise Refusal(
+            f"scale {value.name!r} has shape {list(tensor.shape.numpy())}; one scale for the "
+            "whole tensor is rewritten"
+        )
+    if not tensor.dtype.is_floating_point():
+        raise Refusal(f"scale {value.name!r} is of type {tensor.dtype.name.lower()}")
+    scale = tensor.numpy().reshape(-1)[0]
+    for attribute in ("output_dtype", "precision"):
+        named = _type_attribute(node, attribute)
+        # Of DequantizeLinear it is the type of the values, which grids take from the scale.
+        if (
+            named
+            and named != tensor.dtype
+            and (attribute == "precision" or is_dequantize_linear(node))
+        ):
+            raise Refusal(
+                f"{attribute} of {label(node)!r} is {named.name.lower()}, but the "
+                f"scale is {tensor.dtype.name.lower()}"
+            )
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    if zero_point is None:
+        return QuantizationGrid(_type_without_zero_point(node), scale, 0)
+    value, tensor = described(zero_point, "zero point")
+    if tensor.size != 1:
+        raise Refusal(
+            f"zero point {value.name!r} has shape {list(tensor.shape.numpy())}; one for the "
+            "whole tensor is rewritten"
+        )
+    if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 8:
+        raise Refusal(f"codes of type {tensor.dtype.name.lower()} are no activations")
+    return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
+
+
+class GridReader:
+    """:func:`read_grid` for many nodes: parameters that nodes share are read once."""
+
+    def __init__(self) -> None:
+        self._grids: dict[tuple[ir.Value | None, ...], QuantizationGrid] = {}
+
+    def __call__(self, node: ir.Node) -> QuantizationGrid:
+        """The grid of a Q or DQ.
+
+        Raises:
+            Refusal: If it has none.
+        """
+        if len(node.inputs) != 3 or node.attributes or node.inputs[2] is None:
+            return read_grid(node)
+        key = tuple(node.inputs[1:])
+        if (grid := self._grids.get(key)) is None:
+            grid = self._grids[key] = read_grid(node)
+        return grid
+
+
+def _type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
+    number = int_attribute(node, name, 0)
+    try:
+        return ir.DataType(number) if number else None
+    except ValueError:
+        raise Refusal(f"{name} of {label(node)!r} is {number}, which is no type") from None
+
+
+def _type_without_zero_point(node: ir.Node) -> ir.DataType:
+    if not is_dequantize_linear(node):
+        return _type_attribute(node, "output_dtype") or ir.DataType.UINT8
+    codes = node.inputs[0]
+    assert codes is not None
+    if (producer := codes.producer()) is not None and is_quantize_linear(producer):
+        return read_grid(producer).dtype
+    if codes.dtype is None:
+        raise Refusal(f"the type of {codes.name!r} is not known, and it has no zero point")
+    return codes.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """One quantised activation; two of them are equal if they are the same.
+
+    Attributes:
+        name: Of the float tensor, as the float model called it.
+        codes: The quantised value.
+        quantize: The QuantizeLinear that makes the codes; None: a graph input, or what another
+            operator computed from codes.
+        dequantizes: The DequantizeLinear nodes that read the codes, bodies included.
+        grid: What all of them quantise by.
+    """
+
+    name: str
+    codes: ir.Value
+    quantize: ir.Node | None
+    dequantizes: tuple[ir.Node, ...]
+    grid: QuantizationGrid
+
+    @property
+    def source(self) -> ir.Value | None:
+        """The float value that is quantised."""
+        return None if self.quantize is None else self.quantize.inputs[0]
+
+    @property
+    def producer(self) -> ir.Node | None:
+        """The operator that computes the float value; no Q, no DQ."""
+        node = None if self.source is None else self.source.producer()
+        return None if node is None or is_dequantize_linear(node) else node
+
+    @property
+    def codes_are_read(self) -> bool:
+        """Whether anything but DequantizeLinear reads the codes, or the caller does."""
+        return self.codes.is_graph_output() or len(self.codes.uses()) > len(self.dequantizes)
+
+    @property
+    def is_output(self) -> bool:
+        """Whether a dequantised value is an output of a graph."""
+        return any(node.outputs[0].is_graph_output() for node in self.dequantizes)
+
+    def uses(self) -> Iterator[tuple[ir.Node, int]]:
+        """What reads the dequantised values: nodes, each with the index of the input."""
+        for node in self.dequantizes:
+            yield from node.outputs[0].uses()
+
+    def consumers(self) -> list[ir.Node]:
+        """The nodes of :meth:`uses`, each once, QuantizeLinear among them."""
+        return list(dict.fromkeys(node for node, _ in self.uses()))
+
+    def names(self) -> Iterator[str]:
+        """All that users may call it: the float tensor, the codes, what is dequantised."""
+        values = [self.source, self.codes, *(node.outputs[0] for node in self.dequantizes)]
+        yield from dict.fromkeys(
+            [self.name, *(value.name for value in values if value is not None and value.name)]
+        )
+
+
+class QuantizedGraph:
+    """All quantised activations of a model.
+
+    Attributes:
+        tensors: The activations, in the order of their nodes.
+        refused: Why others are left alone, by each of their names.
+        opset: Version of the standard operators.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        """Read a model; nothing is changed."""
+        self.tensors: list[QuantizedTensor] = []
+        self.refused: dict[str, str] = {}
+        self.opset = model.opset_imports.get("", 0)
+        self._by_name: dict[str, list[QuantizedTensor]] = defaultdict(list)
+        self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
+        self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)
+        self._grid = GridReader()
+        self._nodes: dict[str, list[ir.Node]] = defaultdict(list)
+        for graph in model.graphs():
+            for node in graph:
+                self._nodes[label(node)].append(node)
+        for codes, dequantizes in _quantized_values(model).items():
+            self._read(codes, tuple(dequantizes))
+
+    def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
+        producer = codes.producer()
+        quantize = producer if producer is not None and is_quantize_linear(producer) else None
+        source = quantize.inputs[0] if quantize is not None and quantize.inputs else None
+        if _is_weight(source, dequantizes):
+            return
+        name = _float_name(codes, quantize, dequantizes)
+        readings: QuantizedTensor | str
+        try:
+            if quantize is not None and source is None:
+                raise Refusal(f"{quantize.op_type} {label(quantize)!r} has no input")
+            nodes = [node for node in (quantize, *dequantizes) if node is not None]
+            grids = {self._grid(node) for node in nodes}
+            if len(grids) > 1:
+                told = ", ".join(sorted(map(str, grids)))
+                raise Refusal(f"it is quantised and dequantised by different grids: {told}")
+            grid = grids.pop()
+            _check_value_type(quantize, grid)
+            tensor = QuantizedTensor(name, codes, quantize, dequantizes, grid)
+        except Refusal as refusal:
+            readings = str(refusal)
+            values = [codes, *(node.outputs[0] for node in dequantizes)]
+            if source is not None:
+                values.append(source)
+            for told in {name, *(value.name for value in values if value.name)}:
+                self.refused[told] = readings
+        else:
+            readings = tensor
+            self.tensors.append(tensor)
+            for called in tensor.names():
+                self._by_name[called].append(tensor)
+        for node in dequantizes:
+            self._by_value[node.outputs[0]] = readings
+        if source is not None:
+            self._written[source].append(readings)
+
+    def called(self, name: str) -> list[QuantizedTensor]:
+        """The activations of a name: several where a float tensor is quantised twice."""
+        return self._by_name.get(name, [])
+
+    def labelled(self, name: str) -> list[ir.Node]:
+        """The nodes of a label: several where a model repeats a name."""
+        return self._nodes.get(name, [])
+
+    def read_by(self, node: ir.Node) -> list[QuantizedTensor]:
+        """The activations that a node reads, each once.
+
+        Raises:
+            Refusal: If it reads a quantised one that could not be described.
+        """
+        found = (self._by_value.get(value) for value in node.inputs if value is not None)
+        return _described(node, "reads", found)
+
+    def written_by(self, node: ir.Node) -> list[QuantizedTensor]:
+        """The activations that are quantised from a node's outputs.
+
+        Raises:
+            Refusal: If one could not be described.
+        """
+        found = (item for value in node.outputs for item in self._written.get(value, ()))
+        return _described(node, "writes", found)
+
+    def activations(self) -> dict[str, Activation]:
+        """What overrides are checked against, by each name."""
+        found = {}
+        for name, tensors in self._by_name.items():
+            types = {tensor.grid.dtype for tensor in tensors}
+            consumers = frozenset(
+                label(node)
+                for tensor in tensors
+                for node in tensor.consumers()
+                if not is_quantize_linear(node)
+            )
+            own = types.pop() if len(types) == 1 else None
+            found[name] = Activation(tensors[0].name, own, consumers)
+        return found
+
+    def names(self) -> list[str]:
+        """All names of activations and nodes."""
+        return [*self._by_name, *self._nodes]
+
+    def labels(self) -> set[str]:
+        """The labels of all nodes."""
+        return set(self._nodes)
+
+
+def _described(
+    node: ir.Node, does: str, found: Iterator[QuantizedTensor | str | None]
+) -> list[QuantizedTensor]:
+    tensors: dict[QuantizedTensor, None] = {}
+    for item in found:
+        if isinstance(item, str):
+            raise Refusal(f"node {label(node)!r} {does} an activation that stays: {item}")
+        if item is not None:
+            tensors[item] = None
+    return list(tensors)
+
+
+def _quantized_values(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
+    """Each value of codes, with the nodes that dequantise it."""
+    found: dict[ir.Value, list[ir.Node]] = {}
+    for graph in model.graphs():
+        for node in graph:
+            # What lacks its input or its output is in no valid graph, and nobody's activation.
+            if not node.outputs or not node.inputs:
+                continue
+            if is_quantize_linear(node):
+                found.setdefault(node.outputs[0], [])
+            elif (
+                is_dequantize_linear(node)
+                and (codes := node.inputs[0]) is not None
+                and constant(codes) is None
+            ):
+                found.setdefault(codes, []).append(node)
+    return found
+
+
+def _float_name(
+    codes: ir.Value, quantize: ir.Node | None, dequantizes: tuple[ir.Node, ...]
+) -> str:
+    source = quantize.inputs[0] if quantize is not None and quantize.inputs else None
+    for value in (source, codes):
+        if value is not None and value.name:
+            # A graph output keeps its name behind the pair.
+            outputs = {node.outputs[0].name for node in dequantizes}
+            plain = value.name.removesuffix(_RENAMED)
+            return plain if plain in outputs else value.name
+    return ""
+
+
+def _is_weight(source: ir.Value | None, dequantizes: tuple[ir.Node, ...]) -> bool:
+    return constant(source) is not None and not all(
+        use.node.op_type in ELEMENTWISE_OPERATORS
+        for node in dequantizes
+        for use in node.outputs[0].uses()
+    )
+
+
+def _check_value_type(quantize: ir.Node | None, grid: QuantizationGrid) -> None:
+    source = None if quantize is None else quantize.inputs[0]
+    if source is None or source.dtype is None:
+        return
+    if source.dtype.numpy() != grid.float_dtype:
+        raise Refusal(
+            f"{source.name!r} is {source.dtype.name.lower()}, but its scale is "
+            f"{grid.float_dtype}; one type for both is rewritten"
+        )

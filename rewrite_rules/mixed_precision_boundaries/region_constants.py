@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: MIT
+"""Constants that follow the activations beside them into another precision.
+
+- Of elementwise operators: ``code16 = (code8 - min8) * 256 + min16`` on the refined grid; the
+  values stay bit for bit. Weights of Conv, MatMul and Gemm stay as they are.
+- Biases in int32, whose scale is the input's times the weight's: kernels of NPUs want the
+  same of the new input scale. ``code * old / new`` with the scale times ``new / old``; for a
+  refined input that is 256, exactly.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConstantChange", "bias_changes", "constant_changes"]
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal, constant, described, is_dequantize_linear
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
+    ELEMENTWISE_OPERATORS,
+    QuantizedGraph,
+    QuantizedTensor,
+    read_grid,
+)
+from rewrite_rules.mixed_precision_boundaries.region_grids import Grids, retyped
+from rewrite_rules.mixed_precision_boundaries.regions import Region
+
+BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+# Float32 products of two scales, and Gemm's beta of 1, are this close.
+_SCALE_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConstantChange:
+    """New codes for what some nodes read of a dequantised constant.
+
+    Attributes:
+        dequantize: The DequantizeLinear that stands before; it stays for other nodes.
+        readers: The nodes that read the new one.
+        codes: The new codes.
+        scale: Of the shape of the scale before.
+        zero_point: None: as there was, none or 0.
+    """
+
+    dequantize: ir.Node
+    readers: tuple[ir.Node, ...]
+    codes: npt.NDArray[np.generic]
+    scale: npt.NDArray[np.generic]
+    zero_point: npt.NDArray[np.generic] | None
+
+
+def node_types(region: Region, graph: QuantizedGraph) -> Iterator[tuple[ir.Node, ir.DataType]]:
+    """The nodes whose activations are all of one type that is new to one of them."""
+    types: dict[ir.Node, set[ir.DataType]] = {}
+    changed: set[ir.Node] = set()
+    for tensor, plan in region.plans.items():
+        ends = list(plan.reads.items())
+        if tensor.producer is not None:
+            ends.append((tensor.producer, plan.produced))
+        for node, dtype in ends:
+            types.setdefault(node, set()).add(dtype)
+            if dtype != tensor.grid.dtype:
+                changed.add(node)
+    for node in types:
+        if node not in changed or len(types[node]) != 1:
+            continue
+        try:
+            others = {*graph.read_by(node), *graph.written_by(node)} - set(region.plans)
+        except Refusal:
+            continue
+        if not {tensor.grid.dtype for tensor in others} - types[node]:
+            yield node, next(iter(types[node]))
+
+
+def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
+    """What becomes of the constants of a region's elementwise operators.
+
+    Raises:
+        Refusal: If a scale is too small for its float type.
+    """
+    found: dict[tuple[ir.Node, ir.DataType], list[ir.Node]] = {}
+    for node, dtype in node_types(region, graph):
+        if node.op_type in ELEMENTWISE_OPERATORS and dtype != ir.DataType.FLOAT:
+            for dequantize in dict.fromkeys(_dequantized_constants(node)):
+                found.setdefault((dequantize, dtype), []).append(node)
+    for (dequantize, dtype), nodes in found.items():
+        try:
+            grid = read_grid(dequantize)
+        except Refusal:
+            continue  # per channel, or of another type: legal beside any activation
+        if grid.dtype == dtype or grid.bits > dtype.bitwidth:
+            continue
+        name = label(dequantize)
+        try:
+            fine = retyped(grid, dtype) if grid.bits == dtype.bitwidth else grid.refine(dtype)
+            _, tensor = described(_input(dequantize, 0), "codes")
+        except Refusal as refusal:
+            raise Refusal(f"constant {name!r}: {refusal}") from None
+        step = 1 << (fine.bits - grid.bits)
+        codes = (tensor.numpy().astype(np.int64) - grid.low) * step + fine.low
+        code_type = dtype.numpy()
+        yield ConstantChange(
+            dequantize,
+            tuple(nodes),
+            codes.astype(code_type),
+            np.asarray(fine.scale),
+            np.asarray(fine.zero_point, code_type),
+        )
+
+
+def bias_changes(
+    region: Region, graph: QuantizedGraph, grids: Grids
+) -> Iterator[ConstantChange | tuple[ir.Node, str]]:
+    """What becomes of the int32 biases of nodes that read another grid now.
+
+    Yields:
+        The change, or a node and the reason why its bias stays.
+    """
+    asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
+    for tensor, plan in region.plans.items():
+        for node, dtype in plan.reads.items():
+            if dtype == ir.DataType.FLOAT or node.op_type not in BIASED_OPERATORS:
+                continue
+            ratio = float(tensor.grid.scale) / float(grids[tensor, dtype].scale)
+            dequantize = _bias_of(node, tensor)
+            if dequantize is not None and ratio != 1:
+                asked.setdefault((dequantize, ratio), []).append(node)
+    for (dequantize, ratio), nodes in asked.items():
+        try:
+            yield _rescaled(dequantize, ratio, nodes)
+        except Refusal as refusal:
+            yield nodes[0], f"bias {label(dequantize)!r} stays: {refusal}"
+
+
+def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:
+    """The DequantizeLinear of a bias whose scale is that of the tensor times the weight's."""
+    if len(node.inputs) < 3 or node.inputs[0] is None or node.inputs[2] is None:
+        return None
+    if node.inputs[0] not in {dq.outputs[0] for dq in tensor.dequantizes}:
+        return None
+    bias, weight = node.inputs[2].producer(), node.inputs[1]
+    if bias is None or not is_dequantize_linear(bias) or weight is None:
+        return None
+    codes = constant(bias.inputs[0])
+    reader = weight.producer()
+    if codes is None or codes.dtype != ir.DataType.INT32:
+        return None
+    if reader is None or not is_dequantize_linear(reader):
+        return None
+    scales = [constant(_input(dq, 1)) for dq in (bias, reader)]
+    if scales[0] is None or scales[1] is None:
+        return None
+    own, of_weight = (np.ravel(scale.numpy()).astype(np.float64) for scale in scales if scale)
+    product = float(tensor.grid.scale) * of_weight
+    if own.size != product.size and 1 not in (own.size, product.size):
+        return None
+    return bias if np.allclose(own, product, rtol=_SCALE_TOLERANCE, atol=0) else None
+
+
+def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> ConstantChange:
+    _, codes = described(_input(dequantize, 0), "codes")
+    _, scale = described(_input(dequantize, 1), "scale")
+    wide = np.rint(codes.numpy().astype(np.float64) * ratio)
+    greatest = float(np.abs(wide).max(initial=0))
+    if greatest > np.iinfo(np.int32).max:
+        raise Refusal(
+            f"times {ratio:.6g}, its greatest code is {greatest:.0f}, beyond int32; a greater "
+            "weight scale makes room"
+        )
+    old = scale.numpy()
+    fine = (old.astype(np.float64) / ratio).astype(old.dtype)
+    if not np.allclose(fine.astype(np.float64) * ratio, old.astype(np.float64), rtol=1e-6):
+        raise Refusal(f"its scale / {ratio:.6g} is too small for {old.dtype}")
+    return ConstantChange(dequantize, tuple(nodes), wide.astype(np.int32), fine, None)
+
+
+def _dequantized_constants(node: ir.Node) -> Iterator[ir.Node]:
+    for value in node.inputs:
+        producer = None if value is None else value.producer()
+        if (
+            producer is not None
+            and is_dequantize_linear(producer)
+            and constant(producer.inputs[0]) is not None
+        ):
+            yield producer
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None
+    return value

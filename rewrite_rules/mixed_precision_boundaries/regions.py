@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: MIT
+"""Which type each quantised activation is produced in, and in which type each node reads it.
+
+A user names tensors or nodes; what has to follow is found here, in the manner of onnxruntime's
+``MixedPrecisionTensorQuantOverridesFixer``, one hop, whatever the operators are:
+
+1. a tensor that is to be of another type takes with it those of its *group*: what Reshape,
+   Split, MaxPool and other data movement reads and writes by one grid, now;
+2. its producer and each of its consumers become nodes of a single type;
+3. what such a node writes is produced in its type; what it reads is read by it in that type;
+4. everybody else reads the type that it read before.
+
+So for ``Op4_out`` in uint16, in the graph of onnxruntime's pull request 19925: ``Op2_out`` is
+uint8 and read as uint16 by ``Op4``, ``Op3_out`` by ``Op5``; ``Op5_out`` is uint16, and read as
+uint8 by ``Op6``.
+
+Unlike there, tensors of two types may be neighbours: a node between takes the type of what it
+writes. Contradictions are errors that name both sides.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "SHARING_OPERATORS",
+    "Groups",
+    "Region",
+    "TensorPlan",
+    "find_regions",
+    "sharing_groups",
+]
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
+    QuantizedGraph,
+    QuantizedTensor,
+    is_quantize_linear,
+)
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    TensorOverride,
+)
+
+# Their output has its input's parameters: onnxruntime's quantiser sees to it, and its CPU
+# kernels run on the codes, without Q and DQ, as long as it is so.
+SHARING_OPERATORS = frozenset(
+    {
+        *("AveragePool", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements"),
+        *("Identity", "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Reshape", "Resize"),
+        *("Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK", "Transpose"),
+        "Unsqueeze",
+    }
+)
+
+
+@dataclasses.dataclass
+class TensorPlan:
+    """What becomes of one activation.
+
+    Attributes:
+        produced: Type of the codes; FLOAT: it is not quantised.
+        reads: The type that each consumer reads.
+        output: The type that a graph output of its values has.
+        clipped: Whether a tensor that is not quantised any more keeps its range.
+    """
+
+    produced: ir.DataType
+    reads: dict[ir.Node, ir.DataType]
+    output: ir.DataType
+    clipped: bool = False
+
+    def types(self) -> set[ir.DataType]:
+        """All types that there are of it."""
+        return {self.produced, self.output, *self.reads.values()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """What is rewritten together, or not at all.
+
+    Attributes:
+        seeds: What the user named, as messages call it.
+        plans: Of each activation that the region touches.
+        nodes: The nodes of a single type, each with that type.
+    """
+
+    seeds: list[str]
+    plans: dict[QuantizedTensor, TensorPlan]
+    nodes: dict[ir.Node, ir.DataType]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A type that something is asked to have, and who asks."""
+
+    dtype: ir.DataType
+    by: str
+    # A node takes the type of the strongest request.
+    strength: int = 0
+
+
+# Strengths: the consumer of a tensor, its producer, a node that the user named.
+_CONSUMER, _PRODUCER, _NAMED = range(3)
+
+
+@dataclasses.dataclass
+class _Requests:
+    """What is asked, by whom, until it is known whether all of it goes together."""
+
+    graph: QuantizedGraph
+    groups: Groups
+    produced: dict[QuantizedTensor, _Request] = dataclasses.field(default_factory=dict)
+    read: dict[tuple[QuantizedTensor, ir.Node], _Request] = dataclasses.field(
+        default_factory=dict
+    )
+    nodes: dict[ir.Node, _Request] = dataclasses.field(default_factory=dict)
+    # Nodes whose output the user wants in the type that it has.
+    kept: set[ir.Node] = dataclasses.field(default_factory=set)
+    # Tensors whose consumers read what is produced, unless they are asked otherwise.
+    explicit: set[QuantizedTensor] = dataclasses.field(default_factory=set)
+    # Types of graph outputs that nodes need not read.
+    outputs: dict[QuantizedTensor, ir.DataType] = dataclasses.field(default_factory=dict)
+
+    def produce(self, tensor: QuantizedTensor, request: _Request) -> None:
+        other = self.produced.setdefault(tensor, request)
+        if other.dtype != request.dtype:
+            raise OverrideError(
+                f"tensor {tensor.name!r} is asked to be {_name(other.dtype)} by {other.by} "
+                f"and {_name(request.dtype)} by {request.by}; give one type"
+            )
+
+    def consume(self, tensor: QuantizedTensor, node: ir.Node, request: _Request) -> None:
+        other = self.read.setdefault((tensor, node), request)
+        if other.dtype != request.dtype:
+            raise OverrideError(
+                f"node {label(node)!r} is asked to read tensor {tensor.name!r} as "
+                f"{_name(other.dtype)} by {other.by} and as {_name(request.dtype)} by "
+                f"{request.by}; it reads one type"
+            )
+
+    def unify(self, node: ir.Node, request: _Request) -> None:
+        other = self.nodes.get(node)
+        if other is None or other.strength < request.strength:
+            self.nodes[node] = request
+        elif other.strength == request.strength and other.dtype != request.dtype:
+            raise OverrideError(
+                f"node {label(node)!r} is asked to be {_name(other.dtype)} by {other.by} and "
+                f"{_name(request.dtype)} by {request.by}; a node has one type: name its "
+                "consumers in 'convert', or give both tensors one type"
+            )
+
+
+class Groups:
+    """Disjoint sets that grow together (union-find)."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Hashable, Hashable] = {}
+
+    def find(self, item: Hashable) -> Hashable:
+        """The representative of an item's set."""
+        path = []
+        while (parent := self._parents.get(item, item)) is not item:
+            path.append(item)
+            item = parent
+        for step in path:
+            self._parents[step] = item
+        return item
+
+    def union(self, first: Hashable, second: Hashable) -> None:
+        """Make one set of two."""
+        first, second = self.find(first), self.find(second)
+        if first is not second:
+            self._parents[second] = first
+
+
+def sharing_groups(graph: QuantizedGraph) -> Groups:
+    """The activations that data movement reads and writes by one grid."""
+    groups = Groups()
+    for tensor in graph.tensors:
+        for node in tensor.consumers():
+            if node.op_type not in SHARING_OPERATORS or node.domain:
+                continue
+            # Only the first input moves; others are indices, sizes, repeats.
+            if node.inputs[0] not in {dq.outputs[0] for dq in tensor.dequantizes}:
+                continue
+            try:
+                written = graph.written_by(node)
+            except Refusal:
+                continue
+            for other in written:
+                if other.grid == tensor.grid:
+                    groups.union(tensor, other)
+    return groups
+
+
+def find_regions(
+    graph: QuantizedGraph,
+    overrides: Mapping[str, TensorOverride],
+    promote: Collection[str],
+    promoted_type: ir.DataType,
+    close: bool,
+    groups: Groups,
+) -> tuple[list[Region], list[tuple[Region, str]]]:
+    """Find what has to change.
+
+    Args:
+        graph: The activations.
+        overrides: Of tensors of ``graph``, by any of their names; checked.
+        promote: Tensors or nodes of ``graph`` that are to be of ``promoted_type``; a name of
+            both means the tensor.
+        promoted_type: A 16-bit type, or FLOAT.
+        close: Whether the nodes around a tensor become nodes of its type. Nodes that are
+            promoted by name always do.
+        groups: Of :func:`sharing_groups`.
+
+    Returns:
+        The regions that change something, and those that the graph does not allow, each with
+        the reason.
+
+    Raises:
+        OverrideError: If types contradict each other.
+    """
+    requests = _Requests(graph, groups)
+    members: dict[Hashable, list[QuantizedTensor]] = {}
+    for tensor in graph.tensors:
+        members.setdefault(groups.find(tensor), []).append(tensor)
+    regions = Groups()
+    seeds: dict[Hashable, str] = {}
+
+    for name, override in overrides.items():
+        for tensor in graph.called(name):
+            seeds[tensor] = name
+            _ask_override(requests, tensor, name, override)
+    for name in promote:
+        by = f"the promotion of {name!r}"
+        if tensors := graph.called(name):
+            for tensor in tensors:
+                seeds[tensor] = name
+                requests.produce(tensor, _Request(promoted_type, by))
+            continue
+        for node in graph.labelled(name):
+            if not is_quantize_linear(node):
+                seeds[node] = name
+                requests.unify(node, _Request(promoted_type, by, _NAMED))
+
+    converted = set(requests.explicit)
+    for tensor, request in list(requests.produced.items()):
+        if request.dtype == tensor.grid.dtype:
+            if tensor.producer is not None:
+                requests.kept.add(tensor.producer)
+            continue
+        if tensor in converted:
+            continue
+        for member in members[groups.find(tensor)]:
+            regions.union(tensor, member)
+            shared = _Request(request.dtype, request.by)
+            requests.produce(member, shared)
+            if not close or member in converted:
+                requests.explicit.add(member)
+            else:
+                for node in _ask_neighbours(requests, member, shared):
+                    regions.union(member, node)
+
+    refused: dict[Hashable, str] = {}
+    for node, request in list(requests.nodes.items()):
+        if request.strength == _CONSUMER and node in requests.kept:
+            del requests.nodes[node]
+            continue
+        try:
+            read, written = graph.read_by(node), graph.written_by(node)
+        except Refusal as refusal:
+            # Its neighbours still belong together: they are refused with it.
+            refused[node] = str(refusal)
+            continue
+        for tensor in read:
+            regions.union(node, tensor)
+            requests.consume(tensor, node, request)
+        for tensor in written:
+            regions.union(node, tensor)
+            requests.produce(tensor, request)
+    return _gathered(requests, regions, seeds, refused)
+
+
+def _ask_override(
+    requests: _Requests, tensor: QuantizedTensor, name: str, override: TensorOverride
+) -> None:
+    by = f"the override of {name!r}"
+    own = override.quant_type or tensor.grid.dtype
+    requests.produce(tensor, _Request(own, by))
+    if (convert := override.convert) is None:
+        return
+    requests.explicit.add(tensor)
+    assert convert.quant_type is not None
+    if tensor.is_output and convert.recv_nodes is None:
+        requests.outputs[tensor] = convert.quant_type
+    for node in tensor.consumers():
+        named = convert.recv_nodes is None or label(node) in convert.recv_nodes
+        if named and not (convert.recv_nodes is None and is_quantize_linear(node)):
+            requests.consume(tensor, node, _Request(convert.quant_type, by))
+
+
+def _ask_neighbours(
+    requests: _Requests, tensor: QuantizedTensor, request: _Request
+) -> list[ir.Node]:
+    nodes = [node for node in tensor.consumers() if not is_quantize_linear(node)]
+    for node in nodes:
+        requests.unify(node, dataclasses.replace(request, strength=_CONSUMER))
+    if (producer := tensor.producer) is not None:
+        requests.unify(producer, dataclasses.replace(request, strength=_PRODUCER))
+        nodes.append(producer)
+    return nodes
+
+
+def _gathered(
+    requests: _Requests,
+    regions: Groups,
+    seeds: Mapping[Hashable, str],
+    refused: Mapping[Hashable, str],
+) -> tuple[list[Region], list[tuple[Region, str]]]:
+    found: dict[Hashable, Region] = {}
+
+    def region_of(item: Hashable) -> Region:
+        return found.setdefault(regions.find(item), Region([], {}, {}))
+
+    for seed, name in seeds.items():
+        region = region_of(seed)
+        if name not in region.seeds:
+            region.seeds.append(name)
+    read: dict[QuantizedTensor, dict[ir.Node, ir.DataType]] = {}
+    for (tensor, node), request in requests.read.items():
+        read.setdefault(tensor, {})[node] = request.dtype
+    for tensor in dict.fromkeys([*requests.produced, *read]):
+        own = tensor.grid.dtype
+        request_or_none = requests.produced.get(tensor)
+        asked = own if request_or_none is None else request_or_none.dtype
+        others = asked if tensor in requests.explicit else own
+        reads = {
+            # A QuantizeLinear takes what there is: whatever follows it is behind a boundary.
+            node: asked if is_quantize_linear(node) else others
+            for node in tensor.consumers()
+        }
+        reads.update(read.get(tensor, {}))
+        # Codes that a caller feeds, or that another operator computed, keep their type.
+        produced = own if tensor.quantize is None else asked
+        # As onnxruntime: an output is as it is produced, unless all consumers convert.
+        output = requests.outputs.get(tensor, produced)
+        if tensor.is_output and len(read_types := set(reads.values())) == 1:
+            output = read_types.pop()
+        if tensor.codes_are_read or tensor.quantize is None:
+            output = own  # it is dequantised from the codes that stay
+        elif output == ir.DataType.FLOAT:
+            output = produced  # what is dequantised is float
+        region_of(tensor).plans[tensor] = TensorPlan(produced, reads, output)
+    for node, request in requests.nodes.items():
+        region_of(node).nodes[node] = request.dtype
+    reasons: dict[int, str] = {}
+    for item, reason in refused.items():
+        reasons.setdefault(id(region_of(item)), reason)
+    whole = [region for region in found.values() if id(region) not in reasons]
+    cut = [(region, reasons[id(region)]) for region in found.values() if id(region) in reasons]
+    return whole, cut
+
+
+def _name(dtype: ir.DataType) -> str:
+    return dtype.name.lower()

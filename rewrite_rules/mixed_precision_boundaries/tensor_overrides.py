@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: MIT
+"""What a user wants of the quantisation of single tensors: onnxruntime's overrides, checked.
+
+The fields are those of ``TensorQuantOverrides`` in onnxruntime's quantiser, as plain values.
+onnxruntime checks the first entry and believes the others; here all are checked, against what
+the model has, before anything changes.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Activation", "OverrideError", "Overrides", "TensorOverride", "check_overrides"]
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+# onnx_ir is not imported when this module is: a session that comes from the cache reads its
+# overrides, too.
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_ACTIVATION_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
+_INITIALIZER_TYPES = (*_ACTIVATION_TYPES, "UINT4", "INT4")
+# What a fixed scale and zero point leave no room for.
+_RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
+# What all channels of an initializer have in common.
+_COMMON_FIELDS = ("quant_type", "axis", "symmetric", "reduce_range")
+_MOST_TOLD = 10
+
+
+class OverrideError(ValueError):
+    """An override asks for what can't be; the text names the tensor or node and says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorOverride:
+    """How a tensor (or one channel of an initializer) is to be quantised; None: as it is.
+
+    Attributes:
+        quant_type: Type of the codes.
+        scale: Step between two codes; with ``zero_point`` or not at all.
+        zero_point: Code of the value 0.
+        symmetric: Whether the range is made symmetric about 0.
+        reduce_range: Whether one bit is left unused; initializers only.
+        rmin: Smallest value, instead of the calibrated one.
+        rmax: Greatest value.
+        axis: Of an initializer quantised per channel.
+        convert: The second type of an activation, for some of its consumers.
+        recv_nodes: In a ``convert``: names of the consumers that get it (unnamed nodes are
+            called by their first output); None: all.
+    """
+
+    quant_type: ir.DataType | None = None
+    scale: float | None = None
+    zero_point: int | None = None
+    symmetric: bool | None = None
+    reduce_range: bool | None = None
+    rmin: float | None = None
+    rmax: float | None = None
+    axis: int | None = None
+    convert: TensorOverride | None = None
+    recv_nodes: frozenset[str] | None = None
+
+
+# Per tensor: one entry, or one for each channel of an initializer.
+Overrides = Mapping[str, tuple[TensorOverride, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What overrides are checked against: a tensor that is, or will be, quantised per tensor.
+
+    Attributes:
+        name: What it is called in the float model; two names of one tensor share it.
+        quant_type: Type of its codes without an override; None where it isn't known.
+        consumers: Labels of the nodes that read it (:func:`.label`), Q and
+            DQ nodes not counted.
+    """
+
+    name: str
+    quant_type: ir.DataType | None
+    consumers: frozenset[str]
+
+
+def check_overrides(
+    overrides: Overrides,
+    activations: Mapping[str, Activation],
+    initializers: Mapping[str, Sequence[int]],
+    nodes: Collection[str],
+) -> None:
+    """Check every entry; a tensor without any, or with one empty entry, is skipped.
+
+    Args:
+        overrides: What the user wants.
+        activations: By each name that an override may call them.
+        initializers: Shapes of the constants that may be quantised.
+        nodes: Labels of all nodes.
+
+    Raises:
+        OverrideError: If entries can't be followed: the first ten things wrong, a line each.
+    """
+    problems = itertools.chain(
+        (
+            f"override of tensor {name!r}: {problem}"
+            for name, entries in overrides.items()
+            if entries and entries != (TensorOverride(),)
+            for problem in _problems(name, entries, activations, initializers, nodes)
+        ),
+        _contradictions(overrides, activations),
+    )
+    # Looking for close matches takes its time: of a hundred stale names, no more than these.
+    if told := list(itertools.islice(problems, _MOST_TOLD + 1)):
+        more = ["and more"] if len(told) > _MOST_TOLD else []
+        raise OverrideError("\n".join(told[:_MOST_TOLD] + more))
+
+
+def _problems(
+    name: str,
+    entries: tuple[TensorOverride, ...],
+    activations: Mapping[str, Activation],
+    initializers: Mapping[str, Sequence[int]],
+    nodes: Collection[str],
+) -> Iterator[str]:
+    if (activation := activations.get(name)) is not None:
+        yield from _activation_problems(entries, activation, nodes)
+    elif name in initializers:
+        yield from _initializer_problems(entries, tuple(initializers[name]))
+    else:
+        hint = _hint(name, [*activations, *initializers])
+        yield f"no tensor of that name is quantised in the model{hint}"
+
+
+def _activation_problems(
+    entries: tuple[TensorOverride, ...], activation: Activation, nodes: Collection[str]
+) -> Iterator[str]:
+    first = entries[0]
+    if len(entries) > 1 or first.axis is not None:
+        yield (
+            "it has per-channel entries (several, or an 'axis'), but is no initializer; "
+            "activations are quantised per tensor"
+        )
+        return
+    yield from _entry_problems(
+        first, _ACTIVATION_TYPES, "an activation", activation.quant_type
+    )
+    if first.reduce_range is not None:
+        yield "'reduce_range' is for initializers, and it is an activation"
+    if first.recv_nodes is not None:
+        yield "'recv_nodes' stands outside of 'convert': it says who reads the converted type"
+    if (convert := first.convert) is None:
+        return
+    for problem in _convert_problems(convert, first.quant_type or activation.quant_type):
+        yield f"'convert': {problem}"
+    if convert.recv_nodes is not None:
+        for problem in _consumer_problems(convert.recv_nodes, activation, nodes):
+            yield f"'convert': {problem}"
+
+
+def _convert_problems(convert: TensorOverride, own: ir.DataType | None) -> Iterator[str]:
+    if convert.quant_type is None:
+        yield "'quant_type' is missing: say which type the consumers are to read"
+    elif convert.quant_type == own:
+        yield (
+            f"'quant_type' is {_type_name(own)}, which is the tensor's own; it has to be "
+            "another, or leave 'convert' out"
+        )
+    yield from _entry_problems(convert, _ACTIVATION_TYPES, "an activation", None)
+    if convert.reduce_range is not None:
+        yield "'reduce_range' is for initializers, and it is an activation"
+    if convert.axis is not None:
+        yield "'axis' is for initializers, and it is an activation"
+    if convert.convert is not None:
+        yield "it holds another 'convert': a tensor has two types at most"
+
+
+def _consumer_problems(
+    names: frozenset[str], activation: Activation, nodes: Collection[str]
+) -> Iterator[str]:
+    if not names:
+        yield "'recv_nodes' is empty: leave it out to convert for all consumers"
+    readers = ", ".join(map(repr, sorted(activation.consumers))) or "no node"
+    for name in sorted(names - activation.consumers):
+        if name in nodes:
+            yield f"'recv_nodes': node {name!r} does not read the tensor; {readers} does"
+        else:
+            hint = _hint(name, activation.consumers) or _hint(name, nodes)
+            yield f"'recv_nodes': the model has no node {name!r}{hint}; {readers} reads it"
+
+
+def _initializer_problems(
+    entries: tuple[TensorOverride, ...], shape: tuple[int, ...]
+) -> Iterator[str]:
+    first = entries[0]
+    for index, entry in enumerate(entries):
+        where = f"entry {index}: " if len(entries) > 1 else ""
+        own = first.quant_type
+        for problem in _entry_problems(entry, _INITIALIZER_TYPES, "an initializer", own):
+            yield where + problem
+        if entry.convert is not None:
+            yield f"{where}'convert' is for activations, and it is an initializer"
+        if entry.recv_nodes is not None:
+            yield f"{where}'recv_nodes' is for activations, and it is an initializer"
+    if first.axis is None:
+        if len(entries) > 1:
+            yield f"it has {len(entries)} entries, but the first has no 'axis' of the channels"
+        return
+    if not -len(shape) <= first.axis < len(shape):
+        yield f"'axis' is {first.axis}, but the initializer's rank is {len(shape)}"
+        return
+    channels = shape[first.axis]
+    if len(entries) not in (1, channels):
+        yield (
+            f"it has {len(entries)} entries, but axis {first.axis} of shape {list(shape)} has "
+            f"{channels} channels: give one entry for each, or one for all"
+        )
+    yield from _channel_problems(entries, len(shape))
+
+
+def _channel_problems(entries: tuple[TensorOverride, ...], rank: int) -> Iterator[str]:
+    """What channels have to share: types, and which parameters they give."""
+    first = entries[0]
+    if (first.rmin is None) != (first.rmax is None):
+        yield "'rmin' and 'rmax' of channels come together or not at all"
+    for index, entry in enumerate(entries[1:], 1):
+        for field in _COMMON_FIELDS:
+            ours, theirs = getattr(entry, field), getattr(first, field)
+            if field == "axis" and ours is not None and theirs is not None:
+                ours, theirs = ours % rank, theirs % rank
+            if ours is not None and ours != theirs:
+                yield f"entry {index}: {field!r} differs from that of entry 0"
+        for pair in (("scale", "zero_point"), ("rmin", "rmax")):
+            given = [getattr(entry, field) is not None for field in pair]
+            if given != [getattr(first, field) is not None for field in pair]:
+                both = f"{pair[0]!r} and {pair[1]!r}"
+                yield f"entry {index}: {both} are given for all channels or for none"
+
+
+def _entry_problems(
+    entry: TensorOverride, types: Sequence[str], kind: str, own: ir.DataType | None
+) -> Iterator[str]:
+    """What is wrong with an entry by itself."""
+    quant_type = entry.quant_type or own
+    if entry.quant_type is not None and entry.quant_type.name not in types:
+        yield (
+            f"'quant_type' is {_type_name(entry.quant_type)}; {kind} is one of "
+            f"{', '.join(name.lower() for name in types)}"
+        )
+        quant_type = None
+    if (entry.scale is None) != (entry.zero_point is None):
+        given, missing = ("scale", "zero_point")[:: -1 if entry.scale is None else 1]
+        yield f"{given!r} is given without {missing!r}: give both, or neither"
+    beside = [field for field in _RANGE_FIELDS if getattr(entry, field) is not None]
+    if beside and (entry.scale is not None or entry.zero_point is not None):
+        fields = ", ".join(map(repr, beside))
+        yield f"{fields} can't stand beside 'scale' and 'zero_point', which fix the range"
+    # As float32, the widest type that models store scales in.
+    if entry.scale is not None and not 0 < _float32(entry.scale) < math.inf:
+        yield f"'scale' is {entry.scale}; it has to be a positive float32"
+    if entry.zero_point is not None and quant_type is not None:
+        low, high = _code_range(quant_type)
+        if not low <= entry.zero_point <= high:
+            yield (
+                f"'zero_point' is {entry.zero_point}, outside of {_type_name(quant_type)}'s "
+                f"range {low}..{high}"
+            )
+    for field in ("rmin", "rmax"):
+        if (end := getattr(entry, field)) is not None and not math.isfinite(_float32(end)):
+            yield f"{field!r} is {end}; it has to be a finite float32"
+    if entry.rmin is not None and entry.rmax is not None and entry.rmin > entry.rmax:
+        yield f"'rmin' is {entry.rmin}, above 'rmax' {entry.rmax}"
+
+
+def _contradictions(
+    overrides: Overrides, activations: Mapping[str, Activation]
+) -> Iterator[str]:
+    """Different entries for one tensor under two of its names."""
+    first: dict[str, str] = {}
+    for name in overrides:
+        if name not in activations:
+            continue
+        other = first.setdefault(activations[name].name, name)
+        if overrides[other] != overrides[name]:
+            yield (
+                f"overrides of {other!r} and {name!r} contradict each other: both are names "
+                f"of tensor {activations[name].name!r}; keep one"
+            )
+
+
+def _float32(number: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
+
+
+def _code_range(quant_type: ir.DataType) -> tuple[int, int]:
+    codes = 1 << quant_type.bitwidth
+    low = 0 if quant_type.name.startswith("U") else -codes // 2
+    return low, low + codes - 1
+
+
+def _type_name(quant_type: ir.DataType | None) -> str:
+    return "unknown" if quant_type is None else quant_type.name.lower()
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""Kernels' packed weights in the model's data file, mapped and shared instead of on the heap.
+
+    initializer, packed by each process at its start
+        -> initializer, original and packed bytes in the file, records that say where
+
+onnxruntime packs (in a child process: its peak is never this one's), the file is laid out anew
+(:mod:`.records`), opened, run and compared. What comes out holds for
+this processor and this onnxruntime; elsewhere a session packs for itself and drops the blobs.
+
+Refused, and the model stays as it is: other providers than the CPU, a graph that onnxruntime's
+optimisers have not seen yet (they would replace nodes, and blobs belong to kernels), a file
+above the limit, a child that fails, hangs, or whose result is not bit-equal.
+"""
+
+from __future__ import annotations
+
+__all__ = ["PrepackOptions", "prepack"]
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rewrite_rules.prepacked_weights.child import FINAL
+from rewrite_rules.prepacked_weights.records import places
+from rewrite_rules.remarks import PassContext
+
+_DATA_SUFFIX = ".data"
+# Of a child's error output, in a remark.
+_ERROR_CHARACTERS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepackOptions:
+    """How to pack.
+
+    Attributes:
+        limit_mb: Megabytes that the data file may take; 0 for any number.
+        seconds: Time that the child may take.
+    """
+
+    limit_mb: int
+    seconds: int
+
+
+class _Failed(Exception):
+    """The child did not make a model; the text is the reason a user reads."""
+
+
+class _Broken(_Failed):
+    """It did not, and might another time: killed, too slow, no room."""
+
+
+def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> None:
+    """Pack the weights of a saved model, in place.
+
+    Args:
+        model_path: The model; its folder holds its files and nothing else. Its old data files
+            are removed once nothing points to them.
+        options: How to pack.
+        context: Whom for; gets one remark.
+    """
+    remarks, name = context.remarks, "model"
+    if not context.cpu_only:
+        remarks.refused(
+            name, f"packs for the CPU only, not for {', '.join(context.providers)}"
+        )
+        return
+    if not context.final_graph:
+        remarks.refused(
+            name,
+            "onnxruntime's optimisers would replace the nodes whose weights are packed: they "
+            "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)",
+        )
+        return
+    before = sum(file.stat().st_size for file in model_path.parent.iterdir())
+    # Packed weights take about as much as the weights themselves.
+    expected = 2.2 * before / 1e6
+    if options.limit_mb and expected > options.limit_mb:
+        remarks.refused(
+            name,
+            f"would take about {expected:.0f} MB of disk, above limit_mb={options.limit_mb}",
+        )
+        return
+    with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
+        folder = Path(scratch)
+        try:
+            result = _run_child(model_path, folder, options.seconds)
+            _check(result, options)
+        except _Broken as failure:
+            remarks.failed(name, str(failure))
+            return
+        except _Failed as failure:
+            remarks.refused(name, str(failure))
+            return
+        _replace(model_path, folder)
+    remarks.fired(
+        name,
+        f"{result['weights']} weights packed, {result['in_use']} of {result['recorded']} "
+        f"blobs in use ({result['blob_bytes'] / 1e6:.0f} MB); file {before / 1e6:.0f} -> "
+        f"{result['data_bytes'] / 1e6:.0f} MB; "
+        + (
+            f"{result['compared']} outputs bit-equal"
+            if result["compared"]
+            else "outputs not compared: no inputs were found that it runs on"
+        ),
+    )
+
+
+def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
+    if not sys.executable:
+        raise _Failed("there is no Python interpreter to run a child process with")
+    job = {
+        "model": os.fspath(model_path.absolute()),
+        "folder": os.fspath(folder.absolute()),
+        "data_name": model_path.name + _DATA_SUFFIX,
+    }
+    code = "from rewrite_rules.prepacked_weights.child import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Nothing is written to the pipe: its end, at the latest with this process, ends the child.
+    theirs, ours = os.pipe()
+    try:
+        done = subprocess.run(
+            # -P: not what lies in the working directory under the name of a module.
+            [sys.executable, "-P", "-c", code, json.dumps(job)],
+            capture_output=True,
+            stdin=theirs,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _Broken(f"packing took more than {seconds} s and was stopped") from None
+    except OSError as error:
+        raise _Broken(f"the packing process could not be started: {error}") from error
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        text = last[0][:_ERROR_CHARACTERS]
+        raise _Broken(f"the packing process ended with {done.returncode}: {text}")
+    try:
+        result = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise _Broken("the packing process gave no result") from None
+    return dict(result)
+
+
+def _check(result: dict[str, Any], options: PrepackOptions) -> None:
+    if not result["weights"]:
+        raise _Failed("no kernel of this model packs weights that can be kept")
+    if result["different"]:
+        raise _Failed(f"with packed weights outputs {result['different']} differ")
+    if not result["in_use"]:
+        raise _Failed(f"a session uses none of {result['recorded']} blobs")
+    taken = result["data_bytes"] / 1e6
+    if options.limit_mb and taken > options.limit_mb:
+        raise _Failed(f"takes {taken:.1f} MB of disk, above limit_mb={options.limit_mb}")
+
+
+def _replace(model_path: Path, folder: Path) -> None:
+    """Put the new files in the place of the old ones; other files of the folder stay."""
+    import onnx
+
+    model = onnx.load(model_path, load_external_data=False)
+    for location in {str(place[0]) for place in places(model).values()}:
+        (model_path.parent / location).unlink(missing_ok=True)
+    for file in folder.iterdir():
+        name = model_path.name if file.name == FINAL else file.name
+        shutil.move(file, model_path.with_name(name))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Files whose default order, a depth-first walk from the end, holds few bytes."""
+
+from __future__ import annotations
+
+__all__ = ["DefaultFile", "closest_default_order"]
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.shape_size_reorder.order.heuristics import HeuristicBytes, subtrees
+from rewrite_rules.shape_size_reorder.order.memory_plan import (
+    MemoryModel,
+    Timeline,
+    inner_bytes,
+)
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.order.search import (
+    SimulatedOrder,
+    memory_order,
+    rearrange,
+    shape_distances,
+)
+from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultFile:
+    """A file that a default session, which can't be told an order, runs well.
+
+    Attributes:
+        graph: The graph; it is as it was.
+        file_order: How the nodes are to lie in the file: positions in the graph.
+        runs: What a default session runs then.
+        closeness: Share of all pairs of nodes that run in the order that was wanted, 0 to 1.
+        output_bytes: Bytes of the graph's outputs.
+        bodies: The same for each body of each If, Loop and Scan.
+    """
+
+    graph: ir.Graph
+    file_order: tuple[int, ...]
+    runs: SimulatedOrder
+    closeness: float
+    output_bytes: int
+    bodies: tuple[DefaultFile, ...]
+
+    def apply(self) -> None:
+        """Put the nodes of the graph and of all bodies into the order of the file."""
+        for body in self.bodies:
+            body.apply()
+        rearrange(self.graph, self.file_order)
+
+
+def closest_default_order(
+    graph: ir.Graph,
+    wanted: Sequence[int],
+    dims: Mapping[str, int] | None = None,
+    parent: ir.Node | None = None,
+    *,
+    shapes: ConcreteShapes | None = None,
+) -> DefaultFile:
+    """Find a file that a default session runs nearly as wanted; the graph stays as it is.
+
+    A depth-first walk can't run every order. Of those that were tried, the one with the lowest
+    peak is returned; of several, the one that is closest.
+
+    Args:
+        graph: The graph; each of its bodies gets a file order of its own, wanted being what
+            :func:`memory_order` finds for it.
+        wanted: Positions of all nodes as they should run.
+        dims: Numbers for symbolic dimensions.
+        parent: The node whose body the graph is.
+        shapes: From :func:`.concrete_shapes`; go before ``dims``,
+            and the more a graph computes of its shapes, the better.
+
+    Raises:
+        Refusal: If the graph is no DAG, or two nodes have an output of one name.
+        ValueError: If ``wanted`` does not have every node once, after what it reads.
+    """
+    dims = dims or {}
+    dependencies = Dependencies.of(graph)
+    if not dependencies.is_order(wanted):
+        raise ValueError(
+            f"not an order of the {len(dependencies.nodes)} nodes: each has to be there "
+            "once, after all that it reads"
+        )
+    model = MemoryModel(graph, dependencies, dims, parent, shapes=shapes)
+    inner: dict[int, int] = {}
+    files = []
+    for index, node in enumerate(dependencies.nodes):
+        parts = [
+            closest_default_order(
+                body,
+                memory_order(body, dims, node, shapes=shapes).ours.order,
+                dims,
+                node,
+                shapes=shapes,
+            )
+            for body in bodies(node)
+        ]
+        if parts:
+            files += parts
+            inner[index] = inner_bytes(
+                node, [(part.runs.peak, part.output_bytes) for part in parts]
+            )
+    best: tuple[tuple[int, float], list[int], list[int], Timeline] | None = None
+    for file_order in _default_files(dependencies, model, wanted):
+        runs = dependencies.default(file_order)
+        timeline = model.timeline(runs, inner)
+        score = timeline.peak, -_closeness(runs, wanted)
+        if best is None or score < best[0]:
+            best = score, file_order, runs, timeline
+    assert best is not None  # the file as it is
+    score, file_order, runs, timeline = best
+    return DefaultFile(
+        graph=graph,
+        file_order=tuple(file_order),
+        runs=SimulatedOrder(tuple(runs), timeline, shape_distances(dependencies, runs)),
+        closeness=-score[1],
+        output_bytes=model.output_bytes(),
+        bodies=tuple(files),
+    )
+
+
+def _default_files(
+    dependencies: Dependencies, model: MemoryModel, wanted: Sequence[int]
+) -> Iterator[list[int]]:
+    """Files whose depth-first walk may come close to an order.
+
+    Of the producers of a node, the one with the highest index runs first. So positions are
+    given from the end of the file on, to the node that is to run earliest among those whose
+    consumers have one; or to the one with the earliest node behind it.
+    """
+    count = len(dependencies.nodes)
+    yield list(range(count))
+    yield list(wanted)
+    tensors = HeuristicBytes(dependencies, model, {})
+    for order in (wanted, subtrees(tensors)):
+        rank = [0] * count
+        for step, node in enumerate(order):
+            rank[node] = step
+        yield _from_the_end(dependencies, rank)
+        earliest = list(rank)
+        for node in order:
+            for producer in dependencies.producers[node]:
+                earliest[node] = min(earliest[node], earliest[producer])
+        # Branches of one beginning are all as early: the shorter way first.
+        keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
+        for step, node in enumerate(keys):
+            earliest[node] = step
+        yield _from_the_end(dependencies, earliest)
+
+
+def _from_the_end(dependencies: Dependencies, rank: Sequence[int]) -> list[int]:
+    waiting = [len(consumers) for consumers in dependencies.consumers]
+    absent = set(dependencies.constants)
+    heap = [
+        (rank[node], node)
+        for node, left in enumerate(waiting)
+        if not left and node not in absent
+    ]
+    heapq.heapify(heap)
+    result: list[int] = []
+    while heap:
+        _, node = heapq.heappop(heap)
+        result.append(node)
+        for producer in dependencies.producers[node]:
+            waiting[producer] -= 1
+            if not waiting[producer]:
+                heapq.heappush(heap, (rank[producer], producer))
+    return [*dependencies.constants, *reversed(result)]
+
+
+def _closeness(order: Sequence[int], wanted: Sequence[int]) -> float:
+    """Share of pairs that are in the same order in both (Kendall's tau, from 0 to 1)."""
+    rank = {node: step for step, node in enumerate(wanted)}
+    pairs = len(order) * (len(order) - 1) // 2
+    return 1 - _inversions([rank[node] for node in order]) / pairs if pairs else 1.0
+
+
+def _inversions(numbers: list[int]) -> int:
+    """Pairs of which the larger one stands first; a Fenwick tree over the numbers."""
+    tree = [0] * (len(numbers) + 1)
+    result = 0
+    for seen, number in enumerate(numbers):
+        index, smaller = number + 1, 0
+        while index:
+            smaller += tree[index]
+            index &= index - 1
+        result += seen - smaller
+        index = number + 1
+        while index < len(tree):
+            tree[index] += 1
+            index += index & -index
+    return result

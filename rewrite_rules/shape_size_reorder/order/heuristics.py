@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: MIT
+"""Orders of the nodes of a graph that may hold few bytes, each made in n log n steps.
+
+net              the ready node that grows memory least
+segments         as net, but whole chains of nodes are compared: first those that end with
+             less than they began with, the one with the lowest peak first; then those
+             that fall deepest below their peak (Liu, SIAM J. Comput. 16, 1987: best
+             for parallel chains)
+backwards        as net, from the outputs to the inputs
+subtrees         depth first, of the inputs of a node first the one whose making needs most
+             beyond what is left of it (Sethi and Ullman, J. ACM 17, 1970: best for
+             trees)
+beam             for small graphs: the most promising sets of executed nodes, step by step
+"""
+
+from __future__ import annotations
+
+__all__ = ["HeuristicBytes", "candidate_orders", "subtrees"]
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+
+# Nodes that a chain is looked through for where it falls below its start.
+_LOOK_AHEAD = 64
+# States times nodes that the beam may look at: some tenths of a second.
+_BEAM_NODES = 200
+_BEAM_STATES = 4000
+
+
+def candidate_orders(
+    dependencies: Dependencies, model: MemoryModel, inner: Mapping[int, int]
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Make the orders, the quickest first, each when it is asked for.
+
+    Args:
+        dependencies: The graph's edges.
+        model: The graph's bytes.
+        inner: Bytes that the bodies of a node hold at most while it runs.
+
+    Yields:
+        The name of a heuristic and its order: positions of all nodes, Constants first.
+    """
+    tensors = HeuristicBytes(dependencies, model, inner)
+    yield "segments", _greedy(tensors, _segment)
+    yield "net", _greedy(tensors, _single)
+    yield "backwards", _backwards(tensors)
+    yield "subtrees", subtrees(tensors)
+    if len(dependencies.nodes) <= _BEAM_NODES:
+        yield "beam", _beam(tensors)
+
+
+class HeuristicBytes:
+    """Bytes as the heuristics see them: aliases are one tensor, free buffers are gone.
+
+    Attributes:
+        dependencies: The graph's edges.
+        size: Bytes of each tensor.
+        reads: For each node, the tensors it reads, each once.
+        makes: For each node, the tensors it makes and that are no aliases.
+        readers: For each tensor, the nodes that read it or an alias of it.
+        kept: Whether a tensor stays to the end.
+        inner: Bytes that the bodies of a node need while it runs.
+        overwrites: For each node, whether its output may take the place of what it reads.
+    """
+
+    def __init__(
+        self, dependencies: Dependencies, model: MemoryModel, inner: Mapping[int, int]
+    ) -> None:
+        self.dependencies = dependencies
+        self.size = model.sizes
+        count = len(dependencies.nodes)
+        self.reads: list[list[int]] = []
+        self.makes: list[list[int]] = []
+        self.readers: list[list[int]] = [[] for _ in model.sizes]
+        self.kept = list(model.outputs)
+        self.inner = [inner.get(node, 0) for node in range(count)]
+        self.overwrites = [value is not None for value in model.overwrites]
+        for node in range(count):
+            read = {model.roots[value] for value in model.reads[node]}
+            self.reads.append(sorted(read - {-1}))
+            self.makes.append(
+                [value for value in model.makes[node] if model.roots[value] == value]
+            )
+            for value in self.reads[node]:
+                self.readers[value].append(node)
+        for value, readers in enumerate(self.readers):
+            # What nobody reads is given back at the end.
+            self.kept[value] = self.kept[value] or not readers
+
+
+class _State:
+    """A run that is under way: what is ready, and what the next node would change."""
+
+    def __init__(self, tensors: HeuristicBytes) -> None:
+        self.tensors = tensors
+        dependencies = tensors.dependencies
+        count = len(dependencies.nodes)
+        self.waiting = [len(producers) for producers in dependencies.producers]
+        self.grows = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+        self.frees = [0] * count
+        self.done = [False] * count
+        self._left = [len(readers) for readers in tensors.readers]
+        # Exclusive or of all that are left: with one left, its number.
+        self._last = [0] * len(tensors.readers)
+        for value, readers in enumerate(tensors.readers):
+            for node in readers:
+                self._last[value] ^= node
+            if len(readers) == 1 and not tensors.kept[value]:
+                self.frees[readers[0]] += tensors.size[value]
+
+    def hill(self, node: int) -> int:
+        """Bytes that a node adds while it runs."""
+        grows = self.grows[node]
+        if self.tensors.overwrites[node]:
+            grows -= min(grows, self.frees[node])
+        return grows + self.tensors.inner[node]
+
+    def run(self, node: int) -> tuple[list[int], list[int]]:
+        """Run a node; returns those that are ready now, and ready ones that free more now."""
+        self.done[node] = True
+        ready = []
+        for consumer in self.tensors.dependencies.consumers[node]:
+            self.waiting[consumer] -= 1
+            if not self.waiting[consumer]:
+                ready.append(consumer)
+        changed = []
+        for value in self.tensors.reads[node]:
+            self._left[value] -= 1
+            self._last[value] ^= node
+            if self._left[value] == 1 and not self.tensors.kept[value]:
+                last = self._last[value]
+                self.frees[last] += self.tensors.size[value]
+                if not self.waiting[last]:
+                    changed.append(last)
+        return ready, changed
+
+
+_Key = tuple[int, int]
+# From a state and a ready node: the smaller the better; and how many nodes to run at once.
+_Look = Callable[[_State, int], tuple[_Key, int]]
+
+
+def _single(state: _State, node: int) -> tuple[_Key, int]:
+    return (state.grows[node] - state.frees[node], state.hill(node)), 1
+
+
+def _segment(state: _State, node: int) -> tuple[_Key, int]:
+    """Follow the nodes that only wait for this one to where least is held."""
+    consumers = state.tensors.dependencies.consumers
+    held = peak = length = 0
+    valley, valley_peak, valley_length = 0, 0, 0
+    while True:
+        peak = max(peak, held + state.hill(node))
+        held += state.grows[node] - state.frees[node]
+        length += 1
+        if length == 1 or held <= valley:
+            valley, valley_peak, valley_length = held, peak, length
+            if held < 0:
+                break
+        following = consumers[node]
+        if length >= _LOOK_AHEAD or len(following) != 1:
+            break
+        node = following[0]
+        if state.waiting[node] != 1:
+            break
+    if valley <= 0:
+        return (0, valley_peak), valley_length
+    return (1, valley - valley_peak), valley_length
+
+
+def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
+    """Run the best ready node, or chain of nodes, again and again."""
+    state = _State(tensors)
+    dependencies = tensors.dependencies
+    absent = set(dependencies.constants)
+    result = list(dependencies.constants)
+    heap: list[tuple[_Key, int, int, int]] = []
+    version = [0] * len(dependencies.nodes)
+
+    def push(node: int) -> None:
+        version[node] += 1
+        key, length = look(state, node)
+        # Of equals, one that became ready last: the branch under way is finished first.
+        heapq.heappush(heap, (key, -len(result), node, length + (version[node] << 32)))
+
+    for node, waiting in enumerate(state.waiting):
+        if not waiting and node not in absent:
+            push(node)
+    while heap:
+        _, _, node, stamp = heapq.heappop(heap)
+        if state.done[node] or stamp >> 32 != version[node]:
+            continue
+        for left in range(stamp & 0xFFFFFFFF, 0, -1):
+            result.append(node)
+            ready, changed = state.run(node)
+            for other in changed:
+                if not state.done[other] and other not in ready:
+                    push(other)
+            if left > 1:
+                (node,) = ready
+            else:
+                for other in ready:
+                    push(other)
+    return result
+
+
+def _backwards(tensors: HeuristicBytes) -> list[int]:
+    """The greedy order of the reversed graph, reversed.
+
+    There, a node brings the tensors it reads to life, and ends those that it makes.
+    """
+    dependencies = tensors.dependencies
+    absent = set(dependencies.constants)
+    waiting = [len(consumers) for consumers in dependencies.consumers]
+    alive = list(tensors.kept)
+    change = [
+        sum(tensors.size[v] for v in tensors.reads[node] if not alive[v])
+        - sum(tensors.size[v] for v in tensors.makes[node])
+        for node in range(len(waiting))
+    ]
+    done = [False] * len(waiting)
+    heap = [
+        (change[node], 0, -node)
+        for node, left in enumerate(waiting)
+        if not left and node not in absent
+    ]
+    heapq.heapify(heap)
+    result: list[int] = []
+    while heap:
+        key, _, negative = heapq.heappop(heap)
+        node = -negative
+        if done[node] or key != change[node]:
+            continue
+        done[node] = True
+        result.append(node)
+        for producer in dependencies.producers[node]:
+            waiting[producer] -= 1
+            if not waiting[producer]:
+                heapq.heappush(heap, (change[producer], -len(result), -producer))
+        for value in tensors.reads[node]:
+            if alive[value]:
+                continue
+            alive[value] = True
+            for reader in tensors.readers[value]:
+                if not done[reader]:
+                    change[reader] -= tensors.size[value]
+                    if not waiting[reader]:
+                        heapq.heappush(heap, (change[reader], -len(result), -reader))
+    return [*dependencies.constants, *reversed(result)]
+
+
+def subtrees(tensors: HeuristicBytes) -> list[int]:
+    """Depth first; what a subtree needs is reckoned as if no other one shared its nodes."""
+    dependencies = tensors.dependencies
+    size = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+    needs = [0] * len(size)
+    sorted_producers: list[list[int]] = [[] for _ in size]
+    for node in dependencies.default():
+        producers = sorted(
+            dependencies.producers[node], key=lambda producer: needs[producer] - size[producer]
+        )
+        sorted_producers[node] = producers  # a stack: what needs most is on top
+        held = need = 0
+        for producer in reversed(producers):
+            need = max(need, held + needs[producer])
+            held += size[producer]
+        needs[node] = max(need, held + size[node] + tensors.inner[node])
+    absent = set(dependencies.constants)
+    stack = [
+        node
+        for node, consumers in enumerate(dependencies.consumers)
+        if not consumers and node not in absent
+    ]
+    stack.sort(key=lambda node: needs[node] - size[node])
+    result = list(dependencies.constants)
+    visited = [False] * len(size)
+    while stack:
+        node = stack.pop()
+        if node < 0:
+            result.append(~node)
+        elif not visited[node]:
+            visited[node] = True
+            stack.append(~node)
+            stack += [p for p in sorted_producers[node] if not visited[p]]
+    return result
+
+
+# The last node, and how one got there.
+_Way = tuple["_Way | None", int]
+# Peak, bytes held, ready nodes, how one got there; by the set of executed nodes.
+_BeamState = tuple[int, int, list[int], _Way | None]
+
+
+def _beam(tensors: HeuristicBytes) -> list[int]:
+    """Go on from the best sets of executed nodes of each size; exact if none is dropped."""
+    dependencies = tensors.dependencies
+    nodes = sorted(set(range(len(dependencies.nodes))).difference(dependencies.constants))
+    width = max(_BEAM_STATES // max(len(nodes), 1), 8)
+    needs = [sum(1 << p for p in producers) for producers in dependencies.producers]
+    readers = [sum(1 << node for node in found) for found in tensors.readers]
+    grows = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+    states: dict[int, _BeamState] = {
+        0: (0, 0, [node for node in nodes if not needs[node]], None)
+    }
+    for _ in nodes:
+        following: dict[int, _BeamState] = {}
+        for executed, (peak, held, ready, way) in states.items():
+            for node in ready:
+                after = executed | 1 << node
+                freed = sum(
+                    tensors.size[v]
+                    for v in tensors.reads[node]
+                    if not tensors.kept[v] and not readers[v] & ~after
+                )
+                over = min(grows[node], freed) if tensors.overwrites[node] else 0
+                highest = max(peak, held + grows[node] - over + tensors.inner[node])
+                known = following.get(after)
+                if known is None or highest < known[0]:
+                    rest = [other for other in ready if other != node]
+                    rest += [
+                        other
+                        for other in dependencies.consumers[node]
+                        if not needs[other] & ~after
+                    ]
+                    left = held + grows[node] - freed
+                    following[after] = highest, left, rest, (way, node)
+        best = sorted(following.items(), key=lambda item: item[1][:2])[:width]
+        states = dict(best)
+    result: list[int] = []
+    walk = next(iter(states.values()))[3]
+    while walk is not None:
+        walk, last = walk
+        result.append(last)
+    return [*dependencies.constants, *reversed(result)]

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: MIT
+"""How many bytes onnxruntime holds while it runs each node of an order.
+
+The sizes come from shapes and types; what is held, from the plan that onnxruntime makes for a
+sequential session on the CPU (``onnxruntime/core/framework/allocation_planner.cc``), which is
+repeated here rule by rule:
+
+1. An output of the graph has a buffer of its own, to the end of the run.
+2. Reshape, Squeeze, Unsqueeze, Flatten and Identity give their input on (``_ALIASES``).
+3. Some kernels write over an input that no other node will read, if it is of the same shape
+   and element size (``_IN_PLACE``). Add, Mul and most other operators never do.
+4. Another output takes the buffer of the same shape and element size that was given up last.
+   That buffer is *held in between*: a tensor of step 3 whose buffer serves again at step 90
+   takes its bytes through steps 4 to 89. Scalars don't take part.
+5. Any other output gets a new buffer.
+
+A buffer is given back after the last node that reads it; one that nobody reads, at the end.
+Shapes are the same if their dimensions have the same number or the same symbol. What belongs
+to the caller (inputs), to the session (initializers) or to a graph around a body does not
+count, nor does what kernels take for themselves while they work.
+
+Rules 2 and 3 are measured, operator by operator, on onnxruntime 1.31; the plan was compared
+with ``mem_bytes_requested_in_use`` of its profiles.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MemoryModel", "Timeline", "inner_bytes"]
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.shape_size_reorder.order.arena import touched_bytes
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
+    Dependencies,
+    captures,
+    is_constant,
+)
+from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes
+
+_MICROSOFT = "com.microsoft"
+
+_ALIASES = frozenset({
+    "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze",
+})  # fmt: skip
+
+# Operator -> input that the first output may be written over.
+_IN_PLACE = dict.fromkeys([
+    "Cast", "Celu", "Clip", "Elu", "HardSigmoid", "LeakyRelu", "LogSoftmax", "Relu",
+    "ScatterElements", "Selu", "Shrink", "Sigmoid", "Softmax", "Softplus", "Softsign", "Tanh",
+    "ThresholdedRelu", "Trilu",
+], 0)  # fmt: skip
+# Their float64 kernels do not.
+_IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
+# The tensor that is added; com.microsoft.nchwc.Conv has it at the same place.
+_SUM_OF_CONV = 3
+
+_STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
+
+# (element bytes, dimensions): equal keys share buffers.
+_Key = tuple[int, tuple[int | str, ...]]
+_HELD_ELSEWHERE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What an order holds.
+
+    Attributes:
+        live: Bytes while each node of the order runs, its outputs included; shape [nodes].
+    """
+
+    live: npt.NDArray[np.int64]
+
+    @property
+    def peak(self) -> int:
+        """The greatest of them, 0 for a graph without nodes."""
+        return int(self.live.max(initial=0))
+
+    @property
+    def step(self) -> int:
+        """Position in the order where the peak is reached first."""
+        return int(self.live.argmax()) if self.live.size else 0
+
+
+class MemoryModel:
+    """What the bytes of every order of one graph follow from.
+
+    Run on a graph with shapes: a value without one counts as the largest input of its node.
+
+    Args:
+        graph: The graph or body.
+        dependencies: Its edges.
+        dims: Numbers for symbolic dimensions.
+        parent: The node whose body the graph is.
+        shapes: What :func:`.concrete_shapes` found; goes before
+            ``dims``.
+
+    Attributes:
+        sizes: Bytes of each value that a node makes, by number.
+        reads: For each node, the values it or its bodies read, once for each time; values that
+            are not the graph's own are left out.
+        makes: For each node, the values it makes.
+        source: For each node, the value that its first output is an alias of; -1 for one that
+            is no node's, None for none.
+        overwrites: For each node, the value that its first output may be written over, else
+            None.
+        roots: For each value, the one that it is an alias of, in the end; itself if it is
+            none, -1 for one that is no node's.
+        uses: For each value, how often it is read.
+        outputs: Whether a value is an output of the graph.
+        unknown_values: Names of values whose size is a guess: without rank, or no tensors.
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        dependencies: Dependencies,
+        dims: Mapping[str, int],
+        parent: ir.Node | None = None,
+        *,
+        shapes: ConcreteShapes | None = None,
+    ) -> None:
+        self._shapes = shapes
+        self._dims = dims
+        self._unknown_dims = set(shapes.unknown_dims if shapes else ())
+        self.unknown_values: list[str] = []
+        self.sizes: list[int] = []
+        self._keys: list[_Key | None] = []
+        self.uses: list[int] = []
+        self.outputs: list[bool] = []
+        self.reads: list[list[int]] = [[] for _ in dependencies.nodes]
+        self.makes: list[list[int]] = [[] for _ in dependencies.nodes]
+        self.source: list[int | None] = [None] * len(dependencies.nodes)
+        self.overwrites: list[int | None] = [None] * len(dependencies.nodes)
+        self.roots: list[int] = []
+        numbers: dict[ir.Value, int] = {}
+        results = set(graph.outputs)
+        # By a topological order: guesses look at the inputs of a node.
+        for index in dependencies.default():
+            node = dependencies.nodes[index]
+            if is_constant(node):
+                continue
+            read = [value for value in (*node.inputs, *captures(node)) if value is not None]
+            self.reads[index] = [numbers[value] for value in read if value in numbers]
+            for number in self.reads[index]:
+                self.uses[number] += 1
+            for value in node.outputs:
+                if value.name:
+                    self._add(value, numbers, index, value in results)
+            self._set_reuse(node, index, numbers)
+            if _is_unchanged_state(node, graph, parent, results):
+                self.sizes[self.makes[index][0]] = 0
+
+    @property
+    def unknown_dims(self) -> tuple[str, ...]:
+        """Dimensions that counted as :data:`DEFAULT_DIM`; ``"?"`` for those without a name."""
+        return tuple(sorted(self._unknown_dims))
+
+    def needed_by(self, node: int) -> int:
+        """Bytes that are held while a node runs, whatever the order."""
+        held = {self.roots[value] for value in self.reads[node]}
+        if self.overwrites[node] is None:
+            held.update(self.roots[value] for value in self.makes[node])
+        return sum(self.sizes[value] for value in held if value != _HELD_ELSEWHERE)
+
+    def output_bytes(self) -> int:
+        """Bytes of all outputs of the graph."""
+        return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
+
+    def timeline(
+        self,
+        order: Sequence[int],
+        inner: Mapping[int, int] | None = None,
+        reuse: bool = True,
+    ) -> Timeline:
+        """Simulate the plan that onnxruntime makes for an order.
+
+        Args:
+            order: Positions of all nodes, producers first.
+            inner: Bytes that the bodies of a node hold at most while it runs.
+            reuse: ``SessionOptions.enable_mem_reuse``; without it there is no rule 4, and
+                nothing is held in between.
+        """
+        first, last = self._lives(order, reuse)
+        change = np.zeros(len(order) + 1, np.int64)
+        for buffer, step in first.items():
+            change[step] += self.sizes[buffer]
+            # What nobody reads is in no list of things to give back.
+            if buffer in last:
+                change[last[buffer] + 1] -= self.sizes[buffer]
+        live = np.cumsum(change)[: len(order)]
+        if inner:
+            step_of = {node: step for step, node in enumerate(order)}
+            for node, extra in inner.items():
+                live[step_of[node]] += extra
+        return Timeline(live)
+
+    def arena_bytes(self, order: Sequence[int], reuse: bool = True) -> int:
+        """Bytes that an order takes of an arena, which gives nothing back.
+
+        Args:
+            order: Positions of all nodes, producers first.
+            reuse: ``SessionOptions.enable_mem_reuse``.
+        """
+        first, last = self._lives(order, reuse)
+        begin: dict[int, list[int]] = {}
+        end: dict[int, list[int]] = {}
+        for buffer, step in first.items():
+            begin.setdefault(step, []).append(buffer)
+        for buffer, step in last.items():
+            end.setdefault(step, []).append(buffer)
+        return touched_bytes(
+            request
+            for step in range(len(order))
+            for request in (
+                *((buffer, self.sizes[buffer]) for buffer in begin.get(step, ())),
+                *((buffer, -1) for buffer in end.get(step, ())),
+            )
+        )
+
+    def _lives(
+        self, order: Sequence[int], reuse: bool
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """For each buffer the step that it is there from, and the last one that needs it."""
+        buffers = self._plan(order, reuse)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for step, node in enumerate(order):
+            for value in self.reads[node]:
+                buffer = buffers[value]
+                if buffer != _HELD_ELSEWHERE and not self.outputs[buffer]:
+                    last[buffer] = step
+            for value in self.makes[node]:
+                buffer = buffers[value]
+                if buffer != _HELD_ELSEWHERE:
+                    first.setdefault(buffer, step)
+        return first, last
+
+    def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
+        """Which buffer each value has, named by the value that it was allocated for."""
+        buffers = list(range(len(self.sizes)))
+        # One more use until the node that makes the value is through with it; outputs keep it.
+        left = [1 + uses + kept for uses, kept in zip(self.uses, self.outputs, strict=True)]
+        free: dict[_Key, list[int]] = {}
+        for node in order:
+            for place, value in enumerate(self.makes[node]):
+                found: int | None = None
+                if self.outputs[value]:
+                    continue
+                source = self.source[node] if place == 0 else None
+                over = self.overwrites[node] if place == 0 else None
+                if source is not None:
+                    found = source if source == _HELD_ELSEWHERE else buffers[source]
+                elif (
+                    over is not None
+                    and buffers[over] != _HELD_ELSEWHERE
+                    and left[buffers[over]] == 1
+                ):
+                    found = buffers[over]
+                elif (
+                    reuse
+                    and self.uses[value]
+                    and (key := self._keys[value]) is not None
+                    and key[1]
+                    and free.get(key)
+                ):
+                    found = free[key].pop()
+                if found is not None:
+                    buffers[value] = found
+                    if found != _HELD_ELSEWHERE:
+                        left[found] += left[value]
+            for value in (*self.reads[node], *self.makes[node]):
+                buffer = buffers[value]
+                if buffer == _HELD_ELSEWHERE:
+                    continue
+                left[buffer] -= 1
+                own = self._keys[buffer]
+                if left[buffer] == 0 and own is not None:
+                    free.setdefault(own, []).append(buffer)
+        return buffers
+
+    def _add(
+        self, value: ir.Value, numbers: dict[ir.Value, int], node: int, kept: bool
+    ) -> None:
+        number = numbers[value] = len(self.sizes)
+        self.roots.append(number)
+        self.makes[node].append(number)
+        size, key = self._measure(value, node)
+        self.sizes.append(size)
+        self._keys.append(key)
+        self.uses.append(0)
+        self.outputs.append(kept)
+
+    def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
+        concrete = self._shapes.of.get(value) if self._shapes else None
+        # What the plan goes by: of values that optimisers made, onnxruntime infers it.
+        shape = value.shape
+        if shape is None and self._shapes is not None:
+            shape = self._shapes.symbolic.get(value)
+        if isinstance(value.type, (ir.SequenceType, ir.OptionalType)) or (
+            concrete is None and (shape is None or self._is_beyond(shape))
+        ):
+            self.unknown_values.append(value.name or "")
+            return max((self.sizes[read] for read in self.reads[node]), default=0), None
+        dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
+        elements, dims, known = 1, list[int | str](), True
+        for dim in shape if shape is not None else concrete or ():
+            if isinstance(dim, int):
+                elements *= dim
+                dims.append(dim)
+                continue
+            elements *= self._number(dim) if concrete is None else 1
+            known &= bool(dim.value)
+            dims.append(dim.value or "")
+        if concrete is not None:
+            elements = math.prod(concrete)
+            known &= shape is not None
+        if dtype is ir.DataType.STRING:
+            return elements * _STRING_BYTES, None
+        bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
+        size = math.ceil(elements * bits / 8)
+        return size, (math.ceil(bits / 8), tuple(dims)) if known else None
+
+    def _is_beyond(self, shape: ir.Shape) -> bool:
+        """Whether a dimension is one that concrete shapes should have had a number for."""
+        return self._shapes is not None and any(
+            not isinstance(dim, int) and dim.value not in self._dims for dim in shape
+        )
+
+    def _number(self, dim: ir.SymbolicDim) -> int:
+        if dim.value is not None and dim.value in self._dims:
+            return self._dims[dim.value]
+        self._unknown_dims.add(dim.value or "?")
+        return DEFAULT_DIM
+
+    def _set_reuse(self, node: ir.Node, index: int, numbers: Mapping[ir.Value, int]) -> None:
+        if not self.makes[index] or not node.outputs[0].name or not node.inputs:
+            return
+        if node.op_type in _ALIASES and node.domain == "":
+            value = node.inputs[0]
+            if value is not None:
+                source = self.source[index] = numbers.get(value, _HELD_ELSEWHERE)
+                made = self.makes[index][0]
+                if not self.outputs[made]:
+                    self.roots[made] = source if source < 0 else self.roots[source]
+            return
+        place = _overwritten_input(node)
+        if place is None or place >= len(node.inputs):
+            return
+        value = node.inputs[place]
+        read = None if value is None else numbers.get(value)
+        if read is not None and self._keys[read] is not None:
+            made = self.makes[index][0]
+            if self._keys[read] == self._keys[made]:
+                self.overwrites[index] = read
+
+
+def _overwritten_input(node: ir.Node) -> int | None:
+    if node.domain == "":
+        if node.op_type in _IN_PLACE_FLOAT_ONLY and (
+            node.inputs[0] is None or node.inputs[0].dtype is ir.DataType.DOUBLE
+        ):
+            return None
+        return _IN_PLACE.get(node.op_type)
+    if (node.domain, node.op_type) in (
+        (_MICROSOFT, "FusedConv"),
+        ("com.microsoft.nchwc", "Conv"),
+    ):
+        return _SUM_OF_CONV
+    return None
+
+
+def _is_unchanged_state(
+    node: ir.Node, graph: ir.Graph, parent: ir.Node | None, results: set[ir.Value]
+) -> bool:
+    """Whether a body of a Loop hands an input through; its buffer goes on as it is.
+
+    The number of the iteration is copied: the Loop counts in it.
+    """
+    return (
+        parent is not None
+        and parent.op_type == "Loop"
+        and node.op_type == "Identity"
+        and node.outputs[0] in results
+        and node.inputs[0] in graph.inputs[1:]
+    )
+
+
+def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
+    """Bytes that the bodies of an If, Loop or Scan hold on top of the node's own outputs.
+
+    Within some 10 %: what a Loop carries from one iteration to the next is not followed.
+
+    Args:
+        node: The node.
+        parts: Peak of each of its bodies, and the bytes of the body's outputs.
+    """
+    if node.op_type == "If":
+        # A branch writes its outputs where those of the node are.
+        return max((peak - outputs for peak, outputs in parts), default=0)
+    return max((peak for peak, _ in parts), default=0)

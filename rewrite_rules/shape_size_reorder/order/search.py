@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: MIT
+"""Computes an order of the nodes of a graph that holds few bytes at a time.
+
+Every Shape and Size runs directly after its producer, and so does the small chain of integers
+that hangs on it (Gather, Concat, Mul, ... of nothing but shapes and constants). Of the others,
+several orders are made (the two native ones, and :mod:`.heuristics`) and
+simulated; the best one wins. In it, what is held at the peak without being used there is made
+later or read earlier (:mod:`.local_moves`), as long as that lowers the peak and
+the budget lasts.
+
+The order that is returned is one that onnxruntime's ``PRIORITY_BASED`` runs as it is.
+For those who can't set that, but can choose the file, there is
+:mod:`.default_order_file`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "GraphOrder",
+    "SimulatedOrder",
+    "memory_order",
+    "rearrange",
+    "shape_distances",
+]
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.shape_size_reorder.order.heuristics import candidate_orders
+from rewrite_rules.shape_size_reorder.order.local_moves import lower_peak
+from rewrite_rules.shape_size_reorder.order.memory_plan import (
+    MemoryModel,
+    Timeline,
+    inner_bytes,
+)
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, is_constant
+from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
+
+# A chain's tensors are shapes; anything larger is data.
+_CHAIN_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedOrder:
+    """One order and what it costs.
+
+    Attributes:
+        order: Positions of the nodes in the graph, as they run; Constant nodes, which never
+            run, come first.
+        timeline: Live bytes of each step.
+        distances: For each Shape and Size that reads another node's output, the steps from
+            that node to it; 1 is directly after it or after another such one.
+    """
+
+    order: tuple[int, ...]
+    timeline: Timeline
+    distances: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes, bodies included."""
+        return self.timeline.peak
+
+    @property
+    def mean_distance(self) -> float:
+        """Steps between a Shape and its producer; 0 if there is none."""
+        return sum(self.distances) / len(self.distances) if self.distances else 0.0
+
+    @property
+    def max_distance(self) -> int:
+        """Steps between a Shape and its producer; 0 if there is none."""
+        return max(self.distances, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOrder:
+    """The order computed for a graph, beside those of onnxruntime.
+
+    Attributes:
+        graph: The graph; it is as it was.
+        ours: The computed order: how nodes are to lie in the file, and how they then run with
+            ``ExecutionOrder.PRIORITY_BASED``.
+        default: What a session runs by default with the file as it is, and with
+            ``enable_mem_reuse``, its default, too.
+        priority: What it runs with ``PRIORITY_BASED`` with the file as it is.
+        method: How the order was found, for instance ``"segments"``.
+        output_bytes: Bytes of the graph's outputs.
+        chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
+            most, may ours lie above the better native order, for having them early.
+        unknown_dims: Dimensions without a number, ``"?"`` for those without a name; they
+            counted as :data:`.DEFAULT_DIM`. Bodies included.
+        unknown_values: Values whose size is a guess. Bodies included.
+        bodies: The same for each body of each If, Loop and Scan, in the order of the file.
+        model: The bytes of any order of the graph.
+        reuse: Whether the session that runs ours reuses buffers.
+    """
+
+    graph: ir.Graph
+    ours: SimulatedOrder
+    default: SimulatedOrder
+    priority: SimulatedOrder
+    method: str
+    output_bytes: int
+    chain_bytes: int
+    unknown_dims: tuple[str, ...]
+    unknown_values: tuple[str, ...]
+    bodies: tuple[GraphOrder, ...]
+    model: MemoryModel = dataclasses.field(repr=False, compare=False)
+    reuse: bool = True
+
+    def arena_bytes(self) -> int:
+        """Bytes that ours takes of an arena, bodies left out."""
+        return self.model.arena_bytes(self.ours.order, self.reuse)
+
+    def peak_without_reuse(self) -> int:
+        """Bytes that ours would hold at its peak without reuse of buffers, bodies left out."""
+        return self.model.timeline(self.ours.order, reuse=False).peak
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether a session that runs ours never holds more than one with either order.
+
+        It is False only where the default order profits from running a Shape late, which
+        ``PRIORITY_BASED`` can't do: leave the session at its default then.
+        """
+        best = min(self.default.peak, self.priority.peak)
+        return self.ours.peak <= best + self.chain_bytes
+
+    def apply(self) -> None:
+        """Put the nodes of the graph and of all bodies into our order."""
+        for body in self.bodies:
+            body.apply()
+        rearrange(self.graph, self.ours.order)
+
+
+def memory_order(
+    graph: ir.Graph,
+    dims: Mapping[str, int] | None = None,
+    parent: ir.Node | None = None,
+    *,
+    shapes: ConcreteShapes | None = None,
+    reuse: bool = True,
+) -> GraphOrder:
+    """Compute an order with a low peak of live bytes; the graph stays as it is.
+
+    Run after shape inference, last of all rewrites.
+
+    Args:
+        graph: The graph, sorted or not; each of its bodies is ordered for itself.
+        dims: Numbers for symbolic dimensions, for instance ``{"batch": 1, "seq": 512}``.
+        parent: The node whose body the graph is.
+        shapes: From :func:`.concrete_shapes`; go before ``dims``,
+            and the more a graph computes of its shapes, the better.
+        reuse: ``SessionOptions.enable_mem_reuse`` of the session that will run ours.
+
+    Raises:
+        Refusal: If the graph is no DAG, or two nodes have an output of one name.
+    """
+    dims = dims or {}
+    dependencies = Dependencies.of(graph)
+    model = MemoryModel(graph, dependencies, dims, parent, shapes=shapes)
+    inner = _Bodies(
+        dependencies,
+        lambda body, node: memory_order(body, dims, node, shapes=shapes, reuse=reuse),
+    )
+    chains = _Chains(dependencies, model)
+
+    def simulated(order: Sequence[int], which: str) -> SimulatedOrder:
+        timeline = model.timeline(order, inner.bytes(which))
+        return SimulatedOrder(tuple(order), timeline, shape_distances(dependencies, order))
+
+    def with_ours(order: Sequence[int]) -> Timeline:
+        return model.timeline(order, inner.bytes("ours"), reuse)
+
+    default = simulated(dependencies.default(), "default")
+    priority = simulated(dependencies.priority(), "priority")
+    best: tuple[int, ...] = ()
+    peak, method = -1, ""
+    tried: set[tuple[int, ...]] = set()
+    lowest = _lower_bound(model)
+    native = ("priority", priority.order), ("default", default.order)
+    others = candidate_orders(dependencies, model, inner.bytes("ours"))
+    for name, order in itertools.chain(native, others):
+        settled = tuple(chains.settle(order))
+        if settled in tried:
+            continue
+        tried.add(settled)
+        reached = with_ours(settled).peak
+        if peak < 0 or reached < peak:
+            best, peak, method = settled, reached, name
+        if peak <= lowest:
+            break
+    if peak > lowest:
+        better = lower_peak(best, dependencies, model, with_ours, chains.settle)
+        if better is not None:
+            best, method = tuple(better), f"{method}, moved"
+    ours = SimulatedOrder(best, with_ours(best), shape_distances(dependencies, best))
+    orders = inner.all
+    unknown_dims = {name for order in orders for name in order.unknown_dims}
+    unknown_values = [name for order in orders for name in order.unknown_values]
+    return GraphOrder(
+        graph=graph,
+        ours=ours,
+        default=default,
+        priority=priority,
+        method=method,
+        output_bytes=model.output_bytes(),
+        chain_bytes=chains.bytes + sum(order.chain_bytes for order in orders),
+        unknown_dims=tuple(sorted(unknown_dims.union(model.unknown_dims))),
+        unknown_values=(*model.unknown_values, *unknown_values),
+        bodies=tuple(orders),
+        model=model,
+        reuse=reuse,
+    )
+
+
+def rearrange(graph: ir.Graph, order: Sequence[int]) -> None:
+    """Put the nodes of a graph into an order: positions in the graph as it is."""
+    nodes = list(graph)
+    if len(nodes) > 1:
+        graph.remove(nodes)
+        graph.extend(nodes[index] for index in order)
+
+
+def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[int, ...]:
+    """Steps from each Shape's producer to it, other Shapes of that producer left out."""
+    step = {node: index for index, node in enumerate(order)}
+    result = []
+    for node, reads_shape in enumerate(dependencies.shape_readers):
+        if not reads_shape or not dependencies.producers[node]:
+            continue
+        producer = dependencies.producers[node][0]
+        between = range(step[producer] + 1, step[node])
+        siblings = sum(
+            step[other] in between
+            for other in dependencies.consumers[producer]
+            if dependencies.shape_readers[other]
+        )
+        result.append(step[node] - step[producer] - siblings)
+    return tuple(result)
+
+
+class _Bodies:
+    """The bodies of a graph, ordered, and the bytes they add to their nodes."""
+
+    def __init__(
+        self, dependencies: Dependencies, order: Callable[[ir.Graph, ir.Node], GraphOrder]
+    ) -> None:
+        self.all: list[GraphOrder] = []
+        self._bytes: dict[str, dict[int, int]] = {"ours": {}, "default": {}, "priority": {}}
+        for index, node in enumerate(dependencies.nodes):
+            orders = [order(body, node) for body in bodies(node)]
+            if not orders:
+                continue
+            self.all += orders
+            for which, held in self._bytes.items():
+                held[index] = inner_bytes(
+                    node, [(getattr(o, which).peak, o.output_bytes) for o in orders]
+                )
+
+    def bytes(self, which: str) -> Mapping[int, int]:
+        """Bytes for each control-flow node under "ours", "default" or "priority"."""
+        return self._bytes[which]
+
+
+class _Chains:
+    """Small integers computed from nothing but shapes and constants.
+
+    Attributes:
+        bytes: Of all of them, and of the shapes.
+    """
+
+    def __init__(self, dependencies: Dependencies, model: MemoryModel) -> None:
+        self._dependencies = dependencies
+        self._class = [2] * len(dependencies.nodes)
+        self.bytes = 0
+        for index in dependencies.default():
+            node = dependencies.nodes[index]
+            size = sum(model.sizes[value] for value in model.makes[index])
+            if dependencies.shape_readers[index]:
+                self._class[index] = 0
+            elif (
+                size <= _CHAIN_BYTES
+                and not is_constant(node)
+                and dependencies.producers[index]
+                and all(self._class[p] < 2 for p in dependencies.producers[index])
+                and all(_comes_from_node_or_file(value) for value in node.inputs)
+                and not any(True for _ in bodies(node))
+            ):
+                self._class[index] = 1
+            else:
+                continue
+            self.bytes += size
+
+    def settle(self, order: Sequence[int]) -> list[int]:
+        """Move shapes and chains to where they can run first.
+
+        ``PRIORITY_BASED`` moves nothing of the result: at each step, the first node that is
+        ready lies next, and Shapes lie before all others that are ready.
+        """
+        length = len(order)
+        key = [0] * length
+        for rank, node in enumerate(order):
+            key[node] = self._class[node] * length + rank
+        return self._dependencies.smallest_first(key)
+
+
+def _comes_from_node_or_file(value: ir.Value | None) -> bool:
+    """Whether an input is no tensor that the caller feeds or a graph around has."""
+    return (
+        value is None
+        or value.producer() is not None
+        or (value.is_initializer() and not value.is_graph_input())
+    )
+
+
+def _lower_bound(model: MemoryModel) -> int:
+    """Bytes that every order has to hold while some node runs."""
+    return max(model.needed_by(node) for node in range(len(model.reads))) if model.reads else 0

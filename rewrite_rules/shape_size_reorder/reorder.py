@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""Has Shape and Size read early and small; puts the nodes into an order of low peak memory.
+
+First the rules of :mod:`.simplify`; then the order that
+:mod:`.search` computes is compared with what onnxruntime would run by
+itself, and kept only if it holds less at its peak, or runs a Shape sooner and holds no more.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ReorderOptions", "reorder"]
+
+import dataclasses
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
+from rewrite_rules.shape_size_reorder.order.search import (
+    GraphOrder,
+    SimulatedOrder,
+    memory_order,
+)
+from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
+from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
+
+# What a session has to be told to run the nodes in the order of the file.
+_IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
+_NO_PATTERN = {"enable_mem_pattern": "0"}
+_NO_REUSE = {"enable_mem_reuse": "0"}
+_GRAPH, _SESSION = "graph", "session"
+# Below that, a model's activations are nothing beside the session itself.
+_LEAN_BYTES = 1 << 20
+# Nodes that a second order takes some tenths of a second for.
+_QUICKLY_ORDERED = 5000
+# Up to that share of the bytes with reuse, going without is worth the time it may take.
+_WORTH_NO_REUSE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class ReorderOptions:
+    """What is asked for.
+
+    Attributes:
+        dims: Numbers for symbolic dimensions.
+        for_default_order: Whether sessions can't be told an order, so that the file has to be
+            one whose default order is good.
+        lean_session: Whether sessions may be set to hold less.
+    """
+
+    dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    for_default_order: bool = False
+    lean_session: bool = True
+
+
+def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> None:
+    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
+
+    Args:
+        model: The graph that will run, after all other rewrites.
+        options: What is asked for.
+        context: Gets remarks, and what the session has to be set to.
+    """
+    simplify_shapes(model, context)
+    try:
+        shapes = concrete_shapes(model, options.dims)
+        order = memory_order(model.graph, options.dims, shapes=shapes)
+        if not options.for_default_order:
+            lean = options.lean_session and context.cpu_only
+            if lean and _may_be_held(order):
+                other = memory_order(model.graph, options.dims, shapes=shapes, reuse=False)
+                order = _without_reuse(order, other, context)
+            _run_in_file_order(order, context)
+            if lean and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
+                context.session_settings.update(_NO_PATTERN)
+                context.remarks.fired(
+                    _SESSION,
+                    "memory patterns are off: their block would lie in the arena beside what "
+                    f"the first run left there, {_mb(order.ours)} at least",
+                )
+        else:
+            _write_default_order(model, order, options.dims, shapes, context)
+    except Refusal as refusal:
+        context.remarks.refused(_GRAPH, f"left in its order: {refusal}")
+        return
+    if order.unknown_dims:
+        names = ", ".join(map(str, order.unknown_dims[:5]))
+        context.remarks.note(
+            _GRAPH,
+            f"dimensions without a number counted as {DEFAULT_DIM}: {names}"
+            f"{' and others' if len(order.unknown_dims) > 5 else ''}; give them by dims",
+        )
+
+
+def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext) -> GraphOrder:
+    """Choose between an order for a session that reuses buffers and one for one that doesn't.
+
+    A buffer that is reused is held in between. Without reuse a session asks the system for
+    memory more often, so that it has to be worth it.
+    """
+    with_bytes, bytes_without = (
+        item.arena_bytes() if context.cpu_arena else item.ours.peak
+        for item in (order, without)
+    )
+    if bytes_without > _WORTH_NO_REUSE * with_bytes or not without.worthwhile:
+        return order
+    context.session_settings.update(_NO_REUSE)
+    where = "the arena" if context.cpu_arena else "tensors"
+    context.remarks.fired(
+        _SESSION,
+        f"reuse of buffers is off: with it, {where} would take {with_bytes / 1e6:.1f} MB "
+        f"instead of {bytes_without / 1e6:.1f}",
+    )
+    return without
+
+
+def _may_be_held(order: GraphOrder) -> bool:
+    """Whether reuse may hold buffers; of large graphs, whether it does in this very order."""
+    return (
+        len(order.ours.order) <= _QUICKLY_ORDERED
+        or order.peak_without_reuse() <= _WORTH_NO_REUSE * order.ours.peak
+    )
+
+
+def _write_default_order(
+    model: ir.Model,
+    order: GraphOrder,
+    dims: Mapping[str, int],
+    shapes: ConcreteShapes,
+    context: PassContext,
+) -> None:
+    file = closest_default_order(model.graph, order.ours.order, dims, shapes=shapes)
+    if file.runs.peak < order.default.peak:
+        file.apply()
+        context.remarks.fired(
+            _GRAPH,
+            f"by default it now runs {file.closeness:.1%} of all pairs of nodes in "
+            f"the computed order, peak {_mb(file.runs)}; {_peaks(order)}",
+        )
+    else:
+        context.remarks.refused(
+            _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
+        )
+
+
+def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
+    if not order.worthwhile:
+        context.remarks.refused(
+            _GRAPH,
+            "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
+            + _peaks(order),
+        )
+    elif _is_better(order) or (context.final_graph and order.default.peak >= _LEAN_BYTES):
+        # A session that makes the final graph itself gives its nodes other places than the
+        # file has: what that one's default order would be, nobody knows.
+        order.apply()
+        context.session_settings.update(_IN_FILE_ORDER)
+        context.remarks.fired(_GRAPH, f"{_peaks(order)}, found by {order.method!r}")
+    else:
+        context.remarks.refused(
+            _GRAPH,
+            f"left in its order, which is as good as any that was found; {_peaks(order)}",
+        )
+
+
+def _is_better(order: GraphOrder) -> bool:
+    """Whether the computed order of a graph or a body holds less, or runs a Shape sooner.
+
+    Sooner, the few bytes of a Shape's numbers may lie on top of the peak.
+    """
+    ours, default = order.ours, order.default
+    if ours.peak < default.peak:
+        return True
+    if ours.peak > default.peak + order.chain_bytes:
+        return False
+    return sum(ours.distances) < sum(default.distances) or any(map(_is_better, order.bodies))
+
+
+def _peaks(order: GraphOrder) -> str:
+    orders = {
+        "computed": order.ours,
+        "onnxruntime's default": order.default,
+        "its PRIORITY_BASED": order.priority,
+    }
+    told = ", ".join(
+        f"{name} {_mb(item)} (Shape {item.mean_distance:.1f} steps behind its producer)"
+        for name, item in orders.items()
+    )
+    return f"peak of live bytes: {told}"
+
+
+def _mb(order: SimulatedOrder) -> str:
+    return f"{order.peak / 1e6:.1f} MB"

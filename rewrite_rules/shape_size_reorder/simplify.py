@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""Shape and Size read the first value of the same sizes, or become constants.
+
+The rules are in :mod:`.shape_rules`, the proofs that they rest on in
+:mod:`.proved_shapes`. Afterwards, nodes with the same numbers become one:
+
+    Shape(x), Shape(x)                       -> Shape(x), once
+    Gather(Shape(x), 0), Gather(Shape(y), 0) -> the first, if both are the same size
+
+A Shape that still reads a computed tensor gets a remark that says why.
+"""
+
+from __future__ import annotations
+
+__all__ = ["simplify_shapes"]
+
+import collections
+from collections.abc import Hashable
+
+import onnx_ir as ir
+from onnxscript.rewriter import RewriteRuleSet
+
+from rewrite_rules.graph.nodes import bodies, label
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.shape_size_reorder.shape_rules import Readings, shape_rules
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
+
+_ROOTS = ("Shape", "Size")
+
+
+def simplify_shapes(model: ir.Model, context: PassContext) -> None:
+    """Rewrite in place; ``context.remarks`` tells what each Shape and Size reads now.
+
+    Names and types of the graph's outputs stay, and so do all numbers, whatever the sizes in
+    a run. The graph is sorted afterwards.
+
+    Raises:
+        RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
+    """
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    present = {node.op_type for graph in graphs for node in graph.all_nodes()}
+    if present.isdisjoint(_ROOTS):
+        return
+    try:
+        for graph in graphs:
+            graph.sort()  # what is earlier is only known then
+    except ValueError as error:
+        context.remarks.refused("model", f"it can't be sorted: {error}")
+        return
+    with context.remarks.at("model"):
+        facts = ProvedShapes(model)
+    readings = Readings(facts, context.remarks)
+    # Rules are built per call: they hold the match between check and rewrite.
+    present.add("Gather")  # rules write it
+    RewriteRuleSet(shape_rules(readings, present)).apply_to_model(model)
+    merged = _Merge(facts, context)
+    for graph in graphs:
+        merged.walk(graph, collections.ChainMap())
+    _explain_the_rest(graphs, facts, context)
+
+
+class _Merge:
+    """Makes one of nodes that have the same numbers."""
+
+    def __init__(self, facts: ProvedShapes, context: PassContext) -> None:
+        self._facts = facts
+        self._context = context
+
+    def walk(self, graph: ir.Graph, seen: collections.ChainMap[Hashable, ir.Value]) -> None:
+        """Merge in a graph and its bodies; ``seen`` has what can be read there."""
+        for node in graph:
+            for body in bodies(node):
+                self.walk(body, seen.new_child())
+            key = self._key(node)
+            if key is None:
+                continue
+            out = node.outputs[0]
+            first = seen.setdefault(key, out)
+            # The name of a graph output is the caller's.
+            if first is out or out.is_graph_output():
+                continue
+            ir.convenience.replace_all_uses_with(out, first)
+            _remove_unused(node)
+            if _is_root(node):
+                self._context.remarks.fired(label(node), f"is {first.name!r}, its like")
+
+    def _key(self, node: ir.Node) -> Hashable:
+        """What identifies a node's numbers; None if it has none that are of use."""
+        if node.domain or len(node.outputs) != 1 or not node.outputs[0].name:
+            return None
+        if node.op_type not in INTEGER_OPERATORS:
+            return None
+        out = node.outputs[0]
+        integers = self._facts.integers(out)
+        if integers is not None and integers.known is not None:
+            return integers
+        if not _is_root(node) or not node.inputs or node.inputs[0] is None:
+            return None
+        span = (str(node.attributes[name]) for name in sorted(node.attributes))
+        return (node.op_type, self._facts.shape(node.inputs[0]), *span)
+
+
+def _remove_unused(node: ir.Node) -> None:
+    """Remove a node without a consumer, and the integers that were for it alone."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        small = node.op_type in INTEGER_OPERATORS or node.op_type == "Constant"
+        if not small or node.graph is None:
+            continue
+        if any(value.uses() or value.is_graph_output() for value in node.outputs):
+            continue
+        makers = [value.producer() for value in node.inputs if value is not None]
+        # The first of equal Shapes reads what they all read, so that has a consumer still.
+        node.graph.remove(node, safe=True)
+        pending += [maker for maker in makers if maker is not None]
+
+
+def _is_root(node: ir.Node) -> bool:
+    return node.op_type in _ROOTS and node.domain == ""
+
+
+def _explain_the_rest(
+    graphs: list[ir.Graph], facts: ProvedShapes, context: PassContext
+) -> None:
+    """Say why a Shape reads a computed tensor still."""
+    for graph in graphs:
+        for node in graph.all_nodes():
+            if not _is_root(node) or not node.inputs or (source := node.inputs[0]) is None:
+                continue
+            maker = source.producer()
+            if maker is None:  # nothing is earlier than an input
+                continue
+            unranked = isinstance(facts.shape(source), int)
+            context.remarks.refused(
+                label(node),
+                f"{maker.op_type} {label(maker)!r} decides the "
+                f"{'rank and the sizes' if unranked else 'sizes'} of {source.name!r}: nothing "
+                "earlier has them in every run",
+            )

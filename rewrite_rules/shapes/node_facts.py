@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: MIT
+"""A node as the functions see it that work out shapes: its inputs' shapes, its attributes."""
+
+from __future__ import annotations
+
+__all__ = ["Facts", "Integers", "Site", "axes_of", "axis_of"]
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal, int_attribute
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, number
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """What is known of the numbers in a small int64 tensor.
+
+    Attributes:
+        numbers: Each number; None where nothing is known of it.
+        scalar: Whether the tensor has rank 0; it has rank 1 otherwise.
+    """
+
+    numbers: tuple[Dim | None, ...]
+    scalar: bool = False
+
+    @property
+    def known(self) -> Dims | None:
+        """The numbers, if something is known of each."""
+        dims = tuple(number for number in self.numbers if number is not None)
+        return dims if len(dims) == len(self.numbers) else None
+
+    @property
+    def constants(self) -> tuple[int, ...] | None:
+        """The numbers, if no run can change them."""
+        if any(number is None or number[1] for number in self.numbers):
+            return None
+        return tuple(number[0] for number in self.numbers if number is not None)
+
+
+class Facts(Protocol):
+    """What has been worked out of the values before a node."""
+
+    unknowns: Unknowns
+
+    def shape(self, value: ir.Value) -> Shape:
+        """The shape of a value."""
+
+    def count(self, value: ir.Value) -> Dim:
+        """How many elements a value has."""
+
+    def integers(self, value: ir.Value) -> Integers | None:
+        """The numbers of a small int64 tensor; None for anything else."""
+
+
+class Site:
+    """A node and what is known of its inputs.
+
+    Attributes:
+        node: The node.
+        facts: What is known.
+        opset: Version of the node's domain; None where it isn't imported.
+        unknowns: Makes unknowns.
+    """
+
+    def __init__(self, node: ir.Node, facts: Facts, opset: int | None) -> None:
+        self.node = node
+        self.facts = facts
+        self.opset = opset or 0
+        self.unknowns = facts.unknowns
+
+    def has(self, index: int) -> bool:
+        """Whether an optional input is there."""
+        inputs = self.node.inputs
+        return index < len(inputs) and inputs[index] is not None
+
+    def input(self, index: int) -> ir.Value:
+        """An input.
+
+        Raises:
+            Refusal: If it is missing.
+        """
+        value = self.node.inputs[index] if index < len(self.node.inputs) else None
+        if value is None:
+            raise Refusal(f"{self.node.op_type} lacks input {index}")
+        return value
+
+    def shape(self, index: int) -> Shape:
+        """The shape of an input."""
+        return self.facts.shape(self.input(index))
+
+    def dims(self, index: int) -> Dims:
+        """The dimensions of an input.
+
+        Raises:
+            Refusal: If not even their number is known.
+        """
+        shape = self.shape(index)
+        if isinstance(shape, int):
+            raise Refusal(f"the rank of {self.input(index).name!r} is not known")
+        return shape
+
+    def numbers(self, index: int) -> tuple[Dim | None, ...]:
+        """What is known of the numbers of an input; of unknown ones, if they are countable.
+
+        Raises:
+            Refusal: If not even how many there are is known.
+        """
+        integers = self.facts.integers(self.input(index))
+        if integers is not None:
+            return integers.numbers
+        shape = self.shape(index)
+        count = number(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else None
+        if count is None or count > 64:
+            raise Refusal(f"the length of {self.input(index).name!r} is not known")
+        return (None,) * count
+
+    def constants(self, index: int) -> tuple[int, ...]:
+        """The numbers of an input that no run can change.
+
+        Raises:
+            Refusal: If a run can.
+        """
+        integers = self.facts.integers(self.input(index))
+        constants = None if integers is None else integers.constants
+        if constants is None:
+            raise Refusal(f"{self.input(index).name!r} is no constant")
+        return constants
+
+    def integer(self, name: str, default: int) -> int:
+        """An int attribute."""
+        return int_attribute(self.node, name, default)
+
+    def ints(self, name: str) -> tuple[int, ...] | None:
+        """A list attribute; None where it is absent.
+
+        Raises:
+            Refusal: If it is no list of ints.
+        """
+        attribute = self.node.attributes.get(name)
+        if attribute is None:
+            return None
+        if attribute.is_ref() or attribute.type is not ir.AttributeType.INTS:
+            raise Refusal(f"attribute {name!r} is no list of ints")
+        return tuple(attribute.as_ints())
+
+    def text(self, name: str, default: str) -> str:
+        """A string attribute.
+
+        Raises:
+            Refusal: If it is none.
+        """
+        attribute = self.node.attributes.get(name)
+        if attribute is None:
+            return default
+        if attribute.is_ref() or attribute.type is not ir.AttributeType.STRING:
+            raise Refusal(f"attribute {name!r} is no string")
+        return attribute.as_string()
+
+    def axes(self, index: int, name: str = "axes") -> tuple[int, ...] | None:
+        """Axes, given as an attribute or, by newer opsets, as an input; None where absent."""
+        return self.constants(index) if self.has(index) else self.ints(name)
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """Count an axis from the front.
+
+    Raises:
+        Refusal: If there is none such.
+    """
+    if not -rank <= axis < rank:
+        raise Refusal(f"axis {axis} is out of range for rank {rank}")
+    return axis % rank
+
+
+def axes_of(axes: Sequence[int], rank: int) -> set[int]:
+    """Count axes from the front.
+
+    Raises:
+        Refusal: If one is out of range or named twice.
+    """
+    found = {axis_of(axis, rank) for axis in axes}
+    if len(found) != len(axes):
+        raise Refusal(f"axes {list(axes)} name one twice")
+    return found

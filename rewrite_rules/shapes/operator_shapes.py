@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: MIT
+"""The shapes that operators give their outputs, as far as onnxruntime's kernels prove them.
+
+onnx's shape inference is no proof: it takes annotations in the file on trust, has one symbol
+for sizes of several inputs, which onnxruntime lets differ, and knows no operator of
+onnxruntime's own. Here, a shape follows from the inputs' shapes and the operator alone. What
+is not listed has a shape of its own, equal to no other.
+
+Where an output is said to have a shape, each run that gets past the node gives it that one, be
+there dimensions of size 0 or not:
+
+    Reshape(x[a, b], [a, c])        dimension 1 is another unknown: for c = 0, it is b
+    Concat(x[a, 4], y[b, 4], [c, 4])   onnxruntime skips empty inputs, so that all others'
+                                    dimensions have to be the same in proof
+"""
+
+from __future__ import annotations
+
+__all__ = ["output_shapes"]
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
+from rewrite_rules.shapes.node_facts import Site, axes_of, axis_of
+
+_MICROSOFT = "com.microsoft"
+# An end beyond any size, by which exporters mean "to the end". 2**31 - 1 is none.
+_BEYOND = 1 << 48
+
+# Operators whose first output has the shape of their first input. PRelu is not among them:
+# onnxruntime broadcasts both ways.
+_KEEPS = frozenset({
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization",
+    "Bernoulli", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh",
+    "CumSum", "DequantizeLinear", "Dropout", "DynamicQuantizeLinear", "Elu", "Erf", "Exp",
+    "EyeLike", "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Hardmax",
+    "Identity", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LayerNormalization",
+    "LeakyRelu", "Log", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "Mish",
+    "Neg", "Not", "QuantizeLinear", "RMSNormalization", "RandomNormalLike",
+    "RandomUniformLike", "Reciprocal", "Relu", "ReverseSequence", "RotaryEmbedding", "Round",
+    "Scatter", "ScatterElements", "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign",
+    "SimplifiedLayerNormalization", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt",
+    "Swish", "Tan", "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu",
+})  # fmt: skip
+_MICROSOFT_KEEPS = frozenset({
+    "BiasGelu", "BiasSoftmax", "DequantizeLinear", "FastGelu", "Gelu", "GroupNorm",
+    "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax", "QuantizeLinear", "QuickGelu",
+    "RotaryEmbedding", "SkipGroupNorm", "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+})  # fmt: skip
+# Other outputs of the same shape.
+_ALSO_KEPT = {"Dropout": (1,), "SkipLayerNormalization": (3,),
+              "SkipSimplifiedLayerNormalization": (3,)}  # fmt: skip
+_BROADCASTS = frozenset({
+    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal",
+    "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul",
+    "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
+})  # fmt: skip
+# Operators whose output has the rank of their first input, whatever the others are. For
+# reductions, that is with keepdims.
+_REDUCTIONS = (
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
+    *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
+)
+_KEEPS_RANK = frozenset({"Pad", "Slice", "Tile", *_REDUCTIONS})
+
+
+def output_shapes(site: Site) -> Sequence[Shape | None]:
+    """Work out the shapes of a node's outputs, in order; None, or too few, where unknown.
+
+    Raises:
+        Refusal: If nothing can be said.
+    """
+    op_type, domain = site.node.op_type, site.node.domain
+    keeps = _KEEPS if domain == "" else _MICROSOFT_KEEPS if domain == _MICROSOFT else ()
+    if op_type in keeps:
+        shape = site.shape(0)
+        shapes: list[Shape | None] = [shape]
+        if op_type == "DynamicQuantizeLinear":
+            shapes += [(), ()]
+        for index in _ALSO_KEPT.get(op_type, ()):
+            shapes += [None] * (index - len(shapes)) + [shape]
+        return shapes
+    if domain == "" and op_type in _BROADCASTS:
+        if site.opset < 7:  # the attributes broadcast and axis, which onnxruntime refuses
+            return []
+        inputs = range(len(site.node.inputs))
+        return [site.unknowns.broadcast(site.shape(i) for i in inputs)]
+    rule = _TABLES.get(domain, {}).get(op_type)
+    try:
+        return rule(site) if rule else []
+    except Refusal:
+        if op_type not in _KEEPS_RANK or not site.integer("keepdims", 1):
+            raise
+        return [site.unknowns.fresh_dims(len(site.dims(0)))]
+
+
+def _transpose(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    perm = site.ints("perm")
+    if perm is None:
+        return [dims[::-1]]
+    axes_of(perm, len(dims))
+    return [tuple(dims[axis] for axis in perm)] if len(perm) == len(dims) else []
+
+
+def _reshape(site: Site) -> Sequence[Shape]:
+    wanted = site.numbers(1)
+    source, unknowns = site.shape(0), site.unknowns
+    before = source if isinstance(source, tuple) else None
+    literal = bool(site.integer("allowzero", 0))
+    result: list[Dim | None] = []
+    hole = None
+    for i, size in enumerate(wanted):
+        below = before[i] if before is not None and i < len(before) else None
+        if size == (-1, ()):
+            hole = i
+            result.append(None)
+        elif size == (0, ()) and not literal:
+            result.append(below)
+        elif size is None or literal or not size[1]:
+            result.append(size)
+        else:  # if this is 0, the size of the input stands here: it has to be 0, too
+            zero = below is not None and (below[0] == 0 or set(size[1]) <= set(below[1]))
+            result.append(size if zero else None)
+    others = [size for i, size in enumerate(result) if i != hole and size is not None]
+    if hole is not None and before is not None and len(others) == len(result) - 1:
+        result[hole] = unknowns.quotient(unknowns.product(before), unknowns.product(others))
+    return [tuple((1, (unknowns.fresh(),)) if size is None else size for size in result)]
+
+
+def _squeeze(site: Site) -> Sequence[Shape]:
+    dims, axes = site.dims(0), site.axes(1)
+    if axes is None:
+        if any(dim[1] for dim in dims):
+            return []
+        return [tuple(dim for dim in dims if dim[0] != 1)]
+    gone = axes_of(axes, len(dims))
+    return [tuple(dim for i, dim in enumerate(dims) if i not in gone)]
+
+
+def _unsqueeze(site: Site) -> Sequence[Shape]:
+    dims, axes = site.dims(0), site.axes(1)
+    if axes is None:
+        return []
+    rank = len(dims) + len(axes)
+    new, old = axes_of(axes, rank), iter(dims)
+    return [tuple(known(1) if i in new else next(old) for i in range(rank))]
+
+
+def _flatten(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = site.integer("axis", 1)
+    axis = axis if axis == len(dims) else axis_of(axis, len(dims))
+    return [(site.unknowns.product(dims[:axis]), site.unknowns.product(dims[axis:]))]
+
+
+def _concat(site: Site) -> Sequence[Shape]:
+    inputs = [site.dims(i) for i in range(len(site.node.inputs))]
+    rank = len(inputs[0])
+    axis = axis_of(site.integer("axis", 1), rank)
+    if any(len(dims) != rank for dims in inputs):
+        return []
+    result = []
+    for i in range(rank):
+        sizes = [dims[i] for dims in inputs]
+        if i == axis:
+            result.append(site.unknowns.sum(sizes))
+        elif len(set(sizes)) == 1:
+            result.append(sizes[0])
+        else:  # the size of the first that is not empty
+            result.append(site.unknowns.remembered("Concat", i, *inputs))
+    return [tuple(result)]
+
+
+def _split(site: Site) -> Sequence[Shape]:
+    dims, count = site.dims(0), len(site.node.outputs)
+    axis = axis_of(site.integer("axis", 0), len(dims))
+    sizes: Sequence[Dim | None]
+    if site.opset < 13 and site.node.attributes.get("split") is not None:
+        sizes = [known(size) for size in site.ints("split") or ()]
+    elif site.has(1):
+        sizes = site.numbers(1)
+    elif dims[axis][0] % count == 0:
+        sizes = [site.unknowns.quotient(dims[axis], known(count))] * count
+    else:  # the last part may be smaller
+        sizes = [site.unknowns.remembered("Split", dims[axis], count, i) for i in range(count)]
+    if len(sizes) != count:
+        return []
+    return [
+        (*dims[:axis], (1, (site.unknowns.fresh(),)) if s is None else s, *dims[axis + 1 :])
+        for s in sizes
+    ]
+
+
+def _slice(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    unknowns = site.unknowns
+    starts: Sequence[Dim | None]
+    ends: Sequence[Dim | None]
+    if site.opset < 10:
+        starts = [known(n) for n in site.ints("starts") or ()]
+        ends = [known(n) for n in site.ints("ends") or ()]
+        axes, steps = site.ints("axes"), None
+    else:
+        starts, ends = site.numbers(1), site.numbers(2)
+        axes = site.axes(3)
+        steps = site.constants(4) if site.has(4) else None
+    axes = tuple(range(len(starts))) if axes is None else axes
+    axes_of(axes, len(dims))
+    steps = (1,) * len(axes) if steps is None else steps
+    if not len(starts) == len(ends) == len(axes) == len(steps):
+        return []
+    result = list(dims)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        dim = dims[axis]
+        first, last, size = number(start), number(end), number(dim)
+        # Going backwards from before the front, Python takes nothing and ONNX the first.
+        plain = first is not None and last is not None and (step > 0 or first >= -(size or 0))
+        if size is not None and plain and step:
+            result[axis] = known(len(range(*slice(first, last, step).indices(size))))
+        elif step == 1 and first == 0 and (end == dim or (last or 0) >= _BEYOND):
+            continue
+        elif start is None or end is None:
+            result[axis] = 1, (unknowns.fresh(),)
+        else:
+            result[axis] = unknowns.remembered("Slice", dim, start, end, step)
+    return [tuple(result)]
+
+
+def _gather(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = axis_of(site.integer("axis", 0), len(dims))
+    return [(*dims[:axis], *site.dims(1), *dims[axis + 1 :])]
+
+
+def _gather_block_quantized(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = axis_of(site.integer("gather_axis", 0), len(dims))
+    quantized = axis_of(site.integer("quantize_axis", 1), len(dims))
+    rest = list(dims)
+    if site.input(0).dtype is ir.DataType.UINT8:  # codes of less than a byte are packed
+        packed = site.unknowns.product((dims[-1], known(8 // site.integer("bits", 4))))
+        rest[-1] = packed if quantized == len(dims) - 1 else (1, (site.unknowns.fresh(),))
+    return [(*rest[:axis], *site.dims(1), *rest[axis + 1 :])] if axis != quantized else []
+
+
+def _gather_nd(site: Site) -> Sequence[Shape]:
+    dims, indices = site.dims(0), site.dims(1)
+    depth = number(indices[-1])
+    if depth is None:
+        return []
+    return [(*indices[:-1], *dims[site.integer("batch_dims", 0) + depth :])]
+
+
+def _pad(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    pads = site.constants(1) if site.opset >= 11 else site.ints("pads") or ()
+    named = site.constants(3) if site.has(3) else range(len(dims))
+    axes = [axis_of(axis, len(dims)) for axis in named]
+    if len(pads) != 2 * len(axes):
+        return []
+    result = list(dims)
+    for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
+        result[axis] = site.unknowns.sum((dims[axis], known(before + after)))
+    return [tuple(result)]
+
+
+def _tile(site: Site) -> Sequence[Shape]:
+    dims, repeats = site.dims(0), site.numbers(1)
+    if len(repeats) != len(dims):
+        return []
+    sizes = [
+        (1, (site.unknowns.fresh(),)) if times is None else site.unknowns.product((dim, times))
+        for dim, times in zip(dims, repeats, strict=True)
+    ]
+    return [tuple(sizes)]
+
+
+def _sizes(site: Site, index: int) -> Dims:
+    """The numbers of an input, as sizes."""
+    return tuple(
+        (1, (site.unknowns.fresh(),)) if size is None else size for size in site.numbers(index)
+    )
+
+
+def _expand(site: Site) -> Sequence[Shape]:
+    return [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))]
+
+
+def _constant_of_shape(site: Site) -> Sequence[Shape]:
+    return [_sizes(site, 0)]
+
+
+def _range(site: Site) -> Sequence[Shape]:
+    integers = [site.facts.integers(site.input(i)) for i in range(3)]
+    numbers = [i.numbers[0] if i is not None and i.numbers else None for i in integers]
+    start, end, step = numbers
+    if start is None or end is None or step is None:
+        return [site.unknowns.fresh_dims(1)]
+    if start == (0, ()) and step == (1, ()) and (end[1] or end[0] >= 0):
+        return [(end,)]
+    if not (start[1] or end[1] or step[1]) and step[0]:
+        return [(known(len(range(start[0], end[0], step[0]))),)]
+    return [(site.unknowns.remembered("Range", start, end, step),)]
+
+
+def _reduce(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    keep = site.integer("keepdims", 1)
+    axes = site.axes(1)
+    if not axes:
+        if site.integer("noop_with_empty_axes", 0):
+            return [dims]
+        axes = tuple(range(len(dims)))
+    return [_without(dims, axes_of(axes, len(dims)), keep)]
+
+
+def _without(dims: Dims, gone: set[int], keep: int) -> Dims:
+    if keep:
+        return tuple(known(1) if i in gone else dim for i, dim in enumerate(dims))
+    return tuple(dim for i, dim in enumerate(dims) if i not in gone)
+
+
+def _arg_reduce(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = axis_of(site.integer("axis", 0), len(dims))
+    return [_without(dims, {axis}, site.integer("keepdims", 1))]
+
+
+def _top_k(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = axis_of(site.integer("axis", -1), len(dims))
+    count = _sizes(site, 1)[0] if site.opset >= 10 else known(site.integer("k", 0))
+    return [(*dims[:axis], count, *dims[axis + 1 :])] * 2
+
+
+def _one_hot(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    axis = axis_of(site.integer("axis", -1), len(dims) + 1)
+    depth = site.facts.integers(site.input(1))
+    size = depth.numbers[0] if depth is not None and depth.numbers else None
+    return [(*dims[:axis], size or (1, (site.unknowns.fresh(),)), *dims[axis:])]
+
+
+def _non_zero(site: Site) -> Sequence[Shape]:
+    shape = site.shape(0)
+    count = (1, (site.unknowns.fresh(),))
+    if isinstance(shape, int):
+        return [(site.unknowns.remembered("rank", shape), count)]
+    return [(known(max(1, len(shape))), count)]
+
+
+def _shape(site: Site) -> Sequence[Shape]:
+    shape = site.shape(0)
+    start, end = site.node.attributes.get("start"), site.node.attributes.get("end")
+    if isinstance(shape, int):
+        return [(site.unknowns.remembered("rank", shape, str(start), str(end)),)]
+    span = slice(site.integer("start", 0), site.integer("end", len(shape)))
+    return [(known(len(shape[span])),)]
+
+
+def _matmul(site: Site) -> Sequence[Shape]:
+    return [_product(site, site.dims(0), site.dims(1))]
+
+
+def _product(site: Site, a: Dims, b: Dims) -> Shape:
+    if not a or not b:
+        return ()
+    batch = site.unknowns.broadcast((a[:-2], b[:-2]))
+    assert isinstance(batch, tuple)
+    return (*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _qlinear_matmul(site: Site) -> Sequence[Shape]:
+    return [_product(site, site.dims(0), site.dims(3))]
+
+
+def _fused_matmul(site: Site) -> Sequence[Shape]:
+    a, b = site.dims(0), site.dims(1)
+    if site.integer("transBatchA", 0) or site.integer("transBatchB", 0):
+        return []
+    if len(a) < 2 or len(b) < 2:
+        return []
+    a = (*a[:-2], a[-1], a[-2]) if site.integer("transA", 0) else a
+    b = (*b[:-2], b[-1], b[-2]) if site.integer("transB", 0) else b
+    return [_product(site, a, b)]
+
+
+def _matmul_nbits(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    return [(*dims[:-1], known(site.integer("N", 0)))] if dims else []
+
+
+def _embed_layer_normalization(site: Site) -> Sequence[Shape]:
+    return [(*site.dims(0), site.dims(2)[-1])]
+
+
+def _attention(site: Site) -> Sequence[Shape]:
+    batch, sequence, _ = site.dims(0)
+    sizes = site.ints("qkv_hidden_sizes")
+    third = site.unknowns.quotient(site.dims(1)[1], known(3))
+    return [(batch, sequence, known(sizes[2]) if sizes else third)]
+
+
+def _multi_head_attention(site: Site) -> Sequence[Shape]:
+    batch, sequence, _ = site.dims(0)
+    _, _, hidden = site.dims(2)
+    return [(batch, sequence, hidden)]
+
+
+def _group_query_attention(site: Site) -> Sequence[Shape]:
+    packed = not (site.has(1) and site.has(2))
+    batch, sequence, _ = site.dims(0)
+    return [(batch, sequence, (1, (site.unknowns.fresh(),)))] if packed else [site.shape(0)]
+
+
+def _gemm(site: Site) -> Sequence[Shape]:
+    a, b = site.dims(0), site.dims(1)
+    if len(a) != 2 or len(b) != 2:
+        return []
+    rows, columns = a[bool(site.integer("transA", 0))], b[not site.integer("transB", 0)]
+    return [(rows, columns)]
+
+
+def _attributes_key(node: ir.Node) -> Hashable:
+    return tuple(sorted((name, str(a.value)) for name, a in node.attributes.items()))
+
+
+def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
+    """Spatial sizes after a window has slid over them."""
+    node, rank = site.node, len(kernel)
+    strides = site.ints("strides") or (1,) * rank
+    dilations = site.ints("dilations") or (1,) * rank
+    pads = site.ints("pads") or (0,) * (2 * rank)
+    auto_pad = site.text("auto_pad", "NOTSET")
+    if len(dims) != rank + 2:
+        return site.unknowns.fresh_dims(rank)
+    key = (node.domain, node.op_type, _attributes_key(node), tuple(kernel))
+    result = []
+    for i, dim in enumerate(dims[2:]):
+        reach = dilations[i] * (kernel[i] - 1)
+        size: Dim | None = None
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            if strides[i] == 1:
+                size = dim
+            elif not dim[1]:
+                size = known(math.ceil(dim[0] / strides[i]))
+        elif auto_pad == "NOTSET" and not site.integer("ceil_mode", 0):
+            change = pads[i] + pads[i + rank] - reach
+            if strides[i] == 1 and change == 0:
+                size = dim
+            elif not dim[1] and dim[0] + change > 0:
+                size = known((dim[0] + change - 1) // strides[i] + 1)
+        result.append(site.unknowns.remembered(key, i, dim) if size is None else size)
+    return tuple(result)
+
+
+def _conv(site: Site, weight: int = 1) -> Sequence[Shape]:
+    dims, kernel = site.dims(0), site.dims(weight)
+    sizes = [dim[0] for dim in kernel[2:] if not dim[1]]
+    if len(sizes) != len(kernel) - 2 or len(kernel) < 3:
+        return [(dims[0], kernel[0], *site.unknowns.fresh_dims(len(dims) - 2))]
+    return [(dims[0], kernel[0], *_window(site, dims, sizes))]
+
+
+def _qlinear_conv(site: Site) -> Sequence[Shape]:
+    return _conv(site, 3)
+
+
+def _conv_transpose(site: Site) -> Sequence[Shape]:
+    dims, kernel = site.dims(0), site.dims(1)
+    channels = site.unknowns.product((kernel[1], known(site.integer("group", 1))))
+    key = ("ConvTranspose", _attributes_key(site.node), kernel[2:])
+    sizes = [site.unknowns.remembered(key, i, dim) for i, dim in enumerate(dims[2:])]
+    return [(dims[0], channels, *sizes)]
+
+
+def _pool(site: Site) -> Sequence[Shape]:
+    dims, kernel = site.dims(0), site.ints("kernel_shape")
+    if kernel is None or len(dims) < 3:
+        return []
+    return [(*dims[:2], *_window(site, dims, kernel))] * 2
+
+
+def _global_pool(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    return [(*dims[:2], *(known(1),) * (len(dims) - 2))]
+
+
+def _resize(site: Site) -> Sequence[Shape]:
+    return [site.unknowns.fresh_dims(len(site.dims(0)))]
+
+
+def _resize_to_sizes(site: Site) -> Sequence[Shape]:
+    dims = site.dims(0)
+    plain = not site.node.attributes.keys() & {"axes", "keep_aspect_ratio_policy"}
+    if not (site.opset >= 11 and site.has(3) and plain):
+        return _resize(site)
+    sizes = _sizes(site, 3)
+    return [sizes] if len(sizes) == len(dims) else []
+
+
+def _depth_to_space(site: Site) -> Sequence[Shape]:
+    n, c, h, w = site.dims(0)
+    block = known(site.integer("blocksize", 1))
+    product = site.unknowns.product
+    channels = site.unknowns.quotient(c, product((block, block)))
+    return [(n, channels, product((h, block)), product((w, block)))]
+
+
+def _space_to_depth(site: Site) -> Sequence[Shape]:
+    n, c, h, w = site.dims(0)
+    block = known(site.integer("blocksize", 1))
+    unknowns = site.unknowns
+    channels = unknowns.product((c, block, block))
+    return [(n, channels, unknowns.quotient(h, block), unknowns.quotient(w, block))]
+
+
+def _recurrent(site: Site) -> Sequence[Shape]:
+    sequence, batch, _ = site.dims(0)
+    if site.integer("layout", 0):
+        return []
+    directions = known(2 if site.text("direction", "forward") == "bidirectional" else 1)
+    hidden = known(site.integer("hidden_size", 0))
+    last = (directions, batch, hidden)
+    return [(sequence, directions, batch, hidden), last, last] if hidden[0] else []
+
+
+def _reorder_input(site: Site) -> Sequence[Shape]:
+    n, *rest = site.dims(0)
+    channels = rest.pop(-1 if site.integer("channels_last", 0) else 0)
+    return [(n, site.unknowns.remembered("nchwc", channels), *rest)]  # filled up to a block
+
+
+def _reorder_output(site: Site) -> Sequence[Shape]:
+    n, _, *sizes = site.dims(0)
+    channels = known(site.integer("channels", 0))
+    last = site.integer("channels_last", 0)
+    return [(n, *sizes, channels) if last else (n, channels, *sizes)]
+
+
+def _like_input(index: int) -> Callable[[Site], Sequence[Shape]]:
+    return lambda site: [site.shape(index)]
+
+
+def _qlinear_binary(site: Site) -> Sequence[Shape]:
+    return [site.unknowns.broadcast((site.shape(0), site.shape(3)))]
+
+
+_Rule = Callable[[Site], Sequence[Shape | None]]
+_STANDARD: dict[str, _Rule] = {
+    **dict.fromkeys(("ArgMax", "ArgMin"), _arg_reduce),
+    **dict.fromkeys(("AveragePool", "MaxPool", "LpPool"), _pool),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool"), _global_pool),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
+    **dict.fromkeys(("MatMul", "MatMulInteger"), _matmul),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
+    "Conv": _conv,
+    "ConvInteger": _conv,
+    "ConvTranspose": _conv_transpose,
+    "DepthToSpace": _depth_to_space,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "GatherElements": _like_input(1),
+    "GatherND": _gather_nd,
+    "Gemm": _gemm,
+    "NonZero": _non_zero,
+    "OneHot": _one_hot,
+    "Pad": _pad,
+    "QLinearConv": _qlinear_conv,
+    "QLinearMatMul": _qlinear_matmul,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Resize": _resize_to_sizes,
+    "Shape": _shape,
+    "Size": lambda site: [()],
+    "Slice": _slice,
+    "SpaceToDepth": _space_to_depth,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Tile": _tile,
+    "TopK": _top_k,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+    "Upsample": _resize,
+}
+_CONTRIBUTED: dict[str, _Rule] = {
+    **dict.fromkeys(("FusedMatMul", "TransposeMatMul"), _fused_matmul),
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), _qlinear_binary),
+    "Attention": _attention,
+    "DynamicQuantizeMatMul": _matmul,
+    "EmbedLayerNormalization": _embed_layer_normalization,
+    "FusedConv": _conv,
+    "FusedGemm": _gemm,
+    "GatherBlockQuantized": _gather_block_quantized,
+    "GroupQueryAttention": _group_query_attention,
+    "MatMulIntegerToFloat": _matmul,
+    "MatMulNBits": _matmul_nbits,
+    "MultiHeadAttention": _multi_head_attention,
+}
+# What onnxruntime makes of convolutions on the CPU: channels in blocks.
+_BLOCKED: dict[str, _Rule] = {
+    **dict.fromkeys(("AveragePool", "MaxPool"), _pool),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _global_pool),
+    "Conv": _conv,
+    "ReorderInput": _reorder_input,
+    "ReorderOutput": _reorder_output,
+}
+_TABLES = {"": _STANDARD, _MICROSOFT: _CONTRIBUTED, "com.microsoft.nchwc": _BLOCKED}

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: MIT
+"""Reads the constant weight behind an operand: DequantizeLinear, and what only renames it.
+
+    DequantizeLinear(codes, scales, zero_points?)           per tensor, per axis or in blocks
+        -> (Identity | Cast | Transpose | Reshape | Squeeze | Unsqueeze) x any number
+        -> an operand of MatMul, Gemm, Gather ...
+
+The codes may have any rank; what counts is where the numbers of ``W[K, N]`` lie in them. So
+``[K, N]`` blocked on axis 0, ``[N, K]`` blocked on axis 1 with a Transpose, and ``[N, blocks,
+block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the writers.
+"""
+
+from __future__ import annotations
+
+__all__ = ["DequantizedOperand", "read_operand", "renames", "trail_to_dequantize"]
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import (
+    Refusal,
+    constant_ints,
+    described,
+    int_attribute,
+    is_dequantize_linear,
+    source_of,
+)
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Grid, NoKernel
+from rewrite_rules.weights.repacking import packed_bytes, unpack
+from rewrite_rules.weights.strided_axes import Axis, Run, joined, offsets, reshape, row_major
+
+_STORAGE = {
+    ir.DataType.INT2: (2, True),
+    ir.DataType.UINT2: (2, False),
+    ir.DataType.INT4: (4, True),
+    ir.DataType.UINT4: (4, False),
+    ir.DataType.INT8: (8, True),
+    ir.DataType.UINT8: (8, False),
+}
+_RENAMING = frozenset(
+    {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"},
+)
+_CHUNK_ELEMENTS = 1 << 20
+_MOST_AXES = 8
+# More nodes in a row rename nothing that a fewer could not; and a cycle must end.
+_LONGEST_TRAIL = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DequantizedOperand:
+    """A dequantised constant as its consumer sees it.
+
+    Attributes:
+        dequantize: The DequantizeLinear node.
+        codes: Value of the stored codes, and so on for scales and zero points.
+        axes: Where the numbers of each axis of the operand lie.
+        renamed: Whether its axes differ from DequantizeLinear's.
+        casts: Types that its numbers pass through, DequantizeLinear's own first.
+        layout: The stored layout in a few words.
+    """
+
+    dequantize: ir.Node
+    codes: ir.Value
+    scales: ir.Value
+    zero_points: ir.Value | None
+    code_tensor: ir.TensorProtocol
+    scale_tensor: ir.TensorProtocol
+    zero_point_tensor: ir.TensorProtocol | None
+    bits: int
+    signed: bool
+    axes: tuple[Axis, ...]
+    casts: tuple[ir.DataType, ...]
+    layout: str
+    renamed: bool = False
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """Type of the operand."""
+        return self.casts[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the operand."""
+        return tuple(math.prod(run.size for run in axis) for axis in self.axes)
+
+    def matrix(self, k_axis: int, group: int | None = None) -> BlockQuantizedWeight:
+        """Describe the operand as ``W[K, N]``.
+
+        Args:
+            k_axis: Axis of the operand, counted in its last two, that the consumer reduces.
+            group: Index on the axis before the last two; None where there are two.
+
+        Raises:
+            NoKernel: If the codes don't lie in order, or blocks run across columns.
+        """
+        *batch, rows, columns = self.axes
+        k_run, n_run = joined((rows, columns)[k_axis]), joined((rows, columns)[1 - k_axis])
+        batch_run = joined(batch[0]) if batch else Run(1, 0)
+        if k_run is None or n_run is None or batch_run is None:
+            raise NoKernel(f"the numbers of weight {self.codes.name!r} lie at uneven steps")
+        K, N = self.shape[-2:] if k_axis == 0 else self.shape[:-3:-1]
+        order = _order(k_run, n_run, K, N)
+        if order is None:
+            raise NoKernel(
+                f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]"
+            )
+        block_size = K if k_run.scales == 0 else k_run.block
+        index = group or 0
+        if index * batch_run.codes * self.bits % 8:
+            raise NoKernel(f"a group of weight {self.codes.name!r} starts within a byte")
+        grid = Grid(
+            offset=index // batch_run.block * batch_run.scales,
+            block_step=k_run.scales,
+            column_step=n_run.scales,
+            column_block=n_run.block,
+        )
+        return BlockQuantizedWeight(
+            codes=self.codes,
+            scales=self.scales,
+            zero_points=self.zero_points,
+            code_tensor=self.code_tensor,
+            scale_tensor=self.scale_tensor,
+            zero_point_tensor=self.zero_point_tensor,
+            bits=self.bits,
+            signed=self.signed,
+            K=K,
+            N=N,
+            block_size=block_size,
+            k_axis=order,
+            grid=grid,
+            offset=index * batch_run.codes,
+            dtype=self.dtype,
+            layout=self.layout,
+        )
+
+    def rows(self) -> Iterator[npt.NDArray[Any]]:
+        """Yield the operand's numbers in order, in chunks ``[rows, last axis]``.
+
+        They are DequantizeLinear's own: one float32 product, rounded once, then cast.
+        """
+        codes = packed_bytes(self.code_tensor)
+        scales = packed_bytes(self.scale_tensor).view(self.scale_tensor.dtype.numpy())
+        zero_points = None
+        if self.zero_point_tensor is not None:
+            count = np.arange(self.zero_point_tensor.size, dtype=np.int64)
+            stored = unpack(packed_bytes(self.zero_point_tensor), self.bits, count)
+            zero_points = _in_sign(stored, self.bits, self.signed)
+        row_codes, row_scales = offsets(self.axes[:-1])
+        codes_along, scales_along = offsets(self.axes[-1:])
+        step = max(1, _CHUNK_ELEMENTS // codes_along.size)
+        for start in range(0, row_codes.size, step):
+            rows = slice(start, start + step)
+            at = row_codes[rows, None] + codes_along
+            scale_at = row_scales[rows, None] + scales_along
+            steps = _in_sign(unpack(codes, self.bits, at), self.bits, self.signed)
+            if zero_points is not None:
+                steps -= zero_points[scale_at]
+            product = steps.astype(np.float32) * scales[scale_at].astype(np.float32)
+            for dtype in self.casts:
+                product = product.astype(dtype.numpy())
+            yield product
+
+
+def trail_to_dequantize(value: ir.Value | None) -> list[ir.Node] | None:
+    """The nodes from a DequantizeLinear on a candidate constant to ``value``, in order.
+
+    None where ``value`` comes from elsewhere, or what is dequantised is computed at run time.
+    """
+    trail: list[ir.Node] = []
+    while value is not None and (node := value.producer()) is not None:
+        if len(node.outputs) != 1 or len(trail) >= _LONGEST_TRAIL:
+            return None
+        trail.append(node)
+        if is_dequantize_linear(node):
+            codes = node.inputs[0] if node.inputs else None
+            if codes is None:
+                return None
+            codes = source_of(codes)
+            # An overridable initializer is a candidate: its refusal tells how to fix it.
+            return trail[::-1] if ir.convenience.get_const_tensor(codes) is not None else None
+        if not renames(node):
+            return None
+        value = node.inputs[0] if node.inputs else None
+    return None
+
+
+def renames(node: ir.Node) -> bool:
+    """Whether a node keeps the numbers of its first input, under other axes or types."""
+    return node.op_type in _RENAMING and node.domain == ""
+
+
+def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
+    """Read what :func:`trail_to_dequantize` found.
+
+    Raises:
+        NoKernel: If the layout is sound, but none that the description can hold.
+        Refusal: If the weight can be changed by a caller, or is malformed; the text names the
+            tensor, what was found and what would be needed.
+    """
+    operand = _read_dequantize(trail[0])
+    for node in trail[1:]:
+        operand = _renamed(operand, node)
+    return operand
+
+
+def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
+    inputs = [*dq.inputs, None, None, None]
+    codes, code_tensor = _input(inputs[0], "weight")
+    scales, scale_tensor = _input(inputs[1], "scale")
+    zero_points, zero_point_tensor = None, None
+    if inputs[2] is not None:
+        zero_points, zero_point_tensor = _input(inputs[2], "zero point")
+
+    if code_tensor.dtype not in _STORAGE:
+        raise Refusal(
+            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 2, 4 or 8 bits fuse"
+        )
+    bits, signed = _STORAGE[code_tensor.dtype]
+    shape = tuple(code_tensor.shape.numpy())
+    if 0 in shape:
+        raise Refusal(f"weight {codes.name!r} of shape {list(shape)} is empty")
+    if len(shape) > _MOST_AXES:
+        raise Refusal(
+            f"weight {codes.name!r} has rank {len(shape)}: {_MOST_AXES} at most fuse"
+        )
+    if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+        raise Refusal(
+            f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
+            "fuse"
+        )
+    dtype = _data_type(int_attribute(dq, "output_dtype", 0) or int(scale_tensor.dtype))
+    axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
+    if zero_points is not None and zero_point_tensor is not None:
+        if zero_point_tensor.dtype != code_tensor.dtype:
+            raise Refusal(
+                f"zero point {zero_points.name!r} is {_type_name(zero_point_tensor)} but "
+                f"weight {codes.name!r} is {_type_name(code_tensor)}"
+            )
+        expected = list(scale_tensor.shape.numpy())
+        if list(zero_point_tensor.shape.numpy()) != expected:
+            raise Refusal(
+                f"zero point {zero_points.name!r} has shape "
+                f"{list(zero_point_tensor.shape.numpy())}: {expected} is needed"
+            )
+    zero = "" if zero_points is None else ", zero points"
+    operand = DequantizedOperand(
+        dequantize=dq,
+        codes=codes,
+        scales=scales,
+        zero_points=zero_points,
+        code_tensor=code_tensor,
+        scale_tensor=scale_tensor,
+        zero_point_tensor=zero_point_tensor,
+        bits=bits,
+        signed=signed,
+        axes=axes,
+        casts=(dtype,),
+        layout=f"{_type_name(code_tensor)} {list(shape)}, {blocks}{zero}",
+    )
+    _check_scales(operand)
+    return operand
+
+
+def _axes(
+    dq: ir.Node,
+    codes: ir.Value,
+    shape: tuple[int, ...],
+    scales: ir.Value,
+    scale_shape: tuple[int, ...],
+) -> tuple[tuple[Axis, ...], str]:
+    """Where codes and scales lie, and how they are quantised in a few words."""
+    steps = row_major(shape)
+    block_size = int_attribute(dq, "block_size", 0)
+    if block_size < 0:
+        raise Refusal(f"block_size {block_size} is negative")
+    plain = [(Run(size, step),) for size, step in zip(shape, steps, strict=True)]
+    if block_size == 0 and math.prod(scale_shape) == 1 and len(scale_shape) <= 1:
+        return tuple(plain), "one scale"
+
+    rank = len(shape)
+    axis = int_attribute(dq, "axis", 1)
+    if not -rank <= axis < rank:
+        raise Refusal(f"axis {axis} is out of range for weight {codes.name!r} of rank {rank}")
+    axis %= rank
+    if block_size == 0:
+        if scale_shape != (shape[axis],):
+            raise Refusal(
+                f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} "
+                f"of shape {list(shape)} needs [], [1] or, for axis {axis}, [{shape[axis]}]"
+            )
+        plain[axis] = (Run(shape[axis], steps[axis], 1),)
+        return tuple(plain), f"a scale for each index of axis {axis}"
+
+    # A single block may have any size: onnxruntime's quantizer writes K for whole columns.
+    if block_size & (block_size - 1) and block_size < shape[axis]:
+        raise Refusal(f"block_size {block_size} of weight {codes.name!r} is no power of 2")
+    expected = list(shape)
+    expected[axis] = -(-shape[axis] // block_size)
+    if list(scale_shape) != expected:
+        raise Refusal(
+            f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} of "
+            f"shape {list(shape)} in blocks of {block_size} on axis {axis} needs {expected}"
+        )
+    scale_steps = row_major(expected)
+    return (
+        tuple(
+            (Run(size, steps[i], scale_steps[i], block_size if i == axis else 1),)
+            for i, size in enumerate(shape)
+        ),
+        f"axis {axis}, block {block_size}",
+    )
+
+
+def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
+    """Follow the operand through one node that keeps its numbers."""
+    label = f"{node.op_type} {node.name or node.outputs[0].name!r}"
+    if node.op_type == "Identity":
+        return operand
+    if node.op_type == "Cast":
+        dtype = _data_type(int_attribute(node, "to", 0))
+        return dataclasses.replace(operand, casts=(*operand.casts, dtype))
+    if node.op_type == "Transpose":
+        rank = len(operand.axes)
+        attribute = node.attributes.get("perm")
+        perm = list(range(rank))[::-1]
+        if attribute is not None:
+            if attribute.type is not ir.AttributeType.INTS or attribute.is_ref():
+                raise Refusal(f"{label} has a perm that is no list of ints")
+            perm = list(attribute.as_ints())
+        if sorted(perm) != list(range(rank)):
+            raise Refusal(f"{label} has perm {perm}: the weight has rank {rank}")
+        axes = tuple(operand.axes[i] for i in perm)
+        return dataclasses.replace(operand, axes=axes, renamed=True)
+    shape = _new_shape(operand.shape, node)
+    if shape is None or math.prod(shape) != math.prod(operand.shape):
+        raise Refusal(f"{label} does not give {list(operand.shape)} a constant shape")
+    if len(shape) > _MOST_AXES:
+        raise Refusal(f"{label} gives rank {len(shape)}: {_MOST_AXES} at most fuse")
+    reshaped = reshape(operand.axes, shape)
+    if reshaped is None:
+        raise NoKernel(f"{label} cuts {list(operand.shape)} in the middle of blocks or axes")
+    return dataclasses.replace(operand, axes=reshaped, renamed=True)
+
+
+def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
+    """Shape after Reshape, Squeeze or Unsqueeze; None where it isn't constant."""
+    wanted = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
+    attribute = node.attributes.get("axes")  # before opset 13
+    if attribute is not None and attribute.type is ir.AttributeType.INTS:
+        wanted = list(attribute.as_ints())
+    if node.op_type == "Reshape":
+        if wanted is None:
+            return None
+        if not int_attribute(node, "allowzero", 0):
+            if any(size == 0 and i >= len(old) for i, size in enumerate(wanted)):
+                return None
+            wanted = [old[i] if size == 0 else size for i, size in enumerate(wanted)]
+        if wanted.count(-1) == 1:
+            known = math.prod(size for size in wanted if size != -1)
+            wanted[wanted.index(-1)] = math.prod(old) // known if known else 0
+        return wanted if all(size > 0 for size in wanted) else None
+    if len(node.inputs) > 1 and node.inputs[1] is not None and wanted is None:
+        return None
+    rank = len(old) + (len(wanted) if wanted and node.op_type == "Unsqueeze" else 0)
+    if wanted is not None and any(not -rank <= axis < rank for axis in wanted):
+        return None
+    at = {axis % rank for axis in wanted or ()}
+    if len(at) != len(wanted or ()):
+        return None
+    if node.op_type == "Squeeze":
+        dropped = at or {i for i, size in enumerate(old) if size == 1}
+        return [size for i, size in enumerate(old) if i not in dropped]
+    sizes = iter(old)
+    return [1 if i in at else next(sizes) for i in range(rank)] if at else None
+
+
+def _check_scales(operand: DequantizedOperand) -> None:
+    """Refuse scales that are no numbers, or that make numbers vanish.
+
+    A scale of 0 is what quantizers write for a block of zeros, and is right there: all its
+    codes are the zero point.
+    """
+    scales = packed_bytes(operand.scale_tensor).view(operand.scale_tensor.dtype.numpy())
+    any_zero = False
+    for start in range(0, scales.size, _CHUNK_ELEMENTS):
+        chunk = scales[start : start + _CHUNK_ELEMENTS]
+        finite = np.isfinite(chunk)
+        if not finite.all():
+            at = int(np.argmin(finite))
+            raise Refusal(
+                f"scale {operand.scales.name!r} holds {chunk[at]} (element {start + at})"
+            )
+        any_zero = any_zero or not chunk.all()
+    if any_zero:
+        _check_zero_scales(operand, scales)
+
+
+def _check_zero_scales(operand: DequantizedOperand, scales: npt.NDArray[Any]) -> None:
+    """Refuse a scale of 0 under codes that differ from the zero point."""
+    # The numbers themselves, with every scale but 0 taken away: any that is left stood for
+    # something.
+    tensor = ir.Tensor((scales == 0).astype(np.float32))
+    marked = dataclasses.replace(operand, scale_tensor=tensor, casts=(ir.DataType.FLOAT,))
+    for chunk in marked.rows():
+        if chunk.any():
+            at = int(np.argmin(scales != 0))
+            raise Refusal(
+                f"scale {operand.scales.name!r} is 0 (element {at}) where the codes of weight "
+                f"{operand.codes.name!r} differ from the zero point: their numbers are lost"
+            )
+
+
+def _data_type(number: int) -> ir.DataType:
+    try:
+        return ir.DataType(number)
+    except ValueError:
+        raise Refusal(f"type {number} is none of ONNX") from None
+
+
+def _order(k_run: Run, n_run: Run, K: int, N: int) -> int | None:
+    """0 when codes lie as [K, N], row-major, 1 when as [N, K], None when as neither."""
+    if (N == 1 or n_run.codes == 1) and (K == 1 or k_run.codes == N):
+        return 0
+    if (K == 1 or k_run.codes == 1) and (N == 1 or n_run.codes == K):
+        return 1
+    return None
+
+
+def _in_sign(codes: npt.NDArray[np.uint8], bits: int, signed: bool) -> npt.NDArray[np.int16]:
+    """Unsigned bytes as the integers they stand for."""
+    values = codes.astype(np.int16)
+    if signed:
+        values -= (values >> (bits - 1)) << bits
+    return values
+
+
+def _input(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
+    if value is None:
+        raise Refusal(f"{role} is missing")
+    return described(value, role)
+
+
+def _type_name(tensor: ir.TensorProtocol) -> str:
+    return tensor.dtype.name.lower()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""The code blocks of README.md and docs/*.md, and what runs them.
+
+Every block of ``python`` or ``bash`` runs, or has its reason on the line before it::
+
+    <!-- not run: installs from a registry -->
+
+The blocks of one page run in order, in one folder, the Python ones in one namespace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+RUN = ("python", "bash")
+# What a reader cannot run: output, pictures, settings of other programs.
+SHOWN = ("", "text", "toml", "json", "dockerfile", "protobuf")
+
+_REASON = re.compile(r"<!-- not run: (\S.*\S) -->")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_OF_THE_SHELL = re.compile(r"[$`*?~|&;<>(){}]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Attributes:
+        page: The file's name.
+        line: Of its first line of text, counted from 1.
+        language: As the fence says; empty for none.
+        text: What is between the fences.
+        reason: Why it does not run; None if it does.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(text: str, page: str) -> Iterator[Block]:
+    """Yield the blocks of a page.
+
+    Raises:
+        ValueError: If a fence is indented, stays open, has a language that is in neither list,
+            or a reason stands before no block that would run.
+    """
+    opened: tuple[int, str, str | None] | None = None
+    body: list[str] = []
+    reason: tuple[int, str] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = re.fullmatch(r"(\s*)```(\S*)", line)
+        if opened is not None:
+            if fence is None:
+                body.append(line + "\n")
+                continue
+            start, language, why = opened
+            yield Block(page, start, language, "".join(body), why)
+            opened, body = None, []
+        elif fence is not None:
+            indent, language = fence.groups()
+            if indent or language not in (*RUN, *SHOWN):
+                raise ValueError(f"{page}:{number}: a fence that nobody runs: {line!r}")
+            if reason is not None and language not in RUN:
+                raise ValueError(f"{page}:{reason[0]}: a reason before what never runs")
+            opened = number + 1, language, reason and reason[1]
+            reason = None
+        elif reason is not None:
+            raise ValueError(f"{page}:{reason[0]}: a reason without a block right behind it")
+        elif (found := _REASON.fullmatch(line)) is not None:
+            reason = number, found[1]
+        elif line.lstrip().startswith("<!-- not run"):
+            raise ValueError(f"{page}:{number}: neither a reason nor text: {line!r}")
+    if opened is not None or reason is not None:
+        raise ValueError(f"{page}: its last fence or reason is open")
+
+
+def commands(script: str) -> list[list[str]] | None:
+    """Read a script as calls of ``ortplugins``; None where it takes a shell."""
+    calls = []
+    for line in script.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        bare = _QUOTED.sub("", line).partition(" #")[0]
+        # `ortplugins run` makes another program of its process.
+        if words[:2] == ["ortplugins", "run"] or words[0] != "ortplugins":
+            return None
+        if _OF_THE_SHELL.search(bare):
+            return None
+        calls.append(words[1:])
+    return calls
+
+
+def run_blocks(blocks: list[Block], call: Callable[[list[str]], int], **names: object) -> None:
+    """Run the blocks of one page in the current folder.
+
+    Args:
+        blocks: In the order of the page.
+        call: Runs the command line ``ortplugins`` with arguments; returns its exit status.
+        **names: What pages take from the reader's own program.
+
+    Raises:
+        AssertionError: If a command fails.
+        Exception: What a Python block raises.
+    """
+    namespace: dict[str, Any] = {"__name__": "__main__", **names}
+    for block in blocks:
+        if block.reason is not None or block.language not in RUN:
+            continue
+        if block.language == "python":
+            text = "\n" * (block.line - 1) + block.text  # so that tracebacks name its lines
+            exec(compile(text, block.page, "exec", dont_inherit=True), namespace)
+        elif (calls := commands(block.text)) is not None:
+            for arguments in calls:
+                status = call(arguments)
+                assert status == 0, f"{block.where}: {arguments} ends with {status}"
+        else:
+            _run_shell(block)
+
+
+def _run_shell(block: Block) -> None:
+    folder = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.where}: {done.returncode}\n{done.stderr}"
+    sys.stdout.write(done.stdout)

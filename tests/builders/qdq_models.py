@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: MIT
+"""QDQ models from float ones, in text: each activation gets a pair, as a quantiser would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import is_quantize_linear
+from rewrite_rules.remarks import PassContext, Remarks
+
+
+def grid(
+    scale: float = 0.02,
+    zero_point: int = 121,
+    dtype: ir.DataType = ir.DataType.UINT8,
+    real: type[np.generic] = np.float32,
+) -> QuantizationGrid:
+    return QuantizationGrid(dtype, real(scale), zero_point)
+
+
+def parse(text: str, opset: int = 21) -> ir.Model:
+    """A model from the text of its graph, with shapes."""
+    head = f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]>\n'
+    model = onnx.parser.parse_model(head + text)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(model))
+
+
+def quantized(
+    text: str,
+    grids: Mapping[str, QuantizationGrid] | None = None,
+    opset: int = 21,
+    default: QuantizationGrid | None = None,
+    zero_points: bool = True,
+) -> ir.Model:
+    """Put a pair behind every float activation of the top graph.
+
+    Args:
+        text: Of the float graph.
+        grids: By names of tensors; others get ``default``.
+        opset: Of the standard operators.
+        default: See ``grids``.
+        zero_points: Whether Q and DQ have one; without, grids are uint8 of zero point 0.
+    """
+    model = parse(text, opset)
+    graph = model.graph
+    real = next(value.dtype for value in graph.inputs if value.dtype.is_floating_point())
+    values = [value for value in graph.inputs if value.dtype == real]
+    for node in graph:
+        values += [value for value in node.outputs if value.dtype == real]
+    for value in values:
+        of = (grids or {}).get(value.name, default or grid(real=real.numpy().type))
+        _put_pair(graph, value, of, zero_points)
+    return ir.from_proto(ir.to_proto(model))
+
+
+def _put_pair(
+    graph: ir.Graph, value: ir.Value, of: QuantizationGrid, with_zero_point: bool
+) -> None:
+    name = value.name
+    parameters = [np.asarray(of.scale)]
+    if with_zero_point:
+        parameters.append(np.asarray(of.zero_point, of.dtype.numpy()))
+    initializers = []
+    for array, kind in zip(parameters, ("scale", "zero_point"), strict=False):
+        made = ir.Value(
+            name=f"{name}_{kind}", const_value=ir.tensor(array, name=f"{name}_{kind}")
+        )
+        graph.register_initializer(made)
+        initializers.append(made)
+    quantize = ir.node("QuantizeLinear", [value, *initializers], name=f"{name}_QuantizeLinear")
+    quantize.outputs[0].name = f"{name}_QuantizeLinear_Output"
+    quantize.outputs[0].dtype = of.dtype
+    dequantize = ir.node(
+        "DequantizeLinear",
+        [quantize.outputs[0], *initializers],
+        name=f"{name}_DequantizeLinear",
+    )
+    behind = dequantize.outputs[0]
+    behind.name = f"{name}_DequantizeLinear_Output"
+    behind.type, behind.shape = value.type, value.shape
+    value.replace_all_uses_with(behind, replace_graph_outputs=True)
+    quantize.replace_input_with(0, value)
+    if behind.is_graph_output():
+        value.name = f"{name}_QuantizeLinear_Input"
+        behind.name = name
+    if (producer := value.producer()) is None:
+        graph.insert_before(graph[0], [quantize, dequantize])
+    else:
+        graph.insert_after(producer, [quantize, dequantize])
+
+
+def place(model: ir.Model, **options: object) -> Remarks:
+    """Run the rewrite; the graph that it leaves is checked."""
+    remarks = Remarks("mixed_precision_boundaries")
+    place_boundaries(model, BoundaryOptions(**options), PassContext(remarks))
+    onnx.checker.check_model(ir.to_proto(model))
+    return remarks
+
+
+def run(
+    model: ir.Model, feeds: Mapping[str, np.ndarray], optimised: bool = False
+) -> list[np.ndarray]:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3
+    settings.graph_optimization_level = (
+        ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        if optimised
+        else ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    )
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, dict(feeds))
+
+
+def chains(model: ir.Model) -> set[str]:
+    """Each path from an operator to an operator over Q and DQ, as ``P>u8>u16>C``.
+
+    Inputs and outputs of the graph are called by their names.
+    """
+    short = {"UINT8": "u8", "INT8": "i8", "UINT16": "u16", "INT16": "i16"}
+    found = set()
+
+    def code_type(node: ir.Node) -> str:
+        # Models in files often leave the types of values between nodes out.
+        dtype = node.outputs[0].dtype or node.inputs[2].dtype
+        return short[dtype.name]
+
+    def follow(value: ir.Value, path: str) -> None:
+        if value.is_graph_output():
+            found.add(f"{path}>{value.name}")
+        for node in value.consumers():
+            if node.inputs[0] is not value and "Linear" in node.op_type:
+                continue  # a scale or zero point from a Constant node
+            if is_quantize_linear(node):
+                follow(node.outputs[0], f"{path}>{code_type(node)}")
+            elif node.op_type == "DequantizeLinear":
+                follow(node.outputs[0], path)
+            else:
+                found.add(f"{path}>{node.name or node.op_type}")
+
+    for graph in model.graphs():
+        for value in graph.inputs:
+            if not value.is_initializer():
+                follow(value, value.name)
+        for node in graph:
+            if not is_quantize_linear(node) and node.op_type != "DequantizeLinear":
+                for value in node.outputs:
+                    follow(value, node.name or node.op_type)
+    return found
+
+
+def count(model: ir.Model, op_type: str) -> int:
+    return sum(node.op_type == op_type for graph in model.graphs() for node in graph)
