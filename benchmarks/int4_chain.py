@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.weights.repacking import ChunkedTensor
+from rewrite_rules.graph.lazy_tensors import ChunkedTensor
 
 _MEAN_SQUARE = {"INT4": 21.5, "UINT4": 77.5}
 

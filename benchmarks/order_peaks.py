@@ -271,7 +271,7 @@ def _late_shapes(path: Path) -> int:
     while pending:
         item = pending.pop()
         found += sum(distance > 1 for distance in item.priority.distances)
-        pending += item.bodies
+        pending += item.subgraphs
     return found
 
 

@@ -11,13 +11,11 @@ import onnx_ir as ir
 import pytest
 from builders import order_graphs
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
     Dependencies,
-    bodies,
-    captures,
     default_order,
-    is_constant,
     priority_order,
 )
 
@@ -27,7 +25,7 @@ GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
 def graphs_of(graph: ir.Graph):
     yield graph
     for node in graph:
-        for body in bodies(node):
+        for body in subgraphs(node):
             yield from graphs_of(body)
 
 

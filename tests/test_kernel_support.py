@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import ortplugins
 from ortplugins.cli.app import app
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
+    NoKernel,
     matmulnbits_unsupported,
-    parse_version,
     table_unsupported,
 )
-from rewrite_rules.weights.block_quantized_weight import NoKernel
+from rewrite_rules.onnxruntime_version import parse_version
 
 VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
 

@@ -15,7 +15,7 @@ from builders import order_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
@@ -90,7 +90,7 @@ def test_our_order_runs_as_computed(seed: int, tmp_path: Path):
 
 def every(found: GraphOrder):
     yield found
-    for body in found.bodies:
+    for body in found.subgraphs:
         yield from every(body)
 
 

@@ -21,12 +21,10 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
+from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
-    QuantizedGraph,
-    is_quantize_linear,
-)
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 

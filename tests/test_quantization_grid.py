@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import (
     GRID_TYPES,
     QuantizationGrid,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.weights.strided_axes import Run, joined, offsets, reshape, row_major
+from rewrite_rules.weights.strided_axes import Run, coalesced, offsets, reshape, row_major
 
 
 def quantised(shape: tuple[int, ...], axis: int, block: int):
@@ -63,7 +63,7 @@ def test_any_renaming_points_at_the_same_numbers(data, size: int):
             axes, codes, scales = result, codes.reshape(shape), scales.reshape(shape)
         check(axes, codes, scales)
         for i, axis_runs in enumerate(axes):
-            run = joined(axis_runs)
+            run = coalesced(axis_runs)
             if run is not None:
                 assert run.size == codes.shape[i]
                 np.testing.assert_array_equal(offsets([(run,)]), offsets([axis_runs]))
@@ -74,7 +74,7 @@ def test_blocks_join_to_the_axis_that_they_are_of():
     axes, _, _ = quantised((6, 4, 32), 2, 32)
     result = reshape(axes, (6, 128))
     assert result is not None
-    assert [joined(axis) for axis in result] == [Run(6, 128, 4), Run(128, 1, 1, 32)]
+    assert [coalesced(axis) for axis in result] == [Run(6, 128, 4), Run(128, 1, 1, 32)]
 
 
 def test_a_ragged_block_is_not_cut():

@@ -24,7 +24,7 @@ from ortplugins.html_report.weight_bytes import KINDS, PACKED, weight_bytes
 from ortplugins.measurement.session_costs import MeasureError, example_feed, measure_sessions
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.optimize import OptimizeResult, optimize
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder

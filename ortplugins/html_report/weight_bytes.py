@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from ortplugins.model_io.loading import stored_bytes
-from rewrite_rules.graph.initializers import AliasTensor
+from rewrite_rules.graph.lazy_tensors import AliasTensor
 
 CODES, SCALES, FLOATS, OTHERS = (
     "quantised codes",

@@ -35,9 +35,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from rewrite_rules.graph.initializers import AliasTensor
+from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
 from rewrite_rules.graph.nodes import normalize_domains
-from rewrite_rules.weights.repacking import ChunkedTensor, relabel
 
 if TYPE_CHECKING:
     import onnx

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.weights.repacking import packed_bytes
+from rewrite_rules.graph.lazy_tensors import packed_bytes
 
 # Of tensors within a file: a cache line, which is enough for every vector instruction.
 _ALIGNMENT = 64

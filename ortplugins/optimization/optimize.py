@@ -31,7 +31,7 @@ from ortplugins.model_io.loading import (
 from ortplugins.optimization.stages import AfterPass, PassRuns, infer_shapes, run_stage
 from ortplugins.report import Report
 from ortplugins.runtime.hidden_options import write_probe
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import parse_version
+from rewrite_rules.onnxruntime_version import parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.option_files import read_option_files
 from session_options.plan import make_plan, plan_from_settings

@@ -16,7 +16,7 @@ import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.report import PassReport
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import parse_version
+from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks, RewriteError
 from rewrite_rules.shapes.symbolic_dims import unify_symbolic_dims
 from session_options import Pass, Plan
@@ -125,10 +125,10 @@ def infer_shapes(model: ir.Model) -> None:
     """
     if _has_sequences(model):
         return  # onnx_ir's pass would call them tensors, and onnxruntime refuse the model
-    from rewrite_rules.dq_matmulnbits_fusion.fuse import check_calls
+    from rewrite_rules.graph.functions import check_inlined_size
 
     try:
-        check_calls(model)
+        check_inlined_size(model)
     except ValueError:
         return  # functions that call each other would take minutes and fill the memory
     # Lenient: a node that can't be inferred must not cost the others their shapes, and a

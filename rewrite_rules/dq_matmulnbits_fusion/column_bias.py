@@ -13,14 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import (
-    check_stored,
-    constant,
-    int_attribute,
-    is_dequantize_linear,
-    source_of,
-)
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import check_payload, constant, source_of
 from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 
 _QUANTISED = (ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -94,7 +90,7 @@ def _numbers(
     if tensor is None or tensor.dtype not in dtypes:
         return None
     shape = tuple(tensor.shape.numpy())
-    check_stored(tensor, f"bias {tensor.name!r}")
+    check_payload(tensor, f"bias {tensor.name!r}")
     if math.prod(shape) not in (1, columns) or (shape and shape[-1] not in (1, columns)):
         return None
     if shape and math.prod(shape) != shape[-1]:

@@ -8,7 +8,7 @@ it is gets a remark that says why.
 
 from __future__ import annotations
 
-__all__ = ["FusionOptions", "check_calls", "fuse"]
+__all__ = ["FusionOptions", "fuse"]
 
 from collections.abc import Callable
 
@@ -24,11 +24,11 @@ from rewrite_rules.dq_matmulnbits_fusion.product_rules import (
     GemmToMatMulNBits,
     MatMulToMatMulNBits,
 )
-from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import explain_the_rest
+from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import remark_unfused
+from rewrite_rules.graph.functions import check_inlined_size
 from rewrite_rules.graph.rule_set import RootedRule
 from rewrite_rules.remarks import PassContext
 
-_MOST_INLINED = 200_000
 _RULES: dict[str, Callable[[FusionRun], list[RewriteRuleClassBase]]] = {
     "MatMul": lambda run: [MatMulToMatMulNBits(run)],
     "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits(run)],
@@ -54,7 +54,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
         return
     if model.functions:
         with context.remarks.at("functions"):
-            check_calls(model)
+            check_inlined_size(model)
             # Whether a function's parameter is a constant shows only where it is called.
             onnx_ir.passes.common.InlinePass()(model)
     run = FusionRun(options, context, opset)
@@ -67,43 +67,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     ]
     if rules:
         RewriteRuleSet(rules).apply_to_model(model)
-    explain_the_rest(model, run)
-
-
-def check_calls(model: ir.Model) -> None:
-    """Refuse functions that would fill memory once they are inlined.
-
-    Raises:
-        ValueError: With the function's name.
-    """
-    sizes: dict[ir.OperatorIdentifier, int] = {}
-
-    def size(
-        identifier: ir.OperatorIdentifier, callers: tuple[ir.OperatorIdentifier, ...]
-    ) -> int:
-        if identifier in callers:
-            raise ValueError(f"calls are a cycle: function {identifier[1]!r} calls itself")
-        if identifier not in sizes:
-            nodes = list(model.functions[identifier].graph.all_nodes())
-            sizes[identifier] = len(nodes) + sum(
-                size(node.op_identifier(), (*callers, identifier))
-                for node in nodes
-                if node.op_identifier() in model.functions
-            )
-        if sizes[identifier] > _MOST_INLINED:
-            raise ValueError(
-                f"function {identifier[1]!r} is {sizes[identifier]} nodes once the functions "
-                f"that it calls are inlined: {_MOST_INLINED} at most are"
-            )
-        return sizes[identifier]
-
-    total = sum(
-        size(node.op_identifier(), ())
-        for node in model.graph.all_nodes()
-        if node.op_identifier() in model.functions
-    )
-    if total > _MOST_INLINED:
-        raise ValueError(f"its calls of functions are {total} nodes once they are inlined")
+    remark_unfused(model, run)
 
 
 def _op_types(model: ir.Model) -> set[str]:

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-__all__ = ["FusionOptions", "FusionRun", "producer"]
+__all__ = ["FusionOptions", "FusionRun"]
 
 import dataclasses
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.weights.block_quantized_weight import NoKernel
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 from rewrite_rules.weights.float_constant import float_bytes, write_float
 
@@ -143,13 +143,6 @@ def check_type(operand: DequantizedOperand) -> None:
             raise Refusal(f"the weight is cast to {name}: float32 and float16 fuse")
     if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:-1]):
         raise NoKernel("the weight is rounded to float16 on its way")
-
-
-def producer(value: ir.Value | None) -> ir.Node:
-    """The node that computes a value; there must be one."""
-    node = None if value is None else value.producer()
-    assert node is not None, "a matched value has a producer"
-    return node
 
 
 def _named(dequantize: ir.Node) -> str:

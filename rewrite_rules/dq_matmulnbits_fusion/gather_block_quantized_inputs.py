@@ -25,23 +25,20 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import Version, table_unsupported
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel, table_unsupported
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     kernel_block_size,
     write_codes,
     write_scales,
     write_zero_points,
 )
-from rewrite_rules.graph.initializers import AliasTensor, derived_initializer
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, NoKernel
+from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, packed_bytes
+from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.weights.bit_packing import pack_rows, unpack
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Unrepresentable
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
-from rewrite_rules.weights.repacking import (
-    ChunkedTensor,
-    pack_rows,
-    packed_bytes,
-    repack,
-    unpack,
-)
+from rewrite_rules.weights.repacking import repack
 from rewrite_rules.weights.strided_axes import offsets
 
 _SMALLEST_BLOCK = 16
@@ -98,7 +95,7 @@ def table_writer(
             bits=weight.bits,
             odd_blocks=weight.zero_points is not None and blocks % 2 == 1,
         )
-    except NoKernel as refusal:
+    except (NoKernel, Unrepresentable) as refusal:
         if tied and weight is not None:
             note = f"its codes not shared with the product beside it: {refusal}"
         weight = None

@@ -17,19 +17,22 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type, producer
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type
 from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import (
     TableInputs,
     table_writer,
 )
-from rewrite_rules.graph.constants import Refusal, int_attribute, is_dequantize_linear
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.weights.block_quantized_weight import NoKernel
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.weights.block_quantized_weight import Unrepresentable
 from rewrite_rules.weights.dequantized_operand import (
     DequantizedOperand,
+    dequantize_chain,
+    is_layout_op,
     read_operand,
-    renames,
-    trail_to_dequantize,
 )
 
 
@@ -52,7 +55,7 @@ class GatherToGatherBlockQuantized(RewriteRuleClassBase):
         """Read the table and decide its form; every refusal is a remark."""
         del context  # Unused
         result, node = MatchResult(), producer(out)
-        trail = trail_to_dequantize(table)
+        trail = dequantize_chain(table)
         if trail is None:
             return result.fail("the table is no dequantised constant", node)
         with self._run.context.remarks.at(label(node)):
@@ -72,7 +75,7 @@ class GatherToGatherBlockQuantized(RewriteRuleClassBase):
                         self._run.context.onnxruntime,
                         tied=_is_tied(self._operand),
                     )
-                except NoKernel as refusal:
+                except (NoKernel, Unrepresentable) as refusal:
                     self._run.float_fits(self._operand, str(refusal))
                     self._to_float = str(refusal)
             except Refusal as refusal:
@@ -132,7 +135,9 @@ def _is_tied(operand: DequantizedOperand) -> bool:
     followed = set(pending)
     while pending:
         for use in pending.pop().uses():
-            follow = use.idx == 0 and (renames(use.node) or is_dequantize_linear(use.node))
+            follow = use.idx == 0 and (
+                is_layout_op(use.node) or is_dequantize_linear(use.node)
+            )
             if follow and len(use.node.outputs) == 1:
                 if use.node.outputs[0] not in followed:
                     followed.add(use.node.outputs[0])

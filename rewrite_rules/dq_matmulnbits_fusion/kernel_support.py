@@ -8,26 +8,14 @@ no entry.
 
 from __future__ import annotations
 
-__all__ = ["Version", "matmulnbits_unsupported", "parse_version", "table_unsupported"]
+__all__ = ["NoKernel", "matmulnbits_unsupported", "table_unsupported"]
 
-import re
-
-from rewrite_rules.weights.block_quantized_weight import NoKernel
-
-# Major and minor version of onnxruntime.
-Version = tuple[int, int]
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.onnxruntime_version import Version
 
 
-def parse_version(text: str) -> Version:
-    """Read ``"1.31"``, ``"1.31.1"``, ``"1.32.0.dev20261101+cpu"``.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    match = re.match(r"(\d+)\.(\d+)(?:[.+-]|$)", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no version of onnxruntime: 1.31 or 1.31.1 is one")
-    return int(match[1]), int(match[2])
+class NoKernel(Refusal):
+    """No kernel computes on these codes; a float constant might do."""
 
 
 def matmulnbits_unsupported(

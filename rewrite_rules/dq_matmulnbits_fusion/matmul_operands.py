@@ -13,7 +13,8 @@ import dataclasses
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, float_attribute, int_attribute
+from rewrite_rules.graph.attributes import float_attribute, int_attribute
+from rewrite_rules.graph.refusal import Refusal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

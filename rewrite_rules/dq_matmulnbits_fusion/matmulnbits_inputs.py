@@ -34,16 +34,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.graph.initializers import derived_initializer
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Grid, NoKernel
-from rewrite_rules.weights.repacking import (
-    SIGN_BITS,
-    ChunkedTensor,
-    pack_rows,
-    packed_bytes,
-    relabel,
-    repack,
+from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
+from rewrite_rules.weights.bit_packing import SIGN_BITS, pack_rows
+from rewrite_rules.weights.block_quantized_weight import (
+    BlockQuantizedWeight,
+    ScaleLayout,
 )
+from rewrite_rules.weights.repacking import repack
 
 # What the kernels take (anything else fails when the session is created), with what a weight
 # costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit
@@ -285,7 +284,7 @@ def write_zero_points(weight: BlockQuantizedWeight, block_size: int) -> ir.Value
     fits = (
         not weight.signed
         and repeat == 1
-        and grid == Grid(0, 1, blocks)
+        and grid == ScaleLayout(0, 1, blocks)
         and blocks * weight.bits % 8 == 0
         and source.size == weight.N * blocks
     )

@@ -36,8 +36,11 @@ from rewrite_rules.dq_matmulnbits_fusion.column_bias import (
     read_column_bias,
     write_column_bias,
 )
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type, producer
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import matmulnbits_unsupported
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
+    NoKernel,
+    matmulnbits_unsupported,
+)
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     fold_into_scales,
@@ -45,18 +48,16 @@ from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     slow_kernel,
     write_matmulnbits,
 )
-from rewrite_rules.graph.constants import (
-    Refusal,
-    constant,
-    int_attribute,
-    is_dequantize_linear,
-)
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, NoKernel
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant
+from rewrite_rules.graph.nodes import label, owner, producer
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Unrepresentable
 from rewrite_rules.weights.dequantized_operand import (
     DequantizedOperand,
+    dequantize_chain,
     read_operand,
-    trail_to_dequantize,
 )
 
 # Batched weights of more groups would swell the graph more than they save.
@@ -94,7 +95,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         result = MatchResult()
         node = producer(out)
         for index in (1, 0):
-            trail = trail_to_dequantize(node.inputs[index])
+            trail = dequantize_chain(node.inputs[index])
             if trail is None:
                 continue
             with self._run.context.remarks.at(label(node)):
@@ -133,7 +134,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             slow = None
             if run.context.cpu_only:
                 slow = slow_kernel(operand.bits, block_size, options.accuracy_level)
-        except NoKernel as refusal:
+        except (NoKernel, Unrepresentable) as refusal:
             run.float_fits(operand, str(refusal))
             return _Plan(product, operand, to_float=str(refusal))
         if slow is not None and options.slow_kernels != "fuse":
@@ -408,8 +409,7 @@ def _has_captured_zero_points(node: ir.Node, operand: DequantizedOperand) -> boo
 
 def _is_captured(value: ir.Value, node: ir.Node) -> bool:
     """Whether a constant belongs to another graph than the node that reads it."""
-    maker = value.producer()
-    return node.graph is not (value.graph if maker is None else maker.graph)
+    return node.graph is not owner(value)
 
 
 def _column_bias(bias: ir.Value, columns: int) -> ColumnBias | None:

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-__all__ = ["explain_the_rest"]
+__all__ = ["remark_unfused"]
 
 from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun
-from rewrite_rules.graph.constants import constant, is_dequantize_linear, source_of
+from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.nodes import label
-from rewrite_rules.weights.dequantized_operand import renames, trail_to_dequantize
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op
 
 _WEIGHTS = (
     ir.DataType.INT2,
@@ -24,7 +25,7 @@ _WEIGHTS = (
 )
 
 
-def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
+def remark_unfused(model: ir.Model, run: FusionRun) -> None:
     """Give every use of a dequantised constant that no rule spoke of its remark.
 
     Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
@@ -41,7 +42,7 @@ def explain_the_rest(model: ir.Model, run: FusionRun) -> None:
                         f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
                         "constant at every inference: fold constants first",
                     )
-                elif trail_to_dequantize(node.outputs[0]) is not None:
+                elif dequantize_chain(node.outputs[0]) is not None:
                     _explain(node, run)
 
 
@@ -77,7 +78,7 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
             consumer = use.node
             if run.was_told(consumer, node):
                 continue
-            if renames(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
+            if is_layout_op(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
                 if consumer.outputs[0] not in followed:
                     followed.add(consumer.outputs[0])
                     pending.append(consumer.outputs[0])

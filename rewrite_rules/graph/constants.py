@@ -4,29 +4,22 @@
 from __future__ import annotations
 
 __all__ = [
-    "Refusal",
-    "check_stored",
+    "check_payload",
     "constant",
     "constant_ints",
-    "described",
-    "float_attribute",
-    "int_attribute",
-    "is_dequantize_linear",
+    "require_constant",
     "source_of",
 ]
 
-import math
 
 import numpy as np
 import onnx_ir as ir
 
+from rewrite_rules.graph.refusal import Refusal
+
 _MICROSOFT = "com.microsoft"
 # Longer lists are no shapes or axes.
 _MOST_INTS = 64
-
-
-class Refusal(Exception):
-    """A candidate cannot be rewritten; the text is the reason a user reads."""
 
 
 def source_of(value: ir.Value) -> ir.Value:
@@ -39,45 +32,6 @@ def source_of(value: ir.Value) -> ir.Value:
         seen.add(node)
         value = source
     return value
-
-
-def is_dequantize_linear(node: ir.Node) -> bool:
-    """Whether a node is ONNX's DequantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "DequantizeLinear" and node.domain in ("", _MICROSOFT)
-
-
-def int_attribute(node: ir.Node, name: str, default: int) -> int:
-    """Read an attribute.
-
-    Raises:
-        Refusal: If it is there and no int.
-    """
-    attribute = node.attributes.get(name)
-    if attribute is None:
-        return default
-    if attribute.type is not ir.AttributeType.INT or attribute.is_ref():
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no int")
-    return attribute.as_int()
-
-
-def float_attribute(node: ir.Node, name: str, default: float) -> float:
-    """Read an attribute.
-
-    Raises:
-        Refusal: If it is there and no finite float.
-    """
-    attribute = node.attributes.get(name)
-    if attribute is None:
-        return default
-    if attribute.type is not ir.AttributeType.FLOAT or attribute.is_ref():
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no float")
-    if not math.isfinite(attribute.as_float()):
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {attribute.as_float()}")
-    return attribute.as_float()
-
-
-def _kind(attribute: ir.Attr) -> str:
-    return "a reference" if attribute.is_ref() else attribute.type.name.lower()
 
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -113,11 +67,11 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
         return None
     if tensor.size > _MOST_INTS:
         return None
-    check_stored(tensor, f"constant {tensor.name!r}")
+    check_payload(tensor, f"constant {tensor.name!r}")
     return [int(number) for number in tensor.numpy().reshape(-1)]
 
 
-def described(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
+def require_constant(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
     """Return a constant input of a node and its tensor.
 
     Args:
@@ -136,11 +90,11 @@ def described(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
     tensor = constant(value)
     if tensor is None:
         raise Refusal(f"{role} {value.name!r} is computed at run time: initializers fuse")
-    check_stored(tensor, f"{role} {value.name!r}")
+    check_payload(tensor, f"{role} {value.name!r}")
     return value, tensor
 
 
-def check_stored(tensor: ir.TensorProtocol, what: str) -> None:
+def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
     """Refuse a tensor whose stored data is not as long as its shape and type say.
 
     Data in files is checked where files are read.

@@ -8,35 +8,15 @@ unknown outside it. Every rule therefore makes its initializers here.
 
 from __future__ import annotations
 
-__all__ = ["AliasTensor", "derived_initializer", "new_initializer"]
+__all__ = ["derived_initializer", "new_initializer"]
 
 from collections.abc import Callable, Hashable
 
-import numpy as np
 import onnx_ir as ir
 
+from rewrite_rules.graph.nodes import owner
+
 _SOURCE = "ortplugins.derived_from"
-
-
-class AliasTensor(ir.LazyTensor):
-    """The bytes of another initializer under another type or shape.
-
-    Whoever saves the model writes them once and gives both tensors the same place.
-
-    Attributes:
-        original: The value whose bytes these are.
-    """
-
-    def __init__(
-        self, original: ir.Value, dtype: ir.DataType, shape: tuple[int, ...], name: str
-    ) -> None:
-        def evaluate() -> ir.TensorProtocol:
-            assert original.const_value is not None
-            stored = np.frombuffer(original.const_value.tobytes(), np.uint8)
-            return ir.Tensor(stored.view(dtype.numpy()).reshape(shape), dtype=dtype, name=name)
-
-        super().__init__(evaluate, dtype, ir.Shape(shape), name=name)
-        self.original = original
 
 
 def derived_initializer(
@@ -56,8 +36,7 @@ def derived_initializer(
         make_tensor: Called with the name; returns the tensor, lazily if it is large.
         key: What else the result depends on; with ``anchor`` and ``suffix`` it identifies it.
     """
-    producer = anchor.producer()
-    graph = anchor.graph if producer is None else producer.graph
+    graph = owner(anchor)
     if not isinstance(graph, ir.Graph) or anchor.name is None:
         raise ValueError(f"{anchor.name!r} is not a constant of a graph")
     base = name = f"{anchor.name}{suffix}"

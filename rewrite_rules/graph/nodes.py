@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""What messages call a node, the subgraphs within it, and one name for the default domain."""
+"""A node's label, producer, owner and subgraphs; removal of nodes with their initializers."""
 
 from __future__ import annotations
 
-__all__ = ["bodies", "label", "normalize_domains"]
+__all__ = [
+    "captures",
+    "drop_unused_initializers",
+    "is_constant",
+    "label",
+    "normalize_domains",
+    "owner",
+    "producer",
+    "remove_node",
+    "subgraphs",
+]
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
@@ -16,8 +26,8 @@ def label(node: ir.Node) -> str:
     return node.name or next((name for name in names if name), None) or node.op_type
 
 
-def bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    """The bodies of an If, Loop or Scan, none for other nodes."""
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The subgraphs of an If, Loop or Scan, none for other nodes."""
     for attribute in node.attributes.values():
         if attribute.is_ref():
             continue
@@ -33,8 +43,65 @@ def normalize_domains(model: ir.Model) -> None:
     onnx_ir does it for the domains of nodes. Rules look opsets up under one name.
     """
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    holders += [body for node in model.graph.all_nodes() for body in bodies(node)]
+    holders += [body for node in model.graph.all_nodes() for body in subgraphs(node)]
     for holder in holders:
         version = holder.opset_imports.pop("ai.onnx", None)
         if version is not None:
             holder.opset_imports.setdefault("", version)
+
+
+def producer(value: ir.Value | None) -> ir.Node:
+    """The node that computes a value; there must be one."""
+    node = None if value is None else value.producer()
+    assert node is not None, "a matched value has a producer"
+    return node
+
+
+def owner(value: ir.Value) -> ir.Graph | ir.Function | None:
+    """Return the graph that a value belongs to: its producer's, else its own."""
+    node = value.producer()
+    return value.graph if node is None else node.graph
+
+
+def is_constant(node: ir.Node) -> bool:
+    """Whether a node becomes an initializer when onnxruntime loads it."""
+    return node.op_type == "Constant" and node.domain == ""
+
+
+def captures(node: ir.Node) -> list[ir.Value]:
+    """Values that a node's subgraphs, and those within them, read from outside; each once."""
+    found: dict[ir.Value, None] = {}
+    # A value belongs to one graph; those of the subgraphs themselves are not from outside.
+    inside: set[ir.Graph] = set()
+    pending = list(subgraphs(node))
+    while pending:
+        subgraph = pending.pop()
+        inside.add(subgraph)
+        found.update(dict.fromkeys(subgraph.outputs))
+        for inner in subgraph:
+            found.update(dict.fromkeys(v for v in inner.inputs if v is not None))
+            pending += subgraphs(inner)
+    return [value for value in found if owner(value) not in inside]
+
+
+def remove_node(node: ir.Node) -> None:
+    """Take out a node that nothing reads, with the initializers that only it read."""
+    assert node.graph is not None
+    inputs = list(node.inputs)
+    node.graph.remove(node, safe=True)
+    drop_unused_initializers(inputs)
+
+
+def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
+    """Drop initializers that nothing reads any more."""
+    for value in values:
+        if (
+            value is not None
+            and value.is_initializer()
+            and not value.uses()
+            and not value.is_graph_output()
+            and not value.is_graph_input()
+            and value.graph is not None
+        ):
+            assert value.name is not None
+            del value.graph.initializers[value.name]

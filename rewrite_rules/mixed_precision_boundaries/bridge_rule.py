@@ -15,14 +15,11 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, is_dequantize_linear
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.mixed_precision_boundaries.qdq_builder import remove
+from rewrite_rules.graph.nodes import label, remove_node
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
-    is_quantize_linear,
-    read_grid,
-)
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
 from rewrite_rules.remarks import PassContext
 
 
@@ -76,7 +73,7 @@ def _bridge(node: ir.Node, codes: ir.Value, context: PassContext) -> None:
     source = node.inputs[0]
     context.remarks.fired(label(node), f"reads {codes.name!r}, which stayed in 16 bits")
     node.outputs[0].replace_all_uses_with(codes)
-    remove(node)
+    remove_node(node)
     # What was only there for it.
     while source is not None and not source.uses() and not source.is_graph_output():
         producer = source.producer()
@@ -85,4 +82,4 @@ def _bridge(node: ir.Node, codes: ir.Value, context: PassContext) -> None:
         if not (is_quantize_linear(producer) or is_dequantize_linear(producer)):
             break
         source = producer.inputs[0]
-        remove(producer)
+        remove_node(producer)

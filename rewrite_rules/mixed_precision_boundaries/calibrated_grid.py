@@ -8,7 +8,7 @@ __all__ = ["grid_of_range"]
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 
 

@@ -23,19 +23,13 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import (
-    Refusal,
-    constant,
-    described,
-    int_attribute,
-    is_dequantize_linear,
-    source_of,
-)
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant, require_constant, source_of
 from rewrite_rules.graph.initializers import derived_initializer
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.mixed_precision_boundaries.qdq_builder import remove
+from rewrite_rules.graph.nodes import label, remove_node
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.weights.block_quantized_weight import NoKernel
 from rewrite_rules.weights.dequantized_operand import read_operand
 from rewrite_rules.weights.float_constant import float_bytes, write_float
 
@@ -100,7 +94,7 @@ def _unpack(dequantize: ir.Node, budget: _Budget, context: PassContext) -> None:
         return
     try:
         value = _float_bias(dequantize, budget) or _float_weight(dequantize, budget)
-    except (Refusal, NoKernel) as reason:
+    except Refusal as reason:
         for use in readers:
             context.remarks.refused(
                 label(use.node),
@@ -116,7 +110,7 @@ def _unpack(dequantize: ir.Node, budget: _Budget, context: PassContext) -> None:
             "float",
         )
     if not old.uses() and not old.is_graph_output():
-        remove(dequantize)
+        remove_node(dequantize)
 
 
 def _computes_in_float(node: ir.Node) -> bool:
@@ -156,10 +150,10 @@ def _float_bias(dequantize: ir.Node, budget: _Budget) -> ir.Value | None:
     tensor = constant(dequantize.inputs[0])
     if tensor is None or tensor.dtype is not _BIAS:
         return None
-    codes, _ = described(_present(dequantize, 0), "bias")
-    _, scale_tensor = described(_present(dequantize, 1), "scale")
+    codes, _ = require_constant(_present(dequantize, 0), "bias")
+    _, scale_tensor = require_constant(_present(dequantize, 1), "scale")
     for zero_point in _optional(dequantize, 2):
-        _, zeros = described(zero_point, "zero point")
+        _, zeros = require_constant(zero_point, "zero point")
         if zeros.numpy().any():
             raise Refusal(f"zero point {zero_point.name!r} of int32 codes is not 0")
     if int_attribute(dequantize, "block_size", 0):

@@ -29,15 +29,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import producer
-from rewrite_rules.graph.constants import Refusal, is_dequantize_linear
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import RootedRule
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
-    GridReader,
-    is_quantize_linear,
-)
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import GridReader
 from rewrite_rules.remarks import PassContext
 
 _DOMAINS = frozenset({"", "com.microsoft"})

@@ -27,13 +27,13 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, is_dequantize_linear
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.bridge_rule import bridge_regions
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
-    is_quantize_linear,
 )
 from rewrite_rules.mixed_precision_boundaries.region_constants import (
     ConstantChange,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PairMaker", "forget", "graph_of", "remove"]
+__all__ = ["PairMaker", "graph_of"]
 
 from collections.abc import Iterable
 
@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.nodes import drop_unused_initializers, owner
+from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
-    QuantizedTensor,
-    is_quantize_linear,
-)
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 
 _MICROSOFT = "com.microsoft"
 # QuantizeLinear and DequantizeLinear know 16 bits from here on.
@@ -26,8 +25,7 @@ _OPSET_OF_16_BITS = 21
 
 def graph_of(tensor: QuantizedTensor) -> ir.Graph:
     """The graph that holds an activation's codes; what is new is put there."""
-    producer = tensor.codes.producer()
-    graph = tensor.codes.graph if producer is None else producer.graph
+    graph = owner(tensor.codes)
     assert isinstance(graph, ir.Graph)
     return graph
 
@@ -104,7 +102,7 @@ class PairMaker:
             for name in stale:
                 node.attributes.pop(name, None)
             node.domain = self._domain(tensor, grid)
-            forget(before)
+            drop_unused_initializers(before)
         tensor.codes.type = ir.TensorType(grid.dtype)
 
     def parameters(
@@ -150,26 +148,3 @@ def _are_initializers(values: Iterable[ir.Value | None], graph: ir.Graph) -> boo
         value is not None and value.is_initializer() and value.graph is graph
         for value in values
     )
-
-
-def remove(node: ir.Node) -> None:
-    """Take out a node that nothing reads, with the initializers that only it read."""
-    assert node.graph is not None
-    inputs = list(node.inputs)
-    node.graph.remove(node, safe=True)
-    forget(inputs)
-
-
-def forget(values: Iterable[ir.Value | None]) -> None:
-    """Drop initializers that nothing reads any more."""
-    for value in values:
-        if (
-            value is not None
-            and value.is_initializer()
-            and not value.uses()
-            and not value.is_graph_output()
-            and not value.is_graph_input()
-            and value.graph is not None
-        ):
-            assert value.name is not None
-            del value.graph.initializers[value.name]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 
 # What the activations of onnxruntime's QDQ graphs are stored as.
 GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)

@@ -19,7 +19,6 @@ __all__ = [
     "GridReader",
     "QuantizedGraph",
     "QuantizedTensor",
-    "is_quantize_linear",
     "read_grid",
 ]
 
@@ -29,14 +28,11 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import (
-    Refusal,
-    constant,
-    described,
-    int_attribute,
-    is_dequantize_linear,
-)
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant, require_constant
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation
 
@@ -52,11 +48,6 @@ ELEMENTWISE_OPERATORS = frozenset(
 _RENAMED = "_QuantizeLinear_Input"
 
 
-def is_quantize_linear(node: ir.Node) -> bool:
-    """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "QuantizeLinear" and node.domain in ("", "com.microsoft")
-
-
 def read_grid(node: ir.Node) -> QuantizationGrid:
     """The grid of a QuantizeLinear or DequantizeLinear.
 
@@ -68,7 +59,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         raise Refusal("it is quantised in blocks; per tensor is rewritten")
     if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
         raise Refusal(f"{node.op_type} {label(node)!r} has no scale")
-    value, tensor = described(node.inputs[1], "scale")
+    value, tensor = require_constant(node.inputs[1], "scale")
     if tensor.size != 1 or len(tensor.shape) > 1:
         raise Refusal(
             f"scale {value.name!r} has shape {list(tensor.shape.numpy())}; one scale for the "
@@ -92,7 +83,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
     if zero_point is None:
         return QuantizationGrid(_type_without_zero_point(node), scale, 0)
-    value, tensor = described(zero_point, "zero point")
+    value, tensor = require_constant(zero_point, "zero point")
     if tensor.size != 1:
         raise Refusal(
             f"zero point {value.name!r} has shape {list(tensor.shape.numpy())}; one for the "

@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, constant, described, is_dequantize_linear
+from rewrite_rules.graph.constants import constant, require_constant
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
     QuantizedGraph,
@@ -98,7 +100,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
         name = label(dequantize)
         try:
             fine = retyped(grid, dtype) if grid.bits == dtype.bitwidth else grid.refine(dtype)
-            _, tensor = described(_input(dequantize, 0), "codes")
+            _, tensor = require_constant(_input(dequantize, 0), "codes")
         except Refusal as refusal:
             raise Refusal(f"constant {name!r}: {refusal}") from None
         step = 1 << (fine.bits - grid.bits)
@@ -163,8 +165,8 @@ def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:
 
 
 def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> ConstantChange:
-    _, codes = described(_input(dequantize, 0), "codes")
-    _, scale = described(_input(dequantize, 1), "scale")
+    _, codes = require_constant(_input(dequantize, 0), "codes")
+    _, scale = require_constant(_input(dequantize, 1), "scale")
     wide = np.rint(codes.numpy().astype(np.float64) * ratio)
     greatest = float(np.abs(wide).max(initial=0))
     if greatest > np.iinfo(np.int32).max:

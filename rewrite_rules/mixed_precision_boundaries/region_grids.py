@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.calibrated_grid import grid_of_range
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, is_dequantize_linear
-from rewrite_rules.mixed_precision_boundaries.qdq_builder import PairMaker, graph_of, remove
+from rewrite_rules.graph.nodes import remove_node
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.mixed_precision_boundaries.qdq_builder import PairMaker, graph_of
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
 from rewrite_rules.mixed_precision_boundaries.region_constants import ConstantChange
@@ -98,7 +100,7 @@ class RegionWriter:
             if node.graph is graph_of(tensor):
                 _swap_names(start, node)
         for node in idle:
-            remove(node)
+            remove_node(node)
         self._insert(tensor, new, behind=True)
 
     def _put_before(
@@ -144,7 +146,7 @@ class RegionWriter:
                 _redirect(moved[dtype], chain[1].outputs[0])
         for node in tensor.dequantizes:
             if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-                remove(node)
+                remove_node(node)
         self._insert(tensor, new, behind=False)
 
     def _leave_float(self, tensor: QuantizedTensor, plan: TensorPlan) -> None:
@@ -161,15 +163,15 @@ class RegionWriter:
             if old.is_graph_output() and plan.output == _FLOAT:
                 _give_output(old, value, self._make.names.take(f"{tensor.name}_dequantized"))
             if not old.uses() and not old.is_graph_output():
-                remove(node)
+                remove_node(node)
         if not tensor.codes.uses() and not tensor.codes.is_graph_output():
-            remove(quantize)
+            remove_node(quantize)
         if (
             (clip := value.producer()) is not None
             and value is not source
             and not (value.uses() or value.is_graph_output())
         ):
-            remove(clip)
+            remove_node(clip)
 
     def _clipped(self, tensor: QuantizedTensor, source: ir.Value) -> ir.Value:
         """The values of a tensor within the range that it was quantised for."""
@@ -240,7 +242,7 @@ class RegionWriter:
         graph.insert_after(old, node)
         _redirect(((use.node, use.idx) for use in uses), node.outputs[0])
         if not old.outputs[0].uses() and not old.outputs[0].is_graph_output():
-            remove(old)
+            remove_node(old)
 
     @staticmethod
     def _insert(tensor: QuantizedTensor, nodes: list[ir.Node], behind: bool) -> None:

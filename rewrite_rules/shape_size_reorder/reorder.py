@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
 from rewrite_rules.shape_size_reorder.order.search import (
@@ -175,7 +175,9 @@ def _is_better(order: GraphOrder) -> bool:
         return True
     if ours.peak > default.peak + order.chain_bytes:
         return False
-    return sum(ours.distances) < sum(default.distances) or any(map(_is_better, order.bodies))
+    return sum(ours.distances) < sum(default.distances) or any(
+        map(_is_better, order.subgraphs)
+    )
 
 
 def _peaks(order: GraphOrder) -> str:

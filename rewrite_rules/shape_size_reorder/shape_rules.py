@@ -30,9 +30,9 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import producer
-from rewrite_rules.graph.constants import Refusal, int_attribute
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import RootedRule
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.shapes.dimensions import Dims

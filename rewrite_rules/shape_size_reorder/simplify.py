@@ -20,7 +20,7 @@ from collections.abc import Hashable
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleSet
 
-from rewrite_rules.graph.nodes import bodies, label
+from rewrite_rules.graph.nodes import label, subgraphs
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_size_reorder.shape_rules import Readings, shape_rules
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -68,9 +68,9 @@ class _Merge:
         self._context = context
 
     def walk(self, graph: ir.Graph, seen: collections.ChainMap[Hashable, ir.Value]) -> None:
-        """Merge in a graph and its bodies; ``seen`` has what can be read there."""
+        """Merge in a graph and its subgraphs; ``seen`` has what can be read there."""
         for node in graph:
-            for body in bodies(node):
+            for body in subgraphs(node):
                 self.walk(body, seen.new_child())
             key = self._key(node)
             if key is None:

@@ -18,9 +18,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxscript.optimizer
 
-from rewrite_rules.graph.constants import Refusal
-from rewrite_rules.graph.nodes import bodies, label
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import captures
+from rewrite_rules.graph.nodes import captures, label, subgraphs
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.inference_copy import Skeleton
 
 DEFAULT_DIM = 128
@@ -48,7 +47,7 @@ class ConcreteShapes:
 
 
 def concrete_shapes(model: ir.Model, dims: Mapping[str, int]) -> ConcreteShapes:
-    """Infer the shapes of all tensors that nodes make, bodies included.
+    """Infer the shapes of all tensors that nodes make, subgraphs included.
 
     Args:
         model: Stays as it is.
@@ -117,5 +116,5 @@ def _check_sorted(graph: ir.Graph) -> None:
                     "reads: sort the nodes"
                 )
         seen.add(node)
-        for body in bodies(node):
+        for body in subgraphs(node):
             _check_sorted(body)

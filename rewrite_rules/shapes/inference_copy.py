@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import onnx
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, constant, int_attribute
-from rewrite_rules.graph.nodes import bodies
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import is_constant
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant
+from rewrite_rules.graph.nodes import is_constant, subgraphs
+from rewrite_rules.graph.refusal import Refusal
 
 # Fused operator -> the standard one whose first output has its shape, and that one's inputs.
 _STAND_INS = {
@@ -157,7 +158,7 @@ class Skeleton:
             domain, operator, inputs = self._stand_in(node, inputs)
         made = target.node.add(domain=domain, op_type=operator, input=inputs)
         made.output.extend(self._name(value) if value.name else "" for value in node.outputs)
-        inner = {id(body) for body in bodies(node)}
+        inner = {id(body) for body in subgraphs(node)}
         for name, attribute in node.attributes.items():
             if inner and attribute.type is ir.AttributeType.GRAPH and not attribute.is_ref():
                 self._has_bodies = True
@@ -199,7 +200,7 @@ class Skeleton:
             proto.name = self._name(value)
             target.initializer.append(proto)
         elif tensor is not None:
-            # Seen from all bodies.
+            # Seen from all subgraphs.
             self._proto.graph.input.append(
                 onnx.helper.make_tensor_value_info(
                     self._name(value), int(tensor.dtype), list(tensor.shape.numpy())

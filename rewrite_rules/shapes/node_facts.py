@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-__all__ = ["Facts", "Integers", "Site", "axes_of", "axis_of"]
+__all__ = ["Facts", "Integers", "Site"]
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, int_attribute
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, number
 
 
@@ -163,26 +163,3 @@ class Site:
     def axes(self, index: int, name: str = "axes") -> tuple[int, ...] | None:
         """Axes, given as an attribute or, by newer opsets, as an input; None where absent."""
         return self.constants(index) if self.has(index) else self.ints(name)
-
-
-def axis_of(axis: int, rank: int) -> int:
-    """Count an axis from the front.
-
-    Raises:
-        Refusal: If there is none such.
-    """
-    if not -rank <= axis < rank:
-        raise Refusal(f"axis {axis} is out of range for rank {rank}")
-    return axis % rank
-
-
-def axes_of(axes: Sequence[int], rank: int) -> set[int]:
-    """Count axes from the front.
-
-    Raises:
-        Refusal: If one is out of range or named twice.
-    """
-    found = {axis_of(axis, rank) for axis in axes}
-    if len(found) != len(axes):
-        raise Refusal(f"axes {list(axes)} name one twice")
-    return found

@@ -23,9 +23,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
+from rewrite_rules.graph.attributes import axes_of, axis_of
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
-from rewrite_rules.shapes.node_facts import Site, axes_of, axis_of
+from rewrite_rules.shapes.node_facts import Site
 
 _MICROSOFT = "com.microsoft"
 # An end beyond any size, by which exporters mean "to the end". 2**31 - 1 is none.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Which values of a model have the same shape in every run, and which comes first.
 
-One walk over the graph, bodies included, gives each value the sizes of its dimensions. They
+One walk over the graph, subgraphs included, gives each value the sizes of its dimensions. They
 start from what onnxruntime checks at each run: ranks and numbers in the declared shapes of the
 graph's inputs, and the initializers themselves. They do not start from
 
@@ -10,7 +10,7 @@ graph's inputs, and the initializers themselves. They do not start from
 - names of dimensions: ``x[batch]`` and ``y[batch]`` may be fed with different sizes, and so
   may both dimensions of ``x[n, n]``;
 - a declared rank of 0 or size of -1, which onnxruntime takes for none declared;
-- declared shapes of the inputs of bodies, which change from one iteration to the next.
+- declared shapes of the inputs of subgraphs, which change from one iteration to the next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Hashable, Mapping
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal, constant, constant_ints
-from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.graph.constants import constant, constant_ints
+from rewrite_rules.graph.nodes import subgraphs
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
 from rewrite_rules.shapes.node_facts import Integers, Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
@@ -162,7 +163,7 @@ class ProvedShapes:
         for node in graph:
             self._node_places[node] = self._tick()
             site = Site(node, self, opsets.get(node.domain))
-            for body in bodies(node):
+            for body in subgraphs(node):
                 self._walk(body, node, opsets)
             shapes, place = self._output_shapes(site), self._tick()
             if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
@@ -213,8 +214,8 @@ class ProvedShapes:
             return None
 
     def _joined(self, node: ir.Node) -> list[Shape | None]:
-        """The shapes of an If, where both of its bodies agree."""
-        branches = list(bodies(node))
+        """The shapes of an If, where both of its subgraphs agree."""
+        branches = list(subgraphs(node))
         if len(branches) != 2:
             return []
         result: list[Shape | None] = []

@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from rewrite_rules.graph.attributes import axis_of
 from rewrite_rules.shapes.dimensions import Dim, known, number
-from rewrite_rules.shapes.node_facts import Integers, Site, axis_of
+from rewrite_rules.shapes.node_facts import Integers, Site
 
 # Longer tensors are no shapes.
 _MOST = 64

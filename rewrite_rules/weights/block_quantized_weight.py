@@ -13,7 +13,7 @@ for the whole weight, is a block as long as K.
 
 from __future__ import annotations
 
-__all__ = ["BlockQuantizedWeight", "Grid", "NoKernel"]
+__all__ = ["BlockQuantizedWeight", "ScaleLayout", "Unrepresentable"]
 
 import dataclasses
 from typing import Any
@@ -22,16 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
-from rewrite_rules.weights.repacking import packed_bytes, unpack
+from rewrite_rules.graph.lazy_tensors import packed_bytes
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.weights.bit_packing import unpack
 
 
-class NoKernel(Refusal):
-    """The weight is sound, but no kernel computes on its codes; a float constant might."""
+class Unrepresentable(Refusal):
+    """The weight is sound, but its layout has no description; a float constant might do."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class ScaleLayout:
     """Where ``scales[block, n]`` lies in the stored tensor, and the zero points likewise.
 
     Element ``(block, n)`` is at ``offset + block * block_step + n // column_block *
@@ -113,7 +114,7 @@ class BlockQuantizedWeight:
     N: int
     block_size: int
     k_axis: int
-    grid: Grid
+    grid: ScaleLayout
     offset: int
     dtype: ir.DataType
     layout: str

@@ -12,7 +12,7 @@ block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the
 
 from __future__ import annotations
 
-__all__ = ["DequantizedOperand", "read_operand", "renames", "trail_to_dequantize"]
+__all__ = ["DequantizedOperand", "read_operand", "is_layout_op", "dequantize_chain"]
 
 import dataclasses
 import math
@@ -23,17 +23,25 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import (
-    Refusal,
-    constant_ints,
-    described,
-    int_attribute,
-    is_dequantize_linear,
-    source_of,
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant_ints, require_constant, source_of
+from rewrite_rules.graph.lazy_tensors import packed_bytes
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.weights.bit_packing import unpack
+from rewrite_rules.weights.block_quantized_weight import (
+    BlockQuantizedWeight,
+    ScaleLayout,
+    Unrepresentable,
 )
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Grid, NoKernel
-from rewrite_rules.weights.repacking import packed_bytes, unpack
-from rewrite_rules.weights.strided_axes import Axis, Run, joined, offsets, reshape, row_major
+from rewrite_rules.weights.strided_axes import (
+    Axis,
+    Run,
+    coalesced,
+    offsets,
+    reshape,
+    row_major,
+)
 
 _STORAGE = {
     ir.DataType.INT2: (2, True),
@@ -97,24 +105,31 @@ class DequantizedOperand:
             group: Index on the axis before the last two; None where there are two.
 
         Raises:
-            NoKernel: If the codes don't lie in order, or blocks run across columns.
+            Unrepresentable: If the codes don't lie in order, or blocks run across columns.
         """
         *batch, rows, columns = self.axes
-        k_run, n_run = joined((rows, columns)[k_axis]), joined((rows, columns)[1 - k_axis])
-        batch_run = joined(batch[0]) if batch else Run(1, 0)
+        k_run, n_run = (
+            coalesced((rows, columns)[k_axis]),
+            coalesced((rows, columns)[1 - k_axis]),
+        )
+        batch_run = coalesced(batch[0]) if batch else Run(1, 0)
         if k_run is None or n_run is None or batch_run is None:
-            raise NoKernel(f"the numbers of weight {self.codes.name!r} lie at uneven steps")
+            raise Unrepresentable(
+                f"the numbers of weight {self.codes.name!r} lie at uneven steps"
+            )
         K, N = self.shape[-2:] if k_axis == 0 else self.shape[:-3:-1]
         order = _order(k_run, n_run, K, N)
         if order is None:
-            raise NoKernel(
+            raise Unrepresentable(
                 f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]"
             )
         block_size = K if k_run.scales == 0 else k_run.block
         index = group or 0
         if index * batch_run.codes * self.bits % 8:
-            raise NoKernel(f"a group of weight {self.codes.name!r} starts within a byte")
-        grid = Grid(
+            raise Unrepresentable(
+                f"a group of weight {self.codes.name!r} starts within a byte"
+            )
+        grid = ScaleLayout(
             offset=index // batch_run.block * batch_run.scales,
             block_step=k_run.scales,
             column_step=n_run.scales,
@@ -167,7 +182,7 @@ class DequantizedOperand:
             yield product
 
 
-def trail_to_dequantize(value: ir.Value | None) -> list[ir.Node] | None:
+def dequantize_chain(value: ir.Value | None) -> list[ir.Node] | None:
     """The nodes from a DequantizeLinear on a candidate constant to ``value``, in order.
 
     None where ``value`` comes from elsewhere, or what is dequantised is computed at run time.
@@ -184,22 +199,22 @@ def trail_to_dequantize(value: ir.Value | None) -> list[ir.Node] | None:
             codes = source_of(codes)
             # An overridable initializer is a candidate: its refusal tells how to fix it.
             return trail[::-1] if ir.convenience.get_const_tensor(codes) is not None else None
-        if not renames(node):
+        if not is_layout_op(node):
             return None
         value = node.inputs[0] if node.inputs else None
     return None
 
 
-def renames(node: ir.Node) -> bool:
+def is_layout_op(node: ir.Node) -> bool:
     """Whether a node keeps the numbers of its first input, under other axes or types."""
     return node.op_type in _RENAMING and node.domain == ""
 
 
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
-    """Read what :func:`trail_to_dequantize` found.
+    """Read what :func:`dequantize_chain` found.
 
     Raises:
-        NoKernel: If the layout is sound, but none that the description can hold.
+        Unrepresentable: If the layout is sound, but none that the description can hold.
         Refusal: If the weight can be changed by a caller, or is malformed; the text names the
             tensor, what was found and what would be needed.
     """
@@ -344,7 +359,9 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
         raise Refusal(f"{label} gives rank {len(shape)}: {_MOST_AXES} at most fuse")
     reshaped = reshape(operand.axes, shape)
     if reshaped is None:
-        raise NoKernel(f"{label} cuts {list(operand.shape)} in the middle of blocks or axes")
+        raise Unrepresentable(
+            f"{label} cuts {list(operand.shape)} in the middle of blocks or axes"
+        )
     return dataclasses.replace(operand, axes=reshaped, renamed=True)
 
 
@@ -443,7 +460,7 @@ def _in_sign(codes: npt.NDArray[np.uint8], bits: int, signed: bool) -> npt.NDArr
 def _input(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
     if value is None:
         raise Refusal(f"{role} is missing")
-    return described(value, role)
+    return require_constant(value, role)
 
 
 def _type_name(tensor: ir.TensorProtocol) -> str:

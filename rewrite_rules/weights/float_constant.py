@@ -14,8 +14,8 @@ import math
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.lazy_tensors import ChunkedTensor
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
-from rewrite_rules.weights.repacking import ChunkedTensor
 
 
 def float_bytes(operand: DequantizedOperand) -> int:

@@ -10,28 +10,20 @@ Two's-complement codes become unsigned by adding ``2**(bits - 1)``, which flips 
 from __future__ import annotations
 
 __all__ = [
-    "SIGN_BITS",
-    "ChunkedTensor",
-    "pack_rows",
-    "packed_bytes",
-    "relabel",
     "repack",
-    "unpack",
 ]
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
+
+from rewrite_rules.weights.bit_packing import SIGN_BITS
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
-# The top bit of every code in a byte, by bits per code.
-SIGN_BITS = {2: 0xAA, 4: 0x88, 8: 0x80}
 
 # Bytes of packed output made at a time: small enough to stay out of a process's peak, large
 # enough that a strip of a row-major source spans many cache lines.
@@ -42,100 +34,6 @@ _BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 2048
 # Codes are transposed in words of this type; the first code is in the low bits everywhere.
 _WORD = np.dtype("<u4")
-
-
-class ChunkedTensor(ir.LazyTensor):
-    """A tensor that is made in chunks while it is written, and never held whole."""
-
-    def __init__(
-        self,
-        chunks: Callable[[], Iterator[npt.NDArray[Any]]],
-        dtype: ir.DataType,
-        shape: tuple[int, ...],
-        name: str,
-    ) -> None:
-        """Describe the tensor; nothing is computed yet.
-
-        Args:
-            chunks: Yields the tensor's elements in storage order, in pieces of any shape;
-                elements of less than a byte packed, as uint8.
-            dtype: Element type.
-            shape: Whole shape.
-            name: Name of the tensor.
-        """
-
-        def evaluate() -> ir.TensorProtocol:
-            stored = np.frombuffer(b"".join(_bytes(piece) for piece in chunks()), np.uint8)
-            if dtype.bitwidth < 8:
-                return ir.PackedTensor(stored, dtype, shape=ir.Shape(shape), name=name)
-            return ir.Tensor(stored.view(dtype.numpy()).reshape(shape), dtype=dtype, name=name)
-
-        super().__init__(evaluate, dtype, ir.Shape(shape), name=name)
-        self._chunks = chunks
-
-    def tofile(self, file: BinaryIO) -> None:
-        """Write the tensor chunk by chunk."""
-        for chunk in self._chunks():
-            file.write(_bytes(chunk))
-
-
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def packed_bytes(tensor: ir.TensorProtocol) -> Bytes:
-    """Return a tensor's stored bytes, flat; mapped, not read, when they are in a file."""
-    if isinstance(tensor, ir.ExternalTensor):
-        # numpy() of a 4-bit external tensor unpacks a byte per code; the same bytes under
-        # another type are a view of the mapping.
-        return relabel(tensor, ir.DataType.UINT8, (tensor.nbytes,), "bytes").numpy()
-    return np.frombuffer(tensor.tobytes(), np.uint8)
-
-
-def relabel(
-    tensor: ir.ExternalTensor, dtype: ir.DataType, shape: tuple[int, ...], name: str
-) -> ir.ExternalTensor:
-    """Return the same bytes on disk under another type and shape; nothing is read."""
-    return ir.ExternalTensor(
-        tensor.location,
-        tensor.offset,
-        tensor.length,
-        dtype,
-        shape=ir.Shape(shape),
-        name=name,
-        base_dir=tensor.base_dir,
-    )
-
-
-def unpack(packed: Bytes, bits: int, indices: npt.NDArray[np.int64]) -> Bytes:
-    """Return the codes at flat element ``indices``, one unsigned byte each, same shape."""
-    if bits == 8:
-        return packed[indices]
-    per_byte = 8 // bits
-    shift = ((indices % per_byte) * bits).astype(np.uint8)
-    codes: Bytes = (packed[indices // per_byte] >> shift) & np.uint8((1 << bits) - 1)
-    return codes
-
-
-def pack_rows(codes: Bytes, bits: int) -> Bytes:
-    """Pack the last axis, low bits first, each row padded with zeros to whole bytes.
-
-    Args:
-        codes: uint8 ``[..., n]``, each below ``2**bits``.
-        bits: 2, 4 or 8.
-
-    Returns:
-        uint8 ``[..., ceil(n * bits / 8)]``.
-    """
-    if bits == 8:
-        return codes
-    per_byte = 8 // bits
-    if padding := -codes.shape[-1] % per_byte:
-        codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)])
-    packed = codes[..., 0::per_byte].copy()
-    for position in range(1, per_byte):
-        packed |= codes[..., position::per_byte] << np.uint8(position * bits)
-    return packed
 
 
 def repack(

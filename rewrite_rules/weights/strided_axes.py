@@ -13,7 +13,7 @@ step that it takes through the codes and through the scales:
 
 from __future__ import annotations
 
-__all__ = ["Axis", "Run", "joined", "offsets", "reshape", "row_major"]
+__all__ = ["Axis", "Run", "coalesced", "offsets", "reshape", "row_major"]
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ def _split(run: Run, outer: int) -> tuple[Run, Run] | None:
     return None
 
 
-def joined(axis: Axis) -> Run | None:
+def coalesced(axis: Axis) -> Run | None:
     """One run for the whole axis; None where its elements lie at uneven steps."""
     result = Run(1, 0)
     for run in reversed(axis):

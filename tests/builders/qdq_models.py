@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
+from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import is_quantize_linear
 from rewrite_rules.remarks import PassContext, Remarks
 
 

@@ -64,12 +64,12 @@ from ortplugins.quantization.activations.ranges import (
 from ortplugins.quantization.selection import Pattern
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import parse_version
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
 )
+from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
 
 if TYPE_CHECKING:

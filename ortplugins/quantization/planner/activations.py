@@ -37,11 +37,11 @@ from ortplugins.quantization.planner.search import (
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.quantization.planner.switches import add_switches
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
-    is_quantize_linear,
 )
 from rewrite_rules.mixed_precision_boundaries.regions import Groups, sharing_groups
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.graph.nodes import subgraphs
 
 # Twice as many would save 4 % of the time and cost a session each, and their cuts' memory.
 _MOST_SEGMENTS = 12
@@ -26,9 +26,9 @@ _RANDOM = frozenset(
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, its bodies included; values of the bodies come along."""
+    """What a node reads, its subgraphs included; values of the subgraphs come along."""
     yield from (value for value in node.inputs if value is not None)
-    for body in bodies(node):
+    for body in subgraphs(node):
         for inner in ir.traversal.RecursiveGraphIterator(body):
             yield from (value for value in inner.inputs if value is not None)
         yield from body.outputs

@@ -41,9 +41,10 @@ from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from rewrite_rules.graph.constants import constant, is_dequantize_linear
+from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import ModelLike

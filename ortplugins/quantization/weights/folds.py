@@ -30,9 +30,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
-from rewrite_rules.graph.constants import Refusal, constant
+from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.refusal import Refusal
 
 Floats = npt.NDArray[np.float32]
 

@@ -22,10 +22,10 @@ import onnx_ir as ir
 from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.weights.sites import WeightSite
-from rewrite_rules.graph.constants import int_attribute
+from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.weights.repacking import pack_rows
+from rewrite_rules.weights.bit_packing import pack_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

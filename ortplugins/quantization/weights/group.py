@@ -43,7 +43,7 @@ from ortplugins.quantization.methods.nearest import (
     dequantize_blocks,
     quantize_blocks,
 )
-from rewrite_rules.weights.repacking import pack_rows
+from rewrite_rules.weights.bit_packing import pack_rows
 
 # What each method does: scales per input channel, ratios per block, error feedback.
 METHODS = {

@@ -19,8 +19,10 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
-from rewrite_rules.graph.constants import Refusal, constant, int_attribute, source_of
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.refusal import Refusal
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.shape_size_reorder.order.heuristics import HeuristicBytes, subtrees
 from rewrite_rules.shape_size_reorder.order.memory_plan import (
     MemoryModel,
@@ -38,7 +38,7 @@ class DefaultFile:
         runs: What a default session runs then.
         closeness: Share of all pairs of nodes that run in the order that was wanted, 0 to 1.
         output_bytes: Bytes of the graph's outputs.
-        bodies: The same for each body of each If, Loop and Scan.
+        subgraphs: The same for each body of each If, Loop and Scan.
     """
 
     graph: ir.Graph
@@ -46,11 +46,11 @@ class DefaultFile:
     runs: SimulatedOrder
     closeness: float
     output_bytes: int
-    bodies: tuple[DefaultFile, ...]
+    subgraphs: tuple[DefaultFile, ...]
 
     def apply(self) -> None:
-        """Put the nodes of the graph and of all bodies into the order of the file."""
-        for body in self.bodies:
+        """Put the nodes of the graph and of all subgraphs into the order of the file."""
+        for body in self.subgraphs:
             body.apply()
         rearrange(self.graph, self.file_order)
 
@@ -69,7 +69,7 @@ def closest_default_order(
     peak is returned; of several, the one that is closest.
 
     Args:
-        graph: The graph; each of its bodies gets a file order of its own, wanted being what
+        graph: The graph; each of its subgraphs gets a file order of its own, wanted being what
             :func:`memory_order` finds for it.
         wanted: Positions of all nodes as they should run.
         dims: Numbers for symbolic dimensions.
@@ -100,7 +100,7 @@ def closest_default_order(
                 node,
                 shapes=shapes,
             )
-            for body in bodies(node)
+            for body in subgraphs(node)
         ]
         if parts:
             files += parts
@@ -122,7 +122,7 @@ def closest_default_order(
         runs=SimulatedOrder(tuple(runs), timeline, shape_distances(dependencies, runs)),
         closeness=-score[1],
         output_bytes=model.output_bytes(),
-        bodies=tuple(files),
+        subgraphs=tuple(files),
     )
 
 

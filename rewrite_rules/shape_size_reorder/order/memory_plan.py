@@ -35,12 +35,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from rewrite_rules.graph.nodes import captures, is_constant
 from rewrite_rules.shape_size_reorder.order.arena import touched_bytes
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
-    Dependencies,
-    captures,
-    is_constant,
-)
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes
 
 _MICROSOFT = "com.microsoft"

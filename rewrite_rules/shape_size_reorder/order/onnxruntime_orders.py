@@ -14,8 +14,8 @@ while the model is loaded. onnxruntime has two orders over these indices
     a1 shape b1 b2 b3 a2 a3 join reshape          DEFAULT
     a1 shape a2 a3 b1 b2 b3 join reshape          PRIORITY_BASED
 
-An If, Loop or Scan waits for what its bodies read from outside, too. Each body is a graph with
-an order of its own. Names, the order of operands and the order of graph outputs mean nothing.
+An If, Loop or Scan waits for what its subgraphs read from outside, too. Each subgraph has an
+order of its own. Names, the order of operands and the order of graph outputs mean nothing.
 Both hold for a graph that is executed as it is: nodes that onnxruntime adds while it opens the
 model (optimisers, functions put in place of their calls) get the highest indices.
 """
@@ -24,9 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "Dependencies",
-    "captures",
     "default_order",
-    "is_constant",
     "is_shape_reader",
     "priority_order",
 ]
@@ -37,8 +35,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import Refusal
-from rewrite_rules.graph.nodes import bodies, label
+from rewrite_rules.graph.nodes import captures, is_constant, label
+from rewrite_rules.graph.refusal import Refusal
 
 _SHAPE_READERS = frozenset({"Shape", "Size"})
 
@@ -71,7 +69,7 @@ class Dependencies:
 
     Attributes:
         nodes: The nodes themselves.
-        producers: For each node, the nodes whose outputs it or one of its bodies reads,
+        producers: For each node, the nodes whose outputs it or one of its subgraphs reads,
             ascending, each once.
         consumers: The same edges the other way.
         shape_readers: Whether a node is a Shape or Size.
@@ -216,36 +214,9 @@ class Dependencies:
             raise Refusal(f"nodes {names}{more} wait for each other: the graph is no DAG")
 
 
-def is_constant(node: ir.Node) -> bool:
-    """Whether a node becomes an initializer when onnxruntime loads it."""
-    return node.op_type == "Constant" and node.domain == ""
-
-
 def is_shape_reader(node: ir.Node) -> bool:
     """Whether ``PRIORITY_BASED`` runs a node as soon as it can; domains are not looked at."""
     return node.op_type in _SHAPE_READERS
-
-
-def captures(node: ir.Node) -> list[ir.Value]:
-    """Values that a node's bodies, and those within them, read from outside; each once."""
-    found: dict[ir.Value, None] = {}
-    # A value belongs to one graph; those of the bodies themselves are not from outside.
-    inside: set[ir.Graph] = set()
-    pending = list(bodies(node))
-    while pending:
-        body = pending.pop()
-        inside.add(body)
-        found.update(dict.fromkeys(body.outputs))
-        for inner in body:
-            found.update(dict.fromkeys(v for v in inner.inputs if v is not None))
-            pending += bodies(inner)
-    return [value for value in found if not _belongs_to(value, inside)]
-
-
-def _belongs_to(value: ir.Value, graphs: set[ir.Graph]) -> bool:
-    producer = value.producer()
-    owner = value.graph if producer is None else producer.graph
-    return owner in graphs
 
 
 def _check_names(nodes: Sequence[ir.Node]) -> None:

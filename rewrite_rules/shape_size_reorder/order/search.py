@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import bodies
+from rewrite_rules.graph.nodes import is_constant, subgraphs
 from rewrite_rules.shape_size_reorder.order.heuristics import candidate_orders
 from rewrite_rules.shape_size_reorder.order.local_moves import lower_peak
 from rewrite_rules.shape_size_reorder.order.memory_plan import (
@@ -37,7 +37,7 @@ from rewrite_rules.shape_size_reorder.order.memory_plan import (
     Timeline,
     inner_bytes,
 )
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, is_constant
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
 from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
 
 # A chain's tensors are shapes; anything larger is data.
@@ -62,7 +62,7 @@ class SimulatedOrder:
 
     @property
     def peak(self) -> int:
-        """Bytes, bodies included."""
+        """Bytes, subgraphs included."""
         return self.timeline.peak
 
     @property
@@ -94,7 +94,7 @@ class GraphOrder:
         unknown_dims: Dimensions without a number, ``"?"`` for those without a name; they
             counted as :data:`.DEFAULT_DIM`. Bodies included.
         unknown_values: Values whose size is a guess. Bodies included.
-        bodies: The same for each body of each If, Loop and Scan, in the order of the file.
+        subgraphs: The same for each body of each If, Loop and Scan, in the order of the file.
         model: The bytes of any order of the graph.
         reuse: Whether the session that runs ours reuses buffers.
     """
@@ -108,16 +108,16 @@ class GraphOrder:
     chain_bytes: int
     unknown_dims: tuple[str, ...]
     unknown_values: tuple[str, ...]
-    bodies: tuple[GraphOrder, ...]
+    subgraphs: tuple[GraphOrder, ...]
     model: MemoryModel = dataclasses.field(repr=False, compare=False)
     reuse: bool = True
 
     def arena_bytes(self) -> int:
-        """Bytes that ours takes of an arena, bodies left out."""
+        """Bytes that ours takes of an arena, subgraphs left out."""
         return self.model.arena_bytes(self.ours.order, self.reuse)
 
     def peak_without_reuse(self) -> int:
-        """Bytes that ours would hold at its peak without reuse of buffers, bodies left out."""
+        """Bytes that ours would hold at its peak without reuse of buffers or subgraphs."""
         return self.model.timeline(self.ours.order, reuse=False).peak
 
     @property
@@ -131,8 +131,8 @@ class GraphOrder:
         return self.ours.peak <= best + self.chain_bytes
 
     def apply(self) -> None:
-        """Put the nodes of the graph and of all bodies into our order."""
-        for body in self.bodies:
+        """Put the nodes of the graph and of all subgraphs into our order."""
+        for body in self.subgraphs:
             body.apply()
         rearrange(self.graph, self.ours.order)
 
@@ -150,7 +150,7 @@ def memory_order(
     Run after shape inference, last of all rewrites.
 
     Args:
-        graph: The graph, sorted or not; each of its bodies is ordered for itself.
+        graph: The graph, sorted or not; each of its subgraphs is ordered for itself.
         dims: Numbers for symbolic dimensions, for instance ``{"batch": 1, "seq": 512}``.
         parent: The node whose body the graph is.
         shapes: From :func:`.concrete_shapes`; go before ``dims``,
@@ -212,7 +212,7 @@ def memory_order(
         chain_bytes=chains.bytes + sum(order.chain_bytes for order in orders),
         unknown_dims=tuple(sorted(unknown_dims.union(model.unknown_dims))),
         unknown_values=(*model.unknown_values, *unknown_values),
-        bodies=tuple(orders),
+        subgraphs=tuple(orders),
         model=model,
         reuse=reuse,
     )
@@ -245,7 +245,7 @@ def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[i
 
 
 class _Bodies:
-    """The bodies of a graph, ordered, and the bytes they add to their nodes."""
+    """The subgraphs of a graph, ordered, and the bytes they add to their nodes."""
 
     def __init__(
         self, dependencies: Dependencies, order: Callable[[ir.Graph, ir.Node], GraphOrder]
@@ -253,7 +253,7 @@ class _Bodies:
         self.all: list[GraphOrder] = []
         self._bytes: dict[str, dict[int, int]] = {"ours": {}, "default": {}, "priority": {}}
         for index, node in enumerate(dependencies.nodes):
-            orders = [order(body, node) for body in bodies(node)]
+            orders = [order(body, node) for body in subgraphs(node)]
             if not orders:
                 continue
             self.all += orders
@@ -289,7 +289,7 @@ class _Chains:
                 and dependencies.producers[index]
                 and all(self._class[p] < 2 for p in dependencies.producers[index])
                 and all(_comes_from_node_or_file(value) for value in node.inputs)
-                and not any(True for _ in bodies(node))
+                and not any(True for _ in subgraphs(node))
             ):
                 self._class[index] = 1
             else:

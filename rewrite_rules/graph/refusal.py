@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: MIT
+"""Why a candidate cannot be rewritten."""
+
+from __future__ import annotations
+
+__all__ = ["Refusal"]
+
+
+class Refusal(Exception):
+    """A candidate cannot be rewritten; the text is the reason a user reads."""

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: MIT
+"""Versions of onnxruntime, as far as results depend on them."""
+
+from __future__ import annotations
+
+__all__ = ["Version", "parse_version"]
+
+import re
+
+# Major and minor version of onnxruntime.
+Version = tuple[int, int]
+
+
+def parse_version(text: str) -> Version:
+    """Read ``"1.31"``, ``"1.31.1"``, ``"1.32.0.dev20261101+cpu"``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:[.+-]|$)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no version of onnxruntime: 1.31 or 1.31.1 is one")
+    return int(match[1]), int(match[2])
