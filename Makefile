@@ -27,7 +27,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/python examples/smollm2/demo.py
+	$(BIN)/python -m examples.smollm2.demo
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -52,13 +52,13 @@ test-packages: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/packages/check_packages.py
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 # The other quantizers go to .cache (4 GB with torch); ORTPLUGINS_PEERS names a Python that has them.
 # Both parts run, whatever bounds the first one misses.
 bench-quantizers: $(VENV)/.installed-bench
-	status=0; $(BIN)/python benchmarks/quantizers.py || status=1; \
-	$(BIN)/python benchmarks/perplexity.py || status=1; exit $$status
+	status=0; $(BIN)/python -m benchmarks.quantizers.quantizers || status=1; \
+	$(BIN)/python -m benchmarks.quantizers.perplexity || status=1; exit $$status
 
 docs: $(VENV)/.installed-docs $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict

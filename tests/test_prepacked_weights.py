@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import ortplugins
+from benchmarks.models.int4_chain import write_chain
 from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
 from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
 from rewrite_rules.prepacked_weights.records import (
@@ -955,10 +956,7 @@ print(session.ortplugins_report.source, rss * 1024, session.ortplugins_report.ar
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to measure with")
-def test_packed_weights_are_not_on_the_heap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    from int4_chain import write_chain
-
+def test_packed_weights_are_not_on_the_heap(tmp_path: Path):
     path = tmp_path / "chain.onnx"
     assert write_chain(path, 15, 1024, 4096, "axis0") > 60e6
 

@@ -19,10 +19,7 @@ for needed in ("fastapi", "httpx2", "uvicorn", "tokenizers"):
 
 from fastapi.testclient import TestClient  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "server"))
-
-import load  # noqa: E402
-import server  # noqa: E402
+from examples.server import load, server  # noqa: E402
 
 MATMUL = DequantizedMatMul(64, 32, 32)
 

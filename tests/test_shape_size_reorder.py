@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -17,14 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import ortplugins
+from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.artifacts.find_or_build import prepare
 from ortplugins.cli.app import app
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.html_report.live_memory_chart import Curve, as_svg, as_text
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from branching_graphs import GRAPHS
 
 PROVIDERS = ["CPUExecutionProvider"]
 # Eight branches that grow large and then small, level by level in the file. The Shape of the

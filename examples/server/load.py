@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Starts the server in each mode, sends it requests, and prints what it costs, as one table.
 
-python examples/server/load.py [--workers N] [--clients N] [--requests N] [--seconds S] ...
+python -m examples.server.load [--workers N] [--clients N] [--requests N] [--seconds S] ...
 
 Talks to 127.0.0.1 only; whatever happens, no server is left behind. The artifacts go to a
 temporary folder, so that the first start of ortplugins is one.
@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(__file__).with_name("server.py")
 START_SECONDS = 300  # a first start on a busy machine
 HEADINGS = (
     "mode", "start s", "private MB per worker", "sum of PSS", "requests/s", "p50 / p95 ms",
@@ -125,7 +124,8 @@ def serve(environment: Mapping[str, str], workers: int, folder: Path) -> Iterato
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = folder / "server.log"
-    command = [sys.executable, str(SERVER), f"--port={port}", f"--workers={workers}"]
+    module = "examples.server.server"
+    command = [sys.executable, "-m", module, f"--port={port}", f"--workers={workers}"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """An inference server: N workers on one model, plain onnxruntime or ortplugins.
 
-python examples/server/server.py [--workers N] [--port N]
+python -m examples.server.server [--workers N] [--port N]
 
 The workers are processes that know nothing of each other, so their settings come from the
 environment; README.md lists them.
@@ -29,12 +29,10 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "smollm2"))
+from examples.smollm2.generate import Decoder, chat_prompt
 
-from generate import Decoder, chat_prompt  # noqa: E402
-
-DEMO_MODEL = HERE.parents[1] / ".cache" / "demo" / "int4-block32-axis0" / "model.onnx"
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_MODEL = ROOT / ".cache" / "demo" / "int4-block32-axis0" / "model.onnx"
 MODES = ("ortplugins", "plain")
 
 _PREFIX = "ORTPLUGINS_SERVER_"
@@ -283,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     uvicorn.run(
-        "server:app",
-        app_dir=str(HERE),
+        "examples.server.server:app",
+        app_dir=str(ROOT),
         host="127.0.0.1",
         port=chosen.port,
         workers=chosen.workers,

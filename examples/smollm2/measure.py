@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from generate import Decoder
+
+from examples.smollm2.generate import Decoder
 
 
 @dataclasses.dataclass(frozen=True)

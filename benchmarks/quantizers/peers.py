@@ -18,9 +18,9 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from child import Cost, run_child
-from corpus import CACHE
-from quantizer_peers import Job
+from benchmarks.child import Cost, run_child
+from benchmarks.models.corpus import CACHE
+from benchmarks.quantizers.quantizer_peers import Job
 
 # torch comes first and alone: the wheel for CPUs satisfies the requirement of those after it.
 # Where pip finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +11,11 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from bounds import Figure
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from builders.dequantized_models import relative_error
-from builders.layout_matrix import LayoutCase, layout_cases
 
 import ortplugins
+from benchmarks.figures.bounds import Figure
+from tests.builders.dequantized_models import relative_error
+from tests.builders.layout_matrix import LayoutCase, layout_cases
 
 # Both at level 0: native fusion asks the session, ours the pass.
 LEVEL = {"session.qdq_matmulnbits_accuracy_level": "0"}

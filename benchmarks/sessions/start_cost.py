@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 
-from bounds import Figure
-from child import run_child
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
-
-import demo
 from rich.console import Console
+
+from benchmarks.child import run_child
+from benchmarks.figures.bounds import Figure
+from examples.smollm2 import demo
 
 OURS = """
 import json, sys, time

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """How good quantised models still are: perplexity of SmolLM2-135M, cosine of MiniLM-L6.
 
-python benchmarks/perplexity.py [--only ROW]... [--block N]... [--tokens N] [--layers N]
+python -m benchmarks.quantizers.perplexity [--only ROW]... [--block N]...
+    [--tokens N] [--layers N]
 
 Writes its section of docs/quantization-figures.md if nothing was left out; exits with 1 when a
 bound is missed.
@@ -20,18 +21,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from bounds import Figure, table
-from corpus import CACHE, float_smollm2, smollm2_samples, token_ids
-from figures_page import PAGE, origin, write_section
-from minilm_cosine import cosine_table
-from peers import modelopt_smollm2
 
 import ortplugins
+from benchmarks.figures.bounds import Figure, table
+from benchmarks.figures.figures_page import PAGE, origin, write_section
+from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples, token_ids
+from benchmarks.quantizers.minilm_cosine import cosine_table
+from benchmarks.quantizers.peers import modelopt_smollm2
 from ortplugins.quantization import quantize
 
 Ids = npt.NDArray[np.int64]
@@ -356,7 +355,7 @@ def _introduction(tokens: int, layers: int | None) -> str:
     cut = "" if layers is None else f", only {layers} layers of it"
     return f"""## Quality
 
-{origin("python benchmarks/perplexity.py")}
+{origin("python -m benchmarks.quantizers.perplexity")}
 
 SmolLM2-135M-Instruct in float32 (dequantized from the 4-bit file that is on PyPI{cut}), its
 linear layers quantised, the head (`lm_head`) left in float but where the row says so.

@@ -24,16 +24,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
-
-import demo
-from checkpoint import load_checkpoint
-from llama import build_llama
 from rich.console import Console
 from tokenizers import Tokenizer
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache" / "quantizers"
+from examples.smollm2 import demo
+from examples.smollm2.checkpoint import load_checkpoint
+from examples.smollm2.llama import build_llama
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "quantizers"
 
 # The platform is pinned because the data are the same in every wheel: one file for all.
 _GENSIM = (

@@ -3,7 +3,8 @@
 
 Peaks are those of the process, as the operating system tells them, above what it held when the
 session was open: of the first run, and of four runs, as a server makes them. Each session has
-a process of its own. ``python benchmarks/order_peaks.py [NAME]...`` prints every model.
+a process of its own. ``python -m benchmarks.sessions.order_peaks [NAME]...`` prints every
+model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -24,13 +24,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from bounds import Figure
-from branching_graphs import GRAPHS
-from child import run_child
-from real_nets import real_nets
-
+from benchmarks.child import run_child
+from benchmarks.figures.bounds import Figure
+from benchmarks.models.branching_graphs import GRAPHS
+from benchmarks.models.real_nets import real_nets
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder

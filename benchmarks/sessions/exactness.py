@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from bounds import Figure
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from dequantized_models import DequantizedMatMul, relative_error, run
-
 import ortplugins
+from benchmarks.figures.bounds import Figure
+from tests.builders.dequantized_models import DequantizedMatMul, relative_error, run
 
 SHAPES = ((1024, 512, 32), (1000, 333, 64), (70, 33, 32), (4096, 64, 128))
 FORMS = ("int4", "uint4", "int8", "uint8")

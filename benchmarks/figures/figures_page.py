@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "quantization-figures.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization-figures.md"
 _HEAD = """# Quantising: figures
 
 Made by `make bench-quantizers`; every section tells how, when and on what. Formulas and

@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bounds import Figure
-from child import run_child
-from int4_chain import write_chain
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
-
-import demo
 from rich.console import Console
+
+from benchmarks.child import run_child
+from benchmarks.figures.bounds import Figure
+from benchmarks.models.int4_chain import write_chain
+from examples.smollm2 import demo
 
 # Opens a session and runs it; prints seconds, private MB, milliseconds of each run.
 SESSION = """

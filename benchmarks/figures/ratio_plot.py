@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from bounds import Figure
+from benchmarks.figures.bounds import Figure
 
 _WIDTH, _LABEL, _ROW, _TOP = 760, 430, 18, 30
 # Ratios beyond are drawn at the edge, with their number as all others.
