@@ -15,6 +15,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import ortplugins
@@ -26,6 +28,7 @@ from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.inputs import comparison_feeds
 from ortplugins.errors import CalibrationError
 from ortplugins.measurement.timed_process import Timing, time_in_turn
+from ortplugins.testing import assert_same_outputs
 
 FUSION = "dq_matmulnbits_fusion"
 
@@ -41,6 +44,12 @@ def difference(*pairs: tuple[npt.ArrayLike, npt.ArrayLike]) -> Difference:
     for a, b in pairs:
         total.add(np.asarray(a), np.asarray(b))
     return total.result()
+
+
+def constant(kind: str, value: int | str) -> onnx.ModelProto:
+    """A model whose output is one element, whatever its input is."""
+    return from_text(f"""g (float[1] x) => ({kind}[1] y, float[1] z)
+        {{ y = Constant<value = {kind}[1] {{{value}}}>() z = Neg(x) }}""")
 
 
 # The measures
@@ -81,6 +90,46 @@ def test_a_reference_of_zeros_has_no_relative_error():
 
 def test_integers_are_not_subtracted_in_their_own_type():
     assert difference((np.uint8([3]), np.uint8([5]))).max_abs == 2
+
+
+# Neighbours in their own type, and equal, or nearly, as float64.
+NEIGHBORS = [
+    ("int64", 2**53, 2**53 + 1),
+    ("int64", -(2**63), -(2**63) + 1),
+    ("uint64", 2**64 - 2, 2**64 - 1),
+    ("int32", 200_000, 200_001),
+    ("uint32", 2**32 - 2, 2**32 - 1),
+    ("bool", 0, 1),
+    ("string", '"a"', '"b"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), NEIGHBORS)
+def test_integers_are_compared_as_integers(kind: str, one: int | str, other: int | str):
+    a, b = constant(kind, one), constant(kind, other)
+    for first, second in ((a, b), (b, a)):
+        assert ortplugins.compare(first, second).outputs[0].max_abs == 1
+        with pytest.raises(AssertionError, match="output 'y' of sample 0: 1 of 1 elements"):
+            assert_same_outputs(first, second, rtol=1)
+        assert_same_outputs(first, second, atol=1)
+    assert_same_outputs(a, a, rtol=0, atol=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(-(2**63), 2**64 - 1), st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9))
+def test_the_distance_of_integers_is_that_of_python(x: int, other: int):
+    y = min(x + other, 2**64 - 1) if 0 <= other < 10 else other
+    a, b = (np.array([i], np.int64 if i < 2**63 else np.uint64) for i in (x, y))
+    found = difference((a, b)).max_abs
+    assert found == pytest.approx(abs(x - y), rel=1e-15)
+    assert (found == 0) == (x == y)
+
+
+def test_rtol_is_for_what_is_rounded():
+    codes = constant("uint8", 100), constant("uint8", 101)  # codes of a quantised value
+    assert_same_outputs(*codes, rtol=0.02)
+    with pytest.raises(AssertionError, match="a = 100, b = 101"):
+        assert_same_outputs(*codes)
 
 
 def test_other_shapes_are_no_numbers():

@@ -78,8 +78,7 @@ class DifferenceSum:
         self._mismatch = self._mismatch or _shape_mismatch(a, b)
         if self._mismatch:
             return
-        for x, y in _slices(a, b):
-            d = _distance(x, y)
+        for x, y, d in _slices(a, b):
             self._max_abs = max(self._max_abs, float(d.max()))
             with np.errstate(divide="ignore", invalid="ignore"):
                 relative = np.where(x == 0, 0.0, d / np.abs(x))
@@ -176,17 +175,21 @@ def find_violation(
         rtol: Relative tolerance.
         atol: Absolute tolerance; None for ``rtol`` times the greatest finite magnitude of a:
             elements near 0 are sums of greater ones, and have their errors.
+
+    Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
+    rtol does not apply to them: without atol they must be equal.
     """
     total = DifferenceSum(name)
     total.add(a, b)
     difference = total.result()
     if difference.mismatch:
         return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
+    if _is_exact(a) and _is_exact(b):
+        rtol = 0.0
     if atol is None:
-        atol = rtol * max((_greatest(x) for x, _ in _slices(a, b)), default=0.0)
+        atol = rtol * max((_greatest(x) for x, _, _ in _slices(a, b)), default=0.0)
     count, worst, excess, bound_there, offset = 0, 0, 0.0, 0.0, 0
-    for x, y in _slices(a, b):
-        d = _distance(x, y)
+    for x, _, d in _slices(a, b):
         bound = atol + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
         over = d - bound
         count += int((over > 0).sum())
@@ -215,17 +218,34 @@ def _is_text(array: npt.NDArray[Any]) -> bool:
     return array.dtype.kind in "OUS"
 
 
+def _is_integer(array: npt.NDArray[Any]) -> bool:
+    return array.dtype.kind in "iu"
+
+
+def _is_exact(array: npt.NDArray[Any]) -> bool:
+    wide = _is_integer(array) and array.dtype.itemsize >= 4
+    return wide or array.dtype.kind == "b" or _is_text(array)
+
+
 def _slices(
     a: npt.NDArray[Any], b: npt.NDArray[Any]
-) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Yield the elements in float64, some at a time; texts as 1, as 0 where they differ."""
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Yield the elements of a and b and their distance, all in float64, some at a time.
+
+    Texts are 1, those of b 0 where they differ.
+    """
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.size, _SLICE):
         x, y = flat_a[start : start + _SLICE], flat_b[start : start + _SLICE]
         if _is_text(a):
-            yield np.ones(x.size), (x == y).astype(np.float64)
-        else:
-            yield x.astype(np.float64), y.astype(np.float64)
+            equal = (x == y).astype(np.float64)
+            yield np.ones(x.size), equal, 1 - equal
+            continue
+        rounded = x.astype(np.float64), y.astype(np.float64)
+        distance = _distance(*rounded)
+        if _is_integer(a) and _is_integer(b):
+            distance = _integer_distance(x, y, distance)
+        yield *rounded, distance
 
 
 def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -234,6 +254,19 @@ def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
         d = np.abs(y - x)
     same = (x == y) | (np.isnan(x) & np.isnan(y))
     return np.where(same, 0.0, np.where(np.isnan(d), np.inf, d))
+
+
+def _integer_distance(
+    x: npt.NDArray[Any], y: npt.NDArray[Any], rounded: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """|y - x| of integers, of which float64 tells those above 2**53 not apart.
+
+    The difference modulo 2**64 is exact; it is the distance where that is below 2**64, which
+    only int64 beside uint64 exceeds.
+    """
+    p, q = x.astype(np.uint64), y.astype(np.uint64)
+    exact = np.where(x > y, p - q, q - p).astype(np.float64)
+    return np.where(rounded < 2.0**63, exact, rounded)
 
 
 def _greatest(x: npt.NDArray[Any]) -> float:
