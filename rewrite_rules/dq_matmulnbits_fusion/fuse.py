@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 import onnx_ir.passes.common
-from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
@@ -26,16 +26,16 @@ from rewrite_rules.dq_matmulnbits_fusion.product_rules import (
 )
 from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import remark_unfused
 from rewrite_rules.graph.functions import check_inlined_size
-from rewrite_rules.graph.rule_set import RootedRule
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 
-_RULES: dict[str, Callable[[FusionRun], list[RewriteRuleClassBase]]] = {
-    "MatMul": lambda run: [MatMulToMatMulNBits(run)],
-    "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits(run)],
-    "Gemm": lambda run: [GemmToMatMulNBits(run)],
-    "Gather": lambda run: [GatherToGatherBlockQuantized(run)],
+_RULES: dict[str, Callable[[FusionRun], list[RewriteRule]]] = {
+    "MatMul": lambda run: [MatMulToMatMulNBits.rule(run)],
+    "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits.rule(run)],
+    "Gemm": lambda run: [GemmToMatMulNBits.rule(run)],
+    "Gather": lambda run: [GatherToGatherBlockQuantized.rule(run)],
     # One sweep is enough: an Add comes after its product, which is a MatMulNBits by then.
-    "Add": lambda run: [AddBias(run, bias_first=first) for first in (False, True)],
+    "Add": lambda run: AddBias.rule(run).commute(),
 }
 
 
@@ -60,13 +60,10 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     run = FusionRun(options, context, opset)
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [
-        RootedRule(rule, op_type)
-        for op_type, build in _RULES.items()
-        if op_type in present
-        for rule in build(run)
+        rule for op_type, build in _RULES.items() if op_type in present for rule in build(run)
     ]
     if rules:
-        RewriteRuleSet(rules).apply_to_model(model)
+        DispatchingRuleSet(rules).apply_to_model(model)
     remark_unfused(model, run)
 
 

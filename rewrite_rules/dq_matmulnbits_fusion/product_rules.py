@@ -286,12 +286,11 @@ class GemmToMatMulNBits(_ProductToMatMulNBits):
 
 
 class AddBias(RewriteRuleClassBase):
-    """Add(MatMulNBits(x), bias[N]) -> MatMulNBits(x, bias), the bias on either side."""
+    """Add(MatMulNBits(x), bias[N]) -> MatMulNBits(x, bias)."""
 
-    def __init__(self, run: FusionRun, *, bias_first: bool) -> None:
+    def __init__(self, run: FusionRun) -> None:
         super().__init__(remove_nodes=False)
         self._run = run
-        self._bias_first = bias_first
 
     def pattern(self, op, x, codes, scales, bias):  # type: ignore[no-untyped-def]
         product = op.MatMulNBits(
@@ -302,8 +301,7 @@ class AddBias(RewriteRuleClassBase):
             _domain="com.microsoft",
             _outputs=["product"],
         )
-        operands = (bias, product) if self._bias_first else (product, bias)
-        return op.Add(*operands, _outputs=["out"])
+        return op.Add(product, bias, _outputs=["out"])
 
     def check(  # type: ignore[override]
         self,

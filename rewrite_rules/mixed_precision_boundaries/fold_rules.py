@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.graph.rule_set import RootedRule
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import GridReader
 from rewrite_rules.remarks import PassContext
@@ -57,15 +57,15 @@ def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
         return
     run = _Run(context, target)
     rules = [
-        _FoldRule(rule, op_type)
+        rule
         for domain in sorted({node.domain for node in nodes} & _DOMAINS)
-        for op_type, rule in (
-            ("DequantizeLinear", KeptCodes(run, domain)),
-            ("DequantizeLinear", KeptValues(run, domain)),
-            ("QuantizeLinear", BareCodes(run, domain)),
+        for rule in (
+            KeptCodes.rule(run, domain),
+            KeptValues.rule(run, domain),
+            BareCodes.rule(run, domain),
         )
     ]
-    if RewriteRuleSet(rules).apply_to_model(model):
+    if DispatchingRuleSet(rules, _ends_pair).apply_to_model(model):
         # The pairs that nobody reads any more; where nothing fired, nothing goes.
         onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
 
@@ -85,18 +85,11 @@ class _Run:
         self.grid = GridReader()
 
 
-class _FoldRule(RootedRule):
-    """A rule that onnxscript matches only where a pair stands: nearly nowhere."""
-
-    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:  # type: ignore[override]
-        """Match and rewrite, as the base class does, behind a DQ -> Q or at its end."""
-        if node.op_type == "DequantizeLinear":
-            stands = _pair_before(node) is not None
-        else:
-            stands = _requantizes(node)
-        if not stands:
-            return None
-        return super().try_rewrite(model, graph, node, **options)
+def _ends_pair(node: ir.Node) -> bool:
+    """Whether DQ -> Q ends in a node, or stands before it: nearly nowhere."""
+    if node.op_type == "DequantizeLinear":
+        return _pair_before(node) is not None
+    return _requantizes(node)
 
 
 class _Fold(RewriteRuleClassBase):

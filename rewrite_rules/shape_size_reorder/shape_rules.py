@@ -33,7 +33,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.graph.rule_set import RootedRule
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.node_facts import Integers
@@ -283,29 +283,17 @@ class _ReadEarliest(RewriteRuleClassBase):
             return self._readings.write(op, plan, node)
 
 
-class _IntegersRule(RootedRule):
-    """A rule that is tried only on nodes whose numbers are known."""
-
-    def __init__(self, rule: RewriteRuleClassBase, op_type: str, readings: Readings) -> None:
-        super().__init__(rule, op_type)
-        self._readings = readings
-
-    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:  # type: ignore[override]
-        """Match and rewrite if there is anything to know."""
-        if node.op_type != self._op_type or node.domain or len(node.outputs) != 1:
-            return None
-        # A node without a consumer was rewritten, or never mattered.
-        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-            return None
-        if not self._readings.look(node):
-            return None
-        return super().try_rewrite(model, graph, node, **options)
-
-
-def shape_rules(readings: Readings, present: Collection[str]) -> list[RootedRule]:
+def shape_rules(readings: Readings, present: Collection[str]) -> DispatchingRuleSet:
     """The rules for one model, by the operators that are in it."""
-    return [
-        _IntegersRule(_ReadEarliest(op_type, readings), op_type, readings)
+
+    def is_candidate(node: ir.Node) -> bool:
+        # A node without a consumer was rewritten, or never mattered.
+        out = node.outputs[0]
+        return (bool(out.uses()) or out.is_graph_output()) and readings.look(node)
+
+    rules = [
+        _ReadEarliest.rule(op_type, readings)
         for op_type in ("Shape", "Size", *_FOLDED)
         if op_type in present
     ]
+    return DispatchingRuleSet(rules, is_candidate)

@@ -18,7 +18,6 @@ import collections
 from collections.abc import Hashable
 
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRuleSet
 
 from rewrite_rules.graph.nodes import label, subgraphs
 from rewrite_rules.remarks import PassContext
@@ -53,7 +52,7 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
     readings = Readings(facts, context.remarks)
     # Rules are built per call: they hold the match between check and rewrite.
     present.add("Gather")  # rules write it
-    RewriteRuleSet(shape_rules(readings, present)).apply_to_model(model)
+    shape_rules(readings, present).apply_to_model(model)
     merged = _Merge(facts, context)
     for graph in graphs:
         merged.walk(graph, collections.ChainMap())
