@@ -338,6 +338,17 @@ def test_fewer_numbers_than_the_shape_has(tmp_path: Path):
     refused(linear(s=s), tmp_path, "scale 's' holds 15 numbers, but shape [2, 8]", "takes 16")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(np.float64, "double"), (np.uint64, "uint64"), (np.uint32, "uint32")]
+)
+def test_numbers_in_fields_of_their_own(tmp_path: Path, dtype: npt.DTypeLike, name: str):
+    """double_data and uint64_data are as long as the shape says: the type is what is wrong."""
+    s = helper.make_tensor(
+        "s", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), (2, N), [1] * 2 * N
+    )
+    refused(linear(s=s), tmp_path, f"scale 's' is {name}: float32 or float16 scales fuse")
+
+
 @pytest.mark.parametrize("dims", [[1 << 40, N], [1 << 62, 1 << 62], [1 << 63 - 1]])
 @pytest.mark.parametrize("name", ["w", "s", "z"])
 def test_sizes_that_nobody_can_hold(tmp_path: Path, dims: list[int], name: str):

@@ -69,6 +69,16 @@ def test_constants_of_a_float_region_are_dequantised_ahead():
     }
 
 
+@pytest.mark.parametrize("taken", ["w.float", "b.float"])
+def test_names_of_values_are_not_taken_again(taken: str):
+    text = FLOAT_REGION.replace("(x, v)", f'("{taken}", v)').replace(
+        "[product]", f'"{taken}" = Relu(x) [product]'
+    )
+    model, _ = unpacked(text)
+    onnx.checker.check_model(ir.to_proto(model))
+    np.testing.assert_array_equal(run(model), run(ir.from_onnx_text(text)))
+
+
 def test_a_quantised_operator_keeps_its_codes():
     model, remarks = unpacked(QUANTISED)
     assert [node.op_type for node in model.graph].count("DequantizeLinear") == 3

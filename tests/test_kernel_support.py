@@ -13,16 +13,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.layout_matrix import Drawing, Quantized
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 from typer.testing import CliRunner
 
 import ortplugins
 from ortplugins.cli.app import app
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     NoKernel,
     matmulnbits_unsupported,
     table_unsupported,
 )
 from rewrite_rules.onnxruntime_version import parse_version
+from rewrite_rules.remarks import PassContext, Remarks
 
 VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
 
@@ -266,7 +269,7 @@ def test_newest_is_refused_nothing():
     for bits in (2, 4, 8):
         table_unsupported(None, bits=bits, odd_blocks=True)
         matmulnbits_unsupported(
-            None,
+            PassContext(Remarks("test")),
             bits=bits,
             accuracy_level=4,
             float16=True,
@@ -279,3 +282,62 @@ def test_version_in_between_counts_as_the_older_neighbour():
     with pytest.raises(NoKernel, match=r"onnxruntime 1\.26 has no kernel .*: 1\.27 has"):
         table_unsupported((1, 26), bits=2, odd_blocks=False)
     table_unsupported((1, 28), bits=2, odd_blocks=False)
+
+
+# What onnxruntime itself lists.
+
+
+def listed(operator: str, constraint: str) -> set[str]:
+    """Types for which the installed onnxruntime registers a kernel on the CPU."""
+    return {
+        name
+        for kernel in get_all_opkernel_def()
+        if (kernel.op_name, kernel.domain) == (operator, "com.microsoft")
+        and kernel.provider == "CPUExecutionProvider"
+        for name in kernel.type_constraints[constraint]
+    }
+
+
+def test_types_that_the_fusion_writes_have_kernels():
+    floats = {"tensor(float)", "tensor(float16)"}
+    assert listed("MatMulNBits", "T1") >= floats
+    assert listed("MatMulNBits", "T2") == {"tensor(uint8)"}
+    assert listed("MatMulNBits", "T3") >= {"tensor(uint8)"}
+    assert listed("GatherBlockQuantized", "T1") >= {
+        "tensor(uint8)",
+        "tensor(int4)",
+        "tensor(uint4)",
+    }
+    assert listed("GatherBlockQuantized", "T2") >= floats
+
+
+# CUDA.
+
+
+def fused_for_cuda(version: tuple[int, int] | None, storage: str) -> list[str]:
+    """Operators after the fusion of MatMul + Add for CUDA."""
+    drawing = Drawing("cuda")
+    x = drawing.input("x", (3, 64))
+    y = drawing.matmul(x, drawing.dequantize(Quantized((64, 8), storage, 0, 32)))
+    bias = drawing.constant("bias", np.arange(8, dtype=np.float32))
+    drawing.output(drawing.node("Add", [y, bias], y.array + bias.array))
+    model = drawing.model()
+    context = PassContext(Remarks("test"), ("CUDAExecutionProvider",), version)
+    fuse(model, FusionOptions(0, "float"), context)
+    return [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize(
+    ("version", "storage", "expected"),
+    [
+        ((1, 27), "uint4", ["MatMulNBits", "Add"]),
+        ((1, 28), "uint4", ["MatMulNBits"]),
+        (None, "uint4", ["MatMulNBits"]),
+        ((1, 30), "uint2", ["MatMul", "Add"]),
+        ((1, 31), "uint2", ["MatMulNBits"]),
+    ],
+)
+def test_what_cuda_kernels_take(
+    version: tuple[int, int] | None, storage: str, expected: list[str]
+):
+    assert fused_for_cuda(version, storage) == expected

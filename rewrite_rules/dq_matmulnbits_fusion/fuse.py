@@ -48,8 +48,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     present = _op_types(model)
     if "DequantizeLinear" not in present:
         return
-    opset = model.opset_imports.get("")
-    if opset is None:
+    if "" not in model.opset_imports:
         context.remarks.refused("model", "it imports no opset of the default domain")
         return
     if model.functions:
@@ -57,7 +56,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
             check_inlined_size(model)
             # Whether a function's parameter is a constant shows only where it is called.
             onnx_ir.passes.common.InlinePass()(model)
-    run = FusionRun(options, context, opset)
+    run = FusionRun(model, options, context)
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [
         rule for op_type, build in _RULES.items() if op_type in present for rule in build(run)

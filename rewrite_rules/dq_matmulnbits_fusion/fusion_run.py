@@ -10,6 +10,7 @@ import dataclasses
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
+from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
@@ -55,12 +56,12 @@ class FusionRun:
         options: How to fuse.
         context: Whom for, and where remarks go.
         opset: Version of the default domain; None where it isn't known.
+        initializers: Makes new ones.
     """
 
-    def __init__(
-        self, options: FusionOptions, context: PassContext, opset: int | None = None
-    ) -> None:
-        self.opset = opset
+    def __init__(self, model: ir.Model, options: FusionOptions, context: PassContext) -> None:
+        self.opset = model.opset_imports.get("")
+        self.initializers = DerivedInitializers(model)
         self.options = options
         self.context = context
         self._told: set[tuple[ir.Node, ir.Node]] = set()
@@ -104,7 +105,7 @@ class FusionRun:
 
     def write_float(self, operand: DequantizedOperand) -> ir.Value:
         """Make the operand a float constant, or find the one made earlier."""
-        value = write_float(operand)
+        value = write_float(self.initializers, operand)
         if value not in self._floats:
             self._floats.add(value)
             self._float_bytes += float_bytes(operand)

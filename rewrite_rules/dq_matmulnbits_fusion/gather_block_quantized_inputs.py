@@ -32,7 +32,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     write_scales,
     write_zero_points,
 )
-from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, packed_bytes
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.weights.bit_packing import pack_rows, unpack
@@ -66,11 +66,17 @@ class TableInputs:
 
 
 def table_writer(
-    operand: DequantizedOperand, axis: int, version: Version | None, *, tied: bool
+    initializers: DerivedInitializers,
+    operand: DequantizedOperand,
+    axis: int,
+    version: Version | None,
+    *,
+    tied: bool,
 ) -> Callable[[], TableInputs]:
     """Return what registers the inputs.
 
     Args:
+        initializers: Those of the run.
         operand: The table.
         axis: Axis that is gathered from, not negative.
         version: Of onnxruntime; None for the newest.
@@ -103,15 +109,19 @@ def table_writer(
             raise
     if weight is not None and (tied or not stored):
         packed = weight
-        return lambda: _write_packed(operand, packed)
+        return lambda: _write_packed(initializers, operand, packed)
     if _has_kernel_blocks(operand):
-        return lambda: dataclasses.replace(_write_stored(operand, axis), note=note)
+        return lambda: dataclasses.replace(
+            _write_stored(initializers, operand, axis), note=note
+        )
     if whole is not None:
         along = whole
-        return lambda: dataclasses.replace(_write_whole(operand, axis, along), note=note)
+        return lambda: dataclasses.replace(
+            _write_whole(initializers, operand, axis, along), note=note
+        )
     assert weight is not None
     rows = weight
-    return lambda: _write_packed(operand, rows)
+    return lambda: _write_packed(initializers, operand, rows)
 
 
 def _has_kernel_blocks(operand: DequantizedOperand) -> bool:
@@ -126,12 +136,14 @@ def _whole_axis(operand: DequantizedOperand) -> int | None:
     return axes[-1] if axes else None
 
 
-def _write_stored(operand: DequantizedOperand, axis: int) -> TableInputs:
+def _write_stored(
+    initializers: DerivedInitializers, operand: DequantizedOperand, axis: int
+) -> TableInputs:
     """4-bit codes, scales and zero points as they are."""
     attributes = operand.dequantize.attributes
     return TableInputs(
         data=operand.codes,
-        scales=_scales_as_stored(operand),
+        scales=_scales_as_stored(initializers, operand),
         zero_points=operand.zero_points,
         attributes={
             "gather_axis": axis,
@@ -141,7 +153,9 @@ def _write_stored(operand: DequantizedOperand, axis: int) -> TableInputs:
     )
 
 
-def _scales_as_stored(operand: DequantizedOperand) -> ir.Value:
+def _scales_as_stored(
+    initializers: DerivedInitializers, operand: DequantizedOperand
+) -> ir.Value:
     """The scales in the operand's type, or as they are where that one is narrower."""
     source, dtype = operand.scale_tensor, operand.dtype
     if source.dtype.bitwidth >= dtype.bitwidth:
@@ -155,10 +169,12 @@ def _scales_as_stored(operand: DequantizedOperand) -> ir.Value:
     def make(name: str) -> ir.TensorProtocol:
         return ChunkedTensor(chunks, dtype, tuple(source.shape.numpy()), name)
 
-    return derived_initializer(operand.scales, f".{dtype.name.lower()}", make)
+    return initializers.get(operand.scales, f".{dtype.name.lower()}", make)
 
 
-def _write_whole(operand: DequantizedOperand, axis: int, whole: int) -> TableInputs:
+def _write_whole(
+    initializers: DerivedInitializers, operand: DequantizedOperand, axis: int, whole: int
+) -> TableInputs:
     """4-bit codes as they are, one block along an axis on which the scale stays the same."""
     axes = [() if i == whole else runs for i, runs in enumerate(operand.axes)]
     shape = tuple(1 if i == whole else size for i, size in enumerate(operand.shape))
@@ -171,7 +187,7 @@ def _write_whole(operand: DequantizedOperand, axis: int, whole: int) -> TableInp
     if operand.zero_points is not None and operand.zero_point_tensor is not None:
         source = operand.zero_point_tensor
         packed = pack_rows(unpack(packed_bytes(source), operand.bits, at), operand.bits)
-        zero_points = derived_initializer(
+        zero_points = initializers.get(
             operand.zero_points,
             ".whole",
             lambda name: ir.PackedTensor(
@@ -181,7 +197,7 @@ def _write_whole(operand: DequantizedOperand, axis: int, whole: int) -> TableInp
         )
     return TableInputs(
         data=operand.codes,
-        scales=derived_initializer(
+        scales=initializers.get(
             operand.scales,
             ".whole",
             lambda name: ir.Tensor(array, dtype=dtype, name=name),
@@ -226,15 +242,22 @@ def _covering_block(size: int) -> int:
     return max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
-def _write_packed(operand: DequantizedOperand, weight: BlockQuantizedWeight) -> TableInputs:
+def _write_packed(
+    initializers: DerivedInitializers,
+    operand: DequantizedOperand,
+    weight: BlockQuantizedWeight,
+) -> TableInputs:
     """Unsigned codes, row by row, in MatMulNBits' order."""
     block_size = _covering_block(weight.K) if weight.one_block else weight.block_size
-    zero_points = write_zero_points(weight, block_size)
+    zero_points = write_zero_points(initializers, weight, block_size)
+    scales = write_scales(initializers, weight, block_size, weight.lossless_dtype)
     leading = operand.shape[:-1]
+    if zero_points is not None:
+        zero_points = _with_axes(initializers, zero_points, leading)
     return TableInputs(
-        data=_with_axes(_write_data(weight), leading),
-        scales=_with_axes(write_scales(weight, block_size, weight.lossless_dtype), leading),
-        zero_points=None if zero_points is None else _with_axes(zero_points, leading),
+        data=_with_axes(initializers, _write_data(initializers, weight), leading),
+        scales=_with_axes(initializers, scales, leading),
+        zero_points=zero_points,
         attributes={
             "gather_axis": 0,
             "quantize_axis": len(operand.shape) - 1,
@@ -244,26 +267,28 @@ def _write_packed(operand: DequantizedOperand, weight: BlockQuantizedWeight) -> 
     )
 
 
-def _with_axes(rows: ir.Value, leading: tuple[int, ...]) -> ir.Value:
+def _with_axes(
+    initializers: DerivedInitializers, rows: ir.Value, leading: tuple[int, ...]
+) -> ir.Value:
     """The same bytes with the rows' axes told apart again."""
     if len(leading) == 1:
         return rows
     assert rows.const_value is not None
     dtype, width = rows.const_value.dtype, int(rows.const_value.shape.numpy()[-1])
     shape = (*leading, width)
-    return derived_initializer(
+    return initializers.get(
         rows, ".axes", lambda name: AliasTensor(rows, dtype, shape, name), shape
     )
 
 
-def _write_data(weight: BlockQuantizedWeight) -> ir.Value:
+def _write_data(initializers: DerivedInitializers, weight: BlockQuantizedWeight) -> ir.Value:
     """Register the packed codes, uint8 ``[N, K * bits / 8]``."""
     shape = (weight.N, weight.K * weight.bits // 8)
     key = (weight.K, weight.N, weight.k_axis, weight.offset)
     kernel_block = _unpadded_block(weight)
     if kernel_block is not None:
-        codes = write_codes(weight, kernel_block)
-        return derived_initializer(
+        codes = write_codes(initializers, weight, kernel_block)
+        return initializers.get(
             weight.codes,
             ".rows",
             lambda name: AliasTensor(codes, ir.DataType.UINT8, shape, name),
@@ -282,7 +307,7 @@ def _write_data(weight: BlockQuantizedWeight) -> ir.Value:
         ):
             yield rows[:, : shape[1]]
 
-    return derived_initializer(
+    return initializers.get(
         weight.codes,
         ".rows",
         lambda name: ChunkedTensor(chunks, ir.DataType.UINT8, shape, name),

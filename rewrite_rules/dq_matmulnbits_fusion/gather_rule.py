@@ -70,6 +70,7 @@ class GatherToGatherBlockQuantized(RewriteRuleClassBase):
                 try:
                     check_type(self._operand)
                     self._write = table_writer(
+                        self._run.initializers,
                         self._operand,
                         _axis(node, len(self._operand.shape)),
                         self._run.context.onnxruntime,

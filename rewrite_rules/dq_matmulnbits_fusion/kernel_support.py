@@ -1,25 +1,36 @@
 # SPDX-License-Identifier: MIT
-"""Which onnxruntime has which kernel for quantised weights on the CPU.
+"""Which onnxruntime has which kernel for quantised weights, on the CPU and with CUDA.
 
-Measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0 and 1.31.1 (Linux, x86-64, AVX-512);
-a version in between counts as the older neighbour. Forms that were right on all of them have
-no entry.
+The CPU: measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0 and 1.31.1 (Linux, x86-64,
+AVX-512); a version in between counts as the next older one measured. Forms that were right on
+all of them have no entry. CUDA: read from the kernels' messages in the wheels of
+onnxruntime-gpu 1.27, 1.28, 1.30 and 1.31.
 """
 
 from __future__ import annotations
 
-__all__ = ["NoKernel", "matmulnbits_unsupported", "table_unsupported"]
+__all__ = ["NoKernel", "matmulnbits_unsupported", "table_unsupported", "takes_bias"]
 
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.remarks import PassContext
 
 
 class NoKernel(Refusal):
     """No kernel computes on these codes; a float constant might do."""
 
 
+_CUDA = "CUDAExecutionProvider"
+
+
+def takes_bias(context: PassContext) -> bool:
+    """Whether MatMulNBits may have a bias: CUDA's kernel throws before onnxruntime 1.28."""
+    version = context.onnxruntime
+    return version is None or version >= (1, 28) or _CUDA not in context.providers
+
+
 def matmulnbits_unsupported(
-    version: Version | None,
+    context: PassContext,
     *,
     bits: int,
     accuracy_level: int,
@@ -30,7 +41,7 @@ def matmulnbits_unsupported(
     """Refuse what a version of onnxruntime fails on, or computes wrongly.
 
     Args:
-        version: Of onnxruntime; None for the newest.
+        context: For its execution providers and version of onnxruntime.
         bits: Of the weight.
         accuracy_level: Of the node.
         float16: Whether activations are float16.
@@ -41,7 +52,12 @@ def matmulnbits_unsupported(
     Raises:
         NoKernel: With the version and what would do.
     """
+    version = context.onnxruntime
     if version is None:
+        return
+    if _CUDA in context.providers and bits == 2 and version < (1, 31):
+        raise _from((1, 31), version, "2-bit weights on CUDA")
+    if not context.cpu_only:
         return
     if bits == 2 and version < (1, 24):
         raise _from((1, 24), version, "2-bit weights")

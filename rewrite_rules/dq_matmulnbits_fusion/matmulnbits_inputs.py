@@ -35,7 +35,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
-from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
 from rewrite_rules.weights.bit_packing import SIGN_BITS, pack_rows
 from rewrite_rules.weights.block_quantized_weight import (
@@ -123,7 +123,11 @@ def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
 
 
 def write_matmulnbits(
-    weight: BlockQuantizedWeight, block_size: int, dtype: ir.DataType, factor: float = 1.0
+    initializers: DerivedInitializers,
+    weight: BlockQuantizedWeight,
+    block_size: int,
+    dtype: ir.DataType,
+    factor: float = 1.0,
 ) -> MatMulNBitsInputs:
     """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
 
@@ -131,15 +135,16 @@ def write_matmulnbits(
     they lie; others are repacked while they are saved.
 
     Args:
+        initializers: Those of the run.
         weight: The weight.
         block_size: As :func:`kernel_block_size` chose it.
         dtype: Type of the activations.
         factor: What all scales are multiplied by.
     """
     return MatMulNBitsInputs(
-        codes=write_codes(weight, block_size),
-        scales=write_scales(weight, block_size, dtype, factor),
-        zero_points=write_zero_points(weight, block_size),
+        codes=write_codes(initializers, weight, block_size),
+        scales=write_scales(initializers, weight, block_size, dtype, factor),
+        zero_points=write_zero_points(initializers, weight, block_size),
         attributes={
             "K": weight.K,
             "N": weight.N,
@@ -168,7 +173,9 @@ def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: f
     return True
 
 
-def write_codes(weight: BlockQuantizedWeight, block_size: int) -> ir.Value:
+def write_codes(
+    initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
+) -> ir.Value:
     """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``."""
     source = weight.code_tensor
     blocks = weight.blocks(block_size)
@@ -196,15 +203,20 @@ def write_codes(weight: BlockQuantizedWeight, block_size: int) -> ir.Value:
 
     suffix = f".nbits{block_size}" if weight.k_axis else f".T.nbits{block_size}"
     key = (weight.K, weight.N, weight.offset)
-    return derived_initializer(weight.codes, suffix, make, key)
+    return initializers.get(weight.codes, suffix, make, key)
 
 
 def write_scales(
-    weight: BlockQuantizedWeight, block_size: int, dtype: ir.DataType, factor: float = 1.0
+    initializers: DerivedInitializers,
+    weight: BlockQuantizedWeight,
+    block_size: int,
+    dtype: ir.DataType,
+    factor: float = 1.0,
 ) -> ir.Value:
     """Register the scales ``[N, blocks]``, or return the stored ones where they are that.
 
     Args:
+        initializers: Those of the run.
         weight: The weight.
         block_size: Of the kernel.
         dtype: Their type, as wide as the stored one at least.
@@ -241,10 +253,12 @@ def write_scales(
 
     suffix = ".nbits" if weight.k_axis else ".T.nbits"
     key = (shape, grid, repeat, factor, dtype)
-    return derived_initializer(weight.scales, suffix, make, key)
+    return initializers.get(weight.scales, suffix, make, key)
 
 
-def write_zero_points(weight: BlockQuantizedWeight, block_size: int) -> ir.Value | None:
+def write_zero_points(
+    initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
+) -> ir.Value | None:
     """Register the zero points, uint8 ``[N, ceil(blocks * bits / 8)]``.
 
     None where every one is what MatMulNBits takes when it gets none. Leaving them out is
@@ -258,7 +272,7 @@ def write_zero_points(weight: BlockQuantizedWeight, block_size: int) -> ir.Value
     if source is None or weight.zero_points is None:
         if weight.signed:
             return None
-        return derived_initializer(
+        return initializers.get(
             weight.codes,
             f".zero_points{block_size}",
             lambda name: ir.LazyTensor(
@@ -295,7 +309,7 @@ def write_zero_points(weight: BlockQuantizedWeight, block_size: int) -> ir.Value
         return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
 
     suffix = ".nbits" if weight.k_axis else ".T.nbits"
-    return derived_initializer(weight.zero_points, suffix, make, (shape, grid, repeat))
+    return initializers.get(weight.zero_points, suffix, make, (shape, grid, repeat))
 
 
 def _columns(columns: int, row_bytes: int) -> Iterator[tuple[int, int]]:

@@ -40,6 +40,7 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     NoKernel,
     matmulnbits_unsupported,
+    takes_bias,
 )
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
@@ -122,15 +123,14 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             weights = _weights(product, operand)
             self._check_opset(product, operand)
             block_size = kernel_block_size(weights[0])
-            if run.context.cpu_only:
-                matmulnbits_unsupported(
-                    run.context.onnxruntime,
-                    bits=operand.bits,
-                    accuracy_level=options.accuracy_level,
-                    float16=self._kernel_dtype(weights[0]) is ir.DataType.FLOAT16,
-                    captured_codes=_is_captured(operand.codes, product.node),
-                    captured_zero_points=_has_captured_zero_points(product.node, operand),
-                )
+            matmulnbits_unsupported(
+                run.context,
+                bits=operand.bits,
+                accuracy_level=options.accuracy_level,
+                float16=self._kernel_dtype(weights[0]) is ir.DataType.FLOAT16,
+                captured_codes=_is_captured(operand.codes, product.node),
+                captured_zero_points=_has_captured_zero_points(product.node, operand),
+            )
             slow = None
             if run.context.cpu_only:
                 slow = slow_kernel(operand.bits, block_size, options.accuracy_level)
@@ -190,7 +190,12 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         dtype = self._kernel_dtype(weight)
         in_scales = alpha == 1.0 or fold_into_scales(weight, dtype, alpha)
         columns = None
-        if bias is not None and in_scales and not product.transpose_y:
+        if (
+            bias is not None
+            and in_scales
+            and not product.transpose_y
+            and takes_bias(self._run.context)
+        ):
             columns = _column_bias(bias, weight.N)
         if product.transpose_x and rank != 1:
             x = _swapped(op, x, rank)
@@ -231,10 +236,12 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         dtype = self._kernel_dtype(weight)
         if dtype != weight.dtype:
             x = op.Cast(x, to=int(dtype))
-        inputs = write_matmulnbits(weight, plan.block_size, dtype, factor)
+        inputs = write_matmulnbits(
+            self._run.initializers, weight, plan.block_size, dtype, factor
+        )
         optional: list[ir.Value | None] = [inputs.zero_points, None, None]
         if columns is not None:
-            optional[2] = write_column_bias(columns, beta, dtype)
+            optional[2] = write_column_bias(self._run.initializers, columns, beta, dtype)
             if columns.dequantize is not None:
                 self._run.folded(node, columns.dequantize, "bias of MatMulNBits")
         while optional and optional[-1] is None:
@@ -316,6 +323,8 @@ class AddBias(RewriteRuleClassBase):
         result, node = MatchResult(), producer(product)
         if len(product.uses()) != 1 or product.is_graph_output():
             return result.fail("the product has another use", node)
+        if not takes_bias(self._run.context):
+            return result.fail("the kernel takes no bias", node)
         if len(node.inputs) > 5 and node.inputs[5] is not None:
             return result.fail("there is a bias already", node)
         if constant(node.inputs[2]) is None:
@@ -347,7 +356,7 @@ class AddBias(RewriteRuleClassBase):
             value: ir.Value = op.MatMulNBits(
                 *node.inputs[:3],
                 *optional,
-                write_column_bias(columns, 1.0, scales.dtype),
+                write_column_bias(self._run.initializers, columns, 1.0, scales.dtype),
                 _domain=node.domain,
                 _name=node.name,
                 **node.attributes,

@@ -20,6 +20,17 @@ from rewrite_rules.graph.refusal import Refusal
 _MICROSOFT = "com.microsoft"
 # Longer lists are no shapes or axes.
 _MOST_INTS = 64
+# Where TensorProto stores numbers that are not raw bytes; those of all other types are in
+# int32_data (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+_WIDE_FIELDS = {
+    ir.DataType.FLOAT: "float_data",
+    ir.DataType.COMPLEX64: "float_data",
+    ir.DataType.DOUBLE: "double_data",
+    ir.DataType.COMPLEX128: "double_data",
+    ir.DataType.INT64: "int64_data",
+    ir.DataType.UINT32: "uint64_data",
+    ir.DataType.UINT64: "uint64_data",
+}
 
 
 def source_of(value: ir.Value) -> ir.Value:
@@ -119,16 +130,17 @@ def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
                 f"takes {tensor.nbytes}"
             )
         return
-    wide = {ir.DataType.FLOAT: proto.float_data, ir.DataType.INT64: proto.int64_data}
-    stored = wide.get(tensor.dtype, proto.int32_data)
-    # Codes of less than a byte are packed: several to each number.
+    stored = getattr(proto, _WIDE_FIELDS.get(tensor.dtype, "int32_data"))
+    # Codes of less than a byte are packed, several to each number; complex ones take two.
     expected = tensor.size if bits >= 8 else tensor.nbytes
+    if tensor.dtype in (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
+        expected *= 2
     if len(stored) != expected:
         raise Refusal(
             f"{what} holds {len(stored)} numbers, but shape {list(shape)} of {name} takes "
             f"{expected}"
         )
-    if tensor.dtype is ir.DataType.FLOAT or bits > 16:
+    if bits > 16:
         return
     if tensor.dtype in (ir.DataType.INT8, ir.DataType.INT16):
         low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1

@@ -2,53 +2,57 @@
 """New initializers derived from others: made once, named once, kept beside their source.
 
 Two rewrites that give an initializer the same name silently make an invalid model in
-onnxscript's engine (onnxscript issue #2945), and an initializer made inside an If body is
+onnxscript's engine (onnxscript issue #2945), and an initializer made inside an If subgraph is
 unknown outside it. Every rule therefore makes its initializers here.
 """
 
 from __future__ import annotations
 
-__all__ = ["derived_initializer", "new_initializer"]
+__all__ = ["DerivedInitializers", "new_initializer"]
 
 from collections.abc import Callable, Hashable
 
 import onnx_ir as ir
 
+from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import owner
 
-_SOURCE = "ortplugins.derived_from"
 
+class DerivedInitializers:
+    """The initializers that one run over one model derives from others."""
 
-def derived_initializer(
-    anchor: ir.Value,
-    suffix: str,
-    make_tensor: Callable[[str], ir.TensorProtocol],
-    key: Hashable = (),
-) -> ir.Value:
-    """Return the initializer derived from ``anchor``, made at the first call.
+    def __init__(self, model: ir.Model) -> None:
+        self._names = FreshNames(model)
+        self._made: dict[tuple[ir.Value, str, Hashable], ir.Value] = {}
 
-    It is registered in the graph that owns ``anchor``, so that matches in several bodies share
-    it, under ``<anchor><suffix>``, or that name with a number where the model has it already.
+    def get(
+        self,
+        anchor: ir.Value,
+        suffix: str,
+        make_tensor: Callable[[str], ir.TensorProtocol],
+        key: Hashable = (),
+    ) -> ir.Value:
+        """Return the initializer derived from ``anchor``, made at the first call.
 
-    Args:
-        anchor: The initializer or Constant output that the new one is computed from.
-        suffix: What was done to it, for the name.
-        make_tensor: Called with the name; returns the tensor, lazily if it is large.
-        key: What else the result depends on; with ``anchor`` and ``suffix`` it identifies it.
-    """
-    graph = owner(anchor)
-    if not isinstance(graph, ir.Graph) or anchor.name is None:
-        raise ValueError(f"{anchor.name!r} is not a constant of a graph")
-    base = name = f"{anchor.name}{suffix}"
-    attempt = 0
-    while (existing := graph.initializers.get(name)) is not None:
-        if existing.meta.get(_SOURCE) == (anchor.name, suffix, key):
-            return existing
-        attempt += 1
-        name = f"{base}_{attempt}"
-    value = new_initializer(graph, make_tensor(name))
-    value.meta[_SOURCE] = (anchor.name, suffix, key)  # meta is analysis only, never saved
-    return value
+        It is registered in the graph that owns ``anchor``, so that matches in several
+        subgraphs share it, under ``<anchor><suffix>``, or that name with a number where the
+        model has it already.
+
+        Args:
+            anchor: The initializer or Constant output that the new one is computed from.
+            suffix: What was done to it, for the name.
+            make_tensor: Called with the name; returns the tensor, lazily if it is large.
+            key: What else the result depends on; with ``anchor`` and ``suffix`` it identifies
+                it.
+        """
+        identity = (anchor, suffix, key)
+        if identity not in self._made:
+            graph = owner(anchor)
+            if not isinstance(graph, ir.Graph) or anchor.name is None:
+                raise ValueError(f"{anchor.name!r} is not a constant of a graph")
+            tensor = make_tensor(self._names.take(f"{anchor.name}{suffix}"))
+            self._made[identity] = new_initializer(graph, tensor)
+        return self._made[identity]
 
 
 def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:

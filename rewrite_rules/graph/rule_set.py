@@ -40,9 +40,10 @@ class _Dispatch(RewriteRule):
     def __init__(
         self, rules: Sequence[RewriteRule], is_candidate: Callable[[ir.Node], bool]
     ) -> None:
-        self._table: dict[ir.OperatorIdentifier | None, list[RewriteRule]] = {}
+        self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
-            root = rule._target_pattern.output_node.op_identifier()
+            # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
+            root = rule._target_pattern.output_node.op_type
             self._table.setdefault(root, []).append(rule)
         self._is_candidate = is_candidate
         self.graph_pre_visitor = lambda: _call(rule.graph_pre_visitor for rule in rules)
@@ -50,7 +51,7 @@ class _Dispatch(RewriteRule):
 
     def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:  # type: ignore[override]
         """Match and rewrite by the first rule of the node's operator that applies."""
-        rules = self._table.get(node.op_identifier())
+        rules = self._table.get(node.op_type)
         # onnxscript binds no output of a node that has none or several.
         if rules is None or len(node.outputs) != 1 or not self._is_candidate(node):
             return None

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 __all__ = ["unpack_constants"]
 
-import math
-from collections.abc import Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant, require_constant, source_of
-from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.constants import constant, source_of
+from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, remove_node
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
+from rewrite_rules.weights.dequantized_bias import read_dequantized_bias
 from rewrite_rules.weights.dequantized_operand import read_operand
 from rewrite_rules.weights.float_constant import float_bytes, write_float
 
@@ -46,10 +44,11 @@ def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> No
         context: Gets a remark for each operator.
     """
     budget = _Budget(limit_mb)
+    initializers = DerivedInitializers(model)
     for graph in model.graphs():
         for node in list(graph):
             if is_dequantize_linear(node) and len(node.outputs) == 1:
-                _unpack(node, budget, context)
+                _unpack(node, budget, initializers, context)
 
 
 class _Budget:
@@ -79,7 +78,12 @@ class _Budget:
             self._left -= size
 
 
-def _unpack(dequantize: ir.Node, budget: _Budget, context: PassContext) -> None:
+def _unpack(
+    dequantize: ir.Node,
+    budget: _Budget,
+    initializers: DerivedInitializers,
+    context: PassContext,
+) -> None:
     codes = dequantize.inputs[0]
     if codes is None or ir.convenience.get_const_tensor(source_of(codes)) is None:
         return
@@ -93,7 +97,9 @@ def _unpack(dequantize: ir.Node, budget: _Budget, context: PassContext) -> None:
     if not readers:
         return
     try:
-        value = _float_bias(dequantize, budget) or _float_weight(dequantize, budget)
+        value = _float_bias(dequantize, budget, initializers)
+        if value is None:
+            value = _float_weight(dequantize, budget, initializers)
     except Refusal as reason:
         for use in readers:
             context.remarks.refused(
@@ -134,61 +140,33 @@ def _is_activation(value: ir.Value | None) -> bool:
     )
 
 
-def _float_weight(dequantize: ir.Node, budget: _Budget) -> ir.Value:
+def _float_weight(
+    dequantize: ir.Node, budget: _Budget, initializers: DerivedInitializers
+) -> ir.Value:
     operand = read_operand([dequantize])
     if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
         raise Refusal(f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion")
     size = float_bytes(operand)
     budget.check(size)
-    value = write_float(operand)
+    value = write_float(initializers, operand)
     budget.spend(value, size)
     return value
 
 
-def _float_bias(dequantize: ir.Node, budget: _Budget) -> ir.Value | None:
+def _float_bias(
+    dequantize: ir.Node, budget: _Budget, initializers: DerivedInitializers
+) -> ir.Value | None:
     """Dequantise int32 codes; None where it has others."""
-    tensor = constant(dequantize.inputs[0])
-    if tensor is None or tensor.dtype is not _BIAS:
+    bias = read_dequantized_bias(dequantize, (_BIAS,))
+    if bias is None:
         return None
-    codes, _ = require_constant(_present(dequantize, 0), "bias")
-    _, scale_tensor = require_constant(_present(dequantize, 1), "scale")
-    for zero_point in _optional(dequantize, 2):
-        _, zeros = require_constant(zero_point, "zero point")
-        if zeros.numpy().any():
-            raise Refusal(f"zero point {zero_point.name!r} of int32 codes is not 0")
-    if int_attribute(dequantize, "block_size", 0):
-        raise Refusal(f"int32 codes {codes.name!r} in blocks")
-    shape, scales = tuple(tensor.shape.numpy()), scale_tensor.numpy()
-    axis = 0
-    if scales.size > 1:
-        axis = int_attribute(dequantize, "axis", 1)
-        if not -len(shape) <= axis < len(shape) or scales.shape != (shape[axis],):
-            raise Refusal(f"{scales.size} scales for codes of shape {list(shape)}")
-        along = [1] * len(shape)
-        along[axis] = -1
-        axis %= len(shape)
-        scales = scales.reshape(along)
-    else:
-        scales = scales.reshape(())
-    size = math.prod(shape) * scale_tensor.dtype.bitwidth // 8
+    size = bias.code_tensor.size * bias.dtype.bitwidth // 8
     budget.check(size)
-
-    def make(name: str) -> ir.TensorProtocol:
-        product = tensor.numpy().astype(np.float32) * scales.astype(np.float32)
-        return ir.Tensor(product.astype(scales.dtype), name=name)
-
-    value = derived_initializer(codes, ".float", make, (dequantize.inputs[1], axis))
+    value = initializers.get(
+        bias.codes,
+        ".float",
+        lambda name: ir.Tensor(bias.numbers(), name=name),
+        bias.parameters,
+    )
     budget.spend(value, size)
     return value
-
-
-def _present(node: ir.Node, index: int) -> ir.Value:
-    for value in _optional(node, index):
-        return value
-    raise Refusal(f"DequantizeLinear {label(node)!r} lacks input {index}")
-
-
-def _optional(node: ir.Node, index: int) -> Iterator[ir.Value]:
-    """The input, if it is there."""
-    if index < len(node.inputs) and (value := node.inputs[index]) is not None:
-        yield value

@@ -13,7 +13,7 @@ import math
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.initializers import derived_initializer
+from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
@@ -23,12 +23,12 @@ def float_bytes(operand: DequantizedOperand) -> int:
     return math.prod(operand.shape) * operand.dtype.bitwidth // 8
 
 
-def write_float(operand: DequantizedOperand) -> ir.Value:
+def write_float(initializers: DerivedInitializers, operand: DequantizedOperand) -> ir.Value:
     """Register the operand as a float constant of its own shape and type."""
 
     def make(name: str) -> ir.TensorProtocol:
         return ChunkedTensor(operand.rows, operand.dtype, operand.shape, name)
 
-    # Values and not their names: sibling bodies may give theirs the same.
+    # Values and not their names: sibling subgraphs may give theirs the same.
     key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
-    return derived_initializer(operand.codes, ".float", make, key)
+    return initializers.get(operand.codes, ".float", make, key)
