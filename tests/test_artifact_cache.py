@@ -18,7 +18,10 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error
 
 import ortplugins
-from ortplugins.artifacts.store import ArtifactCache, Entry, cache_root
+from ortplugins.artifacts.directory import cache_root
+from ortplugins.artifacts.maintenance import clear
+from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.store import ArtifactCache
 
 CASE = DequantizedMatMul(512, 512, 32)
 CPU = ["CPUExecutionProvider"]
@@ -101,7 +104,7 @@ def test_killed_at_any_moment(model_path: Path, cache_dir: Path):
     whole = time.perf_counter()
     spawn(model_path).communicate(timeout=60)
     whole = time.perf_counter() - whole
-    ArtifactCache(cache_dir).clear()
+    clear(ArtifactCache(cache_dir))
     for part in range(1, 8):
         victim = spawn(model_path)
         time.sleep(whole * part / 8)
@@ -190,16 +193,16 @@ def test_a_large_file_is_hashed_once(cache_dir: Path, tmp_path: Path):
     path.write_bytes(bytes(5 << 20))
     os.utime(path, (time.time() - 60, time.time() - 60))
     cache = ArtifactCache(cache_dir)
-    first = cache.file_digest(path)
+    first = cache.sources.file_digest(path)
     # Changed a moment ago by its status: not remembered yet.
     assert not (cache_dir / "digests").exists()
     time.sleep(2.1)
-    assert cache.file_digest(path) == first
+    assert cache.sources.file_digest(path) == first
     (memo,) = (cache_dir / "digests").iterdir()
     memo.write_text('"from the memo"')
-    assert cache.file_digest(path) == "from the memo"
+    assert cache.sources.file_digest(path) == "from the memo"
     path.write_bytes(bytes(5 << 20))
-    assert cache.file_digest(path) == first
+    assert cache.sources.file_digest(path) == first
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -220,7 +223,7 @@ def test_list_and_clear(model_path: Path, cache_dir: Path):
     assert entry.size == sum(
         file.stat().st_size for file in entry.folder.iterdir() if file.name != "manifest.json"
     )
-    assert cache.clear() == (1, entry.size)
+    assert clear(cache) == (1, entry.size)
     assert cache.entries() == []
     check(session)  # a session that has an entry open keeps it
     assert start(model_path).ortplugins_report.source == "built"
@@ -231,7 +234,7 @@ def test_clear_leaves_what_is_not_the_caches(model_path: Path, cache_dir: Path):
     for name in ("entries", "sources", "building"):
         (cache_dir / name / "mine").mkdir()
     (cache_dir / "sources" / "code.py").write_text("mine")
-    ArtifactCache(cache_dir).clear()
+    clear(ArtifactCache(cache_dir))
     assert sorted(path.name for path in (cache_dir / "sources").iterdir()) == [
         "code.py",
         "mine",

@@ -23,8 +23,9 @@ from test_artifact_cache import check, spawn, start
 from test_cli import SCRIPT, snapshot
 
 import ortplugins
-from ortplugins.artifacts.store import ArtifactCache, Entry
-from ortplugins.artifacts.warming import Warmed, warm
+from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts.warming import WarmResult, warm
 from ortplugins.cli import terminal
 
 CASE = DequantizedMatMul(512, 512, 32)
@@ -45,10 +46,11 @@ print(session.ortplugins_report.source)
 CHECK_AND_COLLECT = """
 import sys
 from pathlib import Path
+from ortplugins.artifacts.maintenance import collect, verify
 from ortplugins.artifacts.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
-print([item.damage for item in cache.verify()])
-cache.collect(max_size=0)
+print([item.damage for item in verify(cache)])
+collect(cache, max_size=0)
 """
 
 # Becomes another user, who may not be let into this one's environment: imports come first.
@@ -64,13 +66,14 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 COLLECTOR = """
 import sys, threading
 from pathlib import Path
+from ortplugins.artifacts.maintenance import collect
 from ortplugins.artifacts.store import ArtifactCache
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
 cache, removed = ArtifactCache(Path(sys.argv[1])), 0
 print("ready", flush=True)
 while not ended.is_set():
-    removed += len(cache.collect(max_size=0).removed)
+    removed += len(collect(cache, max_size=0).removed)
 print(removed)
 """
 
@@ -472,20 +475,6 @@ def test_verify_names_what_is_damaged(
     assert start(model).ortplugins_report.source == "built"
 
 
-def test_verify_knows_older_entries(model_path: Path, cache_dir: Path):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    manifest = {key: item for key, item in entry.manifest.items() if key != "digests"}
-    (entry.folder / "manifest.json").write_text(json.dumps(manifest))
-    line, total = lines("cache", "verify", "--remove")
-    name = f"{entry.folder.name[:12]} {model_path}"
-    assert line == f"no digests (written by an older version), sizes only: {name}"
-    assert total == f"1 checked, 0 damaged, 0 removed, in {cache_dir}"
-    (entry.folder / "model.onnx").unlink()
-    _, line, _ = lines("cache", "verify", code=1)
-    assert line == f"damaged: {name}: model.onnx: missing"
-
-
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path):
     assert lines("cache", "verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
     (line,) = lines("cache", "gc", "--max-size", "0")
@@ -632,7 +621,7 @@ def test_warm_with_options_that_nobody_knows(
 def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
     data = model_path.with_name("model.onnx.data")
     os.utime(data, ns=(10**18, 10**18 + 5))
-    seen: list[Warmed] = []
+    seen: list[WarmResult] = []
     (result,) = warm(
         [model_path],
         [ortplugins.DqMatMulNBitsFusion(accuracy_level=4)],

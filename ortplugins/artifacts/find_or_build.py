@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins._version import __version__
-from ortplugins.artifacts.store import ArtifactCache, Entry, cache_root, write_manifest
+from ortplugins.artifacts.directory import cache_root
+from ortplugins.artifacts.manifest import Entry, write_manifest
+from ortplugins.artifacts.source_index import content_digest, content_key
+from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
 from ortplugins.runtime.cpu_features import cpu_features
@@ -77,9 +80,9 @@ class Request:
             MissingFileError, ModelFileError: If it can't be read.
         """
         if isinstance(self.source, bytes):
-            return cache.digest(self.source)
+            return content_digest(self.source)
         try:
-            return cache.file_digest(self.source)
+            return cache.sources.file_digest(self.source)
         except FileNotFoundError:
             path = os.fspath(self.source)
             raise MissingFileError(f"{path}: there is no such model file") from None
@@ -89,7 +92,7 @@ class Request:
 
     def key(self, digest: str, locations: Sequence[str]) -> str | None:
         """Key of the artifact; None when a data file is missing."""
-        return ArtifactCache.key(
+        return content_key(
             digest,
             [self._data_file(location) for location in sorted(locations)],
             {
@@ -192,7 +195,7 @@ def _find_or_build(request: Request) -> tuple[Artifact, Entry]:
         if fault is None:
             return _from_entry(entry, "cache"), entry
         try:
-            cache.discard(entry.folder.name)
+            cache.discard(entry.folder.name, entry.manifest)
         except OSError as error:  # read-only, or open elsewhere on Windows
             return _build_aside(request, cache, error)
     if any(item.child_seconds() for item in request.plan.passes):
@@ -221,7 +224,7 @@ def _fault(entry: Entry, plan: Plan) -> str | None:
 
 
 def _published(request: Request, cache: ArtifactCache, digest: str) -> Entry | None:
-    locations = cache.data_locations(digest)
+    locations = cache.sources.data_locations(digest)
     key = None if locations is None else request.key(digest, locations)
     return None if key is None else cache.find(key)
 
@@ -294,7 +297,7 @@ def _build_in_cache(
     request: Request, cache: ArtifactCache, digest: str, loaded: LoadedModel
 ) -> tuple[Artifact, Entry]:
     locations = list(loaded.data_files)
-    cache.remember_data_locations(digest, locations)
+    cache.sources.remember_data_locations(digest, locations)
     key = request.key(digest, locations)
     if key is None:
         raise FileNotFoundError("external data vanished while the model was read")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Warmed", "expected_bytes", "warm"]
+__all__ = ["WarmResult", "expected_bytes", "warm"]
 
 import dataclasses
 import os
@@ -16,8 +16,10 @@ from typing import Any
 import onnxruntime
 
 import session_options
+from ortplugins.artifacts.directory import cache_root
 from ortplugins.artifacts.find_or_build import prepare
-from ortplugins.artifacts.store import ArtifactCache, cache_root
+from ortplugins.artifacts.maintenance import share
+from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
@@ -37,7 +39,7 @@ _LEVELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Warmed:
+class WarmResult:
     """What became of one model.
 
     Attributes:
@@ -77,8 +79,8 @@ def warm(
     session_entries: Mapping[str, str] | None = None,
     optimization_level: str = "all",
     disabled_optimizers: Collection[str] = (),
-    done: Callable[[Warmed], None] | None = None,
-) -> list[Warmed]:
+    done: Callable[[WarmResult], None] | None = None,
+) -> list[WarmResult]:
     """Build the artifacts that sessions on the CPU will look for.
 
     They are those of ``InferenceSession(model, so, providers=["CPUExecutionProvider"])``, if
@@ -115,7 +117,7 @@ def warm(
     for model in models:
         result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
         if output is not None and not result.error:
-            cache.share()
+            share(cache)
             result = dataclasses.replace(result, notes=_image_notes(model, cache))
         results.append(result)
         if done is not None:
@@ -129,7 +131,7 @@ def _warm_one(
     options: onnxruntime.SessionOptions,
     disabled_optimizers: Collection[str],
     cache: ArtifactCache,
-) -> Warmed:
+) -> WarmResult:
     name = os.fspath(model)
     try:
         with warnings.catch_warnings():
@@ -140,17 +142,17 @@ def _warm_one(
                 model, plan, options, ["CPUExecutionProvider"], list(disabled_optimizers)
             )
     except (ModelFileError, PassError, OSError) as error:
-        return Warmed(name, error=str(error))
+        return WarmResult(name, error=str(error))
     except OrtpluginsWarning as warning:
-        return Warmed(name, error=f"not kept: {warning.__context__ or warning}")
+        return WarmResult(name, error=f"not kept: {warning.__context__ or warning}")
     if artifact.temporary is not None:
         artifact.temporary.cleanup()
-        return Warmed(name, error=f"not kept: {cache.root} could not be written")
+        return WarmResult(name, error=f"not kept: {cache.root} could not be written")
     size = 0
     if artifact.model is not None:
         folder = Path(artifact.model).parent
         size = sum(file.stat().st_size for file in folder.iterdir())
-    return Warmed(name, artifact.report, size)
+    return WarmResult(name, artifact.report, size)
 
 
 def _session_options(
@@ -195,7 +197,7 @@ def _image_notes(model: str | os.PathLike[str], cache: ArtifactCache) -> tuple[s
     """Tell which data files will look changed once they are in an image."""
     folder = Path(model).absolute().parent
     notes = []
-    for location in cache.data_locations(cache.file_digest(model)) or ():
+    for location in cache.sources.data_locations(cache.sources.file_digest(model)) or ():
         path = Path(os.path.realpath(folder / location))
         seconds, fraction = divmod(path.stat().st_mtime_ns if path.is_file() else 0, 10**9)
         if fraction:

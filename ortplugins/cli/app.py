@@ -304,10 +304,10 @@ def warm(
     ] = "all",
 ) -> None:
     """Build ahead what sessions on the CPU will look for in the cache."""
-    from ortplugins.artifacts.warming import Warmed, expected_bytes
+    from ortplugins.artifacts.warming import WarmResult, expected_bytes
     from ortplugins.artifacts.warming import warm as build
 
-    def done(item: Warmed) -> None:
+    def done(item: WarmResult) -> None:
         if item.error:
             where = "" if item.error.startswith(item.model) else f"{item.model}: "
             typer.echo(f"error: {where}{item.error}", err=True)
@@ -358,13 +358,13 @@ def verify_cache(
     remove: Annotated[bool, typer.Option("--remove", help="Take damaged ones out.")] = False,
 ) -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
+    from ortplugins.artifacts.maintenance import verify
+
     cache = _cache(cache_dir)
     number = damaged = removed = 0
-    for item in cache.verify():
+    for item in verify(cache):
         number += 1
         name = f"{_short(item.key)} {item.model}".rstrip()
-        if not item.has_digests:
-            typer.echo(f"no digests (written by an older version), sizes only: {name}")
         if not item.damage:
             continue
         damaged += 1
@@ -372,7 +372,7 @@ def verify_cache(
         typer.echo(f"damaged: {name}: {what}")
         if remove:
             try:
-                cache.discard(item.key)
+                cache.discard(item.key, item.manifest)
                 removed += 1
             except OSError as error:  # Windows keeps files that a process has open
                 typer.echo(f"left: {name}: {error}")
@@ -408,8 +408,10 @@ def collect_cache(
     """Remove what was not used for long, and the least recently used above a size."""
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
+    from ortplugins.artifacts.maintenance import collect
+
     cache = _cache(cache_dir)
-    result = cache.collect(max_size, older_than, dry_run=dry_run)
+    result = collect(cache, max_size, older_than, dry_run=dry_run)
     removed, remain = ("would remove", "would remain") if dry_run else ("removed", "remain")
     for item in result.removed:
         name = f"{_short(item.key)} {item.model}".rstrip()
@@ -429,8 +431,10 @@ def collect_cache(
 @cache_app.command("clear")
 def clear_cache(cache_dir: CacheDir = "") -> None:
     """Remove every optimised model from the cache."""
+    from ortplugins.artifacts.maintenance import clear
+
     cache = _cache(cache_dir)
-    number, size = cache.clear()
+    number, size = clear(cache)
     typer.echo(f"removed {number}, {decimal(size)}, from {cache.root}")
 
 
@@ -441,7 +445,8 @@ def print_cache_path(cache_dir: CacheDir = "") -> None:
 
 
 def _cache(cache_dir: str) -> ArtifactCache:
-    from ortplugins.artifacts.store import ArtifactCache, cache_root
+    from ortplugins.artifacts.directory import cache_root
+    from ortplugins.artifacts.store import ArtifactCache
 
     return ArtifactCache(cache_root(cache_dir))
 

@@ -48,7 +48,8 @@ def as_file(model: ModelSource, scratch: Path) -> Path:
     import onnx
     import onnx_ir as ir
 
-    from ortplugins.model_io.loading import from_memory, load_bytes, save_with_data
+    from ortplugins.model_io.loading import from_memory, load_bytes
+    from ortplugins.model_io.saving import save_with_data
     from ortplugins.optimization.optimize import OptimizeResult
 
     if isinstance(model, str | os.PathLike):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_ir as ir
 
-from ortplugins.model_io.loading import LoadedModel, is_path, save_with_data
+from ortplugins.model_io.loading import LoadedModel, is_path
+from ortplugins.model_io.saving import save_with_data
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import ModelLike

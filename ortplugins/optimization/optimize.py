@@ -16,16 +16,12 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, PassError
-from ortplugins.model_io.loading import (
+from ortplugins.model_io.loading import LoadedModel, from_memory, is_path, load_path, same_kind
+from ortplugins.model_io.saving import (
     DATA_THRESHOLD,
-    LoadedModel,
     Progress,
     check_output,
-    from_memory,
-    is_path,
-    load_path,
     needs_data_file,
-    same_kind,
     save_with_data,
 )
 from ortplugins.optimization.stages import AfterPass, PassRuns, infer_shapes, run_stage

@@ -27,17 +27,8 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import (
-    LoadedModel,
-    Progress,
-    check_output,
-    from_memory,
-    is_path,
-    load_path,
-    needs_data_file,
-    same_kind,
-    save_with_data,
-)
+from ortplugins.model_io.loading import LoadedModel, from_memory, is_path, load_path, same_kind
+from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.model_io.staged import stage
 from ortplugins.quantization.activations.arguments import (
     check_float_model,

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import Progress, from_memory, is_path, load_path
+from ortplugins.model_io.loading import from_memory, is_path, load_path
+from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.stages import infer_shapes
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import (

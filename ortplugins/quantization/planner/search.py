@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import Progress
+from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import Progress
+from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.activations import load_model
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import (

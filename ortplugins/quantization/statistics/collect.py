@@ -33,7 +33,8 @@ import onnxruntime
 import threadpoolctl
 
 from ortplugins.errors import CalibrationError, OrtpluginsWarning
-from ortplugins.model_io.loading import DATA_THRESHOLD, Progress, lift_constants, stored_bytes
+from ortplugins.model_io.loading import lift_constants, stored_bytes
+from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
 from ortplugins.quantization.statistics.accumulator import (
     ActivationStatistics,
     StatisticsAccumulator,

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.model_io.loading import Progress
+from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import Floats

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""The cache directory: where it is, who may put models there, its subdirectories and locks.
+
+    <root>/sources/<digest of .onnx>.json   locations of the model's external data
+    <root>/digests/<path and status>        digest of a large file
+    <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on
+    <root>/entries/<key>/manifest.json      its files' sizes and digests, how to open it, the
+                                            report; its modification time is the last use
+    <root>/building/<key>.<random>/         an entry that is being built
+    <root>/locks/<key>.lock                 held by the process that builds
+
+Nothing in this package that a hit imports imports onnx: a hit costs a digest, a few stat calls
+and one small JSON file.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheDirectory",
+    "cache_root",
+    "disk_size",
+    "read_json",
+    "remove_tree",
+    "write_json",
+]
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    "entries": re.compile("[0-9a-f]{40}"),
+    "sources": re.compile(r"[0-9a-f]{64}\.json"),
+    "digests": re.compile("[0-9a-f]{64}"),
+    "building": re.compile(r"[0-9a-f]{40}\..+"),
+    "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
+}
+
+
+def cache_root(chosen: str = "") -> Path:
+    """Return the cache directory: the one chosen, ORTPLUGINS_CACHE_DIR, or the user's own."""
+    if chosen or (chosen := os.environ.get("ORTPLUGINS_CACHE_DIR", "")):
+        return Path(chosen).expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ortplugins", appauthor=False))
+
+
+class CacheDirectory:
+    """One cache directory, private to the user."""
+
+    def __init__(self, root: Path) -> None:
+        """Name a directory; nothing is created before something is stored."""
+        self.root = root
+
+    def is_trusted(self) -> bool:
+        """Whether nobody but this user, or the administrator, can put models here."""
+        if not hasattr(os, "geteuid"):
+            return True  # Windows: the user's cache directory is private by its ACL
+        try:
+            status = os.stat(self.root)
+        except OSError:
+            return False
+        others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return status.st_uid in (os.geteuid(), 0) and not others_write
+
+    def check_trusted(self) -> None:
+        """Raise PermissionError if the directory exists and others can put models there."""
+        if self.root.exists() and not self.is_trusted():
+            raise PermissionError(
+                f"{self.root}: belongs to another user or others may write to it; "
+                "choose another directory, or chmod 700 it"
+            )
+
+    def make(self, name: str) -> Path:
+        """Return a subdirectory, made with mode 0700.
+
+        Raises:
+            OSError: If it can't be made, or the directory is not to be trusted.
+        """
+        folder = self.root / name
+        if not folder.is_dir() and (self.is_trusted() or not self.root.exists()):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self.check_trusted()
+        return folder
+
+    def own(self, name: str) -> list[Path]:
+        """Return what the cache has put into a subdirectory, and nothing else."""
+        return [
+            path for path in (self.root / name).glob("*") if _NAMES[name].fullmatch(path.name)
+        ]
+
+    @contextlib.contextmanager
+    def lock(self, name: str, timeout: float = -1) -> Iterator[None]:
+        """Hold the lock of a key, or of a model.
+
+        Raises:
+            TimeoutError: If another process holds it for longer than ``timeout`` seconds.
+            OSError: If the directory can't be written.
+        """
+        import filelock
+
+        path = self.make("locks") / f"{name}.lock"
+        # filelock.Timeout is a TimeoutError.
+        with filelock.FileLock(path, mode=0o600, timeout=timeout):
+            yield
+
+
+def disk_size(folder: Path) -> int:
+    """Return the bytes of all files below a folder, which may vanish meanwhile."""
+    size = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size
+
+
+# A start that finds its entry needs neither of these modules, and each worker would hold them.
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, as far as that can be done."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(folder: Path, name: str, content: Any) -> None:
+    """Write a file that readers see whole or not at all.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(file.name, folder / name)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

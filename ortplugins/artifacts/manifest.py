@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: MIT
+"""What the builder of an entry wrote about it, and whether its files still agree."""
+
+from __future__ import annotations
+
+__all__ = [
+    "MANIFEST",
+    "MODEL",
+    "USE_SECONDS",
+    "Entry",
+    "file_sha256",
+    "last_use",
+    "read_manifest",
+    "write_manifest",
+]
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ortplugins.artifacts.directory import read_json
+
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+# A use is written down if the last one is longer ago than this.
+USE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A published artifact.
+
+    Attributes:
+        folder: Where its files are.
+        manifest: What its builder wrote about it.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def model(self) -> Path | None:
+        """The model to open; None when the original runs as it is."""
+        return self.folder / MODEL if MODEL in self.manifest["files"] else None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(self.manifest["files"].values())
+
+    @property
+    def created(self) -> float:
+        """When it was published, seconds since the epoch."""
+        return float(self.manifest["created"])
+
+    @property
+    def last_used(self) -> float:
+        """When a session last took it, to about a minute, seconds since the epoch.
+
+        Where uses cannot be written down, when it was published. A time ahead of the clock,
+        which was set back, counts as now.
+        """
+        used = self.created
+        with contextlib.suppress(OSError):
+            used = max(used, last_use(self.folder) / 1e9)
+        return min(used, time.time())
+
+    def damage(self) -> dict[str, str]:
+        """Read every file; return what is wrong, by name, with those not as published."""
+        digests = self.manifest["digests"]
+        found = {
+            name: self._difference(name, size, digests[name])
+            for name, size in self.manifest["files"].items()
+        }
+        return {name: what for name, what in found.items() if what is not None}
+
+    def damaged_files(self) -> list[str]:
+        """Return the names of the files that are not as they were published."""
+        return list(self.damage())
+
+    def _difference(self, name: str, published: int, digest: str) -> str | None:
+        try:
+            size = os.stat(self.folder / name).st_size
+            if size != published:
+                return f"other size: {size} bytes, published with {published}"
+            if file_sha256(self.folder / name) != digest:
+                return "other digest"
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return None
+
+    def note_use(self) -> bool:
+        """Write down that the entry is used now; return False if it was removed meanwhile.
+
+        The manifest's modification time does for that: it is the smallest file, which matters
+        where an overlay copies a whole file first. Nothing is written twice in a minute, nor
+        while the clock is behind an earlier use.
+        """
+        manifest = self.folder / MANIFEST
+        try:
+            if time.time() - os.stat(manifest).st_mtime >= USE_SECONDS:
+                os.utime(manifest)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass  # a read-only cache
+        return True
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return a manifest that names files of its folder only; None where there is no such."""
+    content = read_json(folder / MANIFEST)
+    if not isinstance(content, dict) or not isinstance(files := content.get("files"), dict):
+        return None
+    if not isinstance(content.get("created"), int | float):
+        return None
+    if any(os.path.basename(name) != name or type(files[name]) is not int for name in files):
+        return None
+    digests = content.get("digests")
+    return content if isinstance(digests, dict) and digests.keys() >= files.keys() else None
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Complete a manifest with sizes, digests and time, and write it.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    digests = {name: file_sha256(folder / name) for name in sizes}
+    complete = {**manifest, "files": sizes, "digests": digests, "created": time.time()}
+    (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
+    return complete
+
+
+def last_use(folder: Path) -> int:
+    """Return what a use changes, nanoseconds; 0 for a folder without a manifest."""
+    try:
+        return os.stat(folder / MANIFEST).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def file_sha256(path: Path) -> str:
+    """Return the digest of a file.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

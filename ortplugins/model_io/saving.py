@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: MIT
+"""Saves models, tensor by tensor; files appear when they are complete."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DATA_THRESHOLD",
+    "Progress",
+    "check_absent",
+    "check_output",
+    "needs_data_file",
+    "output_data_path",
+    "save_with_data",
+]
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from ortplugins.errors import ModelFileError
+from ortplugins.model_io.loading import initializer_tensors, is_path, stored_bytes
+from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import ModelLike
+
+# Tensors of fewer bytes stay inside the .onnx file.
+DATA_THRESHOLD = 1024
+# Offsets of tensors in the files that we write: whole pages, so that onnxruntime's mapping of
+# a tensor is aligned for every kernel.
+_ALIGNMENT = 4096
+# Bytes of tensors that all threads together hold while writing.
+_IN_FLIGHT_BYTES = 64 << 20
+# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
+_INLINE_BYTES = 1 << 30
+
+# (tensors written so far, tensors in all, name of the next one)
+Progress = Callable[[int, int, str], None]
+
+
+def output_data_path(model: ir.Model, output: Path) -> Path:
+    """Return a name for the data file of ``output`` that no tensor of the model lies in."""
+    used = {
+        os.path.realpath(tensor.path)
+        for _, tensor in initializer_tensors(model)
+        if isinstance(tensor, ir.ExternalTensor)
+    }
+    for suffix in (".data", ".ortplugins.data"):
+        path = output.with_name(output.name + suffix)
+        if os.path.realpath(path) not in used:
+            return path
+    raise ModelFileError(
+        f"{output}: the model's own data lies in {path}; choose another output"
+    )
+
+
+def save_with_data(
+    model: ir.Model,
+    output: Path,
+    *,
+    keep_in_place: bool = False,
+    inline: bool = False,
+    overwrite: bool = False,
+    finish: Callable[[Path], None] | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Save a model and its tensors; the files appear only when they are complete.
+
+    The model's tensors point to the new files afterwards.
+
+    Args:
+        model: The model to save.
+        output: The .onnx file.
+        keep_in_place: Leave tensors where they are that lie in files of the output's folder
+            already; nothing of them is copied.
+        inline: Keep all tensors inside the .onnx file.
+        overwrite: Whether the files may exist.
+        finish: Called with the saved model, in a folder of its own with all its files, before
+            they appear; may change them and add others.
+        progress: Called before each tensor.
+
+    Returns:
+        The files written.
+
+    Raises:
+        FileExistsError: If a file exists and ``overwrite`` is false.
+        ModelFileError: If the model holds what ONNX cannot.
+        OSError: If they can't be written; earlier files of that name are as they were.
+    """
+    folder = Path(os.path.realpath(output.parent))
+    data = output_data_path(model, output)
+    to_write = []
+    for value, tensor in initializer_tensors(model):
+        if isinstance(tensor, AliasTensor):
+            tensor = _under(_original(tensor), tensor)
+        if keep_in_place and isinstance(tensor, ir.ExternalTensor):
+            path = Path(os.path.realpath(tensor.path))
+            if path.is_relative_to(folder):
+                value.const_value = _moved(tensor, path.relative_to(folder), folder)
+                continue
+        if not inline and stored_bytes(tensor) >= DATA_THRESHOLD:
+            to_write.append(value)
+        elif isinstance(tensor, ir.ExternalTensor):
+            (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
+    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
+        if to_write:
+            check_absent([data], overwrite)
+            _write_tensors(to_write, Path(scratch), data.name, progress)
+        try:
+            ir.save(model, Path(scratch, output.name))
+        except OSError:
+            raise
+        except Exception as error:  # a name that is no UTF-8, an attribute without a type
+            raise ModelFileError(f"{output.name}: cannot be written: {error}") from error
+        if finish is not None:
+            finish(Path(scratch, output.name))
+        # The model last: it must never point to data that is not there yet.
+        names = sorted(os.listdir(scratch), key=lambda name: (name == output.name, name))
+        written = [output.with_name(name) for name in names]
+        check_absent(written, overwrite)
+        for path in written:
+            os.replace(Path(scratch, path.name), path)
+    for value in to_write:
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        value.const_value.base_dir = str(folder)
+    return written
+
+
+def _write_tensors(
+    values: Sequence[ir.Value], folder: Path, location: str, progress: Progress | None
+) -> None:
+    # Tensors that are the same bytes (a tied embedding and head, under two shapes) are written
+    # once; the others point there.
+    groups: dict[object, list[ir.Value]] = {}
+    for value in values:
+        groups.setdefault(_identity(value.const_value), []).append(value)
+    done = 0
+
+    def callback(tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, info.total, tensor.name or "")
+        done += 1
+
+    tensors = [_original(members[0].const_value) for members in groups.values()]
+    workers = min(4, os.cpu_count() or 1)
+    # onnx_ir counts every tensor whole. One that is made in chunks is never held whole: as
+    # many as can be in the making come on top, or one large weight would keep others waiting.
+    chunked = sorted(item.nbytes for item in tensors if isinstance(item, ChunkedTensor))
+    written = ir.external_data.convert_tensors_to_external(
+        tensors,
+        folder,
+        location,
+        callback=callback,
+        max_workers=workers,
+        max_in_flight_bytes=_IN_FLIGHT_BYTES + sum(chunked[-workers:]),
+        alignment=_ALIGNMENT,
+        align_threshold=DATA_THRESHOLD - 1,
+    )
+    for members, tensor in zip(groups.values(), written, strict=True):
+        for value in members:
+            assert value.const_value is not None
+            value.const_value = _under(tensor, value.const_value)
+
+
+def _under(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> ir.TensorProtocol:
+    """A tensor in a file under another's type, shape and name; others as they are."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return like
+    return relabel(tensor, like.dtype, tuple(like.shape.numpy()), like.name or "")
+
+
+def _identity(tensor: ir.TensorProtocol | None) -> object:
+    """What two tensors have in common when their bytes are the same."""
+    tensor = _original(tensor)
+    if isinstance(tensor, ir.ExternalTensor):
+        return tensor.path, tensor.offset, tensor.length
+    return id(tensor)
+
+
+def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
+    while isinstance(tensor, AliasTensor):
+        tensor = tensor.original.const_value
+    assert tensor is not None
+    return tensor
+
+
+def _moved(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        location.as_posix(),
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape),
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        base_dir=str(folder),
+    )
+
+
+def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
+    """Raise FileExistsError or IsADirectoryError where an output cannot go."""
+    for path in paths:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path}: is a folder")
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path}: exists; choose another output, or say overwrite")
+
+
+def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
+    """Raise, before any work is done, where a model's output cannot go.
+
+    Raises:
+        FileExistsError, IsADirectoryError: As :func:`check_absent`.
+        ModelFileError: If it is the model itself, or its folder does not exist.
+    """
+    if is_path(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
+        raise ModelFileError(f"{output}: is the model itself; choose another output")
+    check_absent([output], overwrite)
+    if not output.absolute().parent.is_dir():
+        raise ModelFileError(f"{output}: its folder does not exist")
+
+
+def needs_data_file(model: ir.Model) -> bool:
+    """Whether a model's tensors are too large to stay within its file."""
+    size = sum(stored_bytes(tensor) for _, tensor in initializer_tensors(model))
+    return size > _INLINE_BYTES
