@@ -96,7 +96,7 @@ class MixedPrecisionBoundaries(Pass):
             OptionError: If the overrides are no such JSON, or the type has not 16 bits.
         """
         if self.overrides and not self.overrides_file:
-            from session_options.overrides import canonical_overrides
+            from session_options.override_json import canonical_overrides
 
             with _as_option_error(option_key(self.name, "overrides")):
                 text = canonical_overrides(self.overrides)
@@ -127,7 +127,7 @@ class MixedPrecisionBoundaries(Pass):
             BoundaryOptions,
             place_boundaries,
         )
-        from session_options.overrides import read_overrides, read_quant_type
+        from session_options.override_json import read_overrides, read_quant_type
 
         key = option_key(self.name, "overrides")
         if self.overrides_file:
@@ -140,14 +140,13 @@ class MixedPrecisionBoundaries(Pass):
             target=self.target,
             close_regions=self.close_regions,
             clip=self.clip,
-            merge=self.merge,
         )
         if not options.overrides and not options.promote:
             context.remarks.note(
                 "model", "nothing is to change its precision: give overrides, or promote"
             )
         place_boundaries(model, options, context)
-        fold_pairs(model, self.target, context)
+        fold_pairs(model, self.target, context, merge=self.merge)
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Dequantise constants of float regions; see :mod:`.float_region_constants`.
@@ -165,7 +164,7 @@ class MixedPrecisionBoundaries(Pass):
         return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")
 
     def _promoted_spelling(self) -> str:
-        from session_options.overrides import read_quant_type
+        from session_options.override_json import read_quant_type
 
         key = option_key(self.name, "promoted_type")
         with _as_option_error(key):

@@ -85,6 +85,37 @@ def test_a_quantised_operator_keeps_its_codes():
     assert not len(remarks)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "computes_in_float"),
+    [
+        ("p", False),
+        ("p, mean", False),
+        ("p, , scale", False),
+        ("p, , ", False),
+        ("p, y2", True),
+    ],
+)
+def test_outputs_that_nothing_reads_do_not_make_a_group_float(
+    outputs: str, computes_in_float: bool
+):
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[2, 4] x) => (float[2, 4] y{", float[2, 1] y2" if computes_in_float else ""})
+    <int8[4] w = {{1, -2, 3, 4}}, float s = {{0.11}}, int8 z = {{1}}, float a = {{0.02}},
+     uint8 zero = {{128}}> {{
+        codes = QuantizeLinear(x, a, zero)
+        d = DequantizeLinear(codes, a, zero)
+        v = DequantizeLinear(w, s, z)
+        {outputs} = LayerNormalization(d, v)
+        pq = QuantizeLinear(p, a, zero)
+        y = DequantizeLinear(pq, a, zero)
+    }}"""
+    item = ortplugins.MixedPrecisionBoundaries(mode="float")
+    model = ortplugins.optimize(onnx.parser.parse_model(text), passes=[item]).model
+    node = next(node for node in model.graph.node if node.op_type == "LayerNormalization")
+    constants = {tensor.name for tensor in model.graph.initializer}
+    assert (node.input[1] in constants) is computes_in_float
+
+
 def test_a_constant_of_both_serves_both():
     text = QUANTISED.replace("[dqp] y =", "other = MatMul(x, v) [dqp] m =")
     model, _ = unpacked(text.replace("(pq, a, zero)", "(pq, a, zero) y = Add(m, other)"))

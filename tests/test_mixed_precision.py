@@ -22,6 +22,7 @@ from onnxruntime.quantization import (
 )
 
 from rewrite_rules.graph.quantize_linear import is_quantize_linear
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
@@ -156,6 +157,33 @@ def test_the_graphs_are_those_of_onnxruntimes_quantizer(
         assert count(model, op_type) == count(theirs, op_type)
     assert [v.name for v in model.graph.outputs] == [v.name for v in theirs.graph.outputs]
     run(model, OneFeed(np.float16 if real == "float16" else np.float32).get_next())
+
+
+# Q and DQ behind place and fold, for "cpu" and "qnn": the smallest graphs known.
+COUNTS = {
+    "all convert": ((4, 4), (5, 5)),
+    "some convert": ((4, 5), (5, 6)),
+    "an output, all convert": ((4, 4), (5, 5)),
+    "an output, some convert": ((4, 5), (5, 6)),
+    "an output, no consumers": ((2, 2), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "qnn"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_pair_more_than_needed(shape: str, target: str) -> None:
+    outputs, converting, consumers = SHAPES[shape]
+    declared = ", ".join(f"float[2,3] {name}" for name in outputs.split(", "))
+    nodes = "".join(
+        f"[{node}] {out} = Sigmoid(a)\n"
+        for node, out in zip(consumers.split(), "yz", strict=False)
+    )
+    model = quantized(f"g (float[2,3] x) => ({declared}) {{ [A] a = Sigmoid(x)\n{nodes} }}")
+    remarks = place(model, overrides={"a": entry(U8, U16, *converting)})
+    fold_pairs(model, target, PassContext(remarks))
+    found = tuple(count(model, kind) for kind in ("QuantizeLinear", "DequantizeLinear"))
+    known = COUNTS[shape][target == "qnn"]
+    assert found[0] <= known[0] and found[1] <= known[1]
 
 
 def test_new_values_have_types_and_shapes() -> None:
@@ -527,7 +555,7 @@ def test_a_removed_relu6_ends_at_6_inside_a_region() -> None:
     model = quantized(CHAIN, default=grid(6 / 255, 0))
     place(model, promote=frozenset({"b"}))
     tensors = {(t.name, t.grid.bits): t.grid for t in QuantizedGraph(model).tensors}
-    inside, entry_grid = tensors["b", 16], tensors["a_DequantizeLinear_Output", 16]
+    inside, entry_grid = tensors["b", 16], tensors["a_convert_DequantizeLinear_Output", 16]
     assert inside.dequantize([65535]) == pytest.approx([6.0])
     assert entry_grid == grid(6 / 255, 0).refine(U16)
 

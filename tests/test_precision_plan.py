@@ -31,7 +31,7 @@ from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks
-from session_options.overrides import read_overrides
+from session_options.override_json import read_overrides
 
 # h2 is a hundred times coarser than it need be, h5 ten times; everything else is fine.
 _SCALES = {"x": 0.03, "h0": 0.03, "h1": 0.03, "h2": 3.0, "h3": 0.03, "h4": 0.03, "h5": 0.3}

@@ -9,10 +9,12 @@ import onnx_ir as ir
 import pytest
 from builders.qdq_models import chains, count, grid, place, quantized
 
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     TensorOverride,
 )
+from rewrite_rules.remarks import PassContext
 
 U8, I8, U16, I16 = (
     ir.DataType.UINT8,
@@ -74,6 +76,15 @@ def test_the_second_region_of_the_figure() -> None:
     )
     # One pair for both.
     assert count(model, "QuantizeLinear") == 10 + 3
+
+
+@pytest.mark.parametrize(("target", "pairs"), [("cpu", (11, 12)), ("qnn", (13, 14))])
+def test_the_figure_takes_no_pair_more(target: str, pairs: tuple[int, int]) -> None:
+    model = quantized(FIGURE)
+    remarks = place(model, overrides={"Op4_out": of(U16)})
+    fold_pairs(model, target, PassContext(remarks))
+    assert count(model, "QuantizeLinear") <= pairs[0]
+    assert count(model, "DequantizeLinear") <= pairs[1]
 
 
 def test_explicit_conversions_say_the_same() -> None:

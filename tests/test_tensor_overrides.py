@@ -38,7 +38,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from session_options import MixedPrecisionBoundaries, OptionError
 from session_options.option_files import read_option_files
-from session_options.overrides import canonical_overrides, format_overrides, read_overrides
+from session_options.override_json import canonical_overrides, format_overrides, read_overrides
 from session_options.plan import make_plan
 
 UINT8, INT8, UINT16, INT16 = (

@@ -121,14 +121,14 @@ def _unpack(
 
 def _computes_in_float(node: ir.Node) -> bool:
     """Whether an operator is no group of DQ, operator and Q that has a quantised kernel."""
-    return not any(map(_is_activation, node.inputs)) or not all(
-        map(_is_quantised, node.outputs)
-    )
+    # Outputs that nothing reads, or that were left out, say nothing of the group.
+    written = [value for value in node.outputs if value.uses() or value.is_graph_output()]
+    return not any(map(_is_activation, node.inputs)) or not all(map(_is_quantised, written))
 
 
 def _is_quantised(value: ir.Value) -> bool:
-    kinds = {use.node.op_type for use in value.uses()}
-    return kinds == {"QuantizeLinear"} and not value.is_graph_output()
+    readers = {use.node.op_type for use in value.uses()}
+    return readers == {"QuantizeLinear"} and not value.is_graph_output()
 
 
 def _is_activation(value: ir.Value | None) -> bool:

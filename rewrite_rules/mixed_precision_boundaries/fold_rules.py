@@ -1,83 +1,85 @@
 # SPDX-License-Identifier: MIT
-"""QuantizeLinear behind DequantizeLinear that changes nothing -> taken out.
+"""QuantizeLinear behind DequantizeLinear -> fewer nodes, one rule per identity.
 
-    DQ(a) -> Q(b) -> DQ(c)    -> DQ(c)    every code of a is the same code of b
-    DQ(a) -> Q(b) -> DQ(c)    -> DQ(a)    every value of a is a value of c, bit for bit
-    DQ(a) -> Q(b)             -> the code every code of a is the same code of b
+    KeptCodes     DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, c)
+    KeptValues    DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, a)
+    BareCodes     Q(DQ(codes, a), b)                         ->  Identity(codes)
+    Bridge        DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)
 
-``a``, ``b`` and ``c`` are the nodes' own grids. Whether codes or values stay is never argued:
-all 256 or 65,536 codes of ``a`` go through the operators. So 16-bit pairs under float16 scales
-stay, which onnxruntime's own clean-up drops although most of their codes move, and so does a
-16-bit pair that holds the range of the 8-bit one before it, but not its values.
-
-For ``target="qnn"`` the second rule leaves pairs that change the type: there DQ -> Q is one
-Convert, and the operators behind it have no kernels for two types. On CPUs, operators of 16
-bits have none at all: they compute in float on whatever DequantizeLinear gives them, and the
-boundary into their region only costs two nodes.
+``a``, ``b`` and ``c`` are the nodes' own grids. The first three rules change no bit: all 256
+or 65,536 codes of ``a`` go through the operators to decide them (see
+:meth:`.QuantizationGrid.keeps_codes`). So 16-bit pairs under float16 scales stay, which
+onnxruntime's own clean-up drops although most of their codes move, and so does a 16-bit pair
+that holds the range of the 8-bit one before it, but not its values. ``Bridge`` removes a
+rounding to 8 bits, and runs only on request.
 """
 
 from __future__ import annotations
 
 __all__ = ["fold_pairs"]
 
-import functools
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import (
+    MatchContext,
+    MatchResult,
+    RewriteRule,
+    RewriteRuleClassBase,
+    pattern,
+)
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import GridReader
 from rewrite_rules.remarks import PassContext
 
-_DOMAINS = frozenset({"", "com.microsoft"})
-_TABLES = 4096
 
-
-def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
-    """Fold in place, bodies included; a remark for each node that goes or could not be read.
+def fold_pairs(
+    model: ir.Model, target: str, context: PassContext, *, merge: bool = False
+) -> None:
+    """Fold in place, subgraphs included.
 
     Args:
         model: A QDQ graph.
         target: ``"cpu"``, or ``"qnn"`` to keep pairs that convert between types.
-        context: Where the folds are told.
+        context: Takes a remark for each node that is folded or could not be read.
+        merge: Whether :class:`Bridge` runs, which changes numbers.
 
     Raises:
         RewriteError: If a rule fails unexpectedly; earlier folds stay applied.
     """
-    nodes = [node for graph in model.graphs() for node in graph]
-    if not any(map(_requantizes, nodes)):
+    if not any(_requantizes(node) for graph in model.graphs() for node in graph):
         return
     run = _Run(context, target)
-    rules = [
-        rule
-        for domain in sorted({node.domain for node in nodes} & _DOMAINS)
-        for rule in (
-            KeptCodes.rule(run, domain),
-            KeptValues.rule(run, domain),
-            BareCodes.rule(run, domain),
-        )
-    ]
-    if DispatchingRuleSet(rules, _ends_pair).apply_to_model(model):
-        # The pairs that nobody reads any more; where nothing fired, nothing goes.
+    identities: list[type[_Fold]] = [KeptCodes, KeptValues, BareCodes]
+    if merge:
+        identities.insert(0, Bridge)
+    rules = DispatchingRuleSet([rule.rule(run) for rule in identities], _ends_pair)
+    rules.remove_unused_nodes = False  # where no rule fired, nothing goes
+    if rules.apply_to_model(model):
         onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
 
 
-class _Run:
-    """What the rules of one model share; grids are read once for each node.
+def _requantizes(node: ir.Node) -> bool:
+    """Whether a node is a QuantizeLinear of a dequantised value."""
+    value = node.inputs[0] if is_quantize_linear(node) and node.inputs else None
+    before = None if value is None else value.producer()
+    return before is not None and is_dequantize_linear(before)
 
-    Attributes:
-        remarks: Where folds are told.
-        target: Whom the result is for.
-        grid: Reads the grid of a Q or DQ.
-    """
+
+def _ends_pair(node: ir.Node) -> bool:
+    """Whether a node may be the last of a pattern: nearly none is, and matching takes time."""
+    codes = node.inputs[0] if is_dequantize_linear(node) and node.inputs else None
+    quantize = None if codes is None else codes.producer()
+    return _requantizes(node if quantize is None else quantize)
+
+
+class _Run:
+    """What the rules share: where remarks go, the target, the grids (each is read once)."""
 
     def __init__(self, context: PassContext, target: str) -> None:
         self.remarks = context.remarks
@@ -85,213 +87,237 @@ class _Run:
         self.grid = GridReader()
 
 
-def _ends_pair(node: ir.Node) -> bool:
-    """Whether DQ -> Q ends in a node, or stands before it: nearly nowhere."""
-    if node.op_type == "DequantizeLinear":
-        return _pair_before(node) is not None
-    return _requantizes(node)
+class _EitherDomain:
+    """Matches ONNX's domain and onnxruntime's: Q and DQ of both mean the same."""
+
+    def matches(self, domain: str) -> bool:
+        return domain in ("", "com.microsoft")
+
+    def __str__(self) -> str:
+        return "com.microsoft"
+
+
+class _AcrossGraphs(pattern.SimplePatternMatcher):
+    """Matches a DequantizeLinear in a subgraph with the nodes outside that it reads.
+
+    onnxscript refuses that, since it could not remove what matched; nothing is removed here.
+    """
+
+    def _match_value(self, pattern_value: Any, value: ir.Value | None) -> bool:
+        if value is not None:
+            self._graph: Any = value.graph
+        return bool(super()._match_value(pattern_value, value))
+
+
+_OP = pattern.OpsetPatternBuilder(_EitherDomain())  # type: ignore[arg-type]
+
+
+def _q(value: Any, name: str) -> Any:
+    return _OP.QuantizeLinear(value, _allow_other_inputs=True, _outputs=[name])
+
+
+def _dq(value: Any, name: str) -> Any:
+    return _OP.DequantizeLinear(value, _allow_other_inputs=True, _outputs=[name])
 
 
 class _Fold(RewriteRuleClassBase):
-    """A rule rooted in a Q or DQ; operators before it are looked up, whatever their domain."""
+    """A rule whose pattern names the values behind its nodes, ``out`` the last."""
 
-    def __init__(self, run: _Run, domain: str) -> None:
-        super().__init__()
+    @classmethod
+    def rule(cls, run: _Run) -> RewriteRule:
+        """Return the rule; its nodes may stand in several graphs."""
+        fold = cls(run)
+        return RewriteRule(
+            fold.pattern,
+            fold.rewrite,
+            fold.check,
+            _AcrossGraphs,
+            name=fold.name,
+            remove_nodes=fold.remove_nodes,
+        )
+
+    def __init__(self, run: _Run) -> None:
+        # Others may read the values between: what nothing reads is removed at the end.
+        super().__init__(remove_nodes=False)
         self._run = run
-        self._domain = domain
 
     def check(  # type: ignore[override]
-        self, context: MatchContext, out: ir.Value, **_: object
+        self, context: MatchContext, out: ir.Value, **values: ir.Value
     ) -> MatchResult:
-        """See the rules; a grid that can't be read is a remark."""
+        """Apply :meth:`_obstacle`; a grid that cannot be read is a remark."""
         del context  # Unused
-        result, node = MatchResult(), producer(out)
-        with self._run.remarks.at(label(node)):
+        result = MatchResult()
+        last = producer(out)
+        # BareCodes ends in Q: it goes through its last node.
+        through = producer(values.get("through", out))
+        with self._run.remarks.at(label(last)):
             try:
-                reason = self._obstacle(node)
+                reason = self._obstacle(producer(values["before"]), through, last)
             except Refusal as refusal:
                 reason = str(refusal)
-                self._run.remarks.refused(label(node), f"not folded: {reason}")
-        return result if reason is None else result.fail(reason, node)
+                self._run.remarks.refused(label(last), f"not folded: {reason}")
+        return result if reason is None else result.fail(reason, last)
 
-    def _obstacle(self, node: ir.Node) -> str | None:
-        """Why the rule does not apply, None if it does."""
+    def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
+        """Return why the rule does not apply, None if it does."""
         raise NotImplementedError
 
+    def _dequantize(self, op: Any, codes: ir.Value, like: ir.Node, old: ir.Value) -> ir.Value:
+        """Emit a DequantizeLinear with the parameters of ``like`` under the name of another.
 
-class KeptCodes(_Fold):
-    """DQ(codes, a) -> Q(b) -> DQ(c)  ->  DQ(codes, c), where Q gives back every code.
+        Not the value of ``like``: onnxruntime fuses operators with a DequantizeLinear of their
+        own.
+        """
+        name, parameters = producer(old).name, like.inputs[1:]
+        value: ir.Value = op.DequantizeLinear(
+            codes, *parameters, _domain=like.domain, _name=name, **like.attributes
+        )
+        # Removed at the end only, and until then names have to be unique.
+        producer(old).name = None
+        return value
+
+
+class _Pair(_Fold):
+    """DQ(Q(DQ(codes, a), b), c)."""
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        del op  # Unused: the operators of either domain match
+        return _dq(_q(_dq(codes, "before"), "through"), "out")
+
+
+class KeptCodes(_Pair):
+    """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, c), where Q gives back every code.
 
     Cases:
-        1. ``a`` = ``b`` = ``c``: of two pairs with the same parameters one is left; so it is
-           with any number of them, as each is looked at in turn.
+        1. ``a`` = ``b`` = ``c``: of any number of pairs with equal parameters one is left.
         2. The scales of ``a`` and ``b`` differ by less than what moves a code: ``c`` decodes.
         3. Others read the codes of Q: they keep it.
+
+    Refused:
+        4. A code moves, or its type changes.
     """
 
-    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        return op.DequantizeLinear(
-            codes, _allow_other_inputs=True, _domain=self._domain, _outputs=["out"]
-        )
+    def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
+        grid = self._run.grid
+        grid(last)  # where it has no zero point, its type has to be known
+        return None if grid(before).keeps_codes(grid(through)) else "codes move"
 
-    def _obstacle(self, node: ir.Node) -> str | None:
-        pair = _pair_before(node)
-        if pair is None:
-            return "no pair before it"
-        self._run.grid(node)  # where it has no zero point, its type has to be known
-        return None if keeps_codes(*map(self._run.grid, pair)) else "codes move"
-
-    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
+    def rewrite(
+        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
+    ) -> ir.Value:
         """Emit the same DequantizeLinear on the codes before the pair."""
-        node = producer(out)
-        dequantize, quantize = _present(_pair_before(node))
         self._run.remarks.fired(
-            label(quantize), f"gives back each code of {label(dequantize)!r}: folded"
+            label(producer(through)),
+            f"gives back each code of {label(producer(before))!r}: folded",
         )
-        value: ir.Value = _dequantize(op, dequantize.inputs[0], node, node)
-        return value
+        return self._dequantize(op, codes, producer(out), out)
 
 
-class KeptValues(_Fold):
-    """DQ(codes, a) -> Q(b) -> DQ(c)  ->  DQ(codes, a), where DQ gives back every value.
+class KeptValues(_Pair):
+    """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, a), where ``c`` gives back every value.
 
     Cases:
-        1. ``b`` = ``c`` is a 16-bit grid that refines the 8-bit grid ``a``: folded, but not
-           for ``qnn``.
+        1. ``b`` = ``c`` is a 16-bit grid that refines the 8-bit grid ``a``: on CPUs, operators
+           of 16 bits compute in float on whatever DequantizeLinear gives them, and a boundary
+           into their region only costs two nodes.
         2. ``a`` and ``b`` have one type, and codes move between such that have one value.
-        3. Types of values differ: left, since it is a cast as well.
+
+    Refused:
+        3. ``qnn``, and the types differ: DQ -> Q is one Convert there, and operators behind it
+           have no kernels for two types.
+        4. A value moves, or its float type changes.
     """
 
-    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        return op.DequantizeLinear(
-            codes, _allow_other_inputs=True, _domain=self._domain, _outputs=["out"]
-        )
-
-    def _obstacle(self, node: ir.Node) -> str | None:
-        pair = _pair_before(node)
-        if pair is None:
-            return "no pair before it"
-        before, through = map(self._run.grid, pair)
-        if self._run.target == "qnn" and before.dtype != through.dtype:
+    def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
+        coarse, fine = self._run.grid(before), self._run.grid(through)
+        if self._run.target == "qnn" and coarse.dtype != fine.dtype:
             return "a Convert on the target"
-        return None if keeps_values(before, through, self._run.grid(node)) else "values move"
+        return None if coarse.keeps_values(fine, self._run.grid(last)) else "values move"
 
-    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
-        """Emit the DequantizeLinear before the pair once more.
-
-        Not its value: onnxruntime fuses operators with a DequantizeLinear of their own.
-        """
-        node = producer(out)
-        dequantize, quantize = _present(_pair_before(node))
+    def rewrite(
+        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
+    ) -> ir.Value:
+        """Emit the DequantizeLinear before the pair once more."""
+        first, second = producer(before), producer(through)
         self._run.remarks.fired(
-            label(quantize),
-            f"{self._run.grid(quantize)} gives back each value of {label(dequantize)!r}, "
-            f"{self._run.grid(dequantize)}: folded",
+            label(second),
+            f"{self._run.grid(second)} gives back each value of {label(first)!r}, "
+            f"{self._run.grid(first)}: folded",
         )
-        value: ir.Value = _dequantize(op, dequantize.inputs[0], dequantize, node)
-        return value
+        return self._dequantize(op, codes, first, out)
 
 
 class BareCodes(_Fold):
-    """DQ(codes, a) -> Q(b)  ->  Identity(codes), where Q gives back every code.
+    """Q(DQ(codes, a), b)  ->  Identity(codes), where Q gives back every code.
 
     Cases:
         1. The caller or an integer operator reads the codes. Identity, since a value has one
            name, and outputs keep theirs; onnxruntime removes it elsewhere.
         2. DequantizeLinear reads them, too: it gets the codes themselves.
-        3. Only DequantizeLinear reads them: left to :class:`KeptCodes`.
+
+    Refused:
+        3. Only DequantizeLinear reads them: :class:`KeptCodes` folds it.
+        4. A code moves, or its type changes.
     """
 
-    def pattern(self, op, x):  # type: ignore[no-untyped-def]
-        return op.QuantizeLinear(
-            x, _allow_other_inputs=True, _domain=self._domain, _outputs=["out"]
-        )
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        del op  # Unused
+        return _q(_dq(codes, "before"), "out")
 
-    def _obstacle(self, node: ir.Node) -> str | None:
-        out = node.outputs[0]
+    def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
+        out = last.outputs[0]
         if not out.is_graph_output() and all(map(is_dequantize_linear, out.consumers())):
             return "only DequantizeLinear reads it"
-        if not _requantizes(node):
-            return "no DequantizeLinear before it"
-        before, through = self._run.grid(_dequantize_before(node)), self._run.grid(node)
-        return None if keeps_codes(before, through) else "codes move"
+        grid = self._run.grid
+        return None if grid(before).keeps_codes(grid(last)) else "codes move"
 
-    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
+    def rewrite(self, op: Any, codes: ir.Value, before: ir.Value, out: ir.Value) -> ir.Value:
         """Emit the Identity."""
         node = producer(out)
-        dequantize = _dequantize_before(node)
         self._run.remarks.fired(
-            label(node), f"gives back each code of {label(dequantize)!r}: folded"
+            label(node), f"gives back each code of {label(producer(before))!r}: folded"
         )
         # In place: behind an Identity, no operator would be fused with its DequantizeLinear.
         for reader, index in [*out.uses()]:
             if is_dequantize_linear(reader):
-                reader.replace_input_with(index, dequantize.inputs[0])
-        value: ir.Value = op.Identity(dequantize.inputs[0], _name=node.name)
+                reader.replace_input_with(index, codes)
+        value: ir.Value = op.Identity(codes, _name=node.name)
+        node.name = None  # as above
         return value
 
 
-@functools.lru_cache(_TABLES)
-def keeps_codes(before: QuantizationGrid, through: QuantizationGrid) -> bool:
-    """Whether ``DQ(before) -> Q(through)`` gives back every code, in its type."""
-    if before.dtype != through.dtype or before.float_dtype != through.float_dtype:
-        return False
-    codes = before.codes()
-    values = before.dequantize(codes)
-    return _all_finite(values) and np.array_equal(through.quantize(values), codes)
+class Bridge(_Fold):
+    """DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)  ->  DQ(codes, a): 16 bits, 8 and 16 again.
 
+    The exit of a region leads into another region of the same grid. The values are not rounded
+    to 8 bits between any more: more accurate, and not the same bits.
 
-@functools.lru_cache(_TABLES)
-def keeps_values(
-    before: QuantizationGrid, through: QuantizationGrid, after: QuantizationGrid
-) -> bool:
-    """Whether ``DQ(before) -> Q(through) -> DQ(after)`` gives back each value, bit for bit."""
-    if len({before.float_dtype, through.float_dtype, after.float_dtype}) > 1:
-        return False
-    if through.dtype != after.dtype:  # no valid graph
-        return False
-    values = before.dequantize(before.codes())
-    returned = after.dequantize(through.quantize(values))
-    return _all_finite(values) and returned.tobytes() == values.tobytes()
+    Refused:
+        1. ``a`` has not 16 bits, or ``b`` not 8.
+        2. The grids of the two regions, or those of a pair, differ.
+    """
 
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        del op  # Unused
+        narrow = _dq(_q(_dq(codes, "before"), "narrow"), "narrowed")
+        return _dq(_q(narrow, "through"), "out")
 
-def _all_finite(values: npt.NDArray[np.generic]) -> bool:
-    """False where float16 overflows; what becomes of infinities depends on the processor."""
-    return bool(np.isfinite(values.astype(np.float32)).all())
+    def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
+        grid = self._run.grid
+        narrowed = producer(through.inputs[0])
+        wide, narrow = grid(before), grid(narrowed)
+        if (wide.bits, narrow.bits) != (16, 8):
+            return "not 16, 8 and 16 bits"
+        pairs_differ = grid(producer(narrowed.inputs[0])) != narrow or grid(through) != grid(
+            last
+        )
+        return "grids differ" if pairs_differ or grid(through) != wide else None
 
-
-def _requantizes(node: ir.Node) -> bool:
-    """Whether a node is a QuantizeLinear of a dequantised value."""
-    value = node.inputs[0] if is_quantize_linear(node) and node.inputs else None
-    before = None if value is None else value.producer()
-    return before is not None and is_dequantize_linear(before) and before.inputs[0] is not None
-
-
-def _dequantize_before(node: ir.Node) -> ir.Node:
-    value = node.inputs[0]
-    assert value is not None
-    return producer(value)
-
-
-def _pair_before(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The DQ and the Q that a DequantizeLinear reads; None if it reads something else."""
-    codes = node.inputs[0] if node.inputs else None
-    quantize = None if codes is None else codes.producer()
-    if quantize is None or not _requantizes(quantize):
-        return None
-    return _dequantize_before(quantize), quantize
-
-
-def _present(pair: tuple[ir.Node, ir.Node] | None) -> tuple[ir.Node, ir.Node]:
-    assert pair is not None  # looked at by check
-    return pair
-
-
-def _dequantize(op: Any, codes: ir.Value | None, like: ir.Node, old: ir.Node) -> Any:
-    return op.DequantizeLinear(
-        codes,
-        *like.inputs[1:],
-        _domain=like.domain,
-        _name=old.name,
-        **like.attributes,
-    )
+    def rewrite(
+        self, op: Any, codes: ir.Value, through: ir.Value, out: ir.Value, **_: ir.Value
+    ) -> ir.Value:
+        """Emit the same DequantizeLinear on the codes of the first region."""
+        self._run.remarks.fired(
+            label(producer(through)), f"reads {codes.name!r}, which stayed in 16 bits"
+        )
+        return self._dequantize(op, codes, producer(out), out)

@@ -30,7 +30,6 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.mixed_precision_boundaries.bridge_rule import bridge_regions
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -82,7 +81,6 @@ class BoundaryOptions:
         clip: Whether what is float then stays in the range that its codes had: quantisers
             remove every Relu and Clip that a range stands for, and the pair of Q and DQ is all
             that is left of them. Without, values beyond the calibrated ones come through.
-        merge: Whether to bridge an exit and an entry of equal 16-bit grids.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -93,7 +91,6 @@ class BoundaryOptions:
     close_regions: bool = True
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     clip: bool = True
-    merge: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -192,8 +189,6 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
                 "or it reads and writes no quantised activation",
             )
     writer.finish()
-    if options.merge:
-        bridge_regions(model, context)
 
 
 def _checked(

@@ -61,6 +61,53 @@ class QuantizationGrid:
         stored = np.asarray(self.scale)
         object.__setattr__(self, "_stored", (stored.dtype.name, stored.tobytes()))
 
+    @staticmethod
+    def of_range(
+        dtype: ir.DataType,
+        rmin: float,
+        rmax: float,
+        float_dtype: np.dtype[np.generic],
+        symmetric: bool = False,
+    ) -> QuantizationGrid:
+        """Return the grid that onnxruntime's quantiser gives a range of values.
+
+        ``compute_scale_zp`` of onnxruntime/quantization/quant_utils.py: the range is made to
+        hold 0; ``scale = (rmax - rmin) / (high - low)`` in float64 and ``zero_point = low -
+        rmin / scale``, rounded half to even. A symmetric one spans ``-absmax..absmax``, its
+        zero point is the type's middle, and signed types leave their lowest code unused.
+
+        Args:
+            dtype: Type of the codes.
+            rmin: Smallest value.
+            rmax: Greatest value.
+            float_dtype: Type of the scale and of the values.
+            symmetric: Whether the range is made symmetric about 0.
+
+        Raises:
+            Refusal: If the range is not finite, or its scale too small for the float type.
+        """
+        if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
+            raise Refusal(f"{rmin}..{rmax} is no range of values")
+        info = np.iinfo(dtype.numpy())
+        low, high = int(info.min), int(info.max)
+        rmin, rmax = min(rmin, 0.0), max(rmax, 0.0)
+        if symmetric:
+            rmax = max(-rmin, rmax)
+            rmin = -rmax
+            low = -high if low < 0 else low
+        scale = (rmax - rmin) / (high - low)
+        if scale < float(
+            np.finfo(np.float32 if float_dtype.itemsize == 4 else np.float16).tiny
+        ):
+            if rmax > rmin:
+                # onnxruntime gives it the scale 1, which leaves nothing of the values.
+                raise Refusal(
+                    f"scale {scale:.3g} of {rmin}..{rmax} is no normal {float_dtype}"
+                )
+            return QuantizationGrid(dtype, float_dtype.type(1.0), 0)
+        middle = np.round((low + high) / 2) if symmetric else np.round(low - rmin / scale)
+        return QuantizationGrid(dtype, float_dtype.type(scale), int(middle))
+
     @property
     def low(self) -> int:
         """The smallest code."""
@@ -151,39 +198,49 @@ class QuantizationGrid:
         if not float(scale) > 0:
             raise Refusal(f"scale {float(self.scale)} / 256 is no {self.float_dtype} above 0")
         fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low) * 256 + low)
-        if not fine.contains(self):
+        if not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(
                 f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
                 "overflow; have the model in float32, or promote in mode 'float'"
             )
         return fine
 
-    @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
-    def contains(self, coarse: QuantizationGrid) -> bool:
-        """Whether this grid gives back every value of another, and the other its code.
+    def retype(self, dtype: ir.DataType) -> QuantizationGrid:
+        """Return the grid of the same values under codes of equal width and another sign."""
+        low = int(np.iinfo(dtype.numpy()).min)
+        return QuantizationGrid(dtype, self.scale, self.zero_point - self.low + low)
 
-        Then ``Q(self) -> DQ(self)`` behind ``DQ(coarse)`` changes no bit of any value.
+    @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
+    def keeps_codes(self, through: QuantizationGrid) -> bool:
+        """Return whether ``DQ(self) -> Q(through)`` gives back every code, in its type.
+
+        Of one grid with itself: always for float32 scales that are not subnormal; 16-bit codes
+        under float16 scales mostly not.
         """
-        values = coarse.dequantize(coarse.codes())
-        through = self.dequantize(self.quantize(values))
-        return bool(
-            np.isfinite(values.astype(np.float32)).all()
-            and np.array_equal(through, values)
-            and np.array_equal(coarse.quantize(through), coarse.codes())
-        )
+        if self.dtype != through.dtype or self.float_dtype != through.float_dtype:
+            return False
+        codes = self.codes()
+        values = self.dequantize(codes)
+        return _all_finite(values) and np.array_equal(through.quantize(values), codes)
 
     @functools.lru_cache(4096)  # noqa: B019
-    def keeps_codes(self) -> bool:
-        """Whether ``DQ -> Q`` on this grid gives back every code.
+    def keeps_values(self, through: QuantizationGrid, after: QuantizationGrid) -> bool:
+        """Return whether ``DQ(self) -> Q(through) -> DQ(after)`` gives back each value's bits.
 
-        Always for float32 scales that are no subnormals; 16-bit codes under float16 scales
-        mostly not.
+        False where the types of the values differ, which makes the pair a cast as well.
         """
+        if len({self.float_dtype, through.float_dtype, after.float_dtype}) > 1:
+            return False
+        if through.dtype != after.dtype:  # not a valid graph
+            return False
         values = self.dequantize(self.codes())
-        return bool(
-            np.isfinite(values.astype(np.float32)).all()
-            and np.array_equal(self.quantize(values), self.codes())
-        )
+        returned = after.dequantize(through.quantize(values))
+        return _all_finite(values) and returned.tobytes() == values.tobytes()
 
     def __str__(self) -> str:
         return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"
+
+
+def _all_finite(values: npt.NDArray[np.generic]) -> bool:
+    """False where float16 overflows; what becomes of infinities depends on the processor."""
+    return bool(np.isfinite(values.astype(np.float32)).all())

@@ -29,7 +29,7 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedTensor,
     read_grid,
 )
-from rewrite_rules.mixed_precision_boundaries.region_grids import Grids, retyped
+from rewrite_rules.mixed_precision_boundaries.region_grids import Grids
 from rewrite_rules.mixed_precision_boundaries.regions import Region
 
 BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -99,7 +99,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
             continue
         name = label(dequantize)
         try:
-            fine = retyped(grid, dtype) if grid.bits == dtype.bitwidth else grid.refine(dtype)
+            fine = grid.retype(dtype) if grid.bits == dtype.bitwidth else grid.refine(dtype)
             _, tensor = require_constant(_input(dequantize, 0), "codes")
         except Refusal as refusal:
             raise Refusal(f"constant {name!r}: {refusal}") from None

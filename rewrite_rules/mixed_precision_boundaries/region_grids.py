@@ -9,7 +9,7 @@ values, or over a range that is known to begin or end at 0, if nothing converts 
 
 from __future__ import annotations
 
-__all__ = ["Grids", "choose_grids", "retyped"]
+__all__ = ["Grids", "choose_grids"]
 
 from collections.abc import Hashable, Mapping
 
@@ -17,7 +17,6 @@ import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.mixed_precision_boundaries.calibrated_grid import grid_of_range
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 from rewrite_rules.mixed_precision_boundaries.regions import Groups, Region
@@ -97,18 +96,18 @@ def _shared_grid(
     if dtype == own.dtype:
         return own
     if dtype.bitwidth == own.bits:
-        return retyped(own, dtype)
+        return own.retype(dtype)
     if dtype.bitwidth == 16:
         span = span or _known_range(own)
         if span is None or any(_converts(tensor, dtype, region) for tensor in group):
             return own.refine(dtype)
-        return grid_of_range(dtype, *span, own.float_dtype)
+        return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
     if span is None:
         raise Refusal(
             f"its {dtype.name.lower()} parameters are not known: give 'scale' and "
             "'zero_point', or 'rmin' and 'rmax'"
         )
-    return grid_of_range(dtype, *span, own.float_dtype)
+    return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
 
 
 def _converts(tensor: QuantizedTensor, dtype: ir.DataType, region: Region) -> bool:
@@ -139,16 +138,10 @@ def _asked_grid(
     if entry.rmin is None and entry.rmax is None and entry.symmetric is None:
         return None
     low, high = span or tuple(map(float, own.dequantize([own.low, own.high])))
-    return grid_of_range(
+    return QuantizationGrid.of_range(
         dtype,
         low if entry.rmin is None else entry.rmin,
         high if entry.rmax is None else entry.rmax,
         own.float_dtype,
         bool(entry.symmetric),
     )
-
-
-def retyped(grid: QuantizationGrid, dtype: ir.DataType) -> QuantizationGrid:
-    """The same values under codes of the same width and another sign."""
-    moved = QuantizationGrid(dtype, grid.scale, 0)
-    return QuantizationGrid(dtype, grid.scale, grid.zero_point - grid.low + moved.low)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 __all__ = ["RegionWriter", "feeds_a_body"]
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import remove_node
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.mixed_precision_boundaries.qdq_builder import PairMaker, graph_of
+from rewrite_rules.mixed_precision_boundaries.qdq_builder import QdqBuilder, graph_of
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
 from rewrite_rules.mixed_precision_boundaries.region_constants import ConstantChange
@@ -35,7 +35,7 @@ class RegionWriter:
     """Rewrites tensors of one model."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._make = PairMaker(model)
+        self._make = QdqBuilder(model)
         # Operators whose output is float now; whether a body reads it.
         self._left: list[tuple[ir.Node, bool]] = []
 
@@ -45,9 +45,13 @@ class RegionWriter:
         self,
         tensor: QuantizedTensor,
         plan: TensorPlan,
-        grids: dict[ir.DataType, QuantizationGrid],
+        grids: Mapping[ir.DataType, QuantizationGrid],
     ) -> None:
-        """Produce a tensor in a type and give its consumers those that they read.
+        """Produce a tensor in a type, and convert it once to each other type that is read.
+
+        Every DequantizeLinear that is there reads the codes of the type that its readers want;
+        where they want several, it gets a twin for each. The fold rules take out what of it
+        changes no value.
 
         Args:
             tensor: The activation.
@@ -57,97 +61,47 @@ class RegionWriter:
         if plan.produced == _FLOAT:
             self._leave_float(tensor, plan)
             return
-        moved: dict[ir.DataType, list[tuple[ir.Node, int]]] = {}
-        home = _home(tensor, plan)
-        for node, index in tensor.uses():
-            # A QuantizeLinear that another tensor's rewrite put there is in no plan.
-            dtype = plan.reads.get(node, plan.produced)
-            # What is dequantised is float.
-            moved.setdefault(plan.produced if dtype == _FLOAT else dtype, []).append(
-                (node, index)
-            )
-        if home == plan.produced:
-            self._branch_off(tensor, plan, grids, moved)
-        else:
-            self._put_before(tensor, plan, grids, moved, home)
+        readers = {node: _readers(node, plan) for node in tensor.dequantizes}
+        read = {dtype for found in readers.values() for dtype in found}
+        codes = self._codes(tensor, plan.produced, sorted(read), grids)
+        for node, found in readers.items():
+            kept, *others = found or [plan.produced]
+            for dtype in others:
+                twin = self._make.dequantize(tensor, codes[dtype], grids[dtype])
+                _graph(node).insert_after(node, twin)
+                for reader, index in found[dtype]:
+                    reader.replace_input_with(index, twin.outputs[0])
+            node.replace_input_with(0, codes[kept])
+            self._make.set_grid(node, tensor, grids[kept])
 
-    def _branch_off(
+    def _codes(
         self,
         tensor: QuantizedTensor,
-        plan: TensorPlan,
-        grids: dict[ir.DataType, QuantizationGrid],
-        moved: dict[ir.DataType, list[tuple[ir.Node, int]]],
-    ) -> None:
-        """The pair that is there produces; others follow behind it."""
-        self._make.set_grid(tensor, grids[plan.produced])
-        grid = grids[plan.produced]
-        others = {dtype: uses for dtype, uses in moved.items() if dtype != plan.produced}
-        # A DQ that loses all its readers starts the first conversion: under its names, but
-        # right behind the Q, wherever it stood.
-        idle = [node for node in tensor.dequantizes if others and _is_left(node, plan)]
-        new: list[ir.Node] = []
-        starts: list[ir.Node] = []
-        for dtype, uses in others.items():
-            start = self._make.dequantize(
-                tensor, tensor.codes, grid, f"{tensor.name}_convert_clone"
-            )
-            chain = self._make.pair(tensor, start.outputs[0], grids[dtype])
-            _redirect(uses, chain[1].outputs[0])
-            new += [start, *chain]
-            starts.append(start)
-        for node, start in zip(idle, starts, strict=False):
-            # Bodies beside each other may have one name twice; around them it would be taken.
-            if node.graph is graph_of(tensor):
-                _swap_names(start, node)
-        for node in idle:
-            remove_node(node)
-        self._insert(tensor, new, behind=True)
-
-    def _put_before(
-        self,
-        tensor: QuantizedTensor,
-        plan: TensorPlan,
-        grids: dict[ir.DataType, QuantizationGrid],
-        moved: dict[ir.DataType, list[tuple[ir.Node, int]]],
-        home: ir.DataType,
-    ) -> None:
-        """The pair that is there stands behind a new one that produces."""
-        assert tensor.quantize is not None and tensor.source is not None
-        quantize = self._make.quantize(
-            tensor, tensor.source, grids[plan.produced], tensor.name
-        )
-        codes = quantize.outputs[0]
-        grid = grids[plan.produced]
-        new = [quantize]
-        free: list[ir.Node] = []
-        if plan.produced in moved:
-            reader = self._make.dequantize(tensor, codes, grid, tensor.name)
-            new.append(reader)
-            _redirect(moved[plan.produced], reader.outputs[0])
-        else:
-            free.append(self._make.dequantize(tensor, codes, grid, tensor.name))
-            new += free
-        for dtype in dict.fromkeys([home, *moved]):
-            if dtype == plan.produced:
-                continue
-            if free:
-                start = free.pop()
-            else:
-                start = self._make.dequantize(
-                    tensor, codes, grid, f"{tensor.name}_convert_clone"
-                )
-                new.append(start)
-            if dtype == home:
-                tensor.quantize.replace_input_with(0, start.outputs[0])
-                self._make.set_grid(tensor, grids[home])
-            else:
-                chain = self._make.pair(tensor, start.outputs[0], grids[dtype])
-                new += chain
-                _redirect(moved[dtype], chain[1].outputs[0])
-        for node in tensor.dequantizes:
-            if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-                remove_node(node)
-        self._insert(tensor, new, behind=False)
+        produced: ir.DataType,
+        read: Iterable[ir.DataType],
+        grids: Mapping[ir.DataType, QuantizationGrid],
+    ) -> dict[ir.DataType, ir.Value]:
+        """Return the codes of each type: ``Q(produced)``, and ``DQ -> Q`` behind it."""
+        own, quantize = tensor.grid.dtype, tensor.quantize
+        codes = {produced: tensor.codes}
+        if quantize is not None and produced != own and (own in read or tensor.codes_are_read):
+            # Codes that others read stay the output of the QuantizeLinear that is there.
+            assert tensor.source is not None
+            first = self._make.quantize(tensor, tensor.source, grids[produced])
+            start = self._make.dequantize(tensor, first.outputs[0], grids[produced])
+            _graph(quantize).insert_before(quantize, [first, start])
+            quantize.replace_input_with(0, start.outputs[0])
+            self._make.set_grid(quantize, tensor, grids[own])
+            codes = {produced: first.outputs[0], own: tensor.codes}
+        elif quantize is not None:
+            self._make.set_grid(quantize, tensor, grids[produced])
+        for dtype in read:
+            if dtype not in codes:
+                start = self._make.dequantize(tensor, codes[produced], grids[produced])
+                step = self._make.quantize(tensor, start.outputs[0], grids[dtype])
+                _insert_behind(codes[produced], [start, step])
+                codes[dtype] = step.outputs[0]
+        return codes
 
     def _leave_float(self, tensor: QuantizedTensor, plan: TensorPlan) -> None:
         source, quantize = tensor.source, tensor.quantize
@@ -175,8 +129,9 @@ class RegionWriter:
 
     def _clipped(self, tensor: QuantizedTensor, source: ir.Value) -> ir.Value:
         """The values of a tensor within the range that it was quantised for."""
+        assert tensor.quantize is not None
         node = self._clip(graph_of(tensor), source, tensor.grid, tensor.name)
-        self._insert(tensor, [node], behind=False)
+        _graph(tensor.quantize).insert_before(tensor.quantize, node)
         return node.outputs[0]
 
     def _clip(
@@ -214,48 +169,57 @@ class RegionWriter:
     def change_constant(self, change: ConstantChange) -> None:
         """Give some readers of a constant new codes of it."""
         old = change.dequantize
-        graph = old.graph
-        assert isinstance(graph, ir.Graph)
-        before = [None if value is None else value.name for value in old.inputs]
-        stem = old.outputs[0].name or "constant"
-        codes, scale = (
-            self._make.initializer(graph, array, f"{name}_converted")
-            for array, name in zip((change.codes, change.scale), before, strict=False)
-        )
-        parameters: list[ir.Value | None] = [scale]
+        graph, value = _graph(old), old.outputs[0]
+        stem = value.name or "constant"
+        parameters = [(change.codes, "codes"), (change.scale, "scale")]
         if change.zero_point is not None:
-            name = f"{stem}_zero_point_converted"
-            parameters.append(self._make.initializer(graph, change.zero_point, name))
-        else:
-            parameters += old.inputs[2:]
-        kept = {
-            name: attribute
-            for name, attribute in old.attributes.items()
-            if change.zero_point is None
-        }
-        node = self._make.node(
-            "DequantizeLinear", [codes, *parameters], f"{stem}_converted", old.outputs[0]
-        )
+            parameters.append((change.zero_point, "zero_point"))
+        inputs: list[ir.Value | None] = [
+            self._make.initializer(graph, array, f"{stem}_{kind}_converted")
+            for array, kind in parameters
+        ]
+        inputs += old.inputs[len(inputs) :]
+        node = self._make.node("DequantizeLinear", inputs, f"{stem}_converted", value)
         node.domain = self._make.domain(change.codes.dtype.itemsize == 2, old)
-        node.attributes.update(kept)
-        uses = [use for use in old.outputs[0].uses() if use.node in change.readers]
+        if change.zero_point is None:
+            node.attributes.update(old.attributes)
         graph.insert_after(old, node)
-        _redirect(((use.node, use.idx) for use in uses), node.outputs[0])
-        if not old.outputs[0].uses() and not old.outputs[0].is_graph_output():
+        for reader, index in list(value.uses()):
+            if reader in change.readers:
+                reader.replace_input_with(index, node.outputs[0])
+        if not value.uses() and not value.is_graph_output():
             remove_node(old)
 
-    @staticmethod
-    def _insert(tensor: QuantizedTensor, nodes: list[ir.Node], behind: bool) -> None:
-        if not nodes:
-            return
-        graph = graph_of(tensor)
-        made = tensor.codes.producer()
-        if made is None:
-            graph.insert_before(graph[0], nodes)
-        elif behind:
-            graph.insert_after(made, nodes)
-        else:
-            graph.insert_before(made, nodes)
+
+def _readers(
+    dequantize: ir.Node, plan: TensorPlan
+) -> dict[ir.DataType, list[tuple[ir.Node, int]]]:
+    """Return what reads a DequantizeLinear, by type; first the type that keeps its name."""
+    value = dequantize.outputs[0]
+    found: dict[ir.DataType, list[tuple[ir.Node, int]]] = {}
+    if value.is_graph_output():
+        found[plan.output] = []
+    for reader, index in value.uses():
+        # A QuantizeLinear that another tensor's rewrite put there is in no plan; what is
+        # dequantised is float.
+        dtype = plan.reads.get(reader, plan.produced)
+        dtype = plan.produced if dtype == _FLOAT else dtype
+        found.setdefault(dtype, []).append((reader, index))
+    return found
+
+
+def _insert_behind(value: ir.Value, nodes: Sequence[ir.Node]) -> None:
+    producer = value.producer()
+    if producer is not None:
+        _graph(producer).insert_after(producer, nodes)
+    else:
+        assert isinstance(value.graph, ir.Graph)
+        value.graph.insert_before(value.graph[0], nodes)
+
+
+def _graph(node: ir.Node) -> ir.Graph:
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
 
 
 def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
@@ -287,36 +251,6 @@ def _dequantized_before(
                 return None  # per axis, for instance: stays where it is
         node = before
     return None
-
-
-def _home(tensor: QuantizedTensor, plan: TensorPlan) -> ir.DataType:
-    """The type of the pair that is there, by which graph outputs keep their names."""
-    if tensor.codes_are_read or tensor.quantize is None:
-        return tensor.grid.dtype
-    if tensor.is_output:
-        return plan.output
-    if tensor.grid.dtype in plan.reads.values():
-        return tensor.grid.dtype
-    return plan.produced
-
-
-def _redirect(uses: Iterable[tuple[ir.Node, int]], value: ir.Value) -> None:
-    for node, index in list(uses):
-        node.replace_input_with(index, value)
-
-
-def _is_left(node: ir.Node, plan: TensorPlan) -> bool:
-    """Whether all that read a DQ read another type from now on."""
-    value = node.outputs[0]
-    return not value.is_graph_output() and all(
-        plan.reads.get(use.node, _FLOAT) not in (plan.produced, _FLOAT) for use in value.uses()
-    )
-
-
-def _swap_names(first: ir.Node, second: ir.Node) -> None:
-    first.name, second.name = second.name, first.name
-    one, other = first.outputs[0], second.outputs[0]
-    one.name, other.name = other.name, one.name
 
 
 def _give_output(value: ir.Value, source: ir.Value, free: str) -> None:

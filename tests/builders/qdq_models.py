@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from rewrite_rules.graph.quantize_linear import is_quantize_linear
+from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import PassContext, Remarks
@@ -97,9 +98,12 @@ def _put_pair(
 
 
 def place(model: ir.Model, **options: object) -> Remarks:
-    """Run the rewrite; the graph that it leaves is checked."""
+    """Run the rewrite, without folds that give up a type; check the graph that it leaves."""
     remarks = Remarks("mixed_precision_boundaries")
+    merge = bool(options.pop("merge", False))
     place_boundaries(model, BoundaryOptions(**options), PassContext(remarks))
+    if merge:
+        fold_pairs(model, "qnn", PassContext(remarks), merge=True)
     onnx.checker.check_model(ir.to_proto(model))
     return remarks
 

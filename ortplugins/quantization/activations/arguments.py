@@ -32,7 +32,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Overrides,
     check_overrides,
 )
-from session_options.overrides import read_overrides, read_quant_type
+from session_options.override_json import read_overrides, read_quant_type
 
 _OWN_OPTIONS = {
     "TensorQuantOverrides": "give overrides",

@@ -16,7 +16,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Overrides,
     TensorOverride,
 )
-from session_options.overrides import quant_type_name
+from session_options.override_json import quant_type_name
 
 
 def to_onnxruntime(

@@ -204,7 +204,6 @@ def quantize_static_mixed(
         mode=mode,
         target=target,
         close_regions=close_regions,
-        merge=merge,
     )
     loaded = load_path(model_input) if is_path(model_input) else from_memory(model_input)  # type: ignore[arg-type]
     graph = loaded.model.graph
@@ -232,7 +231,7 @@ def quantize_static_mixed(
             base = quantize_to_eight_bits(path, found, wanted.overrides, converted, settings)
         model = base.model
         wanted = _for_graph(wanted, base, graph.initializers, activation)
-        passes = _rewrite(model, wanted, calibration_providers)
+        passes = _rewrite(model, wanted, merge, calibration_providers)
         notes = (note, *_counted(warned))
         if output is not None:
             if external_data is None:
@@ -323,7 +322,7 @@ def _for_graph(
 
 
 def _rewrite(
-    model: ir.Model, options: BoundaryOptions, providers: Sequence[Any]
+    model: ir.Model, options: BoundaryOptions, merge: bool, providers: Sequence[Any]
 ) -> tuple[PassReport, ...]:
     """Place the boundaries; remarks on each."""
     import onnxruntime
@@ -335,6 +334,6 @@ def _rewrite(
     context = PassContext(remarks, names, parse_version(onnxruntime.__version__))
     start = time.perf_counter()
     place_boundaries(model, options, context)
-    fold_pairs(model, options.target, context)
+    fold_pairs(model, options.target, context, merge=merge)
     model.graph.sort()
     return (PassReport(_PASS, time.perf_counter() - start, tuple(remarks)),)

@@ -47,7 +47,7 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
 from rewrite_rules.mixed_precision_boundaries.regions import Groups, sharing_groups
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
-from session_options.overrides import format_overrides
+from session_options.override_json import format_overrides
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import ModelLike
