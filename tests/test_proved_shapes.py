@@ -183,6 +183,25 @@ t = Slice (s, minus, low, zero, minus)
 q = Sub (a, b2)
 v = Squeeze (a)
 
+s = Shape (x)
+m = ConstantOfShape <value = int64[1] {-1}> (three)
+e = Equal (s, m)
+t = Where (e, ones, s)
+h = Expand (one, t)
+n = Mul (m, ones)
+q = Equal (pair, n2)
+w = Where (q, seven, n2)
+
+v = Concat <axis = 0> (zero, two, pair)
+r = Reshape (v, square)
+b2 = Slice (r, minus, low, zero, minus)
+t = Transpose <perm = [1, 0]> (b2)
+p = Reshape (t, minus)
+h = Pad (y, p)
+
+h = Resize <mode = "nearest"> (x, , scales3)
+i = ConvTranspose <strides = [2], pads = [1, 0], output_padding = [1]> (c, k)
+
 h = com.microsoft.FusedMatMul <transB = 1> (x, x)
 i = com.microsoft.FusedMatMul <transA = 1> (y, y)
 
@@ -210,6 +229,11 @@ i = com.microsoft.QLinearSigmoid (w, one, point, one, point)
 j = MatMulInteger (w, q8)
 """.strip().split("\n\n")
 EXTRA = {
+    "three": np.array([3]),
+    "n2": np.array([1, 5]),
+    "seven": np.array([7, 7]),
+    "square": np.array([2, 2]),
+    "scales3": np.array([1, 2, 1.5], np.float32),
     "halves": np.array([3, 1]),
     "h2": np.ones((2, 3, 1), np.float32),
     "depth0": np.array(0),
@@ -257,7 +281,7 @@ def check(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> int:
             products += zip(shape, real, strict=True)
         integers = facts.integers(value)
         if integers is not None:
-            assert integers.scalar == (real == ())
+            assert integers.shape == real
             numbers = zip(integers.numbers, found[value.name].reshape(-1), strict=True)
             products += [(dim, int(n)) for dim, n in numbers if dim is not None]
     for dim, real in products:

@@ -135,6 +135,23 @@ def test_a_cycle_is_refused_by_name(tmp_path):
         order_of(tmp_path / "cycle.onnx", {})
 
 
+def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
+    path = tmp_path / "skip.onnx"
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+        g (float[b, s, 8] x, float[8] scale, float[8, 8] w) => (float[b, s, 8] y) {
+            n, m, v, sum = com.microsoft.SkipSimplifiedLayerNormalization(x, x, scale)
+            p = MatMul(n, w)
+            y = Add(p, sum)
+        }"""
+    )
+    for omitted in model.graph.node(0).outputs[1:3]:
+        omitted.name = ""
+    ir.save(model, path)
+    result = ortplugins.optimize(path, tmp_path / "o.onnx", passes=["shape_size_reorder"])
+    assert any("peak of live bytes" in remark.reason for remark in result.report.remarks)
+
+
 def test_inspect_shows_the_orders(path, tmp_path):
     svg = tmp_path / "order.svg"
     arguments = ["inspect", str(path), "--order", "--svg", str(svg)]

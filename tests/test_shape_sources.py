@@ -192,6 +192,19 @@ def test_what_keeps_the_shape_with_other_inputs(nodes, inputs):
     becomes(text, last, runs.get(inputs, RUNS_3D[:3]))
 
 
+def test_what_an_expand_keeps_by_minus_1_is_passed():
+    text = """g (float[a, b, 4] x) => (int64[k] o, bool[k] p)
+        <float one = {1}, int64[3] kept = {-1, -1, 4}, int64[1] three = {3}> {
+        s = Shape (x)
+        m = ConstantOfShape <value = int64[1] {-1}> (three)
+        e = Equal (kept, m)
+        p = Identity (e)
+        t = Where (e, s, kept)
+        h = Expand (one, t)
+        o = Shape (h) }"""
+    becomes(text, ["o = Shape(x)", "p = p"], feeds([(2, 3, 4)], [(1, 5, 4)]))
+
+
 def test_a_whole_chain_is_passed_at_once():
     text = """g (float[a, b] x) => (int64[k] o, int64 n, float[c, d] last) {
         h = Relu (x)
@@ -578,6 +591,21 @@ def test_a_loop_may_change_the_shape_it_carries():
     body = after.graph.node(-1).attributes["body"].as_graph()
     assert [n.inputs[0].name for n in body if n.op_type == "Shape"] == ["h", "x"]
     same(before, after, [{"n": np.array(3), "x": np.ones((2, 3), F)}])
+
+
+def test_outputs_that_are_left_out_are_not_read():
+    text = """g (float[s, b, 4] x, float[1, 16, 4] w) => (int64[k] o, float[q, r, t] h)
+        <int64[1] one = {1}> {
+        y, h = LSTM <hidden_size = 4> (x, w, w)
+        u = Unsqueeze (x, one)
+        o = Shape (u) }"""
+    before, after = parse(text), parse(text)
+    for model in (before, after):
+        # The first value of the shape [s, 1, b, 4].
+        model.graph.node(0).outputs[0].name = ""
+    simplify(after)
+    assert written(after)[0] == "o = Shape(u)"
+    same(before, after, [{"x": np.ones((3, 2, 4), F), "w": np.ones((1, 16, 4), F)}])
 
 
 def test_elements_of_sequences_are_left():

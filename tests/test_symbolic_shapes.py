@@ -8,14 +8,14 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime as ort
 
-from rewrite_rules.shapes.symbolic_dims import unify_symbolic_dims
+from rewrite_rules.shapes.unified_names import unify_dimension_names
 
 
 def shapes(text: str) -> dict[str, list[int | str | None]]:
     """Shapes of all values after inference and unification, by name."""
     model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["": 21]> {text}')
     onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    unify_symbolic_dims(model)
+    unify_dimension_names(model)
     return {
         value.name: [dim if isinstance(dim, int) else dim.value for dim in value.shape]
         for node in model.graph
@@ -105,7 +105,7 @@ def test_the_shapes_are_those_that_onnxruntime_runs_with():
             y = Add (parted, q)
         }""")
     onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    unify_symbolic_dims(model)
+    unify_dimension_names(model)
     values = [node.outputs[0] for node in model.graph][:-1]
     named = {
         value.name: [getattr(dim, "value", dim) for dim in value.shape] for value in values

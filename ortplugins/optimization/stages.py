@@ -18,7 +18,7 @@ from ortplugins.errors import PassError
 from ortplugins.report import PassReport
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks, RewriteError
-from rewrite_rules.shapes.symbolic_dims import unify_symbolic_dims
+from rewrite_rules.shapes.unified_names import unify_dimension_names
 from session_options import Pass, Plan
 
 # Called after each pass of a graph stage with the pass, the model and the pass's report:
@@ -135,7 +135,7 @@ def infer_shapes(model: ir.Model) -> None:
     # model without shapes runs as well.
     with contextlib.suppress(Exception):
         onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-        unify_symbolic_dims(model)
+        unify_dimension_names(model)
 
 
 # What makes values that are no tensors.

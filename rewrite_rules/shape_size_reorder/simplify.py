@@ -2,7 +2,7 @@
 """Shape and Size read the first value of the same sizes, or become constants.
 
 The rules are in :mod:`.shape_rules`, the proofs that they rest on in
-:mod:`.proved_shapes`. Afterwards, nodes with the same numbers become one:
+:class:`.ProvedShapes`. Afterwards, nodes with the same numbers become one:
 
     Shape(x), Shape(x)                       -> Shape(x), once
     Gather(Shape(x), 0), Gather(Shape(y), 0) -> the first, if both are the same size
@@ -21,7 +21,8 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import label, subgraphs
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.shape_size_reorder.shape_rules import Readings, shape_rules
+from rewrite_rules.shape_size_reorder.readings import Readings
+from rewrite_rules.shape_size_reorder.shape_rules import shape_rules
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
@@ -49,10 +50,11 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         return
     with context.remarks.at("model"):
         facts = ProvedShapes(model)
-    readings = Readings(facts, context.remarks)
-    # Rules are built per call: they hold the match between check and rewrite.
-    present.add("Gather")  # rules write it
-    shape_rules(readings, present).apply_to_model(model)
+        better = Readings(model, facts).better
+    if better:
+        shape_rules(better, context.remarks).apply_to_model(model)
+        with context.remarks.at("model"):
+            facts = ProvedShapes(model)
     merged = _Merge(facts, context)
     for graph in graphs:
         merged.walk(graph, collections.ChainMap())
@@ -69,8 +71,8 @@ class _Merge:
     def walk(self, graph: ir.Graph, seen: collections.ChainMap[Hashable, ir.Value]) -> None:
         """Merge in a graph and its subgraphs; ``seen`` has what can be read there."""
         for node in graph:
-            for body in subgraphs(node):
-                self.walk(body, seen.new_child())
+            for subgraph in subgraphs(node):
+                self.walk(subgraph, seen.new_child())
             key = self._key(node)
             if key is None:
                 continue

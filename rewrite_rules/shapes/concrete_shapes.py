@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""What shapes a model's tensors have for given numbers of its symbolic dimensions.
-
-Inference on symbols ends at the first sum or product (``unk__7``). With numbers for the
-dimensions of the inputs it goes on, so it is run on a copy that has them
-(:mod:`.inference_copy`); where it still ends, at integers that are computed in
-ways onnx does not follow, these are computed.
-"""
+"""What shapes a model's tensors have for given numbers of its symbolic dimensions."""
 
 from __future__ import annotations
 
 __all__ = ["DEFAULT_DIM", "ConcreteShapes", "concrete_shapes"]
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import onnx_ir as ir
-import onnx_ir.passes.common
-import onnxscript.optimizer
 
-from rewrite_rules.graph.nodes import captures, label, subgraphs
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shapes.inference_copy import Skeleton
+from rewrite_rules.shapes.declared_names import DeclaredNames
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 DEFAULT_DIM = 128
 """What a dimension counts as that no number is known for."""
-
-# Folding takes about a millisecond for each node.
-_MOST_FOLDED = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,74 +35,35 @@ class ConcreteShapes:
 
 
 def concrete_shapes(model: ir.Model, dims: Mapping[str, int]) -> ConcreteShapes:
-    """Infer the shapes of all tensors that nodes make, subgraphs included.
+    """Work out the shapes of all tensors that nodes make, subgraphs included.
 
     Args:
-        model: Stays as it is.
+        model: Stays as it is; its nodes are sorted.
         dims: Numbers for symbolic dimensions; others count as :data:`DEFAULT_DIM`.
-
-    Raises:
-        Refusal: If a node stands before one whose output it reads.
     """
-    made = list(_values(model.graph))
-    known = {value: _static(value) for value in made}
-    if None not in known.values():
-        return ConcreteShapes({v: s for v, s in known.items() if s is not None}, ())
-    _check_sorted(model.graph)
-    skeleton = Skeleton(model)
-    symbolic: dict[ir.Value, ir.Shape] = {}
-    if any(value.shape is None for value in made):
-        found = skeleton.shapes(skeleton.infer())
-        for value in made:
-            if value.shape is None and (shape := found.get(skeleton.names[value])) is not None:
-                symbolic[value] = ir.Shape(shape)
-    unknown_dims = skeleton.give_numbers(dims, DEFAULT_DIM)
-    inferred = skeleton.infer()
-    shapes = skeleton.shapes(inferred)
-    if len(made) <= _MOST_FOLDED and any(
-        not _is_static(shapes.get(skeleton.names[value])) for value in made
-    ):
-        folded = ir.from_proto(inferred)
-        onnxscript.optimizer.fold_constants(folded, onnx_shape_inference=True)
-        onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(folded)
-        for value in _values(folded.graph):
-            # Folding replaces nodes; what they make is known by its name.
-            if not _is_static(shapes.get(value.name or "")) and _static(value) is not None:
-                shapes[value.name or ""] = list(_static(value) or ())
-    result = dict[ir.Value, tuple[int, ...]]()
-    for value in made:
-        shape = shapes.get(skeleton.names[skeleton.alike.get(value, value)])
-        if shape is not None and _is_static(shape):
-            result[value] = tuple(int(size) for size in shape if isinstance(size, int))
-    return ConcreteShapes(result, tuple(sorted(unknown_dims)), symbolic)
-
-
-def _is_static(shape: Sequence[int | str | None] | None) -> bool:
-    return shape is not None and all(isinstance(size, int) for size in shape)
-
-
-def _static(value: ir.Value) -> tuple[int, ...] | None:
-    if value.shape is None or not value.shape.is_static():
-        return None
-    return tuple(value.shape.numpy())
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        yield from node.outputs
-
-
-def _check_sorted(graph: ir.Graph) -> None:
-    """Refuse what can't be cloned."""
-    seen = set()
-    for node in graph:
-        for value in (*node.inputs, *captures(node)):
-            producer = None if value is None else value.producer()
-            if producer is not None and producer.graph is graph and producer not in seen:
-                raise Refusal(
-                    f"node {label(node)!r} stands before {label(producer)!r}, whose output it "
-                    "reads: sort the nodes"
-                )
-        seen.add(node)
-        for body in subgraphs(node):
-            _check_sorted(body)
+    made = [
+        value
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        for value in node.outputs
+    ]
+    if all(value.shape is not None and value.shape.is_static() for value in made):
+        return ConcreteShapes(
+            {v: tuple(v.shape.numpy()) for v in made if v.shape is not None}, ()
+        )
+    numbers = DeclaredNames(dims, DEFAULT_DIM)
+    facts = ProvedShapes(model, numbers)
+    of = {value: facts.sizes(value) for value in made}
+    symbolic = {}
+    unshaped = [value for value in made if value.shape is None]
+    if unshaped:
+        names = DeclaredNames(arithmetic=False)
+        facts = ProvedShapes(model, names)
+        for value in unshaped:
+            shape = facts.shape(value)
+            if isinstance(shape, tuple):
+                symbolic[value] = ir.Shape(names.name(dim) for dim in shape)
+    return ConcreteShapes(
+        {value: sizes for value, sizes in of.items() if sizes is not None},
+        tuple(sorted(numbers.defaulted)),
+        symbolic,
+    )

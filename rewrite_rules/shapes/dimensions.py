@@ -38,20 +38,38 @@ def number(dim: Dim | None) -> int | None:
 
 
 class Unknowns:
-    """Makes the unknowns of one model and works out what depends on them."""
+    """Makes the unknowns of one model and works out what depends on them.
 
-    def __init__(self) -> None:
-        self._count = 0
+    Args:
+        arithmetic: Whether to work out what depends on unknowns; where not, it is an unknown
+            of its own.
+
+    Attributes:
+        arithmetic: As above.
+        count: How many there are; they are numbered from 1.
+    """
+
+    def __init__(self, arithmetic: bool = True) -> None:
+        self.count = 0
+        self.arithmetic = arithmetic
         self._memory: dict[Hashable, int] = {}
 
     def fresh(self) -> int:
         """Return an unknown that equals no other."""
-        self._count += 1
-        return self._count
+        self.count += 1
+        return self.count
+
+    def fresh_dim(self) -> Dim:
+        """Return a dimension of which nothing is known."""
+        return 1, (self.fresh(),)
 
     def fresh_dims(self, rank: int) -> Dims:
         """Return a shape of which only the number of dimensions is known."""
-        return tuple((1, (self.fresh(),)) for _ in range(rank))
+        return tuple(self.fresh_dim() for _ in range(rank))
+
+    def is_new(self, dim: Dim, since: int) -> bool:
+        """Whether a dimension is one unknown, made after there were ``since`` of them."""
+        return dim[0] == 1 and len(dim[1]) == 1 and dim[1][0] > since
 
     def whole(self, key: Hashable) -> int:
         """Return the unknown for ``key``, always the same one."""
@@ -62,7 +80,11 @@ class Unknowns:
 
     def remembered(self, *key: Hashable) -> Dim:
         """Return the dimension for ``key``, always the same one."""
-        return 1, (self.whole(key),)
+        return (1, (self.whole(key),)) if self.arithmetic else self.fresh_dim()
+
+    def inferred(self, dim: Dim) -> Dim:
+        """Return a dimension that takes arithmetic to find."""
+        return dim if self.arithmetic or not dim[1] else self.fresh_dim()
 
     def product(self, dims: Iterable[Dim]) -> Dim:
         """Multiply sizes."""
@@ -74,6 +96,8 @@ class Unknowns:
             unknowns += dim[1]
         if size == 0:
             return known(0)
+        if not self.arithmetic and unknowns and (size, tuple(unknowns)) not in dims:
+            return self.fresh_dim()
         # Products of products grow without end, and int64 wraps round.
         if len(unknowns) > _MOST_UNKNOWNS or abs(size) > _LARGEST:
             return self.remembered("product", *sorted(dims))
@@ -81,7 +105,8 @@ class Unknowns:
 
     def quotient(self, total: Dim, part: Dim) -> Dim:
         """Divide sizes; in a run that succeeds, nothing remains and ``part`` is not 0."""
-        if part[0] and total[0] % part[0] == 0:
+        plain = self.arithmetic or not total[1]
+        if plain and part[0] and total[0] % part[0] == 0:
             left = collections.Counter(total[1])
             left.subtract(part[1])
             if min(left.values(), default=0) >= 0:
@@ -96,7 +121,8 @@ class Unknowns:
         left = sorted((size, unknowns) for unknowns, size in terms.items() if size)
         if not left:
             return known(0)
-        if len(left) == 1 and left[0][0] > 0:
+        plain = self.arithmetic or len(parts) == 1 or not left[0][1]
+        if plain and len(left) == 1 and left[0][0] > 0:
             return left[0]
         return self.remembered("sum", *left)
 

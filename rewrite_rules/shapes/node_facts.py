@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = ["Facts", "Integers", "Site"]
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import onnx_ir as ir
@@ -20,12 +21,27 @@ class Integers:
     """What is known of the numbers in a small int64 tensor.
 
     Attributes:
-        numbers: Each number; None where nothing is known of it.
-        scalar: Whether the tensor has rank 0; it has rank 1 otherwise.
+        numbers: Each number, in flat order; None where nothing is known of it.
+        shape: Of the tensor.
     """
 
     numbers: tuple[Dim | None, ...]
-    scalar: bool = False
+    shape: tuple[int, ...]
+
+    @classmethod
+    def list(cls, numbers: Sequence[Dim | None]) -> Integers:
+        """Return a tensor of rank 1."""
+        return cls(tuple(numbers), (len(numbers),))
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions of the tensor."""
+        return len(self.shape)
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the tensor has rank 0."""
+        return not self.shape
 
     @property
     def known(self) -> Dims | None:
@@ -42,9 +58,15 @@ class Integers:
 
 
 class Facts(Protocol):
-    """What has been worked out of the values before a node."""
+    """What has been worked out of the values before a node.
+
+    Attributes:
+        unknowns: Makes unknowns.
+        estimates: Whether something may be said that does not hold in every run.
+    """
 
     unknowns: Unknowns
+    estimates: bool
 
     def shape(self, value: ir.Value) -> Shape:
         """The shape of a value."""

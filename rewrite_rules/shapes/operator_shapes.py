@@ -21,9 +21,11 @@ __all__ = ["output_shapes"]
 import math
 from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import axes_of, axis_of
+from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
 from rewrite_rules.shapes.node_facts import Site
@@ -31,6 +33,8 @@ from rewrite_rules.shapes.node_facts import Site
 _MICROSOFT = "com.microsoft"
 # An end beyond any size, by which exporters mean "to the end". 2**31 - 1 is none.
 _BEYOND = 1 << 48
+# Channels in a block of the NCHWc layout: 4, 8 or 16, by the processor.
+_MAX_BLOCK = 16
 
 # Operators whose first output has the shape of their first input. PRelu is not among them:
 # onnxruntime broadcasts both ways.
@@ -131,7 +135,7 @@ def _reshape(site: Site) -> Sequence[Shape]:
     others = [size for i, size in enumerate(result) if i != hole and size is not None]
     if hole is not None and before is not None and len(others) == len(result) - 1:
         result[hole] = unknowns.quotient(unknowns.product(before), unknowns.product(others))
-    return [tuple((1, (unknowns.fresh(),)) if size is None else size for size in result)]
+    return [tuple(unknowns.fresh_dim() if size is None else size for size in result)]
 
 
 def _squeeze(site: Site) -> Sequence[Shape]:
@@ -193,7 +197,7 @@ def _split(site: Site) -> Sequence[Shape]:
     if len(sizes) != count:
         return []
     return [
-        (*dims[:axis], (1, (site.unknowns.fresh(),)) if s is None else s, *dims[axis + 1 :])
+        (*dims[:axis], site.unknowns.fresh_dim() if s is None else s, *dims[axis + 1 :])
         for s in sizes
     ]
 
@@ -227,7 +231,7 @@ def _slice(site: Site) -> Sequence[Shape]:
         elif step == 1 and first == 0 and (end == dim or (last or 0) >= _BEYOND):
             continue
         elif start is None or end is None:
-            result[axis] = 1, (unknowns.fresh(),)
+            result[axis] = unknowns.fresh_dim()
         else:
             result[axis] = unknowns.remembered("Slice", dim, start, end, step)
     return [tuple(result)]
@@ -246,7 +250,7 @@ def _gather_block_quantized(site: Site) -> Sequence[Shape]:
     rest = list(dims)
     if site.input(0).dtype is ir.DataType.UINT8:  # codes of less than a byte are packed
         packed = site.unknowns.product((dims[-1], known(8 // site.integer("bits", 4))))
-        rest[-1] = packed if quantized == len(dims) - 1 else (1, (site.unknowns.fresh(),))
+        rest[-1] = packed if quantized == len(dims) - 1 else site.unknowns.fresh_dim()
     return [(*rest[:axis], *site.dims(1), *rest[axis + 1 :])] if axis != quantized else []
 
 
@@ -267,7 +271,8 @@ def _pad(site: Site) -> Sequence[Shape]:
         return []
     result = list(dims)
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        result[axis] = site.unknowns.sum((dims[axis], known(before + after)))
+        if before + after:
+            result[axis] = site.unknowns.sum((dims[axis], known(before + after)))
     return [tuple(result)]
 
 
@@ -276,7 +281,7 @@ def _tile(site: Site) -> Sequence[Shape]:
     if len(repeats) != len(dims):
         return []
     sizes = [
-        (1, (site.unknowns.fresh(),)) if times is None else site.unknowns.product((dim, times))
+        site.unknowns.fresh_dim() if times is None else site.unknowns.product((dim, times))
         for dim, times in zip(dims, repeats, strict=True)
     ]
     return [tuple(sizes)]
@@ -285,7 +290,7 @@ def _tile(site: Site) -> Sequence[Shape]:
 def _sizes(site: Site, index: int) -> Dims:
     """The numbers of an input, as sizes."""
     return tuple(
-        (1, (site.unknowns.fresh(),)) if size is None else size for size in site.numbers(index)
+        site.unknowns.fresh_dim() if size is None else size for size in site.numbers(index)
     )
 
 
@@ -304,7 +309,7 @@ def _range(site: Site) -> Sequence[Shape]:
     if start is None or end is None or step is None:
         return [site.unknowns.fresh_dims(1)]
     if start == (0, ()) and step == (1, ()) and (end[1] or end[0] >= 0):
-        return [(end,)]
+        return [(site.unknowns.inferred(end),)]
     if not (start[1] or end[1] or step[1]) and step[0]:
         return [(known(len(range(start[0], end[0], step[0]))),)]
     return [(site.unknowns.remembered("Range", start, end, step),)]
@@ -345,12 +350,12 @@ def _one_hot(site: Site) -> Sequence[Shape]:
     axis = axis_of(site.integer("axis", -1), len(dims) + 1)
     depth = site.facts.integers(site.input(1))
     size = depth.numbers[0] if depth is not None and depth.numbers else None
-    return [(*dims[:axis], size or (1, (site.unknowns.fresh(),)), *dims[axis:])]
+    return [(*dims[:axis], size or site.unknowns.fresh_dim(), *dims[axis:])]
 
 
 def _non_zero(site: Site) -> Sequence[Shape]:
     shape = site.shape(0)
-    count = (1, (site.unknowns.fresh(),))
+    count = site.unknowns.fresh_dim()
     if isinstance(shape, int):
         return [(site.unknowns.remembered("rank", shape), count)]
     return [(known(max(1, len(shape))), count)]
@@ -417,7 +422,7 @@ def _multi_head_attention(site: Site) -> Sequence[Shape]:
 def _group_query_attention(site: Site) -> Sequence[Shape]:
     packed = not (site.has(1) and site.has(2))
     batch, sequence, _ = site.dims(0)
-    return [(batch, sequence, (1, (site.unknowns.fresh(),)))] if packed else [site.shape(0)]
+    return [(batch, sequence, site.unknowns.fresh_dim())] if packed else [site.shape(0)]
 
 
 def _gemm(site: Site) -> Sequence[Shape]:
@@ -448,15 +453,15 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
         size: Dim | None = None
         if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
             if strides[i] == 1:
-                size = dim
+                size = site.unknowns.inferred(dim)
             elif not dim[1]:
                 size = known(math.ceil(dim[0] / strides[i]))
         elif auto_pad == "NOTSET" and not site.integer("ceil_mode", 0):
             change = pads[i] + pads[i + rank] - reach
             if strides[i] == 1 and change == 0:
-                size = dim
-            elif not dim[1] and dim[0] + change > 0:
-                size = known((dim[0] + change - 1) // strides[i] + 1)
+                size = site.unknowns.inferred(dim)
+            elif not dim[1]:
+                size = known(max((dim[0] + change - 1) // strides[i] + 1, 0))
         result.append(site.unknowns.remembered(key, i, dim) if size is None else size)
     return tuple(result)
 
@@ -474,10 +479,21 @@ def _qlinear_conv(site: Site) -> Sequence[Shape]:
 
 
 def _conv_transpose(site: Site) -> Sequence[Shape]:
-    dims, kernel = site.dims(0), site.dims(1)
+    dims, kernel, rank = site.dims(0), site.dims(1), len(site.dims(0)) - 2
     channels = site.unknowns.product((kernel[1], known(site.integer("group", 1))))
+    strides, dilations = site.ints("strides"), site.ints("dilations")
+    pads, more = site.ints("pads") or (0,) * (2 * rank), site.ints("output_padding")
+    plain = site.text("auto_pad", "NOTSET") == "NOTSET" and not site.ints("output_shape")
     key = ("ConvTranspose", _attributes_key(site.node), kernel[2:])
-    sizes = [site.unknowns.remembered(key, i, dim) for i, dim in enumerate(dims[2:])]
+    sizes = []
+    for i, dim in enumerate(dims[2:]):
+        reach = number(kernel[i + 2])
+        if dim[1] or reach is None or not plain:
+            sizes.append(site.unknowns.remembered(key, i, dim))
+            continue
+        size = (strides[i] if strides else 1) * (dim[0] - 1) + (more[i] if more else 0) + 1
+        size += (dilations[i] if dilations else 1) * (reach - 1) - pads[i] - pads[i + rank]
+        sizes.append(known(max(size, 0)))
     return [(dims[0], channels, *sizes)]
 
 
@@ -494,16 +510,25 @@ def _global_pool(site: Site) -> Sequence[Shape]:
 
 
 def _resize(site: Site) -> Sequence[Shape]:
-    return [site.unknowns.fresh_dims(len(site.dims(0)))]
-
-
-def _resize_to_sizes(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    plain = not site.node.attributes.keys() & {"axes", "keep_aspect_ratio_policy"}
-    if not (site.opset >= 11 and site.has(3) and plain):
-        return _resize(site)
-    sizes = _sizes(site, 3)
-    return [sizes] if len(sizes) == len(dims) else []
+    if site.node.attributes.keys() & {"axes", "keep_aspect_ratio_policy"}:
+        return [site.unknowns.fresh_dims(len(dims))]
+    if site.opset >= 11 and site.has(3):
+        sizes = _sizes(site, 3)
+        return [sizes] if len(sizes) == len(dims) else []
+    tensor = constant(site.input(2 if site.opset >= 11 else 1))
+    scales = () if tensor is None else tensor.numpy().astype(np.float32).tolist()
+    if len(scales) != len(dims):
+        return [site.unknowns.fresh_dims(len(dims))]
+    return [tuple(_scaled(site, dim, scale) for dim, scale in zip(dims, scales, strict=True))]
+
+
+def _scaled(site: Site, dim: Dim, scale: float) -> Dim:
+    if scale == 1:
+        return site.unknowns.inferred(dim)
+    if dim[1] or not 0 < scale < _BEYOND:
+        return site.unknowns.remembered("Resize", dim, scale)
+    return known(int(np.float32(dim[0]) * np.float32(scale)))
 
 
 def _depth_to_space(site: Site) -> Sequence[Shape]:
@@ -535,7 +560,9 @@ def _recurrent(site: Site) -> Sequence[Shape]:
 def _reorder_input(site: Site) -> Sequence[Shape]:
     n, *rest = site.dims(0)
     channels = rest.pop(-1 if site.integer("channels_last", 0) else 0)
-    return [(n, site.unknowns.remembered("nchwc", channels), *rest)]  # filled up to a block
+    if channels[1] or (channels[0] % _MAX_BLOCK and not site.facts.estimates):
+        channels = site.unknowns.remembered("nchwc", channels)  # filled up to a block
+    return [(n, channels, *rest)]
 
 
 def _reorder_output(site: Site) -> Sequence[Shape]:
@@ -580,7 +607,7 @@ _STANDARD: dict[str, _Rule] = {
     "QLinearMatMul": _qlinear_matmul,
     "Range": _range,
     "Reshape": _reshape,
-    "Resize": _resize_to_sizes,
+    "Resize": _resize,
     "Shape": _shape,
     "Size": lambda site: [()],
     "Slice": _slice,

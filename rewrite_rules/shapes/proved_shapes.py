@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Which values of a model have the same shape in every run, and which comes first.
+"""The one analysis of shapes: which sizes are the same in every run, and which are known.
 
-One walk over the graph, subgraphs included, gives each value the sizes of its dimensions. They
-start from what onnxruntime checks at each run: ranks and numbers in the declared shapes of the
-graph's inputs, and the initializers themselves. They do not start from
+One walk over the graph, subgraphs included, gives each value the sizes of its dimensions, from
+those of the graph's inputs and the operators (:mod:`.operator_shapes`, :mod:`.shape_data`).
+What the walk starts from, its atoms, is a parameter:
+
+- unknowns, the default: the result is proved. It starts from what onnxruntime checks at each
+  run: ranks and numbers in the declared shapes of the graph's inputs, and the initializers;
+- :class:`.DeclaredNames`: dimensions of one name have one size, or the number given for the
+  name, and annotations are believed where an operator says nothing. That is what
+  onnxruntime's memory planner goes by, and what estimates of memory need.
+
+A proof does not start from
 
 - annotations of other values: nothing checks them, and onnx's shape inference keeps them where
   it knows no better (onnxruntime itself folds a Shape by a wrong annotation);
@@ -17,53 +25,55 @@ from __future__ import annotations
 
 __all__ = ["ProvedShapes"]
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.constants import constant, constant_ints
 from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.shapes.declared_names import DeclaredNames
 from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
 from rewrite_rules.shapes.node_facts import Integers, Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.shape_data import output_integers
 
 _MALFORMED = (Refusal, IndexError, ValueError)
-_MOST_INTS = 64
+_MAX_INTS = 64
+_INT64_OR_32 = ir.DataType.INT64, ir.DataType.INT32
 
 
 class ProvedShapes:
-    """Shapes of the values of a sorted model, and of what rewrites put into it.
+    """Shapes of the values of a model whose nodes are sorted.
+
+    Args:
+        model: Stays as it is.
+        names: What names of dimensions and annotations stand for; None to believe neither,
+            so that everything that is found holds in every run.
 
     Attributes:
         unknowns: The sizes that only a run tells.
+        estimates: Whether names are believed.
     """
 
-    def __init__(self, model: ir.Model) -> None:
-        self.unknowns = Unknowns()
+    def __init__(self, model: ir.Model, names: DeclaredNames | None = None) -> None:
+        self.unknowns = Unknowns(arithmetic=names is None or names.arithmetic)
+        self.estimates = names is not None
+        self._names = names
         self._opsets: dict[object, Mapping[str, int]] = {}
         self._shapes: dict[ir.Value, Shape] = {}
         self._integers: dict[ir.Value, Integers | None] = {}
         self._counts: dict[Shape, Dim] = {}
-        self._places: dict[ir.Value, int] = {}
-        self._node_places: dict[ir.Node, int] = {}
-        self._outer: dict[object, object] = {}
-        self._first: dict[tuple[object, Hashable], ir.Value] = {}
-        self._dims: dict[tuple[object, Dim], tuple[ir.Value, int]] = {}
-        self._clock = 0
-        self._walk(model.graph, None, model.opset_imports)
+        self._walk(model.graph, model.opset_imports, main=True)
         for function in model.functions.values():
-            self._walk(function.graph, None, function.opset_imports)
+            self._walk(function.graph, function.opset_imports)
 
     def opset(self, node: ir.Node) -> int:
-        """Version of the default domain where a node stands; 0 where it isn't imported."""
+        """Return the version of the default domain where a node stands; 0 if not imported."""
         return self._opsets[node.graph].get("", 0)
 
-    # What is known of a value
-
     def shape(self, value: ir.Value) -> Shape:
-        """The shape of a value, a constant's too."""
+        """Return the shape of a value or constant: equal ones are equal in every run."""
         shape = self._shapes.get(value)
         if shape is None:
             tensor = constant(value)
@@ -74,8 +84,15 @@ class ProvedShapes:
             self._shapes[value] = shape
         return shape
 
+    def sizes(self, value: ir.Value) -> tuple[int, ...] | None:
+        """Return the shape of a value as numbers; None where a dimension is not known."""
+        shape = self.shape(value)
+        if isinstance(shape, int) or any(dim[1] or dim[0] < 0 for dim in shape):
+            return None
+        return tuple(size for size, _ in shape)
+
     def count(self, value: ir.Value) -> Dim:
-        """How many elements a value has."""
+        """Return the number of elements of a value."""
         shape = self.shape(value)
         count = self._counts.get(shape)
         if count is None:
@@ -87,91 +104,38 @@ class ProvedShapes:
         return count
 
     def integers(self, value: ir.Value) -> Integers | None:
-        """The numbers of a small int64 tensor, as far as they are known."""
+        """Return what is known of a small int64 tensor's elements; None for other tensors."""
         if value not in self._integers:
-            self._integers[value] = _constant_integers(value)
+            dtypes = _INT64_OR_32 if self.estimates else _INT64_OR_32[:1]
+            self._integers[value] = _constant_integers(value, dtypes)
         return self._integers[value]
-
-    def place(self, value: ir.Value) -> int:
-        """Where a value is computed; smaller is earlier, -1 for inputs and initializers."""
-        return self._places.get(value, -1)
-
-    # Which value comes first
-
-    def first_of_shape(self, shape: Shape, reader: ir.Node) -> ir.Value | None:
-        """The first value of a shape, if a node can read it."""
-        return self._first_before(("shape", shape), reader)
-
-    def first_of_count(self, count: Dim, reader: ir.Node) -> ir.Value | None:
-        """The first value of so many elements, if a node can read it."""
-        return self._first_before(("count", count), reader)
-
-    def first_of_dim(self, dim: Dim, reader: ir.Node) -> tuple[ir.Value, int] | None:
-        """The first value with a dimension of a size, and which it is."""
-        for graph in self._scopes(reader):
-            found = self._dims.get((graph, dim))
-            if found is not None and self._may_read(found[0], graph, reader):
-                return found
-        return None
-
-    def add(self, value: ir.Value, integers: Integers | None, reader: ir.Node) -> None:
-        """Take down a new value that holds shapes and is computed where ``reader`` is."""
-        if integers is not None:
-            self._shapes[value] = () if integers.scalar else (known(len(integers.numbers)),)
-        self._integers[value] = integers
-        self._places[value] = self._node_places[reader]
-        node = value.producer()
-        assert node is not None
-        self._node_places[node] = self._node_places[reader]
-
-    def _first_before(self, what: Hashable, reader: ir.Node) -> ir.Value | None:
-        for graph in self._scopes(reader):
-            found = self._first.get((graph, what))
-            if found is not None and self._may_read(found, graph, reader):
-                return found
-        return None
-
-    def _may_read(self, value: ir.Value, graph: object, reader: ir.Node) -> bool:
-        """Whether a value is there and costs nothing to read.
-
-        A body that newly captured a tensor would keep it alive until the body has run; what
-        is fed lives as long as the run anyway.
-        """
-        place = self.place(value)
-        return place < 0 or (graph is reader.graph and place < self._node_places[reader])
-
-    def _scopes(self, reader: ir.Node) -> list[object]:
-        """The graphs whose values a node can read, the outermost first."""
-        scopes = []
-        graph: object = reader.graph
-        while graph is not None:
-            scopes.append(graph)
-            graph = self._outer.get(graph)
-        return scopes[::-1]
 
     # The walk
 
-    def _walk(self, graph: ir.Graph, outer: ir.Node | None, opsets: Mapping[str, int]) -> None:
+    def _walk(self, graph: ir.Graph, opsets: Mapping[str, int], main: bool = False) -> None:
         self._opsets[graph] = opsets
-        self._outer[graph] = None if outer is None else outer.graph
-        place = -1 if outer is None else self._node_places[outer]
-        main = not self._node_places
         for value in graph.inputs:
-            self._define(value, self._declared(value) if main else None, graph, place)
-        for value in graph.initializers.values():
-            self._places[value] = place
+            self._define(value, self._declared(value, main), self.unknowns.count)
         for node in graph:
-            self._node_places[node] = self._tick()
+            for subgraph in subgraphs(node):
+                self._walk(subgraph, opsets)
+            if node.op_type == "Constant" and node.domain == "":
+                continue  # looked at where it is needed
             site = Site(node, self, opsets.get(node.domain))
-            for body in subgraphs(node):
-                self._walk(body, node, opsets)
-            shapes, place = self._output_shapes(site), self._tick()
+            before = self.unknowns.count
+            shapes = self._output_shapes(site)
             if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
                 shapes = self._keep_count(node, shapes)
             for i, value in enumerate(node.outputs):
-                self._define(value, shapes[i] if i < len(shapes) else None, graph, place)
-            if node.outputs and node.op_type != "Constant":
+                self._define(value, shapes[i] if i < len(shapes) else None, before)
+            if node.outputs:
                 self._integers[node.outputs[0]] = self._output_integers(site)
+
+    def _define(self, value: ir.Value, shape: Shape | None, before: int) -> None:
+        """Note the shape of a value, made of unknowns of which ``before`` are older."""
+        if self._names is not None:
+            shape = self._names.believe(value.shape, shape, self.unknowns, before)
+        self._shapes[value] = self.unknowns.fresh() if shape is None else shape
 
     def _keep_count(self, node: ir.Node, shapes: list[Shape | None]) -> list[Shape | None]:
         """Elements stay as many where not even the rank of the result is known."""
@@ -183,16 +147,15 @@ class ProvedShapes:
         self._counts.setdefault(shape, self.count(source))
         return [shape]
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _declared(self, value: ir.Value) -> Shape | None:
-        """The shape of an input of the main graph, as onnxruntime checks it at each run."""
-        if not isinstance(value.type, ir.TensorType) or not value.shape:
+    def _declared(self, value: ir.Value, main: bool) -> Shape | None:
+        """Return the shape of a graph's input, as far as it is sure to have it."""
+        if self._names is not None:
+            return self._names.declared(value.shape, self.unknowns) if main else None
+        # Of the main graph's inputs, onnxruntime checks ranks and numbers at each run.
+        if not main or not isinstance(value.type, ir.TensorType) or not value.shape:
             return None
         return tuple(
-            known(dim) if isinstance(dim, int) and dim >= 0 else (1, (self.unknowns.fresh(),))
+            known(dim) if isinstance(dim, int) and dim >= 0 else self.unknowns.fresh_dim()
             for dim in value.shape
         )
 
@@ -200,8 +163,6 @@ class ProvedShapes:
         node = site.node
         if node.op_type == "If" and node.domain == "":
             return self._joined(node)
-        if node.op_type == "Constant" and node.domain == "":
-            return []  # looked at where it is needed
         try:
             return list(output_shapes(site))
         except _MALFORMED:
@@ -214,17 +175,17 @@ class ProvedShapes:
             return None
 
     def _joined(self, node: ir.Node) -> list[Shape | None]:
-        """The shapes of an If, where both of its subgraphs agree."""
+        """The shapes of an If, where both of its branches agree."""
         branches = list(subgraphs(node))
         if len(branches) != 2:
             return []
         result: list[Shape | None] = []
-        for ends in zip(*(body.outputs for body in branches), strict=False):
+        for ends in zip(*(branch.outputs for branch in branches), strict=False):
             one, other = (self.shape(end) for end in ends)
             if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
                 result.append(
                     tuple(
-                        a if a == b else (1, (self.unknowns.fresh(),))
+                        a if a == b else self.unknowns.fresh_dim()
                         for a, b in zip(one, other, strict=True)
                     )
                 )
@@ -232,31 +193,10 @@ class ProvedShapes:
                 result.append(one if one == other else None)
         return result
 
-    def _define(self, value: ir.Value, shape: Shape | None, scope: object, place: int) -> None:
-        """Take down the shape of a value and whether it is the first that has it."""
-        self._places[value] = place
-        if shape is None:
-            node = value.producer()
-            if node is not None and node.op_type == "Constant":
-                return
-            shape = self.unknowns.fresh()
-        self._shapes[value] = shape
-        # A sequence, say, has no shape of its own.
-        if value.type is not None and not isinstance(value.type, ir.TensorType):
-            return
-        self._first.setdefault((scope, ("shape", shape)), value)
-        self._first.setdefault((scope, ("count", self.count(value))), value)
-        if isinstance(shape, tuple):
-            for axis, dim in enumerate(shape):
-                if dim[1]:
-                    self._dims.setdefault((scope, dim), (value, axis))
 
-
-def _constant_integers(value: ir.Value) -> Integers | None:
+def _constant_integers(value: ir.Value, dtypes: Sequence[ir.DataType]) -> Integers | None:
     tensor = constant(value)
-    if tensor is None or tensor.dtype is not ir.DataType.INT64:
-        return None
-    if len(tensor.shape) > 1 or tensor.size > _MOST_INTS:
+    if tensor is None or tensor.dtype not in dtypes or tensor.size > _MAX_INTS:
         return None
     try:
         numbers = constant_ints(value)
@@ -264,4 +204,4 @@ def _constant_integers(value: ir.Value) -> Integers | None:
         return None
     if numbers is None:
         return None
-    return Integers(tuple(known(n) for n in numbers), scalar=not len(tensor.shape))
+    return Integers(tuple(known(n) for n in numbers), tuple(tensor.shape.numpy()))

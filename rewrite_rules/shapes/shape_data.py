@@ -4,9 +4,10 @@
     Shape(x[a, b, 64])                        a, b, 64
     Gather(that, 1), a scalar                 b
     Concat(Unsqueeze(that, 0), [-1], [64])    b, -1, 64
+    Where(Equal(that, -1), [9, 9, 9], that)   b, 9, 64
 
-What a number can't be told of is None in the result; only int64 is followed, since a size may
-not fit into anything smaller.
+A number of which nothing is known is None in the result. Only int64 is followed, since a size
+may not fit into anything smaller; estimates follow int32, too.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ from __future__ import annotations
 __all__ = ["INTEGER_OPERATORS", "output_integers"]
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import axis_of
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.node_facts import Integers, Site
 
 # Longer tensors are no shapes.
-_MOST = 64
+_MAX = 64
 _LARGEST = 1 << 62
+_INT32 = 1 << 31
+
+# Of the elements of a tensor, their numbers in its flat order.
+_Places = npt.NDArray[np.int64]
 
 
 def output_integers(site: Site) -> Integers | None:
@@ -33,9 +41,11 @@ def output_integers(site: Site) -> Integers | None:
     Raises:
         Refusal: If nothing can be said.
     """
-    rule = _RULES.get(site.node.op_type) if site.node.domain == "" else None
+    if site.node.domain or not (site.unknowns.arithmetic or site.node.op_type in _HANDED_ON):
+        return None
+    rule = _RULES.get(site.node.op_type)
     found = rule(site) if rule else None
-    return found if found is None or len(found.numbers) <= _MOST else None
+    return found if found is None or len(found.numbers) <= _MAX else None
 
 
 def _input(site: Site, index: int = 0) -> Integers | None:
@@ -45,11 +55,11 @@ def _input(site: Site, index: int = 0) -> Integers | None:
 def _shape(site: Site) -> Integers:
     dims = site.dims(0)
     start, end = site.integer("start", 0), site.integer("end", len(dims))
-    return Integers(dims[start:end])
+    return Integers.list(dims[start:end])
 
 
 def _size(site: Site) -> Integers:
-    return Integers((site.facts.count(site.input(0)),), scalar=True)
+    return Integers((site.facts.count(site.input(0)),), ())
 
 
 def _identity(site: Site) -> Integers | None:
@@ -57,37 +67,58 @@ def _identity(site: Site) -> Integers | None:
 
 
 def _cast(site: Site) -> Integers | None:
-    return _input(site) if site.integer("to", 0) == ir.DataType.INT64 else None
+    to, data = site.integer("to", 0), _input(site)
+    if data is None or to == ir.DataType.INT64:
+        return data
+    if to != ir.DataType.INT32 or not site.facts.estimates or data.constants is None:
+        return None
+    fits = all(-_INT32 <= number < _INT32 for number in data.constants)
+    return data if fits else None
+
+
+def _moved(site: Site, move: Callable[[_Places], _Places]) -> Integers | None:
+    """Move the first input's elements as numpy moves the places of them."""
+    data = _input(site)
+    if data is None:
+        return None
+    places = move(_places(data))
+    return Integers(tuple(data.numbers[place] for place in places.flat), places.shape)
+
+
+def _places(data: Integers) -> _Places:
+    return np.arange(len(data.numbers)).reshape(data.shape)
 
 
 def _gather(site: Site) -> Integers | None:
-    data, indices = _input(site), _input(site, 1)
-    if data is None or data.scalar or site.integer("axis", 0) not in (0, -1):
+    indices = _input(site, 1)
+    if indices is None or indices.constants is None:
         return None
-    places = None if indices is None else indices.constants
-    if indices is None or places is None:
-        return None
-    picked = tuple(data.numbers[axis_of(i, len(data.numbers))] for i in places)
-    return Integers(picked, indices.scalar)
+    picked = np.array(indices.constants, np.int64).reshape(indices.shape)
+    return _moved(site, lambda places: places.take(picked, site.integer("axis", 0)))
 
 
 def _slice(site: Site) -> Integers | None:
-    data = _input(site)
-    if data is None or data.scalar:
-        return None
     if site.opset < 10:
-        starts, ends, axes = site.ints("starts"), site.ints("ends"), site.ints("axes")
-        steps: tuple[int, ...] = (1,)
+        starts, ends = site.ints("starts") or (), site.ints("ends") or ()
+        axes, steps = site.ints("axes"), None
     else:
         starts, ends = site.constants(1), site.constants(2)
-        axes = site.constants(3) if site.has(3) else None
-        steps = site.constants(4) if site.has(4) else (1,)
-    if not starts or not ends or axes not in (None, (0,), (-1,)):
-        return None
-    # Going backwards from before the front, Python takes nothing and ONNX the first.
-    if steps[0] < 0 and starts[0] < -len(data.numbers):
-        return None
-    return Integers(data.numbers[starts[0] : ends[0] : steps[0]])
+        axes = site.axes(3)
+        steps = site.constants(4) if site.has(4) else None
+    axes = tuple(range(len(starts))) if axes is None else axes
+    steps = (1,) * len(starts) if steps is None else steps
+
+    def move(places: _Places) -> _Places:
+        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+            # Going backwards from before the front, Python takes nothing and ONNX the first.
+            if step < 0 and start < -places.shape[axis]:
+                raise Refusal("backwards from before the front")
+            index = [slice(None)] * places.ndim
+            index[axis] = slice(start, end, step)
+            places = places[tuple(index)]
+        return places
+
+    return _moved(site, move)
 
 
 def _concat(site: Site) -> Integers | None:
@@ -96,67 +127,103 @@ def _concat(site: Site) -> Integers | None:
     for i in range(len(site.node.inputs)):
         part = _input(site, i)
         some = some or part is not None
+        if part is not None and part.rank != 1:
+            return None
         numbers += site.numbers(i) if part is None else part.numbers
-    return Integers(tuple(numbers)) if some else None
+    return Integers.list(numbers) if some else None
 
 
 def _unsqueeze(site: Site) -> Integers | None:
-    data, axes = _input(site), site.axes(1)
-    if data is None or not data.scalar or axes not in ((0,), (-1,)):
-        return None
-    return Integers(data.numbers)
+    axes = site.axes(1)
+    return None if axes is None else _moved(site, lambda p: np.expand_dims(p, axes))
 
 
 def _squeeze(site: Site) -> Integers | None:
-    data, axes = _input(site), site.axes(1)
-    if (
-        data is None
-        or data.scalar
-        or len(data.numbers) != 1
-        or axes not in (None, (0,), (-1,))
-    ):
-        return None
-    return Integers(data.numbers, scalar=True)
+    axes = site.axes(1)
+    return _moved(site, lambda places: places.squeeze(axes))
 
 
 def _reshape(site: Site) -> Integers | None:
-    data, target = _input(site), site.constants(1)
-    if data is None or len(target) > 1:
-        return None
-    return Integers(data.numbers, scalar=not target)
+    sizes = site.constants(1)
+    copies = not site.integer("allowzero", 0)
+
+    def move(places: _Places) -> _Places:
+        return places.reshape(
+            [places.shape[i] if size == 0 and copies else size for i, size in enumerate(sizes)]
+        )
+
+    return _moved(site, move)
+
+
+def _transpose(site: Site) -> Integers | None:
+    return _moved(site, lambda places: places.transpose(site.ints("perm")))
 
 
 def _product_of_all(site: Site) -> Integers | None:
     data = _input(site)
     dims = None if data is None else data.known
-    if data is None or dims is None or data.scalar or site.axes(1) not in (None, (0,), (-1,)):
+    if (
+        data is None
+        or dims is None
+        or data.rank != 1
+        or site.axes(1) not in (None, (0,), (-1,))
+    ):
         return None
     if site.integer("noop_with_empty_axes", 0):
         return None
-    return Integers((_multiplied(site, *dims),), scalar=not site.integer("keepdims", 1))
+    return Integers((_multiplied(site, *dims),), (1,) if site.integer("keepdims", 1) else ())
 
 
 def _elementwise(
     compute: Callable[[Site, Dim, Dim], Dim | None],
 ) -> Callable[[Site], Integers | None]:
-    def rule(site: Site) -> Integers | None:
-        a, b = _input(site), _input(site, 1)
-        if a is None or b is None:
-            return None
-        longest = max(len(a.numbers), len(b.numbers))
-        if {len(a.numbers), len(b.numbers)} - {1, longest}:
-            return None
-        pairs = zip(
-            a.numbers * (longest // max(1, len(a.numbers))),
-            b.numbers * (longest // max(1, len(b.numbers))),
-            strict=True,
-        )
-        numbers = tuple(
-            None if x is None or y is None else compute(site, x, y) for x, y in pairs
-        )
-        return Integers(numbers, a.scalar and b.scalar)
+    return lambda site: _broadcast(site, site.node.inputs, partial(compute, site))
 
-    return rule
+
+def _broadcast(
+    site: Site, values: Sequence[ir.Value | None], compute: Callable[..., Dim | None]
+) -> Integers | None:
+    data = [None if value is None else site.facts.integers(value) for value in values]
+    known = [part for part in data if part is not None]
+    if len(known) < len(data):
+        return None
+    places = np.broadcast_arrays(*map(_places, known))
+    numbers = (
+        [part.numbers[place] for part, place in zip(known, group, strict=True)]
+        for group in zip(*(p.flat for p in places), strict=True)
+    )
+    return Integers(
+        tuple(None if None in group else compute(*group) for group in numbers),
+        places[0].shape,
+    )
+
+
+def _constant_of_shape(site: Site) -> Integers | None:
+    shape = site.constants(0)
+    value = site.node.attributes.get("value")
+    tensor = None if value is None or value.is_ref() else value.as_tensor()
+    if tensor is None or tensor.dtype is not ir.DataType.INT64:
+        return None
+    if min(shape, default=0) < 0 or math.prod(shape) > _MAX:
+        return None
+    return Integers((known(int(tensor.numpy().item())),) * math.prod(shape), shape)
+
+
+def _where(site: Site) -> Integers | None:
+    equal = site.input(0).producer()
+    if equal is None or equal.op_type != "Equal" or equal.domain:
+        return None
+    return _broadcast(site, [*equal.inputs, *site.node.inputs[1:]], _chosen)
+
+
+def _chosen(a: Dim, b: Dim, then: Dim, otherwise: Dim) -> Dim | None:
+    """Return the number of ``Where(Equal(a, b), then, otherwise)``."""
+    if a == b or then == otherwise:
+        return then
+    # Two numbers, or a negative one beside a size.
+    if (not a[1] and not b[1]) or (a[0] >= 0) != (b[0] >= 0):
+        return otherwise
+    return None
 
 
 def _multiplied(site: Site, *factors: Dim) -> Dim | None:
@@ -194,6 +261,7 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Add": _elementwise(_added),
     "Cast": _cast,
     "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
     "Div": _elementwise(_divided),
     "Gather": _gather,
     "Identity": _identity,
@@ -206,7 +274,14 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Squeeze": _squeeze,
     "Sub": _elementwise(_subtracted),
     "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    "Where": _where,
 }
 
+# Operators that onnxruntime follows numbers through.
+_HANDED_ON = frozenset({
+    "Add", "Cast", "Concat", "Gather", "Identity", "Mul", "Shape", "Size", "Slice", "Squeeze",
+    "Sub", "Unsqueeze",
+})  # fmt: skip
 # Operators whose numbers are followed.
 INTEGER_OPERATORS = frozenset(_RULES)

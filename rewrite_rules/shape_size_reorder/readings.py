@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: MIT
+"""From which value the numbers of each Shape, Size and what is computed of them are best read.
+
+The best is the first value in the graph that has the sizes, and of one value the fewest nodes.
+All is decided before any node is rewritten.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Known", "Picked", "Reading", "Readings", "SizeOf", "Span"]
+
+import dataclasses
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.nodes import subgraphs
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.shape_size_reorder.earliest_values import EarliestValues
+from rewrite_rules.shapes.dimensions import Dims
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+# Operators that only pick what is in their first input.
+_PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
+# Operators whose numbers are read from a value directly, where they can be.
+_REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
+_FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
+_LONG_CHAIN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Numbers that no run can change, and the shape of their tensor."""
+
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"constant {list(self.numbers)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """``Shape(source, start, end)``; all of it without a start and an end."""
+
+    source: ir.Value
+    start: int | None = None
+    end: int | None = None
+    nodes = 1
+
+    def __str__(self) -> str:
+        what = "the shape"
+        if self.start is not None or self.end is not None:
+            what = f"dimensions {self.start or 0}:{'' if self.end is None else self.end}"
+        return f"reads {what} of {self.source.name!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeOf:
+    """``Size(source)``."""
+
+    source: ir.Value
+    nodes = 1
+
+    def __str__(self) -> str:
+        return f"reads the size of {self.source.name!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Picked:
+    """``Gather(Shape(source), axes)``; a scalar for one axis if so wanted."""
+
+    source: ir.Value
+    axes: tuple[int, ...]
+    scalar: bool
+    nodes = 2
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"reads dimension{'s' * (len(self.axes) > 1)} {axes} of {self.source.name!r}"
+
+
+Reading = Known | Span | SizeOf | Picked
+
+
+@dataclasses.dataclass(frozen=True)
+class _Now:
+    """What a node's numbers depend on: the latest place, nodes from there, the value read."""
+
+    place: int
+    nodes: int = 1 + _LONG_CHAIN
+    source: ir.Value | None = None
+
+
+class Readings:
+    """How nodes are better read than they are.
+
+    Args:
+        model: Stays as it is; its nodes are sorted.
+        shapes: What is proved of its values.
+
+    Attributes:
+        better: For each node that is to change, what it becomes.
+    """
+
+    def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
+        self._shapes = shapes
+        self._earliest = EarliestValues(model, shapes)
+        self._now: dict[ir.Value, _Now] = {}
+        self.better: dict[ir.Node, Reading] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._walk(graph)
+
+    def _walk(self, graph: ir.Graph) -> None:
+        for node in graph:
+            for subgraph in subgraphs(node):
+                self._walk(subgraph)
+            out = node.outputs[0] if len(node.outputs) == 1 else None
+            # A node without a consumer never mattered.
+            if out is None or node.domain or node.op_type not in _FOLDED:
+                continue
+            if not (out.uses() or out.is_graph_output()) or not node.inputs:
+                continue
+            now = self._reads(node)
+            if now is None:
+                continue
+            found = self._find(node, now)
+            if found is not None:
+                self.better[node] = found
+                now = _Now(-1, 0) if isinstance(found, Known) else self._rank(found)
+            self._now[out] = now
+
+    def _reads(self, node: ir.Node) -> _Now | None:
+        """Return what a node's numbers depend on; None where nothing is known of them."""
+        if node.op_type in ("Shape", "Size"):
+            source = node.inputs[0]
+            return None if source is None else _Now(self._earliest.place(source), 1, source)
+        if self._shapes.integers(node.outputs[0]) is None:
+            return None
+        inputs = [self._now[value] for value in node.inputs if value in self._now]
+        place = max((now.place for now in inputs), default=-1)
+        first = self._now.get(node.inputs[0]) if node.inputs[0] is not None else None
+        if node.op_type not in _PICKS or first is None:
+            return _Now(place)
+        return _Now(place, first.nodes + 1, first.source)
+
+    def _find(self, node: ir.Node, now: _Now) -> Reading | None:
+        integers = self._shapes.integers(node.outputs[0])
+        if integers is not None and integers.constants is not None:
+            return Known(integers.constants, integers.shape)
+        if node.op_type == "Size":
+            return self._if_earlier(SizeOf, node, now)
+        dims = None if integers is None else integers.known
+        if integers is None or dims is None:
+            unranked = node.op_type == "Shape" and now.source is not None
+            return self._find_unranked(node, now) if unranked else None
+        if node.op_type not in _REREAD or integers.rank > 1:
+            return None
+        sources = [] if integers.scalar else [self._earliest.of_shape(dims, node)]
+        sources += [self._earliest.of_dim(dim, node) for dim in dims]
+        sources.append(now.source)
+        readings = [
+            reading
+            for source in dict.fromkeys(sources)
+            if source is not None
+            for reading in self._forms(source, dims, integers.scalar, self._shapes.opset(node))
+        ]
+        best = min(readings, key=self._order, default=None)
+        return (
+            best if best is not None and self._order(best) < (now.place, now.nodes) else None
+        )
+
+    def _find_unranked(self, node: ir.Node, now: _Now) -> Reading | None:
+        assert now.source is not None
+        shape = self._shapes.shape(now.source)
+        first = self._earliest.of_shape(shape, node)
+        if (
+            isinstance(shape, tuple)
+            or first is None
+            or self._earliest.place(first) >= now.place
+        ):
+            return None
+        try:
+            start = int_attribute(node, "start", 0) or None
+            end = int_attribute(node, "end", 0) if "end" in node.attributes else None
+        except Refusal:
+            return None
+        return Span(first, start, end)
+
+    def _if_earlier(self, kind: type[SizeOf], node: ir.Node, now: _Now) -> Reading | None:
+        assert now.source is not None
+        first = self._earliest.of_count(self._shapes.count(now.source), node)
+        if first is None or self._earliest.place(first) >= now.place:
+            return None
+        return kind(first)
+
+    def _forms(
+        self, source: ir.Value, dims: Dims, scalar: bool, opset: int
+    ) -> Iterator[Span | Picked]:
+        """How to read sizes from a value."""
+        shape = self._shapes.shape(source)
+        if not isinstance(shape, tuple) or not set(dims) <= set(shape):
+            return
+        count = len(dims)
+        starts = [i for i in range(len(shape) - count + 1) if shape[i : i + count] == dims]
+        if scalar or not starts or (opset < 15 and count < len(shape)):
+            yield Picked(source, tuple(shape.index(dim) for dim in dims), scalar)
+        else:
+            end = starts[0] + count
+            yield Span(source, starts[0] or None, end if end < len(shape) else None)
+
+    def _rank(self, reading: Span | SizeOf | Picked) -> _Now:
+        return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
+
+    def _order(self, reading: Span | Picked) -> tuple[int, int]:
+        return self._earliest.place(reading.source), reading.nodes
