@@ -54,17 +54,25 @@ def held_by_onnxruntime(
     return [number - before for number in held]
 
 
-def simulated(graph: ir.Graph, *, priority: bool, reuse: bool = True) -> list[int]:
-    dependencies = Dependencies.of(graph)
+def ordered(model: ir.Model, **dims: int) -> GraphOrder:
+    return memory_order(model.graph, concrete_shapes(model, dims))
+
+
+def simulated(model: ir.Model, *, priority: bool, reuse: bool = True) -> list[int]:
+    dependencies = Dependencies.of(model.graph)
     order = dependencies.priority() if priority else dependencies.default()
-    live = MemoryModel(graph, dependencies, {}).timeline(order, reuse=reuse).live
+    live = (
+        MemoryModel(model.graph, dependencies, concrete_shapes(model))
+        .timeline(order, reuse=reuse)
+        .live
+    )
     return [int(live[step]) for step in range(len(dependencies.constants), len(order))]
 
 
 @pytest.mark.parametrize("seed", range(GRAPHS // 3))
 def test_every_step_holds_what_the_profile_says(seed: int, tmp_path: Path):
     model = order_graphs.random_model(seed, nodes=20 + seed % 40)
-    graph = inferred(model).graph
+    graph = inferred(model)
     for priority in (False, True):
         held = held_by_onnxruntime(model, tmp_path, priority=priority)
         assert simulated(graph, priority=priority) == held
@@ -75,7 +83,7 @@ def test_every_step_holds_what_the_profile_says(seed: int, tmp_path: Path):
 @pytest.mark.parametrize("seed", range(GRAPHS))
 def test_our_order_runs_as_computed(seed: int, tmp_path: Path):
     model = inferred(order_graphs.random_model(seed, 12 + seed % 40, subgraphs=seed % 3))
-    found = memory_order(model.graph)
+    found = ordered(model)
     expected = {id(graph.graph): names(graph) for graph in every(found)}
     found.apply()
     for cond in (True, False):
@@ -104,7 +112,7 @@ def names(found: GraphOrder) -> list[str]:
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 2))
 def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     model = inferred(order_graphs.random_model(seed, nodes, subgraphs))
-    found = memory_order(model.graph)
+    found = ordered(model)
     best = min(found.default.peak, found.priority.peak)
     assert found.ours.peak <= best + found.chain_bytes
     assert found.worthwhile
@@ -114,9 +122,9 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
         # What PRIORITY_BASED makes of the file is the file.
         assert tuple(dependencies.priority(part.ours.order)) == part.ours.order
         assert set(part.ours.distances) <= {1}
-    again = memory_order(inferred(order_graphs.random_model(seed, nodes, subgraphs)).graph)
+    again = ordered(inferred(order_graphs.random_model(seed, nodes, subgraphs)))
     assert (again.ours.order, again.method) == (found.ours.order, found.method)
-    file = closest_default_order(model.graph, found.ours.order)
+    file = closest_default_order(model.graph, found.ours.order, concrete_shapes(model))
     dependencies = Dependencies.of(model.graph)
     assert dependencies.is_order(file.file_order)
     assert tuple(dependencies.default(file.file_order)) == file.runs.order
@@ -139,7 +147,7 @@ BRANCHES = """
 
 
 def test_branches_are_finished_one_after_another():
-    found = memory_order(model_of(BRANCHES).graph)
+    found = ordered(model_of(BRANCHES))
     assert found.priority.peak > 1_200_000
     assert found.ours.peak < 401_000
     assert found.ours.mean_distance == found.ours.max_distance == 1
@@ -148,7 +156,7 @@ def test_branches_are_finished_one_after_another():
 def test_the_chain_on_a_shape_runs_right_after_it():
     model = model_of(BRANCHES)
     nodes = list(model.graph)
-    order = [nodes[i].outputs[0].name for i in memory_order(model.graph).ours.order]
+    order = [nodes[i].outputs[0].name for i in ordered(model).ours.order]
     start = order.index("a0")
     assert order[start : start + 4] == ["a0", "sa", "first", "twice"]
 
@@ -156,7 +164,7 @@ def test_the_chain_on_a_shape_runs_right_after_it():
 def test_applying_keeps_the_result(tmp_path: Path):
     proto = order_graphs.random_model(11, 40, subgraphs=2)
     model = inferred(proto)
-    memory_order(model.graph).apply()
+    ordered(model).apply()
     onnx.checker.check_model(ir.to_proto(model))
     for cond in (True, False):
         first, second = (
@@ -176,32 +184,31 @@ def outputs(data: bytes, cond: bool):
 
 def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
     model = model_of(BRANCHES)
-    wanted = memory_order(model.graph).ours
-    file = closest_default_order(model.graph, wanted.order)
+    wanted = ordered(model).ours
+    file = closest_default_order(model.graph, wanted.order, concrete_shapes(model))
     assert file.runs.peak < 401_000
     file.apply()
     assert default_order(model.graph) != file.runs.order  # positions are those of the new file
     again = Dependencies.of(model.graph)
-    live = MemoryModel(model.graph, again, {}).timeline(again.default())
+    live = MemoryModel(model.graph, again, concrete_shapes(model)).timeline(again.default())
     assert live.peak == file.runs.peak
 
 
 def test_wanted_has_to_be_an_order():
-    graph = model_of(BRANCHES).graph
-    with pytest.raises(ValueError, match="not an order"):
-        closest_default_order(graph, list(reversed(range(len(graph)))))
-    with pytest.raises(ValueError, match="not an order"):
-        closest_default_order(graph, [0])
+    model = model_of(BRANCHES)
+    for wrong in (list(reversed(range(len(model.graph)))), [0]):
+        with pytest.raises(ValueError, match="not an order"):
+            closest_default_order(model.graph, wrong, concrete_shapes(model))
 
 
 def test_dims_are_used_and_unknown_ones_told():
     graph = model_of(
         "g (float[b, s, 64] x) => (float[b, s, 64] y) { a = Neg (x) y = Sin (a) }"
     )
-    assert memory_order(graph.graph).unknown_dims == ("b", "s")
-    assert memory_order(graph.graph).ours.peak == 2 * DEFAULT_DIM**2 * 64 * 4
-    found = memory_order(graph.graph, {"b": 1, "s": 512})
-    assert found.unknown_dims == ()
+    assert concrete_shapes(graph).unknown_dims == ("b", "s")
+    assert ordered(graph).ours.peak == 2 * DEFAULT_DIM**2 * 64 * 4
+    found = ordered(graph, b=1, s=512)
+    assert concrete_shapes(graph, {"b": 1, "s": 512}).unknown_dims == ()
     assert found.ours.peak == 2 * 512 * 64 * 4
 
 
@@ -218,7 +225,7 @@ def test_zero_size_unknown_rank_and_sequences():
         }""")
     for name in ("e", "u"):
         next(v for node in model.graph for v in node.outputs if v.name == name).shape = None
-    found = memory_order(model.graph)
+    found = ordered(model)
     assert {"s", "e", "u"} <= set(found.unknown_values)
     assert Dependencies.of(model.graph).is_order(found.ours.order)
 
@@ -228,8 +235,8 @@ def test_shapes_of_inputs_initializers_and_as_outputs():
         g (float[4, n] x) => (int64[2] s, int64 z, float[4, n] y)
         <float[3] w = {1, 2, 3}> {
             y = Neg (x)  s = Shape (x)  z = Size (w)
-        }""").graph
-    found = memory_order(graph)
+        }""")
+    found = ordered(graph)
     assert found.ours.distances == ()
     assert found.ours.order[:2] == (1, 2)
 
@@ -240,12 +247,12 @@ def test_a_circle_in_a_body_is_refused():
             y = If (c) <
                 then_branch = t () => (float[4] p) { p = Neg (x) },
                 else_branch = e () => (float[4] q) { r = Add (x, q) q = Neg (r) }>
-        }""").graph
+        }""")
     with pytest.raises(Refusal, match="wait for each other"):
-        memory_order(graph)
+        ordered(graph)
 
 
-def layers(count: int) -> ir.Graph:
+def layers(count: int) -> ir.Model:
     """A residual network with as many nodes, a Shape in each block."""
     rng_shape = ir.Shape([64, 64])
 
@@ -265,14 +272,15 @@ def layers(count: int) -> ir.Graph:
         shape = node("Shape", x)
         a = node("Sin", node("Neg", x))
         x = node("Reshape", node("Add", a, node("Mul", x, node("Exp", x))), shape)
-    return ir.Graph([start], [x], nodes=nodes, opset_imports={"": 21})
+    graph = ir.Graph([start], [x], nodes=nodes, opset_imports={"": 21})
+    return ir.Model(graph, ir_version=10)
 
 
 def test_time_grows_with_the_size():
     def seconds(count: int) -> float:
         graph = layers(count)
         start = time.process_time()
-        memory_order(graph)
+        ordered(graph)
         return time.process_time() - start
 
     small, large = min(seconds(2000) for _ in range(2)), seconds(16000)
@@ -301,7 +309,7 @@ def test_concrete_shapes_go_through_what_is_computed_and_fused():
     assert found["u"] == found["y"] == (1, 320, 2)
     assert shapes.unknown_dims == ()
     assert concrete_shapes(model, {"b": 2}).unknown_dims == ("s",)
-    assert memory_order(model.graph, shapes=shapes).ours.peak < 3 * 4 * 640 + 100
+    assert memory_order(model.graph, shapes).ours.peak < 3 * 4 * 640 + 100
     assert [node.op_type for node in model.graph][-2] == "FastGelu"
 
 
@@ -310,7 +318,7 @@ def test_a_graph_that_is_not_sorted_has_an_order_and_shapes():
     last = model.graph[1]
     model.graph.remove(last)
     model.graph.insert_before(model.graph[0], last)
-    assert memory_order(model.graph, shapes=concrete_shapes(model, {})).ours.order == (1, 0)
+    assert ordered(model).ours.order == (1, 0)
 
 
 # Without shapes in the file, as onnxruntime's optimisers leave it. onnxruntime hands names on,
@@ -347,7 +355,7 @@ def test_onnxruntime_hands_names_of_dimensions_on(priority: bool, tmp_path: Path
     order = dependencies.priority() if priority else dependencies.default()
     shapes = concrete_shapes(model, sizes)
     assert len(shapes.of) == len(model.graph)
-    live = MemoryModel(model.graph, dependencies, sizes, shapes=shapes).timeline(order).live
+    live = MemoryModel(model.graph, dependencies, shapes).timeline(order).live
     held = [int(event["args"]["mem_bytes_requested_in_use"]) for event in events]
     before = held[0] - int(events[0]["args"]["mem_requested_in_use_delta"])
     # The few bytes of integers, whose type is not in the file either, count as floats.

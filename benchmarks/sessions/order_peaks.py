@@ -31,6 +31,7 @@ from benchmarks.models.real_nets import real_nets
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
+from rewrite_rules.shapes.concrete_shapes import concrete_shapes
 
 # What the children share: a session of either kind, its feeds, and the peak of a run.
 _SESSION = """
@@ -262,7 +263,8 @@ def _child(code: str, job: dict[str, Any], **changes: Any) -> Any:
 
 
 def _late_shapes(path: Path) -> int:
-    order = memory_order(ir.load(path).graph)
+    model = ir.load(path)
+    order = memory_order(model.graph, concrete_shapes(model))
     found = 0
     pending = [order]
     while pending:

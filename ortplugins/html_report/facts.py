@@ -232,7 +232,7 @@ def _memory(
     curves = {curve.name: list(curve.live) for curve in order.curves}
     try:
         shapes = concrete_shapes(result.model, known)
-        after = memory_order(result.model.graph, known, shapes=shapes)
+        after = memory_order(result.model.graph, shapes)
     except Refusal as refusal:
         notes.append(f"the rewritten model has no order: {refusal}")
     else:

@@ -52,7 +52,7 @@ def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> Orde
     infer_shapes(loaded)
     try:
         shapes = concrete_shapes(loaded, chosen.sizes)
-        order = memory_order(loaded.graph, chosen.sizes, shapes=shapes)
+        order = memory_order(loaded.graph, shapes)
     except Refusal as refusal:
         raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
     orders = {
@@ -62,8 +62,8 @@ def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> Orde
     }
     curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
     notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
-    if order.unknown_dims:
-        names = ", ".join(order.unknown_dims)
+    if shapes.unknown_dims:
+        names = ", ".join(shapes.unknown_dims)
         notes.append(f"dimensions without a number, counted as {DEFAULT_DIM}: {names}")
     return OrderReport(tuple(curves), tuple(notes))
 

@@ -66,11 +66,11 @@ def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> N
     simplify_shapes(model, context)
     try:
         shapes = concrete_shapes(model, options.dims)
-        order = memory_order(model.graph, options.dims, shapes=shapes)
+        order = memory_order(model.graph, shapes)
         if not options.for_default_order:
             lean = options.lean_session and context.cpu_only
             if lean and _may_be_held(order):
-                other = memory_order(model.graph, options.dims, shapes=shapes, reuse=False)
+                other = memory_order(model.graph, shapes, reuse=False)
                 order = _without_reuse(order, other, context)
             _run_in_file_order(order, context)
             if lean and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
@@ -81,16 +81,16 @@ def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> N
                     f"the first run left there, {_mb(order.ours)} at least",
                 )
         else:
-            _write_default_order(model, order, options.dims, shapes, context)
+            _write_default_order(model, order, shapes, context)
     except Refusal as refusal:
         context.remarks.refused(_GRAPH, f"left in its order: {refusal}")
         return
-    if order.unknown_dims:
-        names = ", ".join(map(str, order.unknown_dims[:5]))
+    if shapes.unknown_dims:
+        names = ", ".join(map(str, shapes.unknown_dims[:5]))
         context.remarks.note(
             _GRAPH,
             f"dimensions without a number counted as {DEFAULT_DIM}: {names}"
-            f"{' and others' if len(order.unknown_dims) > 5 else ''}; give them by dims",
+            f"{' and others' if len(shapes.unknown_dims) > 5 else ''}; give them by dims",
         )
 
 
@@ -127,11 +127,10 @@ def _may_be_held(order: GraphOrder) -> bool:
 def _write_default_order(
     model: ir.Model,
     order: GraphOrder,
-    dims: Mapping[str, int],
     shapes: ConcreteShapes,
     context: PassContext,
 ) -> None:
-    file = closest_default_order(model.graph, order.ours.order, dims, shapes=shapes)
+    file = closest_default_order(model.graph, order.ours.order, shapes)
     if file.runs.peak < order.default.peak:
         file.apply()
         context.remarks.fired(

@@ -23,47 +23,60 @@ class ConcreteShapes:
 
     Attributes:
         of: The shapes that could be worked out, of values that nodes make.
-        symbolic: The shapes that onnxruntime will infer, symbols included, of values that have
-            none in the model: those that its optimisers made.
+        planned: The shapes that onnxruntime's memory planner goes by, of the values of which
+            it knows all dimensions: numbers, or names that it takes for equal sizes.
         unknown_dims: Dimensions of inputs that counted as :data:`DEFAULT_DIM`; ``"?"`` for
             those without a name.
     """
 
     of: Mapping[ir.Value, tuple[int, ...]]
-    unknown_dims: tuple[str, ...]
-    symbolic: Mapping[ir.Value, ir.Shape] = dataclasses.field(default_factory=dict)
+    planned: Mapping[ir.Value, tuple[int | str, ...]]
+    unknown_dims: tuple[str, ...] = ()
 
 
-def concrete_shapes(model: ir.Model, dims: Mapping[str, int]) -> ConcreteShapes:
+def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
     """Work out the shapes of all tensors that nodes make, subgraphs included.
 
     Args:
         model: Stays as it is; its nodes are sorted.
         dims: Numbers for symbolic dimensions; others count as :data:`DEFAULT_DIM`.
     """
-    made = [
-        value
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        for value in node.outputs
-    ]
-    if all(value.shape is not None and value.shape.is_static() for value in made):
-        return ConcreteShapes(
-            {v: tuple(v.shape.numpy()) for v in made if v.shape is not None}, ()
-        )
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    made = [value for node in nodes for value in node.outputs if value.name]
+    planned = {value: _named(value.shape) for value in made if value.shape is not None}
+    static = {value: _numbers(shape) for value, shape in planned.items()}
+    if len(static) == len(made) and None not in static.values():
+        found = {value: shape for value, shape in static.items() if shape is not None}
+        return ConcreteShapes(found, found)
     numbers = DeclaredNames(dims, DEFAULT_DIM)
     facts = ProvedShapes(model, numbers)
     of = {value: facts.sizes(value) for value in made}
-    symbolic = {}
-    unshaped = [value for value in made if value.shape is None]
-    if unshaped:
+    if len(planned) < len(made):  # what optimisers make has no shape in the file
         names = DeclaredNames(arithmetic=False)
         facts = ProvedShapes(model, names)
-        for value in unshaped:
+        for value in made:
             shape = facts.shape(value)
-            if isinstance(shape, tuple):
-                symbolic[value] = ir.Shape(names.name(dim) for dim in shape)
+            if value not in planned and isinstance(shape, tuple):
+                planned[value] = _known(tuple(names.name(dim) for dim in shape))
     return ConcreteShapes(
         {value: sizes for value, sizes in of.items() if sizes is not None},
+        {value: shape for value, shape in planned.items() if shape is not None},
         tuple(sorted(numbers.defaulted)),
-        symbolic,
     )
+
+
+_Dims = tuple[int | str, ...]
+
+
+def _named(shape: ir.Shape) -> _Dims | None:
+    return _known(tuple(dim if isinstance(dim, int) else dim.value for dim in shape))
+
+
+def _known(dims: tuple[int | str | None, ...]) -> _Dims | None:
+    known = tuple(dim for dim in dims if dim is not None)
+    return known if len(known) == len(dims) else None
+
+
+def _numbers(dims: _Dims | None) -> tuple[int, ...] | None:
+    numbers = tuple(dim for dim in dims or () if isinstance(dim, int))
+    return numbers if dims is not None and len(numbers) == len(dims) else None

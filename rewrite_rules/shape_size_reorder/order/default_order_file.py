@@ -7,7 +7,7 @@ __all__ = ["DefaultFile", "closest_default_order"]
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -58,10 +58,8 @@ class DefaultFile:
 def closest_default_order(
     graph: ir.Graph,
     wanted: Sequence[int],
-    dims: Mapping[str, int] | None = None,
+    shapes: ConcreteShapes,
     parent: ir.Node | None = None,
-    *,
-    shapes: ConcreteShapes | None = None,
 ) -> DefaultFile:
     """Find a file that a default session runs nearly as wanted; the graph stays as it is.
 
@@ -72,36 +70,27 @@ def closest_default_order(
         graph: The graph; each of its subgraphs gets a file order of its own, wanted being what
             :func:`memory_order` finds for it.
         wanted: Positions of all nodes as they should run.
-        dims: Numbers for symbolic dimensions.
+        shapes: The shapes of its values.
         parent: The node whose body the graph is.
-        shapes: From :func:`.concrete_shapes`; go before ``dims``,
-            and the more a graph computes of its shapes, the better.
 
     Raises:
         Refusal: If the graph is no DAG, or two nodes have an output of one name.
         ValueError: If ``wanted`` does not have every node once, after what it reads.
     """
-    dims = dims or {}
     dependencies = Dependencies.of(graph)
     if not dependencies.is_order(wanted):
         raise ValueError(
             f"not an order of the {len(dependencies.nodes)} nodes: each has to be there "
             "once, after all that it reads"
         )
-    model = MemoryModel(graph, dependencies, dims, parent, shapes=shapes)
+    model = MemoryModel(graph, dependencies, shapes, parent)
     inner: dict[int, int] = {}
     files = []
     for index, node in enumerate(dependencies.nodes):
-        parts = [
-            closest_default_order(
-                body,
-                memory_order(body, dims, node, shapes=shapes).ours.order,
-                dims,
-                node,
-                shapes=shapes,
-            )
-            for body in subgraphs(node)
-        ]
+        parts = []
+        for subgraph in subgraphs(node):
+            order = memory_order(subgraph, shapes, node).ours.order
+            parts.append(closest_default_order(subgraph, order, shapes, node))
         if parts:
             files += parts
             inner[index] = inner_bytes(

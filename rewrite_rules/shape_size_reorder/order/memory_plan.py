@@ -38,7 +38,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import captures, is_constant
 from rewrite_rules.shape_size_reorder.order.arena import touched_bytes
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
-from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes
+from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
 
 _MICROSOFT = "com.microsoft"
 
@@ -88,15 +88,13 @@ class Timeline:
 class MemoryModel:
     """What the bytes of every order of one graph follow from.
 
-    Run on a graph with shapes: a value without one counts as the largest input of its node.
+    A value without a shape counts as the largest input of its node.
 
     Args:
         graph: The graph or body.
         dependencies: Its edges.
-        dims: Numbers for symbolic dimensions.
+        shapes: The shapes of its values.
         parent: The node whose body the graph is.
-        shapes: What :func:`.concrete_shapes` found; goes before
-            ``dims``.
 
     Attributes:
         sizes: Bytes of each value that a node makes, by number.
@@ -118,14 +116,10 @@ class MemoryModel:
         self,
         graph: ir.Graph,
         dependencies: Dependencies,
-        dims: Mapping[str, int],
+        shapes: ConcreteShapes,
         parent: ir.Node | None = None,
-        *,
-        shapes: ConcreteShapes | None = None,
     ) -> None:
         self._shapes = shapes
-        self._dims = dims
-        self._unknown_dims = set(shapes.unknown_dims if shapes else ())
         self.unknown_values: list[str] = []
         self.sizes: list[int] = []
         self._keys: list[_Key | None] = []
@@ -153,11 +147,6 @@ class MemoryModel:
             self._set_reuse(node, index, numbers)
             if _is_unchanged_state(node, graph, parent, results):
                 self.sizes[self.makes[index][0]] = 0
-
-    @property
-    def unknown_dims(self) -> tuple[str, ...]:
-        """Dimensions that counted as :data:`DEFAULT_DIM`; ``"?"`` for those without a name."""
-        return tuple(sorted(self._unknown_dims))
 
     def needed_by(self, node: int) -> int:
         """Bytes that are held while a node runs, whatever the order."""
@@ -295,46 +284,17 @@ class MemoryModel:
         self.outputs.append(kept)
 
     def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
-        concrete = self._shapes.of.get(value) if self._shapes else None
-        # What the plan goes by: of values that optimisers made, onnxruntime infers it.
-        shape = value.shape
-        if shape is None and self._shapes is not None:
-            shape = self._shapes.symbolic.get(value)
-        if isinstance(value.type, (ir.SequenceType, ir.OptionalType)) or (
-            concrete is None and (shape is None or self._is_beyond(shape))
-        ):
+        sizes = self._shapes.of.get(value)
+        if sizes is None or isinstance(value.type, (ir.SequenceType, ir.OptionalType)):
             self.unknown_values.append(value.name or "")
             return max((self.sizes[read] for read in self.reads[node]), default=0), None
         dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
-        elements, dims, known = 1, list[int | str](), True
-        for dim in shape if shape is not None else concrete or ():
-            if isinstance(dim, int):
-                elements *= dim
-                dims.append(dim)
-                continue
-            elements *= self._number(dim) if concrete is None else 1
-            known &= bool(dim.value)
-            dims.append(dim.value or "")
-        if concrete is not None:
-            elements = math.prod(concrete)
-            known &= shape is not None
         if dtype is ir.DataType.STRING:
-            return elements * _STRING_BYTES, None
+            return math.prod(sizes) * _STRING_BYTES, None
         bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
-        size = math.ceil(elements * bits / 8)
-        return size, (math.ceil(bits / 8), tuple(dims)) if known else None
-
-    def _is_beyond(self, shape: ir.Shape) -> bool:
-        """Whether a dimension is one that concrete shapes should have had a number for."""
-        return self._shapes is not None and any(
-            not isinstance(dim, int) and dim.value not in self._dims for dim in shape
-        )
-
-    def _number(self, dim: ir.SymbolicDim) -> int:
-        if dim.value is not None and dim.value in self._dims:
-            return self._dims[dim.value]
-        self._unknown_dims.add(dim.value or "?")
-        return DEFAULT_DIM
+        planned = self._shapes.planned.get(value)
+        key = None if planned is None else (math.ceil(bits / 8), planned)
+        return math.ceil(math.prod(sizes) * bits / 8), key
 
     def _set_reuse(self, node: ir.Node, index: int, numbers: Mapping[ir.Value, int]) -> None:
         if not self.makes[index] or not node.outputs[0].name or not node.inputs:

@@ -91,8 +91,6 @@ class GraphOrder:
         output_bytes: Bytes of the graph's outputs.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
-        unknown_dims: Dimensions without a number, ``"?"`` for those without a name; they
-            counted as :data:`.DEFAULT_DIM`. Bodies included.
         unknown_values: Values whose size is a guess. Bodies included.
         subgraphs: The same for each body of each If, Loop and Scan, in the order of the file.
         model: The bytes of any order of the graph.
@@ -106,7 +104,6 @@ class GraphOrder:
     method: str
     output_bytes: int
     chain_bytes: int
-    unknown_dims: tuple[str, ...]
     unknown_values: tuple[str, ...]
     subgraphs: tuple[GraphOrder, ...]
     model: MemoryModel = dataclasses.field(repr=False, compare=False)
@@ -139,33 +136,29 @@ class GraphOrder:
 
 def memory_order(
     graph: ir.Graph,
-    dims: Mapping[str, int] | None = None,
+    shapes: ConcreteShapes,
     parent: ir.Node | None = None,
     *,
-    shapes: ConcreteShapes | None = None,
     reuse: bool = True,
 ) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is.
 
-    Run after shape inference, last of all rewrites.
+    Run last of all rewrites.
 
     Args:
         graph: The graph, sorted or not; each of its subgraphs is ordered for itself.
-        dims: Numbers for symbolic dimensions, for instance ``{"batch": 1, "seq": 512}``.
+        shapes: The shapes of its values, for given sizes of its inputs.
         parent: The node whose body the graph is.
-        shapes: From :func:`.concrete_shapes`; go before ``dims``,
-            and the more a graph computes of its shapes, the better.
         reuse: ``SessionOptions.enable_mem_reuse`` of the session that will run ours.
 
     Raises:
         Refusal: If the graph is no DAG, or two nodes have an output of one name.
     """
-    dims = dims or {}
     dependencies = Dependencies.of(graph)
-    model = MemoryModel(graph, dependencies, dims, parent, shapes=shapes)
+    model = MemoryModel(graph, dependencies, shapes, parent)
     inner = _Bodies(
         dependencies,
-        lambda body, node: memory_order(body, dims, node, shapes=shapes, reuse=reuse),
+        lambda body, node: memory_order(body, shapes, node, reuse=reuse),
     )
     chains = _Chains(dependencies, model)
 
@@ -200,7 +193,6 @@ def memory_order(
             best, method = tuple(better), f"{method}, moved"
     ours = SimulatedOrder(best, with_ours(best), shape_distances(dependencies, best))
     orders = inner.all
-    unknown_dims = {name for order in orders for name in order.unknown_dims}
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
@@ -210,7 +202,6 @@ def memory_order(
         method=method,
         output_bytes=model.output_bytes(),
         chain_bytes=chains.bytes + sum(order.chain_bytes for order in orders),
-        unknown_dims=tuple(sorted(unknown_dims.union(model.unknown_dims))),
         unknown_values=(*model.unknown_values, *unknown_values),
         subgraphs=tuple(orders),
         model=model,
