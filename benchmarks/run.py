@@ -61,7 +61,7 @@ Made by `make bench`; every section tells when and on what. Beside other quantis
 
 Shared machines: compare the ratios, not the times. Everything in one table was measured in one
 run, configurations interleaved, each in a process of its own, medians of the rounds. Private
-memory is RssAnon, as the operating system tells it.
+memory is resident memory that no file backs (RssAnon), in 10**6 bytes.
 """
 
 

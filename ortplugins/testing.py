@@ -244,7 +244,7 @@ def assert_runs_in_order(
             options = options or session.get_session_options()
             providers = session.get_providers()
         else:
-            from ortplugins.comparison.model_pair import open_model
+            from ortplugins.runtime.stock_session import open_model
 
             session = open_model(path, "disable", providers)
         feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)

@@ -27,7 +27,7 @@ from ortplugins.comparison import layers as layer_comparison
 from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.inputs import comparison_feeds
 from ortplugins.errors import CalibrationError
-from ortplugins.measurement.timed_process import Timing, time_in_turn
+from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.testing import assert_same_outputs
 
 FUSION = "dq_matmulnbits_fusion"
@@ -243,6 +243,7 @@ def test_what_makes_no_sense_is_refused():
     for arguments, text in (
         ({"samples": 0}, "samples is 0"),
         ({"runs": -1}, "runs is -1"),
+        ({"rounds": 0}, "rounds is 0"),
         ({"optimization_level": "most"}, "no level 'most'"),
         ({"inputs": {"x": np.zeros(2, np.float32)}, "dims": {"n": 1}}, "dims are for random"),
     ):
@@ -320,22 +321,16 @@ def test_values_are_those_of_packed_weights(tmp_path: Path):
 # Times
 
 
-def test_a_process_that_fails_says_of_which_model(tmp_path: Path):
-    (tmp_path / "m.onnx").write_text("no model")
-    with pytest.raises(ortplugins.ModelFileError, match=r"m\.onnx: .*onnxruntime refuses it"):
-        time_in_turn([tmp_path / "m.onnx"], {}, 1, scratch=tmp_path, settings=[{}])
-
-
 def test_runs_have_the_settings_that_passes_ask_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     given = []
 
-    def timed(*_: object, settings: list[dict[str, str]], **__: object) -> list[Timing]:
-        given.extend(settings)
-        return [Timing(1.0, 1.0, None, None)] * 2
+    def measured(candidates: list[Candidate], *_: object, **__: object) -> list[Measurement]:
+        given.extend(candidate.settings for candidate in candidates)
+        return [Measurement(start=Spread((1.0,)), run=Spread((1.0,)))] * 2
 
-    monkeypatch.setattr(comparison, "time_in_turn", timed)
+    monkeypatch.setattr(comparison, "measure", measured)
     model = DequantizedMatMul(64, 32, 32).model()
     fused = ortplugins.optimize(model, tmp_path / "fused.onnx", bake=True)
     ortplugins.compare(model, passes=[FUSION], runs=1)
@@ -352,6 +347,14 @@ def test_runs_have_the_settings_that_passes_ask_for(
         "enable_mem_pattern": "1",
         "enable_mem_reuse": "1",
     }
+
+
+def test_a_model_that_can_not_be_timed_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    failed = Measurement(failed="m.onnx: took more than 1 s")
+    monkeypatch.setattr(comparison, "measure", lambda *_, **__: [failed, failed])
+    model = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    with pytest.raises(ortplugins.ModelFileError, match=r"m\.onnx: took more than 1 s"):
+        ortplugins.compare(model, model, runs=1)
 
 
 # The command
@@ -380,13 +383,18 @@ def test_the_command_prints_what_the_json_says():
 
 @pytest.mark.usefixtures("files")
 def test_the_command_runs_passes_and_times_them():
-    arguments = f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --json out.json"
+    arguments = (
+        f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --rounds 2 --json out.json"
+    )
     done = CliRunner().invoke(app, arguments.split())
     assert done.exit_code == 0, done.output
     assert "fired 1, refused 0" in done.output
-    assert "run ms, median\t" in done.output
-    first, second = json.loads(Path("out.json").read_text())["timings"]
-    for timing in (first, second):
+    content = json.loads(Path("out.json").read_text())
+    shown = {line.split("\t")[0] for line in done.output.splitlines()}
+    assert {cost["what"] for cost in content["costs"]} <= shown
+    for cost in content["costs"]:
+        assert len(cost["a"]["values"]) == len(cost["b"]["values"]) == 2
+    for timing in content["timings"]:
         assert 0 < timing["run_ms"] < 1e3
         assert timing["start_ms"] > 0
         if sys.platform == "linux":

@@ -20,13 +20,15 @@ from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 from ortplugins.cli.app import app
+from ortplugins.comparison.inputs import example_feed
+from ortplugins.errors import ModelFileError
 from ortplugins.html_report import facts as report_facts
 from ortplugins.html_report import page as report_page
 from ortplugins.html_report.charts import draw_errors, draw_memory, thinned
 from ortplugins.html_report.facts import gather_facts, group_remarks
 from ortplugins.html_report.page import render_page
 from ortplugins.html_report.weight_bytes import weight_bytes
-from ortplugins.measurement.session_costs import MeasureError, example_feed
+from ortplugins.measurement.measure import Measurement
 from session_options import OptionError
 
 pytest.importorskip("jinja2", reason="the page needs ortplugins[report]")
@@ -125,7 +127,7 @@ def test_the_numbers_are_the_model_s(facts: dict[str, Any]):
     names = [figure["what"] for figure in facts["sessions"]["figures"]]
     assert names[:2] == ["run", "start"]
     if Path("/proc/self/status").exists():
-        assert len(names) == 4
+        assert len(names) == 6
     for figure in facts["sessions"]["figures"]:
         assert figure["distinct"] is None  # one round tells no range
         assert figure["ratio"] == figure["ours"] / figure["plain"] > 0
@@ -183,7 +185,7 @@ def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
 def test_inputs_that_are_no_tensors_cannot_be_made_up():
     value = ir.Value(name="s", type=ir.SequenceType(ir.TensorType(ir.DataType.FLOAT)))
     model = ir.Model(ir.Graph([value], [], nodes=[], name="g"), ir_version=10)
-    with pytest.raises(MeasureError, match="input 's' is a SequenceType"):
+    with pytest.raises(ModelFileError, match="input 's' is a SequenceType"):
         example_feed(model, {})
 
 
@@ -378,10 +380,10 @@ def test_report_writes_page_and_json(folder: Path, facts: dict[str, Any]):
 
 
 def test_optimize_reports_what_it_did(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def no_time(*_: object) -> None:
-        raise MeasureError("plain onnxruntime: no time")
+    def no_time(*_: object, **__: object) -> list[Measurement]:
+        return [Measurement(failed="plain onnxruntime: no time")] * 2
 
-    monkeypatch.setattr(report_facts, "measure_sessions", no_time)
+    monkeypatch.setattr(report_facts, "measure", no_time)
     model = save(folder / "given.onnx")
     output, page = folder / "made.onnx", folder / "made.html"
     arguments = ["optimize", model, "-o", output, "--report", page]

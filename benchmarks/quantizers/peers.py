@@ -14,13 +14,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import venv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import Cost, run_child
 from benchmarks.models.corpus import CACHE
 from benchmarks.quantizers.quantizer_peers import Job
+from ortplugins.runtime.process_memory import process_memory
 
 # torch comes first and alone: the wheel for CPUs satisfies the requirement of those after it.
 # Where pip finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -56,6 +58,7 @@ _REQUIREMENTS = (
     ),
 )
 _THREADS = 2
+_WATCH_SECONDS = 0.002
 # Becomes another program without becoming another process, whose memory is watched.
 _EXEC = """
 import os, sys
@@ -71,6 +74,19 @@ start = time.perf_counter()
 quantize(**job)
 print(json.dumps({"seconds": time.perf_counter() - start, "versions": {}}))
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a quantizer did.
+
+    Attributes:
+        result: The JSON value that it printed last.
+        peak_private_mb: Peak of its private memory, imports included.
+    """
+
+    result: Any
+    peak_private_mb: float
 
 
 def run_peer(job: Job) -> Cost:
@@ -126,7 +142,22 @@ def _on_two_cores(*command: str) -> Cost:
     # Thread pools that don't look at the affinity are told.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     env = os.environ | dict.fromkeys(names, str(_THREADS)) | {"OLIVE_DISABLE_TELEMETRY": "1"}
-    return run_child(_EXEC, str(_THREADS), *command, env=env)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _EXEC, str(_THREADS), *command],
+            stdout=output,
+            stderr=errors,
+            env=env,
+        )
+        peak = 0
+        while child.poll() is None:
+            peak = max(peak, process_memory(child.pid).private or 0)
+            time.sleep(_WATCH_SECONDS)
+        output.seek(0)
+        errors.seek(0)
+        if child.returncode:
+            raise RuntimeError(f"the child failed:\n{errors.read().decode(errors='replace')}")
+        return Cost(json.loads(output.read().splitlines()[-1]), peak / 1e6)
 
 
 def _python() -> Path:

@@ -25,11 +25,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.child import Cost
 from benchmarks.figures.bounds import Figure, table
 from benchmarks.figures.figures_page import PAGE, origin, write_section
 from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples
-from benchmarks.quantizers.peers import run_modelopt_on_smollm2, run_ours, run_peer
+from benchmarks.quantizers.peers import Cost, run_modelopt_on_smollm2, run_ours, run_peer
 from benchmarks.quantizers.quantizer_peers import Job
 
 BLOCK_SIZE = 32

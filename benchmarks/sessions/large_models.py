@@ -6,29 +6,14 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.child import run_child
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.int4_chain import write_chain
+from ortplugins.measurement.measure import SessionProcess
 
-OPTIMIZE = """
-import json, sys, time
-import ortplugins.optimization.optimize
-start = time.perf_counter()
-ortplugins.optimize(sys.argv[1], sys.argv[2])
-print(json.dumps(time.perf_counter() - start))
-"""
-FIRST_START = """
-import json, sys, time
-import onnxruntime as ort, ortplugins
-from ortplugins.artifacts.find_or_build import prepare
-so = ort.SessionOptions()
-ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), cache_dir=sys.argv[2])
-start = time.perf_counter()
-prepare(sys.argv[1], ortplugins.read(so), so, ["CPUExecutionProvider"], None)
-print(json.dumps(time.perf_counter() - start))
-"""
 LAYOUTS = {
     "int4 axis 0": ("axis0", "INT4"),
     "int4 [N,K]": ("transposed", "INT4"),
@@ -48,16 +33,16 @@ def measure_large_models(folder: Path, rounds: int) -> list[Figure]:
         what = f"optimize, {megabytes:.0f} MB {name}"
         costs, written = [], 0
         for _ in range(rounds):
-            costs.append(run_child(OPTIMIZE, str(source), str(output)))
+            costs.append(_run("optimize_file", source=str(source), output=str(output)))
             files = list(source.parent.glob("optimised*"))
             written = sum(file.stat().st_size for file in files)
             for file in files:
                 file.unlink()
-        peak = max(cost.peak_private_mb for cost in costs)
+        peak = max(peak for _, peak in costs)
         bound = 150 if storage == "UINT4" else 250
         figures.append(Figure(f"{what}: peak", peak, unit="MB", bound=bound))
         figures.append(Figure(f"{what}: written", written / 1e6, unit="MB"))
-        seconds = statistics.median(cost.result for cost in costs)
+        seconds = statistics.median(taken for taken, _ in costs)
         # On the right the bound: a second of 250 MB.
         figures.append(
             Figure(
@@ -68,9 +53,39 @@ def measure_large_models(folder: Path, rounds: int) -> list[Figure]:
                 bound=1.0 if layout == "axis0" else math.nan,
             )
         )
-        cost = run_child(FIRST_START, str(source), str(folder / "cache"))
+        _, peak = _run("prepare_artifact", source=str(source), cache=str(folder / "cache"))
         what = f"first start, before the session, {megabytes:.0f} MB {name}"
-        figures.append(Figure(f"{what}: peak", cost.peak_private_mb, unit="MB", bound=300))
+        figures.append(Figure(f"{what}: peak", peak, unit="MB", bound=300))
         for file in (*source.parent.iterdir(), *(folder / "cache").rglob("*.data")):
             file.unlink()
     return figures
+
+
+def _run(function: str, **arguments: str) -> tuple[float, float]:
+    """Call a function below in a process of its own; its seconds, and the peak in MB."""
+    with SessionProcess(function) as process:
+        seconds = process.call(f"{__name__}:{function}", **arguments)
+        return seconds, (process.peak_private or math.nan) / 1e6
+
+
+def optimize_file(_: Any, source: str, output: str) -> float:
+    """Optimise a file; return the seconds."""
+    import ortplugins.optimization.optimize
+
+    start = time.perf_counter()
+    ortplugins.optimize(source, output)
+    return time.perf_counter() - start
+
+
+def prepare_artifact(_: Any, source: str, cache: str) -> float:
+    """Do what a first start does before it opens the session; return the seconds."""
+    import onnxruntime
+
+    import ortplugins
+    from ortplugins.artifacts.find_or_build import prepare
+
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(), cache_dir=cache)
+    start = time.perf_counter()
+    prepare(source, ortplugins.read(options), options, ["CPUExecutionProvider"], None)
+    return time.perf_counter() - start

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
+import functools
 import statistics
 import tempfile
 import time
@@ -24,102 +23,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from benchmarks.child import run_child
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.branching_graphs import GRAPHS
 from benchmarks.models.real_nets import real_nets
+from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
 
-# What the children share: a session of either kind, its feeds, and the peak of a run.
-_SESSION = """
-import ctypes, json, sys, time
-import numpy as np, onnxruntime as ort
-job = json.loads(sys.argv[1])
-ort.set_default_logger_severity(3)
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(l.split()[1]) for l in lines if l.startswith(field)) / 1024
-def make(order, profile=None):
-    so = ort.SessionOptions()
-    if profile:
-        so.enable_profiling = True
-        so.profile_file_prefix = profile
-    so.enable_cpu_mem_arena = job["arena"]
-    so.intra_op_num_threads = job["threads"]
-    if order == "ours":
-        import ortplugins
-        item = ortplugins.ShapeSizeReorder(dims=job["dims"])
-        ortplugins.configure(so, item, cache_dir=job["cache"], strict=True)
-        return ortplugins.InferenceSession(job["model"], so, ["CPUExecutionProvider"])
-    so.execution_order = getattr(ort.ExecutionOrder, order)
-    return ort.InferenceSession(job["model"], so, ["CPUExecutionProvider"])
-feeds = dict(np.load(job["feeds"]))
-"""
-PEAKS = (
-    _SESSION
-    + """
-import ortplugins  # in all of them, so that they differ in nothing but the session
-session = make(job["order"])
-ctypes.CDLL(None).malloc_trim(0)  # or the run takes what loading left on the heap
-with open("/proc/self/maps") as maps:
-    for line in maps:  # weights are mapped: their pages are no part of a run's peak
-        if line.rstrip().endswith(".data"):
-            first, last = (int(end, 16) for end in line.split()[0].split("-"))
-            populate = ctypes.c_void_p(first), ctypes.c_size_t(last - first), 22
-            assert ctypes.CDLL(None).madvise(*populate) == 0
-with open("/proc/self/clear_refs", "w") as refs:
-    refs.write("5")  # VmHWM starts anew at what is resident now
-start = status("VmRSS:")
-peaks = []
-for _ in range(4):
-    session.run(None, feeds)
-    peaks.append(status("VmHWM:") - start)
-print(json.dumps([peaks[0], peaks[-1]]))
-"""
-)
-# Runs both by turns; tells how much longer ours takes, and whether it says the same.
-TIMES = (
-    _SESSION
-    + """
-plain, ours = make("DEFAULT"), make("ours")
-same = all(
-    np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-    for a, b in zip(plain.run(None, feeds), ours.run(None, feeds))
-)
-ratios, first = [], time.perf_counter()
-while len(ratios) < 9 or time.perf_counter() - first < job["seconds"]:
-    times = []
-    for session in (plain, ours) if len(ratios) % 2 else (ours, plain):
-        start = time.perf_counter()
-        session.run(None, feeds)
-        times.append(time.perf_counter() - start)
-    ratios.append(times[1] / times[0] if len(ratios) % 2 else times[0] / times[1])
-print(json.dumps([sorted(ratios)[len(ratios) // 2], same]))
-"""
-)
-# Runs ours once; tells how many nodes ran at another place than the file has them at.
-ORDER = (
-    _SESSION
-    + """
-import onnx, tempfile
-with tempfile.TemporaryDirectory() as folder:
-    session = make("ours", profile=folder + "/profile")
-    session.run(None, feeds)
-    with open(session.end_profiling()) as file:
-        events = [event["name"] for event in json.load(file) if event["cat"] == "Node"]
-path = session.ortplugins_report.artifact or job["model"]
-nodes = onnx.load(path, load_external_data=False).graph.node
-names = [node.name for node in nodes if node.op_type != "Constant"]
-known = set(names)
-ran = [name.removesuffix("_kernel_time") for name in events if name.endswith("_kernel_time")]
-ran = [name for name in ran if name in known]  # bodies have nodes of their own
-out_of_place = sum(a != b for a, b in zip(ran, names)) + abs(len(ran) - len(names))
-print(json.dumps([bool(session.ortplugins_report.artifact), out_of_place, path]))
-"""
-)
+_RUNS, _PASS, _SECONDS = "benchmarks.sessions.order_runs", "shape_size_reorder", 2
 _ORDERS = ("DEFAULT", "PRIORITY_BASED", "ours")
 _LARGE = 20_000
 _NOISE_MB = 0.5
@@ -211,31 +124,37 @@ def _measure(folder: Path, rounds: int, names: Iterable[str]) -> Iterator[Measur
     for name, path, feeds, dims in _models(folder):
         if chosen and name not in chosen:
             continue
-        stored = folder / "feeds.npz"
+        stored = str(folder / "feeds.npz")
         np.savez(stored, **feeds)
-        job = {
-            "model": str(path),
-            "feeds": str(stored),
-            "dims": ",".join(f"{symbol}={size}" for symbol, size in dims.items()),
-            "cache": str(folder / "cache"),
-            "threads": 2,
-            "seconds": 2,
-        }
+        sizes = ",".join(f"{symbol}={size}" for symbol, size in dims.items())
+
+        candidate = functools.partial(_candidate, path, sizes, folder / "cache")
         peaks = {}
         for arena in (False, True):
-            _child(PEAKS, job, order="ours", arena=arena)  # the first start makes the file
+            _call("peaks", candidate("ours", arena), feeds=stored)  # the first makes the file
             runs: dict[str, list[Any]] = {order: [] for order in _ORDERS}
             for _ in range(rounds):
                 for order in _ORDERS:
-                    runs[order].append(_child(PEAKS, job, order=order, arena=arena))
+                    found = _call("peaks", candidate(order, arena), feeds=stored)
+                    runs[order].append(found)
             for order, results in runs.items():
                 first, four = zip(*results, strict=True)
                 peaks[order, arena] = statistics.median(first), statistics.median(four)
         # Addresses differ from process to process, and with them what the caches do.
-        timed = [_child(TIMES, job, arena=True, threads=1) for _ in range(2 * rounds - 1)]
-        slower = statistics.median(ratio for ratio, _ in timed)
-        same = all(equal for _, equal in timed)
-        ordered, out_of_place, artifact = _child(ORDER, job, arena=True)
+        pair = candidate("DEFAULT", True, threads=1), candidate("ours", True, threads=1)
+        write_feed(feeds, folder / "turns.npz")
+        timed = [_ratio_of_runs(pair, folder / "turns.npz") for _ in range(2 * rounds - 1)]
+        slower = statistics.median(timed)
+        outputs = [_call("outputs", item, feeds=stored) for item in pair]
+        same = outputs[0] == outputs[1]
+        ours = candidate("ours", True)
+        profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
+        ordered, out_of_place, artifact = _call(
+            "executed_order",
+            dataclasses.replace(ours, settings={**ours.settings, **profiled}),
+            feeds=stored,
+            model=str(path),
+        )
         late = _late_shapes(Path(artifact)) if ordered else 0
         yield Measured(name, name in GRAPHS, peaks, slower, same, ordered, out_of_place, late)
 
@@ -255,11 +174,46 @@ def _models(
         yield net.name, net.path, net.feeds(), net.dims()
 
 
-def _child(code: str, job: dict[str, Any], **changes: Any) -> Any:
+def _candidate(
+    path: Path, dims: str, cache: Path, order: str, arena: bool, threads: int = 2
+) -> Candidate:
+    settings: dict[str, str | int] = {
+        "enable_cpu_mem_arena": arena,
+        "intra_op_num_threads": threads,
+    }
+    if order != "ours":
+        return Candidate(path, settings={**settings, "execution_order": order})
+    options = {f"{_PASS}.dims": dims}
+    return Candidate(path, settings=settings, passes=[_PASS], options=options, cache_dir=cache)
+
+
+def _process() -> SessionProcess:
     # Large tensors come from the system and go back to it: with glibc's growing threshold,
     # which of them stay on the heap is a matter of chance.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return run_child(code, json.dumps({**job, **changes}), env=environment).result
+    return SessionProcess(environment={"MALLOC_MMAP_THRESHOLD_": "65536"})
+
+
+def _call(function: str, candidate: Candidate, **arguments: str) -> Any:
+    """Open a session in a process of its own and call a function of :mod:`.order_runs`."""
+    with _process() as process:
+        process.open(candidate)
+        return process.call(f"{_RUNS}:{function}", **arguments)
+
+
+def _ratio_of_runs(pair: tuple[Candidate, Candidate], feed: Path) -> float:
+    """Run two sessions in turn; return the second's time over the first's, the median."""
+    with _process() as first, _process() as second:
+        processes = first, second
+        for process, candidate in zip(processes, pair, strict=True):
+            process.open(candidate)
+            process.run(feed)
+        ratios: list[float] = []
+        begin = time.perf_counter()
+        while len(ratios) < 9 or time.perf_counter() - begin < _SECONDS:
+            turn = processes if len(ratios) % 2 else processes[::-1]
+            times = {process: process.run(feed) for process in turn}
+            ratios.append(times[second] / times[first])
+    return statistics.median(ratios)
 
 
 def _late_shapes(path: Path) -> int:

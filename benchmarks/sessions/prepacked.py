@@ -3,70 +3,37 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
+import contextlib
+import math
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 from rich.console import Console
 
-from benchmarks.child import run_child
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.int4_chain import write_chain
 from examples.smollm2 import demo
+from ortplugins.comparison.inputs import example_feed
+from ortplugins.measurement.measure import (
+    Candidate,
+    SessionProcess,
+    Spread,
+    measure,
+    write_feed,
+)
+from ortplugins.model_io.loading import load_path
+from ortplugins.runtime.process_memory import proportional_bytes
 
-# Opens a session and runs it; prints seconds, private MB, milliseconds of each run.
-SESSION = """
-import json, sys, time
-import numpy as np, onnxruntime as ort
-def memory(path, field):
-    with open(path) as lines:
-        return sum(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-job = json.loads(sys.argv[1])
-so = ort.SessionOptions()
-so.intra_op_num_threads = job["threads"]
-if job["passes"]:
-    import ortplugins
-    passes = [getattr(ortplugins, name)(**options) for name, options in job["passes"].items()]
-    ortplugins.configure(so, *passes, cache_dir=job["cache"], strict=True)
-    make = ortplugins.InferenceSession
-else:
-    make = ort.InferenceSession
-start = time.perf_counter()
-session = make(job["model"], so, providers=["CPUExecutionProvider"])
-seconds = time.perf_counter() - start
-started = memory("/proc/self/status", "RssAnon:")
-rng = np.random.default_rng(0)
-times = {}
-for name, sizes in job["feeds"].items():
-    feeds = {}
-    for item in session.get_inputs():
-        shape = [sizes[size] if isinstance(size, str) else size for size in item.shape]
-        feeds[item.name] = (
-            np.ones(shape, np.int64) if "int64" in item.type
-            else rng.standard_normal(shape).astype(np.float32)
-        )
-    runs = []
-    for _ in range(job["runs"]):
-        start = time.perf_counter()
-        session.run(None, feeds)
-        runs.append(time.perf_counter() - start)
-    times[name] = sorted(runs)[len(runs) // 2] * 1e3
-if job["wait"]:
-    print("ready", flush=True)
-    sys.stdin.readline()
-result = {"start": seconds, "private": started, "times": times}
-result["pss"] = memory("/proc/self/smaps_rollup", "Pss:")
-print(json.dumps(result), flush=True)
-if job["wait"]:
-    sys.stdin.readline()
-"""
-PLAIN: dict[str, Any] = {}
-FUSED: dict[str, Any] = {"DqMatMulNBitsFusion": {}}
-PACKED: dict[str, Any] = {"DqMatMulNBitsFusion": {}, "PrepackedWeights": {}}
-PARALLEL: dict[str, Any] = {**FUSED, "PrepackedWeights": {"parallel": True}}
+FUSION, PACKING = "dq_matmulnbits_fusion", "prepacked_weights"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"passes": [FUSION]},
+    "packed": {"passes": [FUSION, PACKING]},
+    "parallel": {"passes": [FUSION, PACKING], "options": {f"{PACKING}.parallel": "1"}},
+}
 WORKERS, RUNS = 4, 20
 
 
@@ -94,120 +61,98 @@ def measure_prepacked(folder: Path, rounds: int) -> list[Figure]:
 def _measure(
     name: str,
     model: Path,
-    feeds: dict[str, dict[str, int]],
+    sizes: dict[str, dict[str, int]],
     cache: Path,
     rounds: int,
     private_bound: float,
 ) -> list[Figure]:
-    job = {"model": str(model), "cache": str(cache), "threads": 2, "wait": False}
-    idle = {**job, "feeds": {}, "runs": 0}
-    first = run_child(SESSION, json.dumps({**idle, "passes": PACKED}))
-    for passes in (FUSED, PARALLEL):
-        run_child(SESSION, json.dumps({**idle, "passes": passes}))
-    running = {**job, "feeds": feeds, "runs": RUNS}
-    measured: dict[str, list[Any]] = {"plain": [], "fused": [], "packed": [], "parallel": []}
-    peaks = []
-    for _ in range(rounds):
-        for key, passes in zip(measured, (PLAIN, FUSED, PACKED, PARALLEL), strict=True):
-            cost = run_child(SESSION, json.dumps({**running, "passes": passes}))
-            measured[key].append(cost.result)
-        peaks.append(
-            run_child(SESSION, json.dumps({**idle, "passes": PACKED})).peak_private_mb
+    def candidate(kind: str, threads: int = 2) -> Candidate:
+        settings = {"intra_op_num_threads": threads}
+        return Candidate(model, kind, settings=settings, cache_dir=cache, **KINDS[kind])
+
+    with SessionProcess() as process:
+        first_seconds = process.open(candidate("packed")).seconds
+        first_peak = process.peak_private or 0
+    graph = load_path(model).model
+    feeds = {phase: example_feed(graph, dims)[0] for phase, dims in sizes.items()}
+    candidates = [candidate(kind) for kind in KINDS]
+    measured = {
+        phase: dict(
+            zip(KINDS, measure(candidates, feed, rounds=rounds, runs=RUNS), strict=True)
         )
+        for phase, feed in feeds.items()
+    }
+    decode = measured["decode"]
+    (warm,) = measure([candidate("packed")], rounds=rounds)
 
-    def median(key: str, *path: str) -> float:
-        values = []
-        for result in measured[key]:
-            for part in path:
-                result = result[part]
-            values.append(result)
-        return statistics.median(values)
+    def workers(kind: str, past: int) -> float:
+        feed, _ = example_feed(graph, {**sizes["decode"], **_cache_of(sizes["decode"], past)})
+        return _workers(candidate(kind, threads=1), feed)
 
+    def figure(what: str, kind: str, field: str, unit: str, bound: float = math.nan) -> Figure:
+        ours, theirs = (_middle(getattr(decode[of], field), unit) for of in (kind, "plain"))
+        return Figure(f"{name}: {what}", ours, theirs, unit, bound)
+
+    after = "private memory after that start"
     # A worker that has made so many tokens holds a cache of that length.
-    sizes = {**feeds["decode"], "past": RUNS}
-    decoding = {**running, "feeds": {"decode": sizes}}
-    plain, packed = (_workers({**decoding, "passes": passes}) for passes in (PLAIN, PACKED))
+    pasts = {f"after {RUNS} tokens": (RUNS, 0.35)}
+    if "past" in sizes["decode"]:
+        pasts["with a cache of 128 tokens"] = (sizes["decode"]["past"], math.nan)
     return [
-        Figure(
-            f"{name}: start from the cache",
-            median("packed", "start"),
-            median("plain", "start"),
-            "s",
-            0.4,
-        ),
-        Figure(
-            f"{name}: private memory after that start",
-            median("packed", "private"),
-            median("plain", "private"),
-            "MB",
-            private_bound,
-        ),
-        Figure(
-            f"{name}: start, packing in parallel",
-            median("parallel", "start"),
-            median("plain", "start"),
-            "s",
-        ),
-        Figure(
-            f"{name}: private memory after that start",
-            median("parallel", "private"),
-            median("plain", "private"),
-            "MB",
-        ),
-        Figure(
-            f"{name}: PSS of {WORKERS} workers after {RUNS} tokens", packed, plain, "MB", 0.35
-        ),
+        figure("start from the cache", "packed", "start", "s", 0.4),
+        figure(after, "packed", "started_private", "MB", private_bound),
+        figure("start, packing in parallel", "parallel", "start", "s"),
+        figure(after, "parallel", "started_private", "MB"),
         *(
             Figure(
-                f"{name}: PSS of {WORKERS} workers with a cache of 128 tokens",
-                *(
-                    _workers(
-                        {**running, "feeds": {"decode": feeds["decode"]}, "passes": passes}
-                    )
-                    for passes in (PACKED, PLAIN)
-                ),
+                f"{name}: PSS of {WORKERS} workers {when}",
+                workers("packed", past),
+                workers("plain", past),
                 "MB",
+                bound,
             )
-            for _ in range("past" in feeds["decode"])
+            for when, (past, bound) in pasts.items()
         ),
         *(
             Figure(
                 f"{name}: {phase}, beside the same graph without blobs",
-                median("packed", "times", phase),
-                median("fused", "times", phase),
+                _middle(of["packed"].run, "ms"),
+                _middle(of["fused"].run, "ms"),
                 "ms",
                 1.02,
             )
-            for phase in feeds
+            for phase, of in measured.items()
         ),
-        Figure(f"{name}: first build", first.result["start"], median("plain", "start"), "s"),
+        Figure(
+            f"{name}: first build", first_seconds, _middle(decode["plain"].start, "s"), "s"
+        ),
         Figure(
             f"{name}: private peak of a process that has it built, beside a warm start",
-            first.peak_private_mb,
-            statistics.median(peaks),
+            first_peak / 1e6,
+            _middle(warm.peak_private, "MB"),
             "MB",
             1.1,
         ),
     ]
 
 
-def _workers(job: dict[str, Any]) -> float:
+def _cache_of(sizes: dict[str, int], past: int) -> dict[str, int]:
+    return {"past": past, "total": past + 1} if "past" in sizes else {}
+
+
+def _middle(spread: Spread | None, unit: str) -> float:
+    scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
+    return math.nan if spread is None else spread.median * scale
+
+
+def _workers(candidate: Candidate, feed: Mapping[str, npt.NDArray[Any]]) -> float:
     """Sum of the PSS of several processes that run one model at the same time, in MB."""
-    command = [sys.executable, "-c", SESSION, json.dumps({**job, "wait": True, "threads": 1})]
-    workers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(WORKERS)
-    ]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    total = 0.0
-    for worker in workers:
-        # One after the other, while all are alive: PSS shares pages among those that are.
-        assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write("\n")
-        worker.stdin.flush()
-        total += json.loads(worker.stdout.readline())["pss"]
-    for worker in workers:
-        worker.communicate()
-    return total
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        file = write_feed(feed, Path(folder, "feed.npz"))
+        workers = [stack.enter_context(SessionProcess()) for _ in range(WORKERS)]
+        for worker in workers:
+            worker.open(candidate)
+            for _ in range(RUNS):
+                worker.run(file)
+        # While all are alive: PSS shares pages among those that are.
+        return sum(proportional_bytes(worker.pid) or 0 for worker in workers) / 1e6

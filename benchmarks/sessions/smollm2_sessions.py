@@ -14,8 +14,7 @@ from rich.console import Console
 
 from benchmarks.figures.bounds import Figure
 from examples.smollm2 import demo
-from examples.smollm2.demo import PLAIN, SECOND
-from examples.smollm2.measure import Job, Measurement
+from examples.smollm2.demo import PLAIN, SECOND, Job, Measurement
 
 MATMULNBITS = "onnxruntime's own MatMulNBits quantizer"
 OURS_LONG = "ortplugins, longer text"

@@ -8,54 +8,42 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.child import run_child
 from benchmarks.figures.bounds import Figure
 from examples.smollm2 import demo
+from ortplugins.measurement.measure import Candidate, SessionProcess, measure
 
-OURS = """
-import json, sys, time
-import onnxruntime as ort, ortplugins
-so = ort.SessionOptions()
-so.intra_op_num_threads = 2
-ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), cache_dir=sys.argv[2], strict=True)
-start = time.perf_counter()
-s = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-seconds = time.perf_counter() - start
-heavy = [name for name in ("onnx", "onnx_ir", "onnxscript") if name in sys.modules]
-print(json.dumps([seconds, s.ortplugins_report.artifact, s.ortplugins_report.source, heavy]))
-"""
-STOCK = """
-import json, sys, time
-import onnxruntime as ort
-so = ort.SessionOptions()
-so.intra_op_num_threads = 2
-so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-start = time.perf_counter()
-s = ort.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-print(json.dumps(time.perf_counter() - start))
-"""
+THREADS = {"intra_op_num_threads": 2}
+HEAVY = {"onnx", "onnx_ir", "onnxscript"}
 
 
 def measure_start_cost(folder: Path, rounds: int) -> list[Figure]:
     """Compare interleaved starts in pairs; importing the packages is not in the time."""
     figures = []
     for model in demo.make_models(demo.WORK, Console(quiet=True)):
-        arguments = (str(model.path), str(folder / "start-cost"))
-        _, artifact, _, _ = run_child(OURS, *arguments).result
-        ours, stock = [], []
-        for _ in range(4 * rounds + 1):
-            seconds, _, source, heavy = run_child(OURS, *arguments).result
-            assert source == "cache" and not heavy
-            ours.append(1e3 * seconds)
-            stock.append(1e3 * run_child(STOCK, artifact).result)
-        # A start takes 150 to 300 ms, by what else the machine does: the difference is told by
-        # neighbours in time.
-        more = statistics.median(mine - its for mine, its in zip(ours, stock, strict=True))
+        ours = Candidate(
+            model.path,
+            settings=THREADS,
+            passes=["dq_matmulnbits_fusion"],
+            cache_dir=folder / "start-cost",
+        )
+        for source in ("built", "cache"):
+            with SessionProcess() as process:
+                started = process.open(ours)
+            assert started.report is not None and started.report["source"] == source
+        assert HEAVY.isdisjoint(started.modules)  # of the second process: a hit
+        stock = Candidate(started.report["artifact"], level="disable", settings=THREADS)
+        mine, its = (
+            [1e3 * seconds for seconds in found.start.values]
+            for found in measure([ours, stock], rounds=4 * rounds + 1)
+        )
+        # A start takes 150 to 300 ms, depending on what else the machine does: starts that
+        # followed one another are compared.
+        more = statistics.median(a - b for a, b in zip(mine, its, strict=True))
         figures.append(
             Figure(
                 f"start from the cache, SmolLM2 {model.layout}",
-                statistics.median(stock) + more,
-                statistics.median(stock),
+                statistics.median(its) + more,
+                statistics.median(its),
                 "ms",
                 bound=30,
                 difference=True,

@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +26,11 @@ from tokenizers import Tokenizer
 from examples.smollm2.checkpoint import load_checkpoint
 from examples.smollm2.generate import STOP_IDS, chat_prompt
 from examples.smollm2.llama import build_llama
-from examples.smollm2.measure import Job, Measurement
+from ortplugins.measurement.measure import Candidate, SessionProcess
 from ortplugins.quantization import quantize
+from ortplugins.runtime.process_memory import process_memory
 
+FUSION = "dq_matmulnbits_fusion"
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "demo"
 QUESTION = "What is the capital of France?"
 LAYOUTS = {"axis0": "[K, N], blocks along axis 0", "transposed": "[N, K] + Transpose"}
@@ -52,6 +52,54 @@ class Model:
     path: Path
     layout: str
     tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to start and what to run.
+
+    Attributes:
+        model: Path of the QDQ model.
+        prompt: Token ids.
+        tokens: How many to generate, whatever they are; 0 for none.
+        reference: Path of the reference logits, .npy.
+        make_reference: Run without any optimisation and write the reference.
+        entries: Session entries, by onnxruntime's keys.
+        cache_dir: Cache of ortplugins; None for plain onnxruntime.
+        accuracy_level: Option of ortplugins' fusion.
+    """
+
+    model: str
+    prompt: Sequence[int]
+    tokens: int
+    reference: str
+    make_reference: bool = False
+    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cache_dir: str | None = None
+    accuracy_level: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What came out.
+
+    Attributes:
+        start_seconds: Time to create the session; importing onnxruntime is not in it.
+        started_megabytes: Private memory of the process after the start; None without /proc.
+        running_megabytes: The same after the last token.
+        step_milliseconds: Median time per token after the first; None for no tokens.
+        tokens: The tokens generated.
+        difference: Greatest difference of the prompt's logits over the greatest reference.
+        source: Where ortplugins' model came from; "" for plain onnxruntime.
+    """
+
+    start_seconds: float
+    started_megabytes: float | None
+    running_megabytes: float | None
+    step_milliseconds: float | None
+    tokens: Sequence[int]
+    difference: float
+    source: str
 
 
 # The rows of a table; the best of OWN_SETTINGS stands after the first.
@@ -175,21 +223,40 @@ def median(runs: Sequence[Measurement]) -> Measurement:
 
 
 def in_child(job: Job) -> Measurement:
-    """Measures in a fresh interpreter.
+    """Measures in a process of its own.
 
     Raises:
-        RuntimeError: If it fails; ends with its last line.
+        RuntimeError: If it fails.
     """
-    module = "examples.smollm2.measure"
-    child = subprocess.run(
-        [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))],
-        capture_output=True,
-        text=True,
-        check=False,
+    candidate = Candidate(
+        job.model,
+        level="disable" if job.make_reference else "all",
+        settings={**job.entries, "intra_op_num_threads": 2, "inter_op_num_threads": 1},
+        passes=[FUSION] if job.cache_dir else (),
+        options={f"{FUSION}.accuracy_level": str(job.accuracy_level)},
+        cache_dir=job.cache_dir,
     )
-    if child.returncode:
-        raise RuntimeError(f"{module} failed on {job.model}:\n{child.stderr.strip()}")
-    return Measurement(**json.loads(child.stdout.splitlines()[-1]))
+    with SessionProcess(job.model) as process:
+        started = process.open(candidate)
+        answer = process.call(
+            "examples.smollm2.generate:answer",
+            prompt=job.prompt,
+            tokens=job.tokens,
+            reference=job.reference,
+            make_reference=job.make_reference,
+        )
+        running = process_memory(process.pid).private
+    return Measurement(
+        start_seconds=started.seconds,
+        started_megabytes=_megabytes(started.private),
+        running_megabytes=_megabytes(running),
+        source=started.report["source"] if started.report else "",
+        **answer,
+    )
+
+
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6
 
 
 def verdict(transposed: Mapping[str, Measurement], axis0: Mapping[str, Measurement]) -> str:

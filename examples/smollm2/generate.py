@@ -153,3 +153,34 @@ def chat_prompt(question: str, *, system: str = SYSTEM_PROMPT) -> str:
         f"<|im_start|>user\n{question}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def answer(
+    session: Session, prompt: Sequence[int], tokens: int, reference: str, make_reference: bool
+) -> dict[str, Any]:
+    """Runs the prompt, compares its logits with the reference, and generates tokens.
+
+    Args:
+        session: The model.
+        prompt: Token ids.
+        tokens: How many to generate, whatever they are; 0 for none.
+        reference: Path of the reference logits, .npy.
+        make_reference: Whether these logits are the reference.
+
+    Returns:
+        ``tokens``, ``step_milliseconds`` (the median after the first, or None) and
+        ``difference``, the greatest one of the logits over the greatest reference.
+    """
+    decoder = Decoder(session)
+    logits = decoder.prefill(prompt)
+    if make_reference:
+        np.save(reference, logits)
+    expected = np.load(reference)
+    found: list[int] = []
+    step = None
+    if tokens:
+        generation = decoder.greedy(prompt, tokens, stop_ids=())
+        found = list(map(int, generation.tokens))
+        step = 1e3 * float(np.median(generation.step_seconds))
+    difference = float(abs(logits - expected).max() / abs(expected).max())
+    return {"tokens": found, "step_milliseconds": step, "difference": difference}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["compare", "parse_dims"]
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ortplugins.comparison.compare import Comparison
     from ortplugins.comparison.difference import Difference
     from ortplugins.comparison.layers import LayerComparison
-    from ortplugins.measurement.timed_process import Timing
+    from ortplugins.measurement.measure import Cost, Spread
 
 # Nodes of one model only that are named; --json has all.
 _SHOWN = 20
@@ -58,8 +59,11 @@ def compare(
         bool, typer.Option("--layers", help="Compare what each node computes, too.")
     ] = False,
     runs: Annotated[
-        int, typer.Option(metavar="N", help="Timed runs of each; 0 for none.", min=0)
+        int, typer.Option(metavar="N", help="Timed runs of each process; 0 for none.", min=0)
     ] = 10,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", help="Processes of each, which run in turn.", min=1)
+    ] = 5,
     tolerance: Annotated[
         float,
         typer.Option(help="Relative RMS error above which values of nodes have parted."),
@@ -105,6 +109,7 @@ def compare(
             seed=seed,
             layers=layers,
             runs=runs,
+            rounds=rounds,
             tolerance=tolerance,
             optimization_level=optimization_level,
             max_memory=max_memory,
@@ -145,8 +150,8 @@ def _print(found: Comparison) -> None:
         out.print(f"output {name!r} not compared: {why}", soft_wrap=True)
     if found.layers is not None:
         _print_layers(found, found.layers)
-    if found.timings is not None:
-        _print_timings(*found.timings)
+    if found.costs:
+        _print_costs(found.costs)
 
 
 def _print_layers(found: Comparison, layers: LayerComparison) -> None:
@@ -184,21 +189,28 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
     out.print(f"first node where they part: {node}: {why}", soft_wrap=True)
 
 
-def _print_timings(a: Timing, b: Timing) -> None:
+def _print_costs(costs: Sequence[Cost]) -> None:
     rows = [
-        ("start ms", a.start_ms, b.start_ms),
-        ("run ms, median", a.run_ms, b.run_ms),
-        ("private MB after runs", a.private_mb, b.private_mb),
-        ("peak resident MB", a.peak_mb, b.peak_mb),
+        (cost.what, _spread(cost.a, cost.unit), _spread(cost.b, cost.unit), _verdict(cost))
+        for cost in costs
     ]
-    print_table(
-        ("", "a", "b", "a / b"),
-        [
-            (name, f"{x:.4g}", f"{y:.4g}", f"{x / y:.2f}" if y > 0 else "")
-            for name, x, y in rows
-            if x is not None and y is not None
-        ],
+    print_table(("median (range)", "a", "b", "a / b"), rows)
+
+
+def _spread(spread: Spread, unit: str) -> str:
+    scale, name = (1e3, "ms") if unit == "s" else (1e-6, "MB")
+    median, least, most = (
+        f"{scale * value:.4g}"
+        for value in (spread.median, min(spread.values), max(spread.values))
     )
+    return f"{median} {name} ({least} to {most})"
+
+
+def _verdict(cost: Cost) -> str:
+    """The ratio, where it says something."""
+    if cost.differs is False:
+        return "no difference"
+    return "" if cost.ratio is None else f"{cost.ratio:.2f}"
 
 
 def _figures(d: Difference) -> tuple[str, ...]:

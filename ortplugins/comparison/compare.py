@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Comparison", "compare", "plain"]
+__all__ = ["Comparison", "Timing", "compare", "plain"]
 
 import dataclasses
 import json
@@ -19,12 +19,37 @@ from ortplugins.comparison.given_model import as_file, is_session, report_of
 from ortplugins.comparison.inputs import Inputs
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.model_pair import ModelPair
-from ortplugins.measurement.timed_process import Timing, time_in_turn
+from ortplugins.errors import ModelFileError
+from ortplugins.measurement.measure import (
+    Candidate,
+    Cost,
+    Measurement,
+    measure,
+    side_by_side,
+)
 from ortplugins.report import Report
 
 if TYPE_CHECKING:
     from ortplugins.comparison.given_model import ModelSource
     from session_options import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What a model took: medians; :attr:`Comparison.costs` has the values.
+
+    Attributes:
+        start_ms: Creating the session; importing onnxruntime is not in it.
+        run_ms: A run.
+        private_mb: Private memory after the runs, 10**6 bytes; None where the system does not
+            tell.
+        peak_mb: The most resident memory of the process, mapped files included.
+    """
+
+    start_ms: float
+    run_ms: float
+    private_mb: float | None
+    peak_mb: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +65,7 @@ class Comparison:
         tolerance: Relative RMS error above which values have parted.
         layers: The nodes' values, where they were asked for.
         timings: Of a and b, where runs were asked for.
+        costs: The same with every value measured, and whether they differ.
         report: What the passes did, where b is a after them.
     """
 
@@ -52,6 +78,7 @@ class Comparison:
     layers: LayerComparison | None = None
     timings: tuple[Timing, Timing] | None = None
     report: Report | None = None
+    costs: tuple[Cost, ...] = ()
 
     @property
     def first_parted(self) -> Layer | None:
@@ -73,6 +100,10 @@ class Comparison:
         content: dict[str, Any] = dataclasses.asdict(
             dataclasses.replace(self, report=None, not_compared=dict(self.not_compared))
         )
+        content["costs"] = [
+            dataclasses.asdict(cost) | {"ratio": cost.ratio, "differs": cost.differs}
+            for cost in self.costs
+        ]
         content["report"] = None if self.report is None else self.report.to_dict()
         parted = self.first_parted
         content["first_parted"] = None if parted is None else dataclasses.asdict(parted)
@@ -96,6 +127,7 @@ def compare(
     seed: int = 0,
     layers: bool = False,
     runs: int = 0,
+    rounds: int = 5,
     tolerance: float = 1e-4,
     optimization_level: str | None = None,
     max_memory: int = 256 << 20,
@@ -117,7 +149,8 @@ def compare(
         seed: Of the random samples.
         layers: Whether to compare the nodes' values, too. They are matched by name, without
             onnxruntime's optimisers.
-        runs: How often each model is timed, in turn, each in a process of its own; 0 for not.
+        runs: Timed runs of each process; 0 to time nothing.
+        rounds: Processes of each model, one of each at a time, which run in turn.
         tolerance: Relative RMS error above which values have parted.
         optimization_level: What onnxruntime does to both models before they run: disable,
             basic, extended, layout or all. By default outputs are computed without (the
@@ -138,6 +171,8 @@ def compare(
         raise ValueError("give a second model, or passes that make one: one of the two")
     if runs < 0:
         raise ValueError(f"runs is {runs}: 0 or more is expected")
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}: 1 or more is expected")
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
@@ -171,6 +206,7 @@ def compare(
         not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
         compared = timings = None
+        costs: Sequence[Cost] = ()
         if layers or runs:
             files = as_file(a, scratch), as_file(b, scratch)
         if layers:
@@ -178,20 +214,48 @@ def compare(
                 *files, feeds, scratch=scratch, max_memory=max_memory, providers=providers
             )
         if runs:
-            level = optimization_level or "all"
-            first, second = time_in_turn(
-                files,
-                feeds.largest(),
-                runs,
-                scratch=scratch,
-                settings=settings,
-                level=level,
-                providers=providers,
+            candidates = [
+                Candidate(
+                    file,
+                    level=optimization_level or "all",
+                    settings=chosen,
+                    providers=providers,
+                )
+                for file, chosen in zip(files, settings, strict=True)
+            ]
+            first, second = measure(
+                candidates, feeds.largest(), rounds=rounds, runs=runs, lockstep=True
             )
-            timings = first, second
+            timings = _timing(first), _timing(second)
+            costs = side_by_side(first, second)
         return Comparison(
-            *names, count, outputs, not_compared, tolerance, compared, timings, report
+            *names,
+            count,
+            outputs,
+            not_compared,
+            tolerance,
+            compared,
+            timings,
+            report,
+            tuple(costs),
         )
+
+
+def _timing(measured: Measurement) -> Timing:
+    """Return the medians.
+
+    Raises:
+        ModelFileError: If there are none.
+    """
+    if measured.failed or measured.start is None or measured.run is None:
+        raise ModelFileError(measured.failed)
+    private, peak = measured.private, measured.peak_resident
+    return Timing(
+        measured.start.median * 1e3,
+        measured.run.median * 1e3,
+        None if private is None else private.median / 1e6,
+        None if peak is None else peak.median / 1e6,
+    )
 
 
 def _outputs(pair: ModelPair) -> tuple[tuple[Difference, ...], int]:

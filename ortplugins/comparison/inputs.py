@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-__all__ = ["Inputs", "comparison_feeds", "with_sizes"]
+__all__ = ["Inputs", "comparison_feeds", "example_feed", "with_sizes"]
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError
 from ortplugins.samples.random import random_feeds
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from session_options import OptionError
 
 Inputs = Mapping[str, Any] | CalibrationSource
 
@@ -74,6 +76,44 @@ def comparison_feeds(
     for value in optional:  # may be left out of a sample
         graph.initializers[value.name or ""] = value
     return KeptSamples(source, ir.Model(graph, ir_version=10), scratch=scratch)
+
+
+def example_feed(
+    model: ir.Model, dims: Mapping[str, int]
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+    """Make an input for each input of a model, random where that makes sense.
+
+    Args:
+        model: The model.
+        dims: Sizes of symbolic dimensions; others are guessed as
+            :mod:`.random` says.
+
+    Returns:
+        The arrays, and the size that each named dimension got.
+
+    Raises:
+        OptionError: If no input has a dimension of ``dims``.
+        ModelFileError: If an input is no tensor.
+    """
+    inputs = []
+    for value in model.graph.inputs:
+        if value.name in model.graph.initializers:
+            continue  # may be left out
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            raise ModelFileError(f"input {value.name!r} is a {type(value.type).__name__}")
+        inputs.append(value)
+    try:
+        sized = with_sizes(inputs, dims)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    feed = next(iter(random_feeds(sized, count=1)))
+    sizes = {
+        dim.value: size
+        for value in inputs
+        for dim, size in zip(value.shape or (), feed[value.name or ""].shape, strict=False)
+        if isinstance(dim, ir.SymbolicDim) and dim.value
+    }
+    return feed, sizes
 
 
 def _value(item: Any) -> ir.Value:

@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: MIT
+"""Measures sessions side by side: time and memory, each session in a process of its own.
+
+Used wherever sessions are measured: by ``compare``, ``report``, benchmarks and examples. What
+makes figures comparable is here alone:
+
+- The first process of each candidate is not counted: it reads the files into the page cache,
+  and one with passes builds what later ones find.
+- The candidates take turns, round after round, another one first in each: what else the
+  machine does meets all of them.
+- A figure has a value for each process, and a difference between candidates is one only where
+  the ranges of their values do not overlap.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Candidate",
+    "Cost",
+    "MeasureError",
+    "Measurement",
+    "SessionProcess",
+    "Spread",
+    "Started",
+    "measure",
+    "side_by_side",
+    "write_feed",
+]
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ortplugins.runtime.child_process import child_environment
+from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.stock_session import LEVELS
+
+_SCRIPT = Path(__file__).with_name("session_process.py")
+# Runs of each process that are not counted: buffers are allocated, late weights packed.
+_WARM_UPS = 2
+# A session's threads spin for a while after a run, on the cores of the next one.
+_PAUSE_SECONDS = 0.005
+# How often the memory of a process is looked at while it opens a session or warms up.
+_WATCH_SECONDS = 0.002
+_LEAST_RUNS = 3
+_COSTS = (
+    ("run", "run", "s"),
+    ("start", "start", "s"),
+    ("peak of private memory", "peak_private", "B"),
+    ("private memory after the start", "started_private", "B"),
+    ("private memory after the runs", "private", "B"),
+    ("peak of resident memory", "peak_resident", "B"),
+)
+
+
+class MeasureError(RuntimeError):
+    """A session could not be opened or run; names the candidate and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run a model.
+
+    Attributes:
+        model: The .onnx file.
+        name: In messages; by default the file's.
+        level: Optimisation level, a key of :data:`.LEVELS`.
+        settings: Of the ``SessionOptions``, after the level: a name with a dot is an entry,
+            one without an attribute; its value may be the name of an enumeration's member.
+        providers: Execution providers.
+        passes: Names of passes; without any the session is plain onnxruntime's, and its
+            process imports nothing of ours.
+        options: ``{"<pass>.<option>": value}``.
+        cache_dir: Cache of sessions with passes.
+    """
+
+    model: str | os.PathLike[str]
+    name: str = ""
+    level: str = "all"
+    settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
+    providers: Sequence[Any] = ("CPUExecutionProvider",)
+    passes: Sequence[str] = ()
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cache_dir: str | os.PathLike[str] | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or os.fspath(self.model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The values of one figure, a value for each process."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return statistics.median(self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a candidate took, seconds and bytes; None for what was not, or cannot be, measured.
+
+    Attributes:
+        start: Seconds to create the session; imports are not in it.
+        run: Seconds of a run, of each process the median.
+        started_private: Private memory (see :mod:`.process_memory`) after the start.
+        private: The same after the runs.
+        peak_private: The most seen until the warm-up runs were done.
+        peak_resident: The most resident memory, mapped files included.
+        first_start: Seconds of the start that is not counted; with passes and an empty cache
+            the build is in it.
+        report: What ``session.ortplugins_report`` says, where there are passes.
+        failed: Why there are no figures; empty where there are.
+    """
+
+    start: Spread | None = None
+    run: Spread | None = None
+    started_private: Spread | None = None
+    private: Spread | None = None
+    peak_private: Spread | None = None
+    peak_resident: Spread | None = None
+    first_start: float | None = None
+    report: Mapping[str, Any] | None = None
+    failed: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One figure of two measurements, side by side.
+
+    Attributes:
+        what: Was measured.
+        unit: ``"s"`` or ``"B"``.
+        a: The values of the one.
+        b: The values of the other.
+    """
+
+    what: str
+    unit: str
+    a: Spread
+    b: Spread
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of a over that of b; None where b has taken nothing."""
+        return self.a.median / self.b.median if self.b.median else None
+
+    @property
+    def differs(self) -> bool | None:
+        """Whether the ranges do not overlap; None of single values, which tell no range."""
+        if min(len(self.a.values), len(self.b.values)) < 2:
+            return None
+        return max(self.a.values) < min(self.b.values) or max(self.b.values) < min(
+            self.a.values
+        )
+
+
+def side_by_side(a: Measurement, b: Measurement) -> list[Cost]:
+    """Return the figures that both measurements have."""
+    pairs = (
+        (what, unit, getattr(a, field), getattr(b, field)) for what, field, unit in _COSTS
+    )
+    return [Cost(*pair) for pair in pairs if pair[2] is not None and pair[3] is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a process says of the session that it has opened.
+
+    Attributes:
+        seconds: To create the session.
+        private: Bytes of private memory then.
+        report: As in :class:`Measurement`.
+        modules: Names of the packages that the process has imported.
+    """
+
+    seconds: float
+    private: int | None
+    report: Mapping[str, Any] | None
+    modules: tuple[str, ...]
+
+
+class SessionProcess:
+    """A process that holds one session; leaving its context ends it.
+
+    Attributes:
+        pid: Of the process.
+        peak_private: The most private memory seen, in bytes; None where /proc does not tell.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        timeout: float = 900.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process; it imports numpy and onnxruntime.
+
+        Args:
+            name: In messages.
+            timeout: Seconds for one answer; a process that takes longer is killed.
+            environment: Variables to set.
+
+        Raises:
+            MeasureError: If it cannot be started.
+        """
+        self._name, self._timeout = name, timeout
+        self.peak_private: int | None = None
+        if not sys.executable:
+            raise MeasureError("there is no Python interpreter to start a process with")
+        # -P: the script's own folder has modules of common names.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**child_environment(), **(environment or {})},
+            text=True,
+            encoding="utf-8",
+        )
+        self.pid = self._process.pid
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._answer("it does not start", watched=False)
+        except MeasureError:
+            self.close()
+            raise
+
+    def open(self, candidate: Candidate) -> Started:
+        """Open the session.
+
+        Raises:
+            MeasureError: If that fails, or takes too long.
+        """
+        cache = None if candidate.cache_dir is None else os.path.abspath(candidate.cache_dir)
+        answer = self._ask(
+            "onnxruntime refuses it",
+            do="open",
+            model=os.path.abspath(candidate.model),
+            level=LEVELS[candidate.level],
+            settings=dict(candidate.settings),
+            providers=list(candidate.providers),
+            passes=list(candidate.passes),
+            options=dict(candidate.options),
+            cache_dir=cache,
+        )
+        memory = process_memory(self.pid)
+        return Started(
+            answer["seconds"], memory.private, answer["report"], tuple(answer["modules"])
+        )
+
+    def run(self, feed: Path, *, watched: bool = False) -> float:
+        """Run the session on inputs that :func:`write_feed` wrote; return the seconds.
+
+        Args:
+            feed: The file; it is read once.
+            watched: Whether the memory is looked at meanwhile, which costs time.
+
+        Raises:
+            MeasureError: If that fails, or takes too long.
+        """
+        what = "onnxruntime failed to run it"
+        answer = self._ask(what, watched, do="run", feed=os.path.abspath(feed))
+        return float(answer["seconds"])
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Call a function of ours, or of a benchmark, in the process; return what it returns.
+
+        Args:
+            function: ``"module:name"``. Its first argument is the session, or None.
+            **arguments: The others; they and the result can be written as JSON.
+
+        Raises:
+            MeasureError: If that fails, or takes too long.
+        """
+        answer = self._ask(function, do="call", function=function, arguments=arguments)
+        return answer["result"]
+
+    def peak_resident(self) -> int | None:
+        """Return the most resident memory that the process had, in bytes."""
+        found = process_memory(self.pid).peak_resident
+        return self._ask("peak", do="peak")["bytes"] if found is None else found
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, what: str, watched: bool = True, **command: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        # A process that is gone says so by having no answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        return self._answer(what, watched)
+
+    def _answer(self, what: str, watched: bool) -> dict[str, Any]:
+        """Wait for the answer, and meanwhile note the peak of the private memory."""
+        end = time.monotonic() + self._timeout
+        while True:
+            if watched:
+                self._watch()
+            left = max(0.0, end - time.monotonic())
+            try:
+                text = self._answers.get(
+                    timeout=min(left, _WATCH_SECONDS) if watched else left
+                )
+                break
+            except queue.Empty:
+                if time.monotonic() >= end:
+                    self._process.kill()
+                    message = f"took more than {self._timeout:g} s"
+                    raise MeasureError(f"{self._name}: {message}") from None
+        if not text:
+            code = self._process.wait()
+            raise MeasureError(f"{self._name}: the process that measured it ended with {code}")
+        answer: dict[str, Any] = json.loads(text)
+        if "error" in answer:
+            raise MeasureError(f"{self._name}: {what}: {answer['error']}")
+        return answer
+
+    def _watch(self) -> None:
+        seen = process_memory(self.pid).private
+        if seen is not None:
+            self.peak_private = max(seen, self.peak_private or 0)
+
+    def _read(self) -> None:
+        """Put each line that the process writes into the queue, at its end an empty one."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+
+def write_feed(feed: Mapping[str, npt.NDArray[Any]], path: Path) -> Path:
+    """Write inputs for :meth:`SessionProcess.run`; return the path."""
+    # Names of inputs may be anything; those of files in an archive not.
+    arrays = {f"input{index}": array for index, array in enumerate(feed.values())}
+    np.savez(path, allow_pickle=False, names=json.dumps(list(feed)), **arrays)
+    return path
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    feed: Mapping[str, npt.NDArray[Any]] | None = None,
+    *,
+    rounds: int = 5,
+    runs: int = 10,
+    seconds: float = math.inf,
+    lockstep: bool = False,
+    timeout: float = 900.0,
+) -> list[Measurement]:
+    """Measure candidates in turn.
+
+    Args:
+        candidates: What is measured. One that fails has a reason in place of figures, and the
+            others go on.
+        feed: Inputs; a model is given those that it takes. None to measure starts only.
+        rounds: Processes of each candidate that count; one more before does not.
+        runs: Timed runs of each process.
+        seconds: After so many no further run of a process is begun, but three are.
+        lockstep: Whether the processes of a round live at the same time, and run in turn, run
+            by run: the closest comparison of times. Else there is one process at a time, which
+            takes the least memory.
+        timeout: Seconds for one start, or one run.
+
+    Returns:
+        A measurement for each candidate, in their order.
+    """
+    series = [_Series(candidate, timeout) for candidate in candidates]
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+        steps: list[Callable[[_Series], None]] = [_Series.begin, _Series.start]
+        if feed is not None:
+            file = write_feed(feed, Path(folder, "feed.npz"))
+            steps += [lambda item: item.warm_up(file)] * _WARM_UPS
+            steps += [lambda item: item.run(file, seconds)] * runs
+        _take_turns(series, [_Series.begin, _Series.rehearse], lockstep)
+        for number in range(rounds):
+            first = number % len(series) if series else 0
+            _take_turns(series[first:] + series[:first], [*steps, _Series.finish], lockstep)
+    return [item.measurement() for item in series]
+
+
+def _take_turns(
+    series: Sequence[_Series], steps: Sequence[Callable[[_Series], None]], lockstep: bool
+) -> None:
+    """Take the steps with one process of each, all at once or one after the other."""
+    for group in [series] if lockstep else [[item] for item in series]:
+        try:
+            for step in steps:
+                for item in group:
+                    item.attempt(step)
+        finally:
+            for item in group:
+                item.end()
+
+
+class _Series:
+    """The processes of one candidate, round after round: a method for each step."""
+
+    def __init__(self, candidate: Candidate, timeout: float) -> None:
+        self._candidate, self._timeout = candidate, timeout
+        self._values: dict[str, list[float]] = {}
+        self._first_start: float | None = None
+        self._report: Mapping[str, Any] | None = None
+        self._failed = ""
+        self._process: SessionProcess | None = None
+        self._runs: list[float] = []
+
+    def attempt(self, step: Callable[[_Series], None]) -> None:
+        """Take a step, unless an earlier one failed."""
+        if not self._failed:
+            try:
+                step(self)
+            except MeasureError as error:
+                self._failed = str(error)
+
+    def begin(self) -> None:
+        self._process = SessionProcess(self._candidate.label, timeout=self._timeout)
+
+    def rehearse(self) -> None:
+        self._first_start = self._open().seconds
+
+    def start(self) -> None:
+        started = self._open()
+        self._note(start=started.seconds, started_private=started.private)
+
+    def warm_up(self, feed: Path) -> None:
+        self._run(feed, watched=True)
+
+    def run(self, feed: Path, seconds: float) -> None:
+        if len(self._runs) < _LEAST_RUNS or sum(self._runs) < seconds:
+            self._runs.append(self._run(feed))
+
+    def finish(self) -> None:
+        assert self._process is not None
+        self._note(
+            run=statistics.median(self._runs) if self._runs else None,
+            private=process_memory(self._process.pid).private,
+            peak_private=self._process.peak_private,
+            peak_resident=self._process.peak_resident(),
+        )
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process, self._runs = None, []
+
+    def measurement(self) -> Measurement:
+        if self._failed:
+            return Measurement(failed=self._failed)
+        spreads: dict[str, Any] = {
+            name: Spread(tuple(values)) for name, values in self._values.items()
+        }
+        return Measurement(**spreads, first_start=self._first_start, report=self._report)
+
+    def _open(self) -> Started:
+        assert self._process is not None
+        started = self._process.open(self._candidate)
+        self._report = started.report
+        return started
+
+    def _run(self, feed: Path, watched: bool = False) -> float:
+        assert self._process is not None
+        time.sleep(_PAUSE_SECONDS)
+        return self._process.run(feed, watched=watched)
+
+    def _note(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._values.setdefault(name, []).append(value)

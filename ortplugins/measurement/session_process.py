@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""Opens a session and runs it, as standard input says: the child of :mod:`.measure`.
+
+A script, run by its path in a process of its own. One that runs plain onnxruntime imports
+nothing of ours, which would count as its memory.
+
+Each line of standard input is a command, each line of standard output its answer, in JSON::
+
+    {"do": "open", "model": ..., ...}     {"seconds": 0.1, "report": {...}, "modules": [...]}
+    {"do": "run", "feed": "x.npz"}        {"seconds": 0.001}
+    {"do": "call", "function": "module:name", "arguments": {...}}       {"result": ...}
+    {"do": "peak"}                        {"bytes": 123}
+
+``{"error": message}`` is the last answer.
+"""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def main() -> None:
+    """Do what standard input says, until it ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else prints goes to the error output
+
+    def answer(content: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        child = _Child()
+        answer({})
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer(getattr(child, command.pop("do"))(**command))
+    except Exception as error:  # onnxruntime's own classes, and a model that vanished
+        answer({"error": str(error) or repr(error)})
+
+
+class _Child:
+    """The session, and the inputs that it was run on; a method for each command."""
+
+    def __init__(self) -> None:
+        import numpy
+        import onnxruntime
+
+        self._numpy, self._onnxruntime = numpy, onnxruntime
+        self._session: Any = None
+        self._feeds: dict[str, dict[str, Any]] = {}
+
+    def open(self, **job: Any) -> dict[str, Any]:
+        options = self._options(job)
+        make, others = self._onnxruntime.InferenceSession, {"enable_fallback": 0}
+        if job["passes"]:
+            import ortplugins
+            from session_options.plan import plan_from_settings
+
+            plan = plan_from_settings(job["passes"], job["options"])
+            ortplugins.configure(
+                options, *plan.passes, cache_dir=job["cache_dir"], strict=True
+            )
+            make, others = ortplugins.InferenceSession, {}
+        start = time.perf_counter()
+        self._session = make(job["model"], options, providers=job["providers"], **others)
+        seconds = time.perf_counter() - start
+        report = getattr(self._session, "ortplugins_report", None)
+        return {
+            "seconds": seconds,
+            "report": report and report.to_dict(),
+            "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+        }
+
+    def run(self, feed: str) -> dict[str, Any]:
+        if feed not in self._feeds:
+            self._feeds[feed] = self._read(feed)
+        start = time.perf_counter()
+        self._session.run(None, self._feeds[feed])
+        return {"seconds": time.perf_counter() - start}
+
+    def call(self, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        module, _, name = function.partition(":")
+        return {
+            "result": getattr(importlib.import_module(module), name)(
+                self._session, **arguments
+            )
+        }
+
+    def peak(self) -> dict[str, Any]:
+        most = None
+        if sys.platform == "darwin":  # elsewhere it is not in bytes, or not of this program
+            import resource
+
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"bytes": most}
+
+    def _options(self, job: Mapping[str, Any]) -> Any:
+        options = self._onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.graph_optimization_level = getattr(
+            self._onnxruntime.GraphOptimizationLevel, job["level"]
+        )
+        for name, value in job["settings"].items():
+            if "." in name:
+                options.add_session_config_entry(name, str(value))
+                continue
+            kind = type(getattr(options, name))
+            if isinstance(value, str) and kind is not str:
+                value = kind(int(value)) if kind in (bool, int) else getattr(kind, value)
+            setattr(options, name, value)
+        return options
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """Read the inputs; those that the model does not take are left out."""
+        taken = {
+            item.name
+            for item in (
+                *self._session.get_inputs(),
+                *self._session.get_overridable_initializers(),
+            )
+        }
+        with self._numpy.load(path, allow_pickle=False) as file:
+            names = json.loads(str(file["names"]))
+            return {n: file[f"input{i}"] for i, n in enumerate(names) if n in taken}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""Plain sessions of onnxruntime, at an optimisation level that has a name of ours."""
+
+from __future__ import annotations
+
+__all__ = ["LEVELS", "open_model"]
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+
+from ortplugins.errors import ModelFileError
+from ortplugins.runtime.temporary_settings import lent
+
+LEVELS = {
+    "disable": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "layout": "ORT_ENABLE_LAYOUT",
+    "all": "ORT_ENABLE_ALL",
+}
+"""Optimisation levels of onnxruntime by the names that options take."""
+
+
+def open_model(
+    path: str | os.PathLike[str],
+    level: str,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    settings: Mapping[str, str] | None = None,
+) -> onnxruntime.InferenceSession:
+    """Open a session on a file.
+
+    Args:
+        path: The file.
+        level: A key of :data:`LEVELS`.
+        providers: Execution providers.
+        settings: Of its SessionOptions, as :func:`.lent` takes them;
+            they go before the level.
+
+    Raises:
+        MissingFileError: If there is no such file.
+        ModelFileError: If onnxruntime refuses it, chained.
+        ValueError: If there is no such level.
+    """
+    if level not in LEVELS:
+        raise ValueError(
+            f"there is no level {level!r}: one of {', '.join(LEVELS)} is expected"
+        )
+    if not os.path.exists(path):
+        from ortplugins.model_io.loading import read_model_file
+
+        read_model_file(path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, LEVELS[level]
+    )
+    try:
+        with lent(options, settings or {}):
+            return onnxruntime.InferenceSession(
+                os.fspath(path), options, providers=list(providers), enable_fallback=0
+            )
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {error}") from error

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT
+"""The harness that measures sessions: turns, spreads, failures, what a process holds."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+
+import ortplugins
+from ortplugins.measurement import measure as harness
+from ortplugins.measurement.measure import (
+    Candidate,
+    Cost,
+    MeasureError,
+    SessionProcess,
+    Spread,
+    Started,
+    measure,
+    side_by_side,
+)
+from ortplugins.runtime.process_memory import process_memory
+
+FUSION = "dq_matmulnbits_fusion"
+FEED = {"x": np.ones((3, 64), np.float32)}
+needs_proc = pytest.mark.skipif(process_memory().private is None, reason="no /proc")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    ir.save(DequantizedMatMul(64, 32, 32).model(), path)
+    return path
+
+
+# Turns, on a clock of their own: nothing here depends on the machine.
+
+
+class Recorded:
+    """Stands for processes; every step takes what a script says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
+        self.log: list[str] = []
+        self.alive = self.most_alive = 0
+        self._seconds = {name: iter(values) for name, values in seconds.items()}
+        recorded = self
+
+        class Process:
+            pid, peak_private = os.getpid(), 1000
+
+            def __init__(self, name: str, timeout: float) -> None:
+                self.name = name
+                recorded.alive += 1
+                recorded.most_alive = max(recorded.alive, recorded.most_alive)
+
+            def open(self, candidate: Candidate) -> Started:
+                return Started(recorded.take("open", self.name), 1000, None, ())
+
+            def run(self, feed: Path, watched: bool = False) -> float:
+                return recorded.take("warm" if watched else "run", self.name)
+
+            def peak_resident(self) -> int:
+                return 2000
+
+            def close(self) -> None:
+                recorded.alive -= 1
+
+        monkeypatch.setattr(harness, "SessionProcess", Process)
+        monkeypatch.setattr(harness, "_PAUSE_SECONDS", 0)
+
+    def take(self, what: str, name: str) -> float:
+        self.log.append(f"{what} {name}")
+        return next(self._seconds[name]) if name in self._seconds else 1.0
+
+
+A, B, C = (Candidate("m.onnx", name) for name in "ABC")
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_candidates_take_turns(lockstep: bool, monkeypatch: pytest.MonkeyPatch):
+    recorded = Recorded(monkeypatch)
+    measure([A, B], FEED, rounds=2, runs=2, lockstep=lockstep)
+    steps = ["open", "warm", "warm", "run", "run"]
+    expected = ["open A", "open B"]  # these do not count
+    for order in ("AB", "BA"):
+        if lockstep:
+            expected += [f"{step} {name}" for step in steps for name in order]
+        else:
+            expected += [f"{step} {name}" for name in order for step in steps]
+    assert recorded.log == expected
+    assert (recorded.most_alive, recorded.alive) == (2 if lockstep else 1, 0)
+
+
+def test_everybody_is_first_once(monkeypatch: pytest.MonkeyPatch):
+    recorded = Recorded(monkeypatch)
+    measure([A, B, C], rounds=3)
+    assert "".join(line[-1] for line in recorded.log) == "ABC" + "ABC" + "BCA" + "CAB"
+
+
+def test_the_first_process_pays_for_cold_files_and_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    Recorded(monkeypatch, A=[9.0, 1, 1, 1], B=[3.0, 1, 1, 1])
+    a, b = measure([A, B], rounds=3)
+    assert (a.first_start, b.first_start) == (9, 3)
+    (start, *_) = side_by_side(a, b)
+    assert (start.what, start.ratio, start.differs) == ("start", 1, False)
+
+
+def test_runs_end_after_the_seconds_but_not_before_three(monkeypatch: pytest.MonkeyPatch):
+    recorded = Recorded(monkeypatch, A=itertools.repeat(0.4))
+    measure([A, B], FEED, rounds=1, runs=10, seconds=2.0)
+    assert (recorded.log.count("run A"), recorded.log.count("run B")) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differs"),
+    [
+        ([1.0, 2.0], [3.0, 4.0], True),
+        ([3.0, 4.0], [1.0, 2.0], True),
+        ([1.0, 3.0], [2.0, 4.0], False),
+        ([1.0, 2.0], [2.0, 4.0], False),
+        ([1.0], [2.0], None),
+    ],
+)
+def test_a_difference_is_one_where_ranges_do_not_overlap(
+    a: list[float], b: list[float], differs: bool | None
+):
+    cost = Cost("run", "s", Spread(tuple(a)), Spread(tuple(b)))
+    assert cost.differs is differs
+    assert cost.ratio == np.median(a) / np.median(b)
+
+
+# Real processes
+
+
+def test_a_model_beside_itself_does_not_differ(model: Path):
+    # By chance one of two ranges of 7 lies beside the other once in 1700 times.
+    found = ortplugins.compare(model, model, runs=5, rounds=7)
+    verdicts = {cost.what: cost.differs for cost in found.costs}
+    assert verdicts["start"] is False and verdicts["run"] is False
+
+
+def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model: Path, tmp_path: Path):
+    with SessionProcess() as process:
+        started = process.open(Candidate(model))
+    assert {"ortplugins", "session_options", "onnx", "onnx_ir"}.isdisjoint(started.modules)
+    assert started.report is None
+    ours = Candidate(model, passes=[FUSION], cache_dir=tmp_path / "cache")
+    for source in ("built", "cache"):
+        with SessionProcess() as process:
+            started = process.open(ours)
+        assert started.report is not None and started.report["source"] == source
+
+
+def test_settings_reach_the_session(model: Path):
+    settings = {
+        "graph_optimization_level": "ORT_DISABLE_ALL",
+        "execution_order": "PRIORITY_BASED",
+        "enable_mem_pattern": "0",
+        "intra_op_num_threads": 3,
+        "session.dynamic_block_base": "4",
+    }
+    with SessionProcess() as process:
+        process.open(Candidate(model, level="basic", settings=settings))
+        assert process.call("test_measurement:settings_of") == settings
+
+
+def settings_of(session: Any) -> dict[str, Any]:
+    options = session.get_session_options()
+    return {
+        "graph_optimization_level": options.graph_optimization_level.name,
+        "execution_order": options.execution_order.name,
+        "enable_mem_pattern": str(int(options.enable_mem_pattern)),
+        "intra_op_num_threads": options.intra_op_num_threads,
+        "session.dynamic_block_base": options.get_session_config_entry(
+            "session.dynamic_block_base"
+        ),
+    }
+
+
+def hang(_: object) -> None:
+    threading.Event().wait()
+
+
+def be_killed(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_takes_too_long_is_ended():
+    with (
+        SessionProcess("slow one", timeout=60) as process,
+        pytest.raises(MeasureError, match=r"slow one: took more than 0\.5 s"),
+    ):
+        process._timeout = 0.5
+        process.call("test_measurement:hang")
+    assert process_memory(process.pid).private is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+def test_a_process_that_dies_says_so():
+    with (
+        SessionProcess("m") as process,
+        pytest.raises(MeasureError, match=r"m: .*ended with -9"),
+    ):
+        process.call("test_measurement:be_killed")
+
+
+def test_one_that_fails_leaves_the_others_their_figures(model: Path, tmp_path: Path):
+    (tmp_path / "no.onnx").write_text("no model")
+    candidates = [
+        Candidate(model),
+        Candidate(tmp_path / "no.onnx"),
+        Candidate(model, "no such pass", passes=["x"]),
+    ]
+    good, bad, unknown = measure(candidates, FEED, rounds=1, runs=1)
+    assert good.run is not None and good.run.median > 0 and not good.failed
+    assert bad.failed.startswith(f"{tmp_path / 'no.onnx'}: onnxruntime refuses it: ")
+    assert unknown.failed.startswith("no such pass: ") and unknown.start is None
+
+
+# What a process holds
+
+MEGABYTES = 40
+
+
+def grow(_: object, path: str, kind: str) -> None:
+    """Hold so much more: on the heap, or of a file that is mapped and read."""
+    size = MEGABYTES * 10**6
+    if kind == "heap":
+        held: Any = b"x" * size
+    else:
+        with open(path, "rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        assert sum(held[place] for place in range(0, size, 4096)) == 0
+    hang.held = held  # type: ignore[attr-defined]
+
+
+@needs_proc
+@pytest.mark.parametrize(("kind", "private"), [("heap", MEGABYTES), ("mapped file", 0)])
+def test_private_memory_is_what_no_file_backs(kind: str, private: int, tmp_path: Path):
+    path = tmp_path / "zeros"
+    path.write_bytes(bytes(MEGABYTES * 10**6))
+    with SessionProcess() as process:
+        process.call("test_measurement:grow", path=str(path), kind="heap")  # imports are done
+        process.call("test_measurement:hang_free")
+        before = process_memory(process.pid)
+        process.call("test_measurement:grow", path=str(path), kind=kind)
+        after = process_memory(process.pid)
+        peak = process.peak_private
+    assert before.private is not None and after.private is not None
+    assert abs((after.private - before.private) / 1e6 - private) < 4
+    assert after.resident is not None and before.resident is not None
+    assert (after.resident - before.resident) / 1e6 > MEGABYTES - 4
+    assert peak is not None and peak >= after.private
+
+
+def hang_free(_: object) -> None:
+    del hang.held  # type: ignore[attr-defined]
