@@ -36,7 +36,7 @@ INT4_PAGES = (
 INT8_PAGES = ("README.md", "precision-planning.md")
 # What the blocks of a page print, and which files they leave.
 PRINTED = {
-    "README.md": ("built: fired 2, refused 0", "run ms, median"),
+    "README.md": ("built: fired 2, refused 0", "median (range)"),
     "dq-matmulnbits-fusion.md": ("built: fired 2, refused 0", "wrote fused.onnx"),
     "mixed-precision.md": ("uint8 -> uint16", "refused 0", "built: fired"),
     "prepacked-weights.md": ("built: fired 3, refused 0",),
