@@ -26,17 +26,15 @@ __all__ = [
 import collections
 import difflib
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     import onnxruntime
 
-    from ortplugins.comparison.given_model import ModelSource
+    from ortplugins.comparison.given_model import GivenModel, ModelSource
     from ortplugins.comparison.inputs import Inputs
     from ortplugins.comparison.profile import ProfiledNode
     from session_options import DqMatMulNBitsFusion
@@ -68,7 +66,10 @@ def assert_fused(
         MissingFileError, ModelFileError: If the model cannot be used.
     """
     __tracebackhide__ = True
-    found = _operators(model)
+    from ortplugins.comparison.given_model import GivenModel
+
+    given = GivenModel(model)
+    found = _operators(given)
     wrong = []
     for name, expected in counts.items():
         if isinstance(expected, bool) or not isinstance(expected, int) or expected < 0:
@@ -80,9 +81,9 @@ def assert_fused(
             wrong.append(f"  {name}: {number}, expected {expected}")
     if not wrong:
         return
-    listed = ", ".join(f"{_spelled(key)} {n}" for key, n in sorted(found.items()))
-    lines = [f"{_called(model)} has other operators:", *wrong, f"operators found: {listed}"]
-    if reasons := _reasons(model, fusion):
+    listed = ", ".join(f"{_qualified_name(key)} {n}" for key, n in sorted(found.items()))
+    lines = [f"{given.name} has other operators:", *wrong, f"operators found: {listed}"]
+    if reasons := _reasons(given, fusion):
         lines += ["not fused:", *_first(f"  {node}: {why}" for node, why in reasons.items())]
     raise AssertionError("\n".join(lines))
 
@@ -105,12 +106,14 @@ def assert_no_unfused_weights(
         PassError: If the fusion fails.
     """
     __tracebackhide__ = True
+    from ortplugins.comparison.given_model import GivenModel
     from ortplugins.comparison.unfused_weights import unfused_in
 
-    unfused = unfused_in(model, fusion, final=_is_final(model))
+    given = GivenModel(model)
+    unfused = unfused_in(given, fusion, final=given.is_final)
     if unfused:
         lines = _first(f"  {node}: {why}" for node, why in unfused.items())
-        count = f"{len(unfused)} nodes of {_called(model)} keep a dequantised weight:"
+        count = f"{len(unfused)} nodes of {given.name} keep a dequantised weight:"
         raise AssertionError("\n".join([count, *lines]))
 
 
@@ -158,15 +161,17 @@ def assert_same_outputs(
     """
     __tracebackhide__ = True
     from ortplugins.comparison.difference import find_violation
+    from ortplugins.comparison.given_model import GivenModel
     from ortplugins.comparison.model_pair import ModelPair
     from ortplugins.errors import ModelFileError
 
+    first, second = GivenModel(a), GivenModel(b)
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         pair = ModelPair(
-            a,
-            b,
+            first,
+            second,
             inputs,
             scratch=Path(folder),
             dims=dims,
@@ -178,7 +183,9 @@ def assert_same_outputs(
         known = {*pair.outputs, *pair.not_compared}
         for name in outputs or ():
             if name not in known:
-                raise ValueError(f"{name!r} is no output of either model{_near(name, known)}")
+                raise ValueError(
+                    f"{name!r} is not an output of either model{_did_you_mean(name, known)}"
+                )
         wanted = known if outputs is None else set(outputs)
         for name, why in pair.not_compared.items():
             if name in wanted and "no such output" in why:
@@ -195,7 +202,7 @@ def assert_same_outputs(
         del pair
     if failures:
         tolerance = f"rtol {rtol:g}, atol {'rtol * max |a|' if atol is None else f'{atol:g}'}"
-        head = f"{_called(b)} computes something else than {_called(a)} ({tolerance}):"
+        head = f"{second.name} computes something else than {first.name} ({tolerance}):"
         raise AssertionError("\n".join([head, *_first(failures)]))
 
 
@@ -229,37 +236,37 @@ def assert_runs_in_order(
         CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison.given_model import as_file, is_session
+    from ortplugins.comparison.given_model import GivenModel
     from ortplugins.comparison.inputs import comparison_feeds
     from ortplugins.comparison.profile import profiled_run
+    from ortplugins.runtime.stock_session import open_model, stock_options
 
+    given = GivenModel(model)
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         scratch = Path(folder)
-        path = as_file(model, scratch)
-        options = sess_options
-        if is_session(model):
-            session: Any = model
+        path = given.file(scratch)
+        options, session = sess_options, given.session
+        if session is None:
+            session = open_model(path, "disable", providers)
+            options = options or stock_options()
+        else:
             options = options or session.get_session_options()
             providers = session.get_providers()
-        else:
-            from ortplugins.runtime.stock_session import open_model
-
-            session = open_model(path, "disable", providers)
         feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
         ran = profiled_run(
             str(path),
-            options or _plain_options(),
+            options,
             feeds.largest(),
             providers,
-            name=_called(model),
+            name=given.name,
         )
-        expected = _names_in_file(path) if names is None else list(names)
+        expected = _names_of_nodes(given) if names is None else list(names)
     if len(set(expected)) < len(expected):
         (twice, _), *_ = collections.Counter(expected).most_common(1)
         raise ValueError(f"{twice!r} names more than one node: give each a name of its own")
-    _check_order(expected, ran, _called(model))
+    _check_order(expected, ran, given.name)
 
 
 def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: str) -> None:
@@ -268,7 +275,7 @@ def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: s
     for place, node in enumerate(ran):
         places.setdefault(node.name, place)
     if missing := [name for name in expected if name not in places]:
-        lines = _first(f"  {name}{_near(name, places)}" for name in missing)
+        lines = _first(f"  {name}{_did_you_mean(name, places)}" for name in missing)
         raise AssertionError(
             "\n".join([f"{len(missing)} nodes of {called} did not run:", *lines])
         )
@@ -284,52 +291,21 @@ def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: s
             )
 
 
-def _plain_options() -> onnxruntime.SessionOptions:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    return options
-
-
-def _names_in_file(path: Path) -> list[str]:
+def _names_of_nodes(model: GivenModel) -> list[str]:
     """Names of the nodes that can run, as onnxruntime has them: it makes constants tensors."""
-    nodes = (node for node in _graph_of(path).graph if node.op_type != "Constant")
+    graph = model.graph_as_written().graph
+    nodes = (node for node in graph if node.op_type != "Constant")
     return [node.name or f"{node.op_type}_{index}" for index, node in enumerate(nodes)]
 
 
-def _graph_of(model: ModelSource) -> ir.Model:
-    """Return a model as it is written: constants are nodes, where they are none elsewhere."""
-    import onnx
-    import onnx_ir as ir
-
-    from ortplugins.comparison.given_model import as_ir, quiet_about_packed_weights
-    from ortplugins.model_io.loading import read_model_file
-
-    checked: ir.Model = as_ir(model)  # whatever is wrong with it is told there
-    if isinstance(model, str | os.PathLike):
-        proto: onnx.ModelProto = onnx.ModelProto.FromString(read_model_file(model))
-        with quiet_about_packed_weights():
-            return ir.from_proto(proto)
-    if isinstance(model, onnx.ModelProto):
-        return ir.from_proto(model)
-    return checked
-
-
-def _operators(model: ModelSource) -> dict[tuple[str, str], int]:
+def _operators(model: GivenModel) -> dict[tuple[str, str], int]:
     """Count nodes by domain and operator."""
-    from ortplugins.optimization.optimize import OptimizeResult
-
-    if isinstance(model, OptimizeResult):
-        model = model.model if model.path is None else model.path
-    graphs = _graph_of(model)
-    counted = collections.Counter(
+    written = model.graph_as_written()
+    return collections.Counter(
         (node.domain, node.op_type)
-        for graph in [graphs.graph, *(f.graph for f in graphs.functions.values())]
+        for graph in [written.graph, *(f.graph for f in written.functions.values())]
         for node in graph.all_nodes()
     )
-    return dict(counted)
 
 
 def _is_meant(name: str, key: tuple[str, str]) -> bool:
@@ -339,7 +315,7 @@ def _is_meant(name: str, key: tuple[str, str]) -> bool:
     return not colon or ("" if domain == "ai.onnx" else domain) == key[0]
 
 
-def _spelled(key: tuple[str, str]) -> str:
+def _qualified_name(key: tuple[str, str]) -> str:
     return f"{key[0]}:{key[1]}" if key[0] else key[1]
 
 
@@ -360,52 +336,30 @@ def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
     if not any(_is_meant(name, key) for key in known):
         names = {op for _, op in {*known, *found}}
         raise ValueError(
-            f"onnxruntime knows no operator {name!r}{_near(op_type, names)}; write "
+            f"onnxruntime knows no operator {name!r}{_did_you_mean(op_type, names)}; write "
             "'domain:Op' for one of a custom library"
         )
 
 
-def _reasons(model: ModelSource, fusion: DqMatMulNBitsFusion | None) -> dict[str, str]:
-    """Why nodes are not fused: the report's word, else the fusion's own."""
-    from ortplugins.comparison.given_model import report_of
+def _reasons(model: GivenModel, fusion: DqMatMulNBitsFusion | None) -> dict[str, str]:
+    """Return why nodes are not fused, by the report; without one, by the fusion itself."""
     from ortplugins.comparison.unfused_weights import unfused_in
     from ortplugins.errors import PassError
 
-    report = report_of(model)
-    if report is not None and fusion is None:
+    if model.report is not None and fusion is None:
         reasons: dict[str, str] = {}
-        for remark in report.refused:
+        for remark in model.report.refused:
             before = reasons.get(remark.node)
             reasons[remark.node] = f"{before}; {remark.reason}" if before else remark.reason
         return reasons
     try:
         return unfused_in(model, fusion)
     except PassError as error:
-        # The counts are wrong whatever the reason: that is told in any case.
-        return {"dq_matmulnbits_fusion": f"tells no reasons: {error}"}
+        # The counts are wrong whatever the reason: they are reported in any case.
+        return {"dq_matmulnbits_fusion": f"gives no reasons: {error}"}
 
 
-def _is_final(model: ModelSource) -> bool:
-    from ortplugins.comparison.given_model import is_session
-    from ortplugins.optimization.optimize import OptimizeResult
-
-    return is_session(model) or isinstance(model, OptimizeResult)
-
-
-def _called(model: ModelSource) -> str:
-    from ortplugins.comparison.given_model import is_session
-    from ortplugins.optimization.optimize import OptimizeResult
-
-    if isinstance(model, str | os.PathLike):
-        return os.fspath(model)
-    if is_session(model):
-        return "the session's model"
-    if isinstance(model, OptimizeResult):
-        return "the optimised model" if model.path is None else str(model.path)
-    return "the model given as bytes" if isinstance(model, bytes) else "the model"
-
-
-def _near(name: str, names: Any) -> str:
+def _did_you_mean(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, [item for item in names if item], n=1)
     return f"; is {near[0]!r} meant?" if near else ""
 

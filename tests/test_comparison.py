@@ -206,7 +206,7 @@ def test_a_model_is_compared_with_what_passes_make_of_it(external: bool, tmp_pat
         "MatMulNBits",
     )
     assert found.layers.only_a == (("dq", "DequantizeLinear"),)
-    assert found.first_parted is None
+    assert found.first_divergence is None
     assert {item.name for item in tmp_path.iterdir()} == before
 
 
@@ -249,7 +249,7 @@ def test_what_makes_no_sense_is_refused():
     ):
         with pytest.raises(ValueError, match=text):
             ortplugins.compare(model, model, **arguments)
-    with pytest.raises(TypeError, match="a int is no model"):
+    with pytest.raises(TypeError, match="a int is not a model"):
         ortplugins.compare(model, 3)
 
 
@@ -267,8 +267,8 @@ def branches(b: str, c: str) -> onnx.ModelProto:
 def test_the_first_node_that_is_off_is_the_first_that_runs():
     found = ortplugins.compare(branches("Neg", "Exp"), branches("Sin", "Cos"), layers=True)
     assert [layer.node for layer in found.layers.layers] == ["a", "c", "b", "d"]
-    assert found.first_parted.node == "c"
-    assert found.first_parted.other_op_type == "Cos"
+    assert found.first_divergence.node == "c"
+    assert found.first_divergence.other_op_type == "Cos"
 
 
 def test_values_are_fetched_within_the_budget(monkeypatch: pytest.MonkeyPatch):
@@ -315,7 +315,7 @@ def test_values_are_those_of_packed_weights(tmp_path: Path):
     arguments = {"passes": [FUSION], "options": {f"{FUSION}.accuracy_level": 4}}
     found = ortplugins.compare(model, **arguments, layers=True)
     assert found.outputs[0].relative_rms > 1e-4
-    assert found.first_parted.difference == found.outputs[0]
+    assert found.first_divergence.difference == found.outputs[0]
 
 
 # Times
@@ -376,7 +376,7 @@ def test_the_command_prints_what_the_json_says():
     content = json.loads(Path("out.json").read_text(), parse_constant=pytest.fail)
     assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
     assert content["outputs"][0]["max_abs"] == "inf"
-    assert content["first_parted"]["node"] == "c"
+    assert content["first_divergence"]["node"] == "c"
     assert "c\tExp -> Log\tw\tinf\t" in done.output
     assert "first node where they part: c (Exp), value 'w'" in done.output
 

@@ -203,7 +203,9 @@ def test_an_output_that_is_missing_or_no_tensor_is_not_passed_over():
     with pytest.raises(AssertionError, match="output 'z': model b has no such output"):
         assert_same_outputs(both, one)
     assert_same_outputs(both, one, outputs=["y"])
-    with pytest.raises(ValueError, match="'yy' is no output of either model; is 'y' meant"):
+    with pytest.raises(
+        ValueError, match="'yy' is not an output of either model; is 'y' meant"
+    ):
         assert_same_outputs(both, one, outputs=["yy"])
     listed = from_text("""g (float[2] x) => (seq(float[2]) s, float[2] y)
         { s = SequenceConstruct(x) y = Relu(x) }""")

@@ -128,6 +128,7 @@ def _check(
     inputs: Mapping[str, Any],
 ) -> _Checked:
     from ortplugins.comparison.difference import find_violation
+    from ortplugins.comparison.given_model import GivenModel
     from ortplugins.comparison.model_pair import ModelPair
     from ortplugins.comparison.unfused_weights import unfused_in
     from ortplugins.optimization.optimize import optimize
@@ -137,14 +138,14 @@ def _check(
     ) as folder:
         scratch = Path(folder)
         result = optimize(model, scratch / "optimised.onnx", passes=passes, options=options)
-        assert result.path is not None
-        pair = ModelPair(model, result.path, scratch=scratch, **inputs)
+        optimised = GivenModel(result)
+        pair = ModelPair(GivenModel(model), optimised, scratch=scratch, **inputs)
         worst: dict[str, Violation] = {}
         for sample, name, a, b in pair.run():
             item = find_violation(name, sample, a, b, *tolerance)
             if item is not None and (name not in worst or item.count > worst[name].count):
                 worst[name] = item
-        unfused = unfused_in(result.path, _fusion_of(passes, options))
+        unfused = unfused_in(optimised, _fusion_of(passes, options))
         return _Checked(result.report, unfused, tuple(worst.values()), pair.not_compared)
 
 

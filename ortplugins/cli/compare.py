@@ -179,7 +179,7 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
     if layers.not_compared:
         names = ", ".join(layers.not_compared)
         out.print(f"no tensors of numbers, not compared: {names}", soft_wrap=True)
-    parted = found.first_parted
+    parted = found.first_divergence
     if parted is None:
         typer.echo(f"no value of both is off by more than {found.tolerance:g}")
         return
@@ -207,10 +207,9 @@ def _spread(spread: Spread, unit: str) -> str:
 
 
 def _verdict(cost: Cost) -> str:
-    """The ratio, where it says something."""
-    if cost.differs is False:
-        return "no difference"
-    return "" if cost.ratio is None else f"{cost.ratio:.2f}"
+    """Return the ratio, where the runs tell the models apart by 1 % or more."""
+    ratio = "" if cost.ratio is None else f"{cost.ratio:.2f}"
+    return "no difference" if cost.differs is False or ratio == "1.00" else ratio
 
 
 def _figures(d: Difference) -> tuple[str, ...]:

@@ -8,14 +8,13 @@ __all__ = ["Comparison", "Timing", "compare", "plain"]
 import dataclasses
 import json
 import math
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.given_model import as_file, is_session, report_of
+from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.inputs import Inputs
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.model_pair import ModelPair
@@ -81,7 +80,7 @@ class Comparison:
     costs: tuple[Cost, ...] = ()
 
     @property
-    def first_parted(self) -> Layer | None:
+    def first_divergence(self) -> Layer | None:
         """The first value, in the order in which a runs, that is off by more."""
         layers = () if self.layers is None else self.layers.layers
         return next(
@@ -105,8 +104,8 @@ class Comparison:
             for cost in self.costs
         ]
         content["report"] = None if self.report is None else self.report.to_dict()
-        parted = self.first_parted
-        content["first_parted"] = None if parted is None else dataclasses.asdict(parted)
+        parted = self.first_divergence
+        content["first_divergence"] = None if parted is None else dataclasses.asdict(parted)
         result: dict[str, Any] = plain(content)
         return result
 
@@ -133,7 +132,7 @@ def compare(
     max_memory: int = 256 << 20,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Comparison:
-    """Run two models on the same inputs and tell how far they are apart.
+    """Run two models on the same inputs and return how far they are apart.
 
     Args:
         a: The reference: a path, bytes, an object, what :func:`.optimize` returned,
@@ -177,22 +176,17 @@ def compare(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         scratch = Path(folder)
-        names = _name(a, "a"), "optimised" if b is None else _name(b, "b")
-        report = None
-        settings = [_settings(model) for model in (a, b)]
+        first, report = GivenModel(a), None
         if b is None:
             from ortplugins.optimization.optimize import optimize
 
-            a = as_file(a, scratch)
-            result = optimize(a, scratch / "optimised.onnx", passes=passes, options=options)
-            b = result.path
-            report = dataclasses.replace(result.report, artifact="")  # gone by the end
-            settings[1] = _settings(result)
-            assert b is not None
-        a, b = (m if is_session(m) else as_file(m, scratch) for m in (a, b))
+            target = scratch / "optimised.onnx"
+            b = optimize(first.file(scratch), target, passes=passes, options=options)
+            report = dataclasses.replace(b.report, artifact="")  # gone by the end
+        second = GivenModel(b)
         pair = ModelPair(
-            a,
-            b,
+            first,
+            second,
             inputs,
             scratch=scratch,
             dims=dims,
@@ -207,29 +201,30 @@ def compare(
         del pair  # its sessions hold what the next ones need
         compared = timings = None
         costs: Sequence[Cost] = ()
-        if layers or runs:
-            files = as_file(a, scratch), as_file(b, scratch)
         if layers:
+            files = first.file(scratch), second.file(scratch)
             compared = compare_layers(
                 *files, feeds, scratch=scratch, max_memory=max_memory, providers=providers
             )
         if runs:
+            level = optimization_level or "all"
             candidates = [
                 Candidate(
-                    file,
-                    level=optimization_level or "all",
-                    settings=chosen,
+                    model.file(scratch),
+                    level=level,
+                    settings=model.settings,
                     providers=providers,
                 )
-                for file, chosen in zip(files, settings, strict=True)
+                for model in (first, second)
             ]
-            first, second = measure(
+            found = measure(
                 candidates, feeds.largest(), rounds=rounds, runs=runs, lockstep=True
             )
-            timings = _timing(first), _timing(second)
-            costs = side_by_side(first, second)
+            timings = _timing(found[0]), _timing(found[1])
+            costs = side_by_side(*found)
         return Comparison(
-            *names,
+            first.name,
+            second.name if report is None else "optimised",
             count,
             outputs,
             not_compared,
@@ -265,26 +260,6 @@ def _outputs(pair: ModelPair) -> tuple[tuple[Difference, ...], int]:
         sums[name].add(x, y)
         count = index + 1
     return tuple(item.result() for item in sums.values()), count
-
-
-def _name(model: ModelSource, otherwise: str) -> str:
-    if isinstance(model, str | os.PathLike):
-        return os.fspath(model)
-    report = report_of(model)
-    return (report.artifact if report is not None else "") or otherwise
-
-
-def _settings(model: ModelSource | None) -> dict[str, str]:
-    """What to set sessions on a model to: as a given session is, or as its report asks for."""
-    if is_session(model):
-        options = cast(Any, model).get_session_options()
-        return {
-            "graph_optimization_level": options.graph_optimization_level.name,
-            "execution_order": options.execution_order.name,
-            "enable_mem_pattern": str(int(options.enable_mem_pattern)),
-            "enable_mem_reuse": str(int(options.enable_mem_reuse)),
-        }
-    return dict(getattr(model, "session_settings", {}))  # of an OptimizeResult
 
 
 def plain(content: Any) -> Any:

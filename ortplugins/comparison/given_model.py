@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""One kind of model to work on, a file, from whatever kind a model was given as."""
+"""A model in whatever kind it was given: path, bytes, object, result or session."""
 
 from __future__ import annotations
 
-__all__ = [
-    "ModelSource",
-    "as_file",
-    "as_ir",
-    "is_session",
-    "quiet_about_packed_weights",
-    "report_of",
-]
+__all__ = ["GivenModel", "ModelSource"]
 
 import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,115 +26,148 @@ if TYPE_CHECKING:
     ModelSource: TypeAlias = ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession
 
 
-def as_file(model: ModelSource, scratch: Path) -> Path:
-    """Return the file of a model; what lies in memory is written to ``scratch``.
+class GivenModel:
+    """One answer to what a model is, whatever kind it was given as.
 
-    Args:
-        model: A path, serialized bytes, an object, what ``optimize`` returned, or a session,
-            which stands for the model that it opened: before onnxruntime's own fusions.
-        scratch: An existing folder, to be kept as long as the file is used.
-
-    Raises:
-        MissingFileError, ModelFileError: If it cannot be used.
-        TypeError: If it is no model.
+    Attributes:
+        name: What messages call it.
+        session: The session, where one was given. It stands for the model that it opened:
+            before onnxruntime's own fusions.
+        report: Of what ``optimize`` returned, or of a session with passes; None of all else.
+        settings: What sessions on it are set to: as the given session is, or as what
+            ``optimize`` returned asks for.
+        is_final: Whether it is what will run: a session, or what ``optimize`` returned.
     """
-    import onnx
-    import onnx_ir as ir
 
-    from ortplugins.model_io.loading import from_memory, load_bytes
-    from ortplugins.model_io.saving import save_with_data
-    from ortplugins.optimization.optimize import OptimizeResult
+    def __init__(self, model: ModelSource) -> None:
+        """Look at what was given; nothing is read.
 
-    if isinstance(model, str | os.PathLike):
-        return Path(model)
-    if is_session(model):
-        return as_file(_opened_by(model), scratch)
-    if isinstance(model, OptimizeResult):
-        return as_file(model.model if model.path is None else model.path, scratch)
-    if isinstance(model, bytes):
-        loaded = load_bytes(model, None)
-    elif isinstance(model, onnx.ModelProto | ir.Model):
-        loaded = from_memory(model)
-    else:
-        raise _no_model(model)
-    path = Path(tempfile.mkdtemp(dir=scratch)) / "model.onnx"
-    save_with_data(loaded.model, path)
-    return path
+        Raises:
+            TypeError: If it is no model.
+        """
+        import onnx
+        import onnx_ir as ir
+        import onnxruntime
+
+        from ortplugins.optimization.optimize import OptimizeResult
+
+        self.name = "the model"
+        self.session: onnxruntime.InferenceSession | None = None
+        self.report: Report | None = None
+        self.settings: Mapping[str, str] = {}
+        self._given: Any = model
+        self._file: Path | None = None
+        if isinstance(model, onnxruntime.InferenceSession):
+            self.name, self.session = "the session's model", model
+            report = getattr(model, "ortplugins_report", None)
+            self.report = report if report is not None and report.passes else None
+            self.settings = _settings_of(model)
+        elif isinstance(model, OptimizeResult):
+            self.report, self.settings = model.report, model.session_settings
+            self._given = model.model if model.path is None else model.path
+            self.name = "the optimised model" if model.path is None else str(model.path)
+        elif isinstance(model, str | os.PathLike):
+            self.name = os.fspath(model)
+        elif isinstance(model, bytes):
+            self.name = "the model given as bytes"
+        elif not isinstance(model, onnx.ModelProto | ir.Model):
+            raise TypeError(
+                f"a {type(model).__name__} is not a model: a path, bytes, an onnx.ModelProto, "
+                "an onnx_ir.Model, an OptimizeResult or a session is expected"
+            )
+        self.is_final = isinstance(model, onnxruntime.InferenceSession | OptimizeResult)
+
+    def file(self, scratch: Path) -> Path:
+        """Return its file; what lies in memory is written to ``scratch`` first.
+
+        Args:
+            scratch: An existing folder, to be kept as long as the file is used.
+
+        Raises:
+            MissingFileError, ModelFileError: If it cannot be used.
+        """
+        from ortplugins.model_io.saving import save_with_data
+
+        if self._file is None:
+            source = self._source()
+            if isinstance(source, str | os.PathLike):
+                self._file = Path(source)
+            else:
+                self._file = Path(tempfile.mkdtemp(dir=scratch)) / "model.onnx"
+                save_with_data(self.graph(), self._file)
+        return self._file
+
+    def graph(self) -> ir.Model:
+        """Return its graph, for the caller to change; tensors stay where they are.
+
+        Raises:
+            MissingFileError, ModelFileError: If it cannot be used.
+        """
+        from ortplugins.model_io.loading import from_memory, load_bytes, load_path
+
+        source = self._source()
+        if isinstance(source, bytes):
+            return load_bytes(source, None).model
+        if isinstance(source, str | os.PathLike):
+            with _quiet_about_packed_weights():
+                return load_path(source).model
+        return from_memory(source).model
+
+    def graph_as_written(self) -> ir.Model:
+        """Return the graph with constants as nodes, where they are no initializers yet.
+
+        Raises:
+            MissingFileError, ModelFileError: If it cannot be used.
+        """
+        import onnx
+        import onnx_ir as ir
+
+        from ortplugins.model_io.loading import read_model_file
+
+        checked = self.graph()  # whatever is wrong with it is an error there
+        source = self._source()
+        if isinstance(source, str | os.PathLike):
+            source = onnx.ModelProto.FromString(read_model_file(source))
+        if isinstance(source, onnx.ModelProto):
+            with _quiet_about_packed_weights():
+                return ir.from_proto(source)
+        return checked
+
+    def _source(self) -> Any:
+        """Path, bytes or object; of a session what onnxruntime was given: ours, or the user's.
+
+        Raises:
+            ModelFileError: If the file of a session is gone.
+        """
+        if self.session is None:
+            return self._given
+        report = getattr(self.session, "ortplugins_report", None)
+        path = self.session._model_path
+        if report is not None and report.artifact:
+            path = report.artifact  # with passes, the session says what was asked for
+        if path is None:
+            return bytes(self.session._model_bytes)
+        if not os.path.exists(path):
+            raise ModelFileError(
+                f"{path}: the model that the session opened is gone: it was built without a "
+                "cache, or the cache was emptied since"
+            )
+        return path
 
 
-def as_ir(model: ModelSource) -> ir.Model:
-    """Return the graph of a model, for the caller to change; its tensors stay where they are.
-
-    Args:
-        model: As for :func:`as_file`.
-
-    Raises:
-        MissingFileError, ModelFileError: If it cannot be used.
-        TypeError: If it is no model.
-    """
-    import onnx
-    import onnx_ir as ir
-
-    from ortplugins.model_io.loading import from_memory, load_bytes, load_path
-    from ortplugins.optimization.optimize import OptimizeResult
-
-    if isinstance(model, str | os.PathLike):
-        with quiet_about_packed_weights():
-            return load_path(model).model
-    if is_session(model):
-        return as_ir(_opened_by(model))
-    if isinstance(model, OptimizeResult):
-        return as_ir(model.model if model.path is None else model.path)
-    if isinstance(model, bytes):
-        return load_bytes(model, None).model
-    if isinstance(model, onnx.ModelProto | ir.Model):
-        return from_memory(model).model
-    raise _no_model(model)
+def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
+    options = session.get_session_options()
+    return {
+        "graph_optimization_level": options.graph_optimization_level.name,
+        "execution_order": options.execution_order.name,
+        "enable_mem_pattern": str(int(options.enable_mem_pattern)),
+        "enable_mem_reuse": str(int(options.enable_mem_reuse)),
+    }
 
 
 @contextlib.contextmanager
-def quiet_about_packed_weights() -> Iterator[None]:
+def _quiet_about_packed_weights() -> Iterator[None]:
     """Keep onnx from warning of records of packed weights, which it has no place for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Ignoring unknown external data")
         yield
-
-
-def is_session(model: object) -> bool:
-    """Whether a model was given as a session."""
-    import onnxruntime
-
-    return isinstance(model, onnxruntime.InferenceSession)
-
-
-def report_of(model: object) -> Report | None:
-    """Return the report of what ``optimize`` returned or of a session; None of all else."""
-    from ortplugins.optimization.optimize import OptimizeResult
-
-    if isinstance(model, OptimizeResult):
-        return model.report
-    report: Report | None = getattr(model, "ortplugins_report", None)
-    return report if report is not None and report.passes else None
-
-
-def _opened_by(session: Any) -> str | bytes:
-    """What onnxruntime was given when the session was created: our file, or the user's own."""
-    report = getattr(session, "ortplugins_report", None)
-    path, content = session._model_path, session._model_bytes
-    if report is not None and report.artifact:
-        path = report.artifact  # where passes are switched on, the session says what was asked
-    if path is None:
-        return bytes(content)
-    if not os.path.exists(path):
-        raise ModelFileError(
-            f"{path}: the model that the session opened is there no more: it was built "
-            "without a cache, or the cache was emptied meanwhile"
-        )
-    return str(path)
-
-
-def _no_model(model: object) -> TypeError:
-    return TypeError(
-        f"a {type(model).__name__} is no model: a path, bytes, an onnx.ModelProto, an "
-        "onnx_ir.Model, an OptimizeResult or a session is expected"
-    )

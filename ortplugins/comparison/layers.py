@@ -24,11 +24,12 @@ import onnx_ir.passes.common
 import onnxruntime
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.given_model import as_ir
+from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.profile import profiled_run
 from ortplugins.errors import ModelFileError
 from ortplugins.optimization.stages import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
+from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed, KeptSamples
 from rewrite_rules.graph.nodes import label
 
@@ -166,7 +167,7 @@ class _Side:
 
     def __init__(self, path: Path, scratch: Path, providers: Sequence[Any]) -> None:
         self.name = str(path)
-        self._model = as_ir(path)
+        self._model = GivenModel(path).graph()
         self._folder = detach_tensors(self._model, Path(tempfile.mkdtemp(dir=scratch)))
         self._providers = providers
         self._nodes = list(self._model.graph)
@@ -228,9 +229,7 @@ class _Side:
             ) from error
 
     def _options(self) -> onnxruntime.SessionOptions:
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
+        options = stock_options()
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self._folder)
         )

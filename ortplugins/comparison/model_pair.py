@@ -7,19 +7,16 @@ __all__ = ["ModelPair"]
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 import onnxruntime
 
-from ortplugins.comparison.given_model import as_file, is_session
+from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.errors import ModelFileError
 from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.sources import Feed, KeptSamples
-
-if TYPE_CHECKING:
-    from ortplugins.comparison.given_model import ModelSource
 
 # onnxruntime gives numpy no others.
 _NUMPY_TYPES = frozenset({
@@ -41,8 +38,8 @@ class ModelPair:
 
     def __init__(
         self,
-        a: ModelSource,
-        b: ModelSource,
+        a: GivenModel,
+        b: GivenModel,
         inputs: Inputs = None,
         *,
         scratch: Path,
@@ -60,10 +57,10 @@ class ModelPair:
             ValueError: As :func:`comparison_feeds` and :func:`open_model`.
         """
 
-        def opened(model: ModelSource) -> onnxruntime.InferenceSession:
-            if is_session(model):
-                return model
-            return open_model(as_file(model, scratch), optimization_level, providers)
+        def opened(model: GivenModel) -> onnxruntime.InferenceSession:
+            return model.session or open_model(
+                model.file(scratch), optimization_level, providers
+            )
 
         self.a, self.b = opened(a), opened(b)
         self.feeds: KeptSamples = comparison_feeds(
@@ -111,7 +108,8 @@ class ModelPair:
             if item.name not in self._taken_a:
                 names = ", ".join(map(repr, required))
                 raise ModelFileError(
-                    f"model b takes input {item.name!r}, which model a has not: it has {names}"
+                    f"model b takes input {item.name!r}, which model a does not have: "
+                    f"it has {names}"
                 )
             other = required.get(item.name)
             if other is not None and other.type != item.type:

@@ -11,11 +11,11 @@ from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
 
 if TYPE_CHECKING:
-    from ortplugins.comparison.given_model import ModelSource
+    from ortplugins.comparison.given_model import GivenModel
 
 
 def unfused_in(
-    model: ModelSource, fusion: DqMatMulNBitsFusion | None = None, *, final: bool = True
+    model: GivenModel, fusion: DqMatMulNBitsFusion | None = None, *, final: bool = True
 ) -> dict[str, str]:
     """Run the fusion on a copy; return the nodes whose dequantised weights would stay.
 
@@ -32,11 +32,10 @@ def unfused_in(
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If the fusion fails.
     """
-    from ortplugins.comparison.given_model import as_ir
     from ortplugins.optimization.stages import PassRuns, infer_shapes, run_stage
     from session_options.plan import make_plan
 
-    copy = as_ir(model)
+    copy = model.graph()
     infer_shapes(copy)
     runs = PassRuns()
     plan = make_plan([fusion or DqMatMulNBitsFusion()])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LEVELS", "open_model"]
+__all__ = ["LEVELS", "open_model", "stock_options"]
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,27 @@ LEVELS = {
     "all": "ORT_ENABLE_ALL",
 }
 """Optimisation levels of onnxruntime by the names that options take."""
+
+
+def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
+    """Return options of a quiet session.
+
+    Args:
+        level: A key of :data:`LEVELS`.
+
+    Raises:
+        ValueError: If there is no such level.
+    """
+    if level not in LEVELS:
+        raise ValueError(
+            f"there is no level {level!r}: one of {', '.join(LEVELS)} is expected"
+        )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, LEVELS[level]
+    )
+    return options
 
 
 def open_model(
@@ -44,19 +65,11 @@ def open_model(
         ModelFileError: If onnxruntime refuses it, chained.
         ValueError: If there is no such level.
     """
-    if level not in LEVELS:
-        raise ValueError(
-            f"there is no level {level!r}: one of {', '.join(LEVELS)} is expected"
-        )
+    options = stock_options(level)
     if not os.path.exists(path):
         from ortplugins.model_io.loading import read_model_file
 
         read_model_file(path)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, LEVELS[level]
-    )
     try:
         with lent(options, settings or {}):
             return onnxruntime.InferenceSession(
