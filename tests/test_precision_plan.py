@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from ortplugins.cli.app import app
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.html_report.precision_chart import as_svg, as_text
+from ortplugins.html_report.charts import promotion_bars, promotion_chart
 from ortplugins.quantization import quantize
 from ortplugins.quantization.planner.activations import plan_precision
 from ortplugins.quantization.planner.deviation import Deviation
@@ -293,8 +293,10 @@ def test_bits_meet_a_budget() -> None:
 def test_errors_without_a_number_are_drawn_at_the_top() -> None:
     errors = (math.inf, 0.4, 0.1)
     curve = [CurvePoint(i, (), Deviation(error, 0.5)) for i, error in enumerate(errors)]
-    assert as_text(curve) == ["error  inf  ██▂  0.1  with 0 to 2 promoted"]
-    assert "nan" not in as_svg(curve, "tensors", "m.onnx").replace("<title>0: error inf", "")
+    assert promotion_bars(curve) == ["error  inf  ██▂  0.1  with 0 to 2 promoted"]
+    assert "nan" not in promotion_chart(curve, "tensors", "m.onnx").replace(
+        "<title>0: error inf", ""
+    )
 
 
 def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ortplugins.comparison.inputs import example_feed
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report import facts as report_facts
 from ortplugins.html_report import page as report_page
-from ortplugins.html_report.charts import draw_errors, draw_memory, thinned
+from ortplugins.html_report.charts import Curve, error_chart, memory_chart, thinned
 from ortplugins.html_report.facts import gather_facts, group_remarks
 from ortplugins.html_report.page import render_page
 from ortplugins.html_report.weight_bytes import weight_bytes
@@ -328,13 +328,11 @@ def test_thinning_keeps_peaks():
 
 
 def test_charts_stand_on_any_numbers():
-    assert draw_errors([0.0, "nan"]) == ""
+    assert error_chart([0.0, "nan"]) == ""
     # The second is no number and the third 0: the line goes on after a gap.
-    assert draw_errors([1e-7, "inf", 0.0, 1e-300, 0.5]).partition('"curve')[2].count("M") == 2
-    assert ">1e0<" in draw_errors([1.0])
-    assert "0 B" in draw_memory([]) and "0 B" in draw_memory(
-        [{"peak": 0, "live": [0], "steps": 1}]
-    )
+    assert error_chart([1e-7, "inf", 0.0, 1e-300, 0.5]).partition('"curve')[2].count("M") == 2
+    assert ">1e0<" in error_chart([1.0])
+    assert "0 B" in memory_chart([]) and "0 B" in memory_chart([Curve("", [0])])
 
 
 # Colours.

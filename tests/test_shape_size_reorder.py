@@ -19,8 +19,8 @@ import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.artifacts.find_or_build import prepare
 from ortplugins.cli.app import app
+from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.live_memory import order_of
-from ortplugins.html_report.live_memory_chart import Curve, as_svg, as_text
 
 PROVIDERS = ["CPUExecutionProvider"]
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
@@ -173,9 +173,9 @@ def test_inspect_shows_the_orders(path, tmp_path):
 
 
 def test_pictures_keep_the_greatest_of_each_stretch():
-    (line,) = as_text([Curve("one", [0, 0, 8, 0, 4, 4])], width=3)
+    (line,) = memory_bars([Curve("one", [0, 0, 8, 0, 4, 4])], width=3)
     assert line.endswith(" █▄")
-    assert "A &amp; B" in as_svg([Curve("A & B", [1])], "t")
+    assert "A &amp; B" in memory_chart([Curve("A & B", [1])], "t")
 
 
 def arena_held(session: onnxruntime.InferenceSession, feed: dict, runs: int) -> list[int]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ortplugins.runtime.cpu_features import instruction_sets, processor_name
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization-figures.md"
 _HEAD = """# Quantising: figures
 
@@ -18,7 +20,6 @@ Made by `make bench-quantizers`; every section tells how, when and on what. Form
 methods: [Quantising weights](quantization.md).
 """
 _PACKAGES = ("onnxruntime", "onnx", "onnx_ir", "numpy", "ortplugins")
-_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
 
 
 def write_section(name: str, text: str, page: Path = PAGE, head: str = _HEAD) -> None:
@@ -41,18 +42,8 @@ def origin(command: str, versions: Sequence[str] = ()) -> str:
     """Say by which command, when, on which machine and with what a section was measured."""
     own = [f"{package} {version(package)}" for package in _PACKAGES]
     return (
-        f"`{command}`, {datetime.date.today().isoformat()}; {_processor()}, "
+        f"`{command}`, {datetime.date.today().isoformat()}; "
+        f"{processor_name()} ({', '.join(instruction_sets())}), "
         f"{os.cpu_count()} cores, Python {platform.python_version()}; "
         f"{', '.join([*own, *versions])}."
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            pairs = (line.split(":", 1) for line in lines if ":" in line)
-            facts = {key.strip(): value.strip() for key, value in pairs}
-    except OSError:
-        return platform.processor()
-    sets = [name for name in _INSTRUCTIONS if name in facts.get("flags", "").split()]
-    return f"{facts.get('model name', platform.processor())} ({', '.join(sets)})"

@@ -249,16 +249,16 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 
 def _show_order(model: Path, options: dict[str, str], svg: Path | None) -> None:
     """Print what the orders of a model hold, and draw it."""
+    from ortplugins.html_report.charts import memory_bars, memory_chart
     from ortplugins.html_report.live_memory import order_of
-    from ortplugins.html_report.live_memory_chart import as_svg, as_text
 
     order = order_of(model, options)
-    for line in as_text(order.curves):
+    for line in memory_bars(order.curves):
         typer.echo(line)
     for note in order.notes:
         typer.echo(note)
     if svg is not None:
-        svg.write_text(as_svg(order.curves, str(model)), encoding="utf-8")
+        svg.write_text(memory_chart(order.curves, str(model)), encoding="utf-8")
         typer.echo(f"wrote {svg}")
 
 

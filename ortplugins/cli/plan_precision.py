@@ -171,7 +171,7 @@ def _write(
     svg: Path | None,
     title: str,
 ) -> None:
-    from ortplugins.html_report.precision_chart import as_svg
+    from ortplugins.html_report.charts import promotion_chart
 
     if output is None:
         typer.echo(text)
@@ -179,7 +179,7 @@ def _write(
         output.write_text(text + "\n", encoding="utf-8")
         typer.echo(f"wrote {output}")
     if svg is not None:
-        svg.write_text(as_svg(curve, what, title), encoding="utf-8")
+        svg.write_text(promotion_chart(curve, what, title), encoding="utf-8")
         typer.echo(f"wrote {svg}")
 
 
@@ -214,7 +214,7 @@ def _print(
     notes: Sequence[str],
 ) -> None:
     """Print the ranking down to the last promoted one, then the curve."""
-    from ortplugins.html_report.precision_chart import as_text
+    from ortplugins.html_report.charts import promotion_bars
 
     steps = {name: point for point in curve for name in point.added}
     last = max(
@@ -238,7 +238,7 @@ def _print(
     print_table(
         ("", "Name", "Operator", "Its error alone", "Promoted", "Error then", "Cosine"), rows
     )
-    for line in as_text(curve):
+    for line in promotion_bars(curve):
         typer.echo(line)
     for note in notes:
         console().print(f"note: {note}", soft_wrap=True)

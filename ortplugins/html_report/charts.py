@@ -1,27 +1,70 @@
 # SPDX-License-Identifier: MIT
-"""Charts over the steps of a run, as SVG inside a page, in the page's colours.
+"""Charts as SVG and as bars of text: live memory, errors, errors against promotions.
 
-:mod:`.live_memory_chart` draws files, which have no theme: this has classes for colours,
-a dash for each line besides its colour, and as many points as can be told apart.
+Inside a page an SVG has the page's colours, by its classes. With a title it is a file of its
+own, with a style that can be read on light and dark backgrounds.
 """
 
 from __future__ import annotations
 
-__all__ = ["draw_errors", "draw_memory", "thinned"]
+__all__ = [
+    "Curve",
+    "error_chart",
+    "memory_bars",
+    "memory_chart",
+    "promotion_bars",
+    "promotion_chart",
+    "thinned",
+]
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from ortplugins.quantization.planner.search import CurvePoint
 
 _POINTS = 400
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 260, 64, 8, 10, 34
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 260, 64, 8, 28, 34
 # Errors below the greatest by more than this are all the same to a reader.
 _DECADES = 6
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-
+# From nothing to full.
+_BARS = " ▁▂▃▄▅▆▇█"
+_COLORS = ("#0b7a75", "#d1495b", "#7d6b91", "#b8860b")
+_FILE_STYLE = (
+    "text{font:12px sans-serif;fill:#888}.grid{stroke:#888;stroke-opacity:.3}"
+    ".curve{fill:none;stroke-width:1.5}"
+    + "".join(
+        f".s{i}{{stroke:{c}}}text.s{i},.p{i}{{fill:{c};stroke:none}}"
+        for i, c in enumerate(_COLORS)
+    )
+)
 
 _Number = TypeVar("_Number", int, float)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What one order of the nodes holds in memory.
+
+    Attributes:
+        name: Of the order.
+        live: Bytes that are live in each step, or the most in each of equal parts of the run.
+        steps: How many steps these are; 0 for one for each element of ``live``.
+    """
+
+    name: str
+    live: Sequence[int]
+    steps: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return max(self.live, default=0)
 
 
 def thinned(live: Sequence[_Number], points: int = _POINTS) -> list[_Number]:
@@ -31,34 +74,48 @@ def thinned(live: Sequence[_Number], points: int = _POINTS) -> list[_Number]:
     return [max(live[a:b]) for a, b in pairwise(edges)]
 
 
-def draw_memory(curves: Sequence[Mapping[str, Any]]) -> str:
-    """Return an <svg> of live memory; it holds numbers and nothing of a model's text.
+def memory_bars(curves: Sequence[Curve], width: int = 72) -> list[str]:
+    """Return a line for each curve: its name, its peak, and bars up to the greatest peak."""
+    top = max((curve.peak for curve in curves), default=0)
+    longest = max((len(curve.name) for curve in curves), default=0)
+    return [
+        f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  "
+        f"{_bars(thinned(curve.live, width), top)}"
+        for curve in curves
+    ]
+
+
+def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
+    """Return an <svg> of live memory over the steps of a run.
 
     Args:
-        curves: Each with ``peak`` and ``live`` (bytes) and ``steps``, that live stands for.
+        curves: Without a title no text of theirs is in the picture.
+        title: Of a file of its own, which names the curves.
     """
-    top = _round_up(max((curve["peak"] for curve in curves), default=0))
-    steps = max((curve["steps"] for curve in curves), default=0) or 1
+    top = _round_up(max((curve.peak for curve in curves), default=0))
+    steps = max((curve.steps or len(curve.live) for curve in curves), default=0) or 1
     scale, unit = next((item for item in _UNITS if top >= item[0]), _UNITS[-1])
     ticks = [(quarter / 4, f"{top * quarter / 4 / scale:.4g} {unit}") for quarter in range(5)]
-    parts = _frame("Live memory over the steps of a run; a table below has the peaks", ticks)
-    parts += _step_axis(steps)
+    parts = _frame("Live memory over the steps of a run", ticks, title)
+    parts += _axis(steps, "step ")
     for number, curve in enumerate(curves):
-        live = curve["live"]
-        each = curve["steps"] / len(live) if live else 0
-        points = "".join(
-            f"V{_y(value / top)}H{_x((i + 1) * each / steps)}" for i, value in enumerate(live)
-        )
+        live = thinned(curve.live)
+        each = (curve.steps or len(curve.live)) / len(live) / steps if live else 0
+        points = "".join(f"V{_y(v / top)}H{_x((i + 1) * each)}" for i, v in enumerate(live))
         line = f"M{_LEFT} {_y(0)}{points}V{_y(0)}"
         parts.append(f'<path class="curve s{number % 4}" d="{line}"/>')
-    return "\n".join([*parts, "</svg>"])
+        if title:
+            name = f"{escape(curve.name)}: {curve.peak / 1e6:.1f} MB"
+            place = f'x="{_LEFT + 230 * number}" y="16"'
+            parts.append(f'<text class="s{number % 4}" {place}>{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
-def draw_errors(errors: Sequence[Any]) -> str:
+def error_chart(errors: Sequence[Any]) -> str:
     """Return an <svg> of errors over the steps of a run, on a logarithmic scale.
 
     Args:
-        errors: In the order of the steps; what is no finite number is left out.
+        errors: In the order of the steps; what is not a finite number is left out.
 
     Returns:
         The picture; empty where no error is above 0.
@@ -72,8 +129,8 @@ def draw_errors(errors: Sequence[Any]) -> str:
     high = max(high, low + 1)
     every = -(-(high - low) // 5)
     ticks = [((p - low) / (high - low), f"1e{p}") for p in range(high, low - 1, -every)]
-    parts = _frame("Error over the steps of a run; a table below has the values", ticks)
-    parts += _step_axis(len(errors))
+    parts = _frame("Error over the steps of a run", ticks)
+    parts += _axis(len(errors), "step ")
     shown = thinned(finite)
     line, draws = "", False
     for number, error in enumerate(shown):
@@ -84,7 +141,60 @@ def draw_errors(errors: Sequence[Any]) -> str:
             line += f"{start}H{_x((number + 1) / len(shown))}"
         draws = error > 0
     parts.append(f'<path class="curve s0" d="{line}"/>')
-    return "\n".join([*parts, "</svg>"])
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def promotion_bars(curve: Sequence[CurvePoint]) -> list[str]:
+    """Return bars of the error, one for each step, and what the first and last one are."""
+    errors = [point.deviation.error for point in curve]
+    bars = _bars(errors, _greatest(errors))
+    last = curve[-1].promoted
+    return [f"error  {errors[0]:.4g}  {bars}  {errors[-1]:.4g}  with 0 to {last} promoted"]
+
+
+def promotion_chart(curve: Sequence[CurvePoint], what: str, title: str) -> str:
+    """Return an <svg> of the error against the number of promoted tensors.
+
+    Args:
+        curve: The points; each has a tooltip that says what was added.
+        what: Is promoted: "tensors with 16 bits".
+        title: Of the picture.
+    """
+    top = _greatest([point.deviation.error for point in curve])
+    most = max(1, curve[-1].promoted)
+    ticks = [(quarter / 4, f"{top * quarter / 4:.3g}") for quarter in range(5)]
+    parts = _frame("Error against promotions", ticks, title)
+    parts += _axis(most, "")
+    parts.append(f'<text x="{_LEFT}" y="16">relative squared error of the outputs</text>')
+    parts.append(
+        f'<text x="{_x(1)}" y="{_HEIGHT - 1}" text-anchor="end">{escape(what)}</text>'
+    )
+    places = [
+        (_x(point.promoted / most), _y(min(point.deviation.error, top) / top))
+        for point in curve
+    ]
+    line = "L".join(f"{x} {y}" for x, y in places)
+    parts.append(f'<path class="curve s0" d="M{line}"/>')
+    for (x, y), point in zip(places, curve, strict=True):
+        tooltip = (
+            f"{point.promoted}: error {point.deviation.error:.4g}, "
+            f"cosine {point.deviation.cosine:.6g} {', '.join(point.added)}"
+        )
+        parts.append(
+            f'<circle class="p0" cx="{x}" cy="{y}" r="3"><title>{escape(tooltip)}</title>'
+            "</circle>"
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _greatest(errors: Sequence[float]) -> float:
+    """The greatest error that is a number; outputs that are not finite have none."""
+    return max((error for error in errors if math.isfinite(error)), default=0.0) or 1.0
+
+
+def _bars(values: Sequence[float], top: float) -> str:
+    most = len(_BARS) - 1
+    return "".join(_BARS[math.ceil(min(value, top) / (top or 1) * most)] for value in values)
 
 
 def _x(share: float) -> str:
@@ -95,9 +205,15 @@ def _y(share: float) -> str:
     return f"{_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share):.1f}"
 
 
-def _frame(label: str, ticks: Sequence[tuple[float, str]]) -> list[str]:
-    size = f"0 0 {_WIDTH} {_HEIGHT}"
-    parts = [f'<svg class="chart" viewBox="{size}" role="img" aria-label="{label}">']
+def _frame(label: str, ticks: Sequence[tuple[float, str]], title: str = "") -> list[str]:
+    """Return the beginning of a picture: its description, and a scale on the left."""
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    if title:
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']
+        parts += [f"<title>{escape(title)}</title>", f"<style>{_FILE_STYLE}</style>"]
+    else:
+        text = f"{label}; a table below has the values"
+        parts = [f'<svg class="chart" {size} role="img" aria-label="{text}">']
     for share, text in ticks:
         place = f'x="{_LEFT - 8}" y="{_y(share)}" dy="4"'
         parts += [
@@ -107,12 +223,13 @@ def _frame(label: str, ticks: Sequence[tuple[float, str]]) -> list[str]:
     return parts
 
 
-def _step_axis(steps: int) -> list[str]:
+def _axis(steps: int, name: str) -> list[str]:
+    """Return the numbers from 0 to ``steps`` below the picture."""
     parts = []
     for quarter in range(5) if steps >= 4 else (0, 4):
         anchor = {0: "start", 4: "end"}.get(quarter, "middle")
-        text = "step 0" if quarter == 0 else f"{round(steps * quarter / 4):,}"
-        place = f'x="{_x(quarter / 4)}" y="{_HEIGHT - 12}"'
+        text = f"{name}0" if quarter == 0 else f"{round(steps * quarter / 4):,}"
+        place = f'x="{_x(quarter / 4)}" y="{_HEIGHT - 16}"'
         parts.append(f'<text {place} text-anchor="{anchor}">{text}</text>')
     return parts
 

@@ -26,6 +26,7 @@ from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, wei
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.optimize import OptimizeResult, optimize
+from ortplugins.runtime.cpu_features import instruction_sets, processor_name
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
@@ -36,7 +37,6 @@ FORMAT = 1
 """Of the dict; grows when a key changes its meaning."""
 
 _PACKAGES = ("ortplugins", "onnxruntime", "onnx", "onnx_ir", "onnxscript", "numpy")
-_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
 # Quoted as repr() does; an apostrophe within a word is none.
 _QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")(?!\w)")
 
@@ -356,19 +356,9 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    facts: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                key, colon, value = line.partition(":")
-                if colon:
-                    facts.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
-    flags = (facts.get("flags") or facts.get("Features") or "").split()
     return {
-        "processor": facts.get("model name") or platform.processor() or platform.machine(),
-        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
+        "processor": processor_name(),
+        "instruction_sets": instruction_sets(),
         "cores": os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from ortplugins.errors import ModelFileError
-from ortplugins.html_report.live_memory_chart import Curve
+from ortplugins.html_report.charts import Curve
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.stages import infer_shapes
 from rewrite_rules.graph.refusal import Refusal

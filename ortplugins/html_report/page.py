@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ortplugins.html_report.charts import draw_errors, draw_memory, thinned
+from ortplugins.html_report.charts import Curve, error_chart, memory_chart, thinned
 
 # What a page shows; the JSON has everything. With names as exporters make them, 700 KB.
 _GROUPS, _NODES_PER_GROUP, _NODES, _ROWS, _NOTES, _INPUTS = 250, 100, 1500, 300, 50, 12
@@ -73,7 +73,9 @@ def render_page(facts: Mapping[str, Any], json_name: str = "") -> str:
     script, style = (_source(environment, name) for name in ("report.js", "report.css"))
     layers = (facts["layers"] or {}).get("values", ())
     errors = [row["error"] for row in sorted(layers, key=lambda row: row["step"])]
-    curves = page["memory"].get("curves", ())
+    curves = [
+        Curve("", curve["live"], curve["steps"]) for curve in page["memory"].get("curves", ())
+    ]
     operators, weights = page["operators"], page["weights"]
     # A browser reads no end tag in it, and no comment's begin.
     embedded = json.dumps(page)
@@ -88,8 +90,8 @@ def render_page(facts: Mapping[str, Any], json_name: str = "") -> str:
         pass_names=list(dict.fromkeys(group["pass"] for group in page["remarks"])),
         most_nodes=_greatest(operators),
         most_bytes=_greatest(weights),
-        chart=Markup(draw_memory(curves)),
-        error_chart=Markup(draw_errors(errors)),
+        chart=Markup(memory_chart(curves)),
+        error_chart=Markup(error_chart(errors)),
         embedded=Markup(embedded),
         script=Markup(script),
         style=Markup(style),

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What of this machine an optimised model depends on."""
+"""What the processor is and can do: the one reader of /proc/cpuinfo."""
 
 from __future__ import annotations
 
-__all__ = ["cpu_features"]
+__all__ = ["cpu_features", "instruction_sets", "processor_name"]
 
 import functools
 import hashlib
 import platform
+
+# Those that onnxruntime's kernels for quantised weights differ by.
+_NOTED = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
 
 
 @functools.cache
@@ -16,16 +19,37 @@ def cpu_features() -> str:
     return hashlib.sha256(f"{platform.machine()} {_flags()}".encode()).hexdigest()[:16]
 
 
-def _flags() -> str:
+def processor_name() -> str:
+    """Return what the processor calls itself."""
+    return _first_processor().get("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets that make a difference to kernels, of those it has."""
+    flags = _flags().split()
+    return [name for name in _NOTED if name in flags]
+
+
+@functools.cache
+def _first_processor() -> dict[str, str]:
+    """Read the lines of /proc/cpuinfo, by their names: the first processor speaks for all."""
+    found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            # x86 says flags, Arm says Features; the first processor speaks for all.
             for line in lines:
-                key, _, value = line.partition(":")
-                if key.strip() in ("flags", "Features"):
-                    return " ".join(sorted(value.split()))
+                name, colon, value = line.partition(":")
+                if colon:
+                    found.setdefault(name.strip(), value.strip())
     except OSError:
         pass  # not Linux
+    return found
+
+
+def _flags() -> str:
+    # x86 calls them flags, Arm Features.
+    found = _first_processor()
+    if flags := found.get("flags") or found.get("Features"):
+        return " ".join(sorted(flags.split()))
     try:
         # What numpy.show_runtime() prints.
         from numpy._core._multiarray_umath import __cpu_features__
