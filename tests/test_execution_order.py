@@ -13,13 +13,17 @@ from builders import order_graphs
 
 from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
-    Dependencies,
-    default_order,
-    priority_order,
-)
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
 
 GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
+
+
+def default_order(graph: ir.Graph) -> list[int]:
+    return Dependencies.of(graph).default()
+
+
+def priority_order(graph: ir.Graph) -> list[int]:
+    return Dependencies.of(graph).priority()
 
 
 def graphs_of(graph: ir.Graph):

@@ -21,8 +21,6 @@ from rewrite_rules.shape_size_reorder.order.default_order_file import closest_de
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
     Dependencies,
-    default_order,
-    priority_order,
 )
 from rewrite_rules.shape_size_reorder.order.search import GraphOrder, memory_order
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
@@ -131,7 +129,7 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     assert file.runs.peak <= found.default.peak
     assert 0 <= file.closeness <= 1
     found.apply()
-    assert priority_order(model.graph) == list(range(len(model.graph)))
+    assert Dependencies.of(model.graph).priority() == list(range(len(model.graph)))
 
 
 BRANCHES = """
@@ -188,8 +186,8 @@ def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
     file = closest_default_order(model.graph, wanted.order, concrete_shapes(model))
     assert file.runs.peak < 401_000
     file.apply()
-    assert default_order(model.graph) != file.runs.order  # positions are those of the new file
     again = Dependencies.of(model.graph)
+    assert again.default() != file.runs.order  # positions are those of the new file
     live = MemoryModel(model.graph, again, concrete_shapes(model)).timeline(again.default())
     assert live.peak == file.runs.peak
 

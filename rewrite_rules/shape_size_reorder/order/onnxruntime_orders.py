@@ -22,12 +22,7 @@ model (optimisers, functions put in place of their calls) get the highest indice
 
 from __future__ import annotations
 
-__all__ = [
-    "Dependencies",
-    "default_order",
-    "is_shape_reader",
-    "priority_order",
-]
+__all__ = ["Dependencies"]
 
 import dataclasses
 import heapq
@@ -38,29 +33,8 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import captures, is_constant, label
 from rewrite_rules.graph.refusal import Refusal
 
+# What PRIORITY_BASED runs as soon as it can; it does not look at domains.
 _SHAPE_READERS = frozenset({"Shape", "Size"})
-
-
-def default_order(graph: ir.Graph) -> list[int]:
-    """Positions of all nodes in the order that a session runs them by default.
-
-    Constant nodes come first, which run never.
-
-    Raises:
-        Refusal: If the graph is no DAG, or two nodes have an output of one name.
-    """
-    return Dependencies.of(graph).default()
-
-
-def priority_order(graph: ir.Graph) -> list[int]:
-    """Positions of all nodes in the order of ``ExecutionOrder.PRIORITY_BASED``.
-
-    Constant nodes come first, which run never.
-
-    Raises:
-        Refusal: If the graph is no DAG, or two nodes have an output of one name.
-    """
-    return Dependencies.of(graph).priority()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +80,7 @@ class Dependencies:
             producers.append(sorted(read))
             for found in producers[-1]:
                 consumers[found].append(index)
-        shape_readers = [is_shape_reader(node) for node in nodes]
+        shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
         result = cls(nodes, producers, consumers, shape_readers, constants)
         result._check_acyclic()
         return result
@@ -212,11 +186,6 @@ class Dependencies:
             names = ", ".join(repr(label(self.nodes[index])) for index in circle[:4])
             more = "" if len(circle) <= 4 else f" and {len(circle) - 4} more"
             raise Refusal(f"nodes {names}{more} wait for each other: the graph is no DAG")
-
-
-def is_shape_reader(node: ir.Node) -> bool:
-    """Whether ``PRIORITY_BASED`` runs a node as soon as it can; domains are not looked at."""
-    return node.op_type in _SHAPE_READERS
 
 
 def _check_names(nodes: Sequence[ir.Node]) -> None:
