@@ -103,6 +103,19 @@ def test_a_dimension_without_a_number_is_told(path, tmp_path):
     assert any("counted as 128: rows" in reason for reason in told)
 
 
+def test_tensors_of_unknown_size_are_named(tmp_path):
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[4] x) => (float[n] y) {
+            i = NonZero(x)  z = Squeeze(i)  u = Gather(x, z)  y = Neg(u)
+        }"""
+    )
+    ir.save(model, tmp_path / "model.onnx")
+    report = start(tmp_path / "model.onnx", tmp_path).ortplugins_report
+    notes = [r.reason for r in report.remarks if r.outcome.value == "note"]
+    assert any("the largest input of their node: i, " in note for note in notes)
+
+
 def test_a_file_for_default_sessions_needs_no_setting(path, tmp_path):
     output = tmp_path / "out.onnx"
     options = {"shape_size_reorder.for_default_order": True}

@@ -11,7 +11,7 @@ from __future__ import annotations
 __all__ = ["ReorderOptions", "reorder"]
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -86,12 +86,21 @@ def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> N
         context.remarks.refused(_GRAPH, f"left in its order: {refusal}")
         return
     if shapes.unknown_dims:
-        names = ", ".join(map(str, shapes.unknown_dims[:5]))
         context.remarks.note(
             _GRAPH,
-            f"dimensions without a number counted as {DEFAULT_DIM}: {names}"
-            f"{' and others' if len(shapes.unknown_dims) > 5 else ''}; give them by dims",
+            f"dimensions without a number counted as {DEFAULT_DIM}: "
+            f"{_first_of(shapes.unknown_dims)}; give them by dims",
         )
+    if order.unknown_values:
+        context.remarks.note(
+            _GRAPH,
+            "tensors of unknown size counted as the largest input of their node: "
+            + _first_of(order.unknown_values),
+        )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
 
 
 def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext) -> GraphOrder:
