@@ -215,6 +215,25 @@ def test_an_arena_holds_the_peak_once(lean, gradient, tmp_path):
     assert (later[-1] == first) == lean
 
 
+# Each tensor is a little larger than the one before, so that no chunk serves again.
+GROWING = """<ir_version: 10, opset_import: ["": 21]>
+growing (float[1, 1] x) => (float[1, 1] y)
+<int64[2] one = {6, 65536}, int64[2] two = {7, 65536}, int64[2] three = {9, 65536},
+ int64[2] all = {0, 1}> {
+    [a] a = Expand(x, one)      [b] b = ReduceMax<keepdims = 1>(a, all)
+    [c] c = Expand(b, two)      [d] d = ReduceMax<keepdims = 1>(c, all)
+    [e] e = Expand(d, three)     [y] y = ReduceMax<keepdims = 1>(e, all)
+}"""
+
+
+def test_patterns_stay_on_where_tensors_would_spread(tmp_path):
+    ir.save(ir.from_onnx_text(GROWING), tmp_path / "model.onnx")
+    report = start(tmp_path / "model.onnx", tmp_path).ortplugins_report
+    (remark,) = (remark for remark in report.remarks if remark.node == "session")
+    assert remark.outcome.value == "refused"
+    assert "tensors would lie on 5.8 MB for a peak of 2.4 MB" in remark.reason
+
+
 # The first and the last large tensor have one shape, so the last takes the buffer of the
 # first: it is held while the two others are there, and these make the peak.
 HELD_BETWEEN = """<ir_version: 10, opset_import: ["": 21]>
