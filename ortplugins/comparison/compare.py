@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Comparison", "Timing", "compare", "plain"]
+__all__ = ["Comparison", "compare", "plain"]
 
 import dataclasses
 import json
@@ -34,24 +34,6 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """What a model took: medians; :attr:`Comparison.costs` has the values.
-
-    Attributes:
-        start_ms: Creating the session; importing onnxruntime is not in it.
-        run_ms: A run.
-        private_mb: Private memory after the runs, 10**6 bytes; None where the system does not
-            tell.
-        peak_mb: The most resident memory of the process, mapped files included.
-    """
-
-    start_ms: float
-    run_ms: float
-    private_mb: float | None
-    peak_mb: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
     """How two models differ; a is the reference.
 
@@ -64,7 +46,6 @@ class Comparison:
         tolerance: Relative RMS error above which values have parted.
         layers: The nodes' values, where they were asked for.
         timings: Of a and b, where runs were asked for.
-        costs: The same with every value measured, and whether they differ.
         report: What the passes did, where b is a after them.
     """
 
@@ -75,9 +56,13 @@ class Comparison:
     not_compared: Mapping[str, str]
     tolerance: float
     layers: LayerComparison | None = None
-    timings: tuple[Timing, Timing] | None = None
+    timings: tuple[Measurement, Measurement] | None = None
     report: Report | None = None
-    costs: tuple[Cost, ...] = ()
+
+    @property
+    def costs(self) -> list[Cost]:
+        """Time and memory of both, side by side, and whether they differ."""
+        return [] if self.timings is None else side_by_side(*self.timings)
 
     @property
     def first_divergence(self) -> Layer | None:
@@ -200,7 +185,6 @@ def compare(
         not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
         compared = timings = None
-        costs: Sequence[Cost] = ()
         if layers:
             files = first.file(scratch), second.file(scratch)
             compared = compare_layers(
@@ -217,11 +201,13 @@ def compare(
                 )
                 for model in (first, second)
             ]
-            found = measure(
+            first_timing, second_timing = measure(
                 candidates, feeds.largest(), rounds=rounds, runs=runs, lockstep=True
             )
-            timings = _timing(found[0]), _timing(found[1])
-            costs = side_by_side(*found)
+            timings = first_timing, second_timing
+            for timing in timings:
+                if timing.failed:
+                    raise ModelFileError(timing.failed)
         return Comparison(
             first.name,
             second.name if report is None else "optimised",
@@ -232,25 +218,7 @@ def compare(
             compared,
             timings,
             report,
-            tuple(costs),
         )
-
-
-def _timing(measured: Measurement) -> Timing:
-    """Return the medians.
-
-    Raises:
-        ModelFileError: If there are none.
-    """
-    if measured.failed or measured.start is None or measured.run is None:
-        raise ModelFileError(measured.failed)
-    private, peak = measured.private, measured.peak_resident
-    return Timing(
-        measured.start.median * 1e3,
-        measured.run.median * 1e3,
-        None if private is None else private.median / 1e6,
-        None if peak is None else peak.median / 1e6,
-    )
 
 
 def _outputs(pair: ModelPair) -> tuple[tuple[Difference, ...], int]:
