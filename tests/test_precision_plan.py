@@ -20,13 +20,11 @@ from typer.testing import CliRunner
 from ortplugins.cli.app import app
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.html_report.charts import promotion_bars, promotion_chart
-from ortplugins.quantization import quantize
-from ortplugins.quantization.planner.activations import plan_precision
+from ortplugins.quantization import plan_bits, plan_precision, quantize
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import CurvePoint
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.quantization.planner.switches import add_switches
-from ortplugins.quantization.planner.weights import plan_bits
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph

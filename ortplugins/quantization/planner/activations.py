@@ -2,10 +2,9 @@
 """Which activations of an 8-bit QDQ model deserve 16 bits: as few as a budget allows.
 
 The reference is the same model with all grids of its activations switched off, or a float
-model. What shares a grid (a Reshape's input and output) is promoted as one. The search is
-:mod:`.search`; what it finds is rewritten by
-:func:`.place_boundaries` and measured, and where the rewrite
-refuses a tensor, or is less exact than its simulation, the search goes on.
+model. What shares a grid (a Reshape's input and output) is promoted as one. What the search
+finds is rewritten by :func:`.place_boundaries` and measured; where the rewrite refuses a
+tensor, the search goes on without it.
 """
 
 from __future__ import annotations
@@ -15,29 +14,24 @@ __all__ = ["PrecisionPlan", "plan_precision"]
 import dataclasses
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import from_memory, is_path, load_path
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.stages import infer_shapes
 from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.loop import Plan, PlannerRun, load_model, search_until
 from ortplugins.quantization.planner.search import (
-    CurvePoint,
-    Effect,
     Search,
     Unit,
     check_budget,
     most_promoted,
 )
-from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.quantization.planner.switches import add_switches
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -55,31 +49,21 @@ if TYPE_CHECKING:
 _WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.INT16}
 
 
-@dataclasses.dataclass(frozen=True)
-class PrecisionPlan:
-    """What to promote, and what it brings.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionPlan(Plan):
+    """Which activations to promote; see :class:`.Plan` for what it brings.
 
     Attributes:
-        ranking: All activations of 8 bits, the worst first.
-        curve: Error against number of promoted tensors.
         promoted: The chosen tensors, the most worthwhile first.
         overrides: For the pass MixedPrecisionBoundaries.
         mode: ``"int16"`` or ``"float"``: what was measured.
         activations: Quantised activations in the model.
-        before: Deviation of the model as it is.
-        after: Of the rewritten model.
-        notes: What stood in the way.
     """
 
-    ranking: tuple[Effect, ...]
-    curve: tuple[CurvePoint, ...]
     promoted: tuple[str, ...]
     overrides: dict[str, tuple[TensorOverride, ...]]
     mode: str
     activations: int
-    before: Deviation
-    after: Deviation
-    notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the overrides, as the pass reads them."""
@@ -125,34 +109,20 @@ def plan_precision(
         QuantizationError: If the model has no 8-bit activation, an option is out of range, the
             models don't fit together, or the budget can't be reached: tells the best that is.
     """
-    if data is None:
-        raise QuantizationError(
-            "there is no data: planning takes real samples, as random ones rank other tensors"
-        )
     if mode not in ("int16", "float"):
         raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
-    loaded = load_model(model)
-    infer_shapes(loaded)
-    graph = QuantizedGraph(loaded)
     check_budget(budget, max_16bit, "max_16bit")
-    limit = most_promoted(max_16bit, len(graph.tensors))
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
-    ) as folder:
-        scratch = Path(folder)
-        samples = KeptSamples(data, loaded, scratch=scratch)
-
-        def switchable(of: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
-            return SwitchedModel(
-                of,
-                switches,
-                samples,
-                scratch=scratch,
-                max_memory=max_calibration_memory,
-                providers=providers,
-            )
-
-        instrumented = loaded.clone()
+    with PlannerRun.start(
+        model,
+        data,
+        max_memory=max_calibration_memory,
+        providers=providers,
+        work_dir=work_dir,
+    ) as run:
+        infer_shapes(run.model)
+        graph = QuantizedGraph(run.model)
+        limit = most_promoted(max_16bit, len(graph.tensors))
+        instrumented = run.model.clone()
         read = QuantizedGraph(instrumented)
         places = _places(read, instrumented.graph)
         # Before the graph is changed:
@@ -162,62 +132,46 @@ def plan_precision(
         units = _units(groups, places, names)
         if not units:
             raise QuantizationError(_nothing(graph))
-        switched = switchable(instrumented, names)
-        report = progress or (lambda done, total, what: None)
-        search = Search(switched, units, report, implied)
+        switched = run.switched(instrumented, names)
+        search = Search(switched, units, progress or (lambda done, total, what: None), implied)
         if reference is not None:
-            switched.refer_to(switchable(load_model(reference)).values())
+            switched.refer_to(run.switched(load_model(reference)).values())
         search.start(budget if limit is None else None)
-        notes: list[str] = []
-        wanted = budget
-        while True:
-            search.grow(limit, wanted)
-            search.prune(wanted)
-            overrides: dict[str, tuple[TensorOverride, ...]] = {
-                name: (TensorOverride(quant_type=wider[name]),)
-                for name in search.promoted_names()
-            }
-            rewritten, refused = _rewritten(loaded, overrides, mode, target)
-            if refused:
-                guilty = _guilty(loaded, refused, overrides, mode, target)
-                notes += [f"{name} stays: {reason}" for name, reason in guilty.items()]
-                search.ban(guilty)
-                continue
-            after = switched.compare(switchable(rewritten).values())
-            if wanted is None or budget is None or after.cosine >= budget:
-                break
-            if not search.can_grow(limit):
-                break
-            # What is rewritten is less exact than its simulation by so much.
-            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
-    chosen = search.promoted_names()
-    if budget is not None and after.cosine < budget:
-        text = (
-            f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
-            f"{len(chosen)} of {len(graph.tensors)} activations promoted"
+        stay: list[str] = []
+
+        def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
+            return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
+
+        def measured(chosen: tuple[str, ...]) -> Deviation | None:
+            asked = overrides(chosen)
+            rewritten, refused = _rewritten(run.model, asked, mode, target)
+            if not refused:
+                return switched.compare(run.switched(rewritten).values())
+            guilty = _guilty(run.model, refused, asked, mode, target)
+            stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
+            search.ban(guilty)
+            return None
+
+        after, notes = search_until(
+            search,
+            measured,
+            budget=budget,
+            limit=limit,
+            option="max_16bit",
+            of=f"{len(graph.tensors)} activations promoted",
         )
-        if limit is None:
-            raise QuantizationError(text)
-        notes.append(f"{text}, as many as max_16bit allows")
+    promoted = search.promoted_names()
     return PrecisionPlan(
-        search.ranking(),
-        tuple(search.curve),
-        chosen,
-        overrides,
-        mode,
-        len(graph.tensors),
-        search.curve[0].deviation,
-        after,
-        tuple(notes),
+        ranking=search.ranking(),
+        curve=tuple(search.curve),
+        before=search.curve[0].deviation,
+        after=after,
+        notes=(*stay, *notes),
+        promoted=promoted,
+        overrides=overrides(promoted),
+        mode=mode,
+        activations=len(graph.tensors),
     )
-
-
-def load_model(model: ModelLike) -> ir.Model:
-    """Load a model of any kind; one in memory is copied."""
-    if not is_path(model):
-        return from_memory(model).model  # type: ignore[arg-type]
-    # Weights stay where they are: sessions map them.
-    return load_path(model, map_inline=True).model  # type: ignore[arg-type]
 
 
 def _nothing(graph: QuantizedGraph) -> str:

@@ -6,8 +6,7 @@ of each weight are put behind a switch:
 
     MatMul(x, W)    ->    MatMul(x, If(switch) { DQ(codes of 4 bits) } else { DQ(of 8) })
 
-The rest is :mod:`.search`. What it finds is quantised by the
-method asked for and measured against the float model.
+What the search finds is quantised by the method asked for and compared with the float model.
 """
 
 from __future__ import annotations
@@ -16,31 +15,25 @@ __all__ = ["BitsPlan", "plan_bits"]
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from ortplugins.errors import QuantizationError
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.activations import load_model
 from ortplugins.quantization.planner.deviation import Deviation
+from ortplugins.quantization.planner.loop import Plan, PlannerRun, search_until
 from ortplugins.quantization.planner.search import (
-    CurvePoint,
-    Effect,
     Search,
     Unit,
     check_budget,
     most_promoted,
 )
-from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.quantization.planner.switches import add_weight_switch
 from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import label
@@ -52,29 +45,19 @@ if TYPE_CHECKING:
 _FEW, _MANY = 4, 8
 
 
-@dataclasses.dataclass(frozen=True)
-class BitsPlan:
-    """Which nodes get 8 bits, and what that brings.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitsPlan(Plan):
+    """Which nodes get 8 bits; see :class:`.Plan` for what that brings.
 
     Attributes:
         node_config: For :func:`.quantize`.
-        ranking: All nodes, the worst at 4 bits first.
-        curve: Error against number of nodes with 8 bits, rounded to nearest.
         nodes: Number of nodes whose weights are quantised.
-        before: Deviation with 4 bits everywhere, by the method asked for.
-        after: With this plan.
         report: Of the model with this plan.
-        notes: What stood in the way.
     """
 
     node_config: dict[str, dict[str, int]]
-    ranking: tuple[Effect, ...]
-    curve: tuple[CurvePoint, ...]
     nodes: int
-    before: Deviation
-    after: Deviation
     report: QuantizeReport
-    notes: tuple[str, ...] = ()
 
 
 def plan_bits(
@@ -103,7 +86,7 @@ def plan_bits(
             ones (float, 0 to 1). With a budget: whichever is met first.
         method: As for ``quantize``, and so are block_size, is_symmetric, op_types,
             nodes_to_exclude.
-        block_size: Neighbours along K that share a scale.
+        block_size: Elements along K that share a scale.
         is_symmetric: Whether codes are signed, without zero points.
         op_types: Some of MatMul and Gemm.
         nodes_to_exclude: Nodes that keep their float weight.
@@ -117,24 +100,21 @@ def plan_bits(
         MissingFileError, ModelFileError: If a model can't be used or has nothing to quantise.
         QuantizationError: If an option is out of range, or the budget can't be reached.
     """
-    if data is None:
-        raise QuantizationError(
-            "there is no data: planning takes real samples, as random ones rank other nodes"
-        )
     check_budget(budget, max_8bit, "max_8bit")
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
-    ) as folder:
-        scratch = Path(folder)
-        loaded = load_model(model)
-        samples = KeptSamples(data, loaded, scratch=scratch)
-        samples.read_all()
+    with PlannerRun.start(
+        model,
+        data,
+        max_memory=max_calibration_memory,
+        providers=providers,
+        work_dir=work_dir,
+    ) as run:
+        run.samples.read_all()
 
         def quantized(
             bits: int, how: str, config: dict[str, dict[str, int]]
         ) -> tuple[ir.Model, QuantizeReport]:
             result = quantize(
-                loaded,
+                run.model,
                 bits=bits,
                 method=how,
                 block_size=block_size,
@@ -142,66 +122,48 @@ def plan_bits(
                 op_types=op_types,
                 nodes_to_exclude=nodes_to_exclude,
                 node_config=config,
-                calibration_data_reader=None if how == "rtn" else samples,
+                calibration_data_reader=None if how == "rtn" else run.samples,
                 calibration_providers=providers,
                 max_calibration_memory=max_calibration_memory,
-                work_dir=scratch,
+                work_dir=run.scratch,
             )
             return result.model, result.report
-
-        def switchable(of: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
-            return SwitchedModel(
-                of,
-                switches,
-                samples,
-                scratch=scratch,
-                max_memory=max_calibration_memory,
-                providers=providers,
-            )
 
         few, report = quantized(_FEW, "rtn", {})
         many, _ = quantized(_MANY, "rtn", {})
         units = _with_switches(few, many, report)
         limit = most_promoted(max_8bit, len(report.quantized))
-        switched = switchable(few, [switch for unit in units for switch in unit.switches])
+        switched = run.switched(few, [switch for unit in units for switch in unit.switches])
         search = Search(switched, units, progress or (lambda done, total, what: None))
-        switched.refer_to(switchable(loaded.clone()).values())
+        switched.refer_to(run.switched(run.model.clone()).values())
         search.start(budget if limit is None else None)
 
-        def measured(config: dict[str, dict[str, int]]) -> tuple[Deviation, QuantizeReport]:
-            rounded, told = quantized(_FEW, method, config)
-            return switched.compare(switchable(rounded).values()), told
+        def config(names: Sequence[str]) -> dict[str, dict[str, int]]:
+            return {name: {"bits": _MANY} for name in names}
 
-        before, _ = measured({})
-        wanted = budget
-        while True:
-            search.grow(limit, wanted)
-            search.prune(wanted)
-            config = {name: {"bits": _MANY} for name in search.promoted_names()}
-            after, report = measured(config)
-            if wanted is None or budget is None or after.cosine >= budget:
-                break
-            if not search.can_grow(limit):
-                break
-            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
-    notes = []
-    if budget is not None and after.cosine < budget:
-        text = (
-            f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
-            f"{len(config)} of {len(report.quantized)} nodes at {_MANY} bits"
+        def measured(names: Sequence[str]) -> Deviation:
+            nonlocal report
+            rounded, report = quantized(_FEW, method, config(names))
+            return switched.compare(run.switched(rounded).values())
+
+        before = measured(())
+        after, notes = search_until(
+            search,
+            measured,
+            budget=budget,
+            limit=limit,
+            option="max_8bit",
+            of=f"{len(report.quantized)} nodes at {_MANY} bits",
         )
-        if limit is None:
-            raise QuantizationError(text)
-        notes.append(f"{text}, as many as max_8bit allows")
     return BitsPlan(
-        config,
-        search.ranking(),
-        tuple(search.curve),
-        len(report.quantized),
-        before,
-        after,
-        report,
-        tuple(notes),
+        ranking=search.ranking(),
+        curve=tuple(search.curve),
+        before=before,
+        after=after,
+        notes=notes,
+        node_config=config(search.promoted_names()),
+        nodes=len(report.quantized),
+        report=report,
     )
 
 
