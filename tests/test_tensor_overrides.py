@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import ortplugins
 from ortplugins.cli.app import app
-from ortplugins.quantization.activations.onnxruntime_overrides import to_onnxruntime
+from ortplugins.quantization.activations.onnxruntime_quantizer import to_onnxruntime
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: MIT
 """From a float model and ranges to the all-8-bit QDQ graph that onnxruntime's quantiser makes.
 
-Four of its habits are held back. It takes a Relu or Clip away that the 8-bit range does
-itself: not where one side of it will be of another type, nor does it then forget the name.
-A tensor without a range is told by name, and why. Tensors that would share the parameters of
-one that is never quantised are an error here; there, they are waited for without end. A
-Softmax in float16 gets a float16 scale.
+What onnxruntime's quantiser does otherwise is in :mod:`.onnxruntime_quantizer`.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.errors import QuantizationError
 from ortplugins.quantization.activations.ranges import Ranges
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride
@@ -94,9 +90,10 @@ def quantize_to_eight_bits(
         CalibrationError: If an activation has no range, or an infinite one.
         QuantizationError: If onnxruntime can't quantise the model.
     """
-    from onnxruntime.quantization import QDQQuantizer
     from onnxruntime.quantization.calibrate import TensorData
     from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+
+    from ortplugins.quantization.activations.onnxruntime_quantizer import EightBitQuantizer
 
     proto = load_model_with_shape_infer(path)
     dtypes = _float_types(proto.graph)
@@ -112,51 +109,6 @@ def quantize_to_eight_bits(
         dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
         ends = (np.asarray(end, dtype) for end in (low, high))
         tensors_range[name] = TensorData(**dict(zip(("lowest", "highest"), ends, strict=True)))
-    renamed: dict[str, str] = {}
-
-    class Quantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
-        def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
-            if upstream in converted or output in converted:
-                return False
-            replaced = bool(super().try_replacing_upstream_output(upstream, output))
-            if replaced:
-                renamed[upstream] = output
-            return replaced
-
-        def adjust_tensor_ranges(self) -> None:
-            super().adjust_tensor_ranges()
-            # Of Softmax they are float32 now, and onnxruntime won't load the graph.
-            for name, data in self.tensors_range.items():
-                ends = [end.astype(dtypes.get(name, end.dtype)) for end in data.range_value]
-                self.tensors_range[name] = TensorData(lowest=ends[0], highest=ends[1])
-
-        def _make_tensor_scale_zp_initializers(self, name: str) -> Any:
-            if name not in self.quantization_params:
-                raise CalibrationError(
-                    f"tensor {name!r} can't be quantised: "
-                    f"{infinite.get(name, 'it has no calibrated range')}; give it one in "
-                    "ranges or as rmin and rmax in overrides, or name its nodes in "
-                    "nodes_to_exclude"
-                )
-            return super()._make_tensor_scale_zp_initializers(name)
-
-        def _quantize_sharing_param_tensors(self) -> None:
-            known, waiting = set(self.quantized_value_map), dict(self.tensors_to_quantize)
-            while ready := [
-                name
-                for name, info in waiting.items()
-                if info.quant_para_provider and info.quant_para_provider.input_name in known
-            ]:
-                known.update(ready)
-                for name in ready:
-                    del waiting[name]
-            if waiting:
-                raise QuantizationError(
-                    f"tensor {next(iter(waiting))!r} would share the scale of one that is "
-                    "not quantised here: name its node in nodes_to_exclude"
-                )
-            super()._quantize_sharing_param_tensors()
-
     options = {
         **settings.options,
         "TensorQuantOverrides": _for_onnxruntime(
@@ -164,7 +116,10 @@ def quantize_to_eight_bits(
         ),
     }
     try:
-        quantizer = Quantizer(
+        quantizer = EightBitQuantizer(
+            converted,
+            infinite,
+            dtypes,
             proto,
             settings.per_channel,
             settings.reduce_range,
@@ -188,7 +143,7 @@ def quantize_to_eight_bits(
         name: _used_range(data, overrides.get(name, ()), settings.options)
         for name, data in tensors_range.items()
     }
-    return EightBitGraph(ir.from_proto(quantizer.model.model), used, renamed)
+    return EightBitGraph(ir.from_proto(quantizer.model.model), used, quantizer.renamed)
 
 
 def _float_types(graph: onnx.GraphProto) -> dict[str, type[np.floating[Any]]]:
@@ -246,7 +201,7 @@ def _for_onnxruntime(
     activation_type: ir.DataType,
 ) -> dict[str, list[dict[str, Any]]]:
     """Overrides in the types that onnxruntime wants; of activations what leaves them 8-bit."""
-    from ortplugins.quantization.activations.onnxruntime_overrides import to_onnxruntime
+    from ortplugins.quantization.activations.onnxruntime_quantizer import to_onnxruntime
 
     result: dict[str, list[dict[str, Any]]] = {}
     for name, entries in overrides.items():
