@@ -118,7 +118,7 @@ class MixedPrecisionBoundaries(Pass):
         Raises:
             OptionError: If the overrides' file was not read; ``ortplugins`` does that before
                 it runs a plan.
-            OverrideError: If the model can't follow an override.
+            OverrideError: If an override does not fit the model.
         """
         import onnx_ir as ir
 

@@ -7,9 +7,11 @@
     exit    P -> Q16 -+-> DQ16 -> C in the region
                       +-> DQ16' -> Q8 -> DQ8 -> others
 
-The graphs are those of onnxruntime's quantiser, node for node; the 16-bit grid at an entry
-holds every value of the 8-bit one (:meth:`QuantizationGrid.refine`), so an entry changes no
-bit. Outputs of the graph keep their names; codes that a caller feeds or reads keep their type.
+In three steps: a plan of types and grids, finished before anything is written; Q and DQ at
+each change of type, as many as onnxruntime's quantiser writes; :mod:`.fold_rules`. The 16-bit
+grid at an entry holds every value of the 8-bit one (:meth:`.QuantizationGrid.refine`), so an
+entry changes no bit. Outputs of the graph keep their names; codes that a caller feeds or reads
+keep their type.
 
 In mode "float", a region's tensors are not quantised: on CPUs that is faster than 16 bits, and
 more accurate.

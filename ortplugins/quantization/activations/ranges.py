@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Ranges of activations: what onnxruntime's calibrators see of samples, kept in a file.
-
-The file is the one that onnxruntime's own ``calibration_cache_path`` reads and writes, with
-two additions: the digest of what the ranges are of, and of histograms the ends alone.
-"""
+"""Ranges of activations: what onnxruntime's calibrators see of samples."""
 
 from __future__ import annotations
 
 __all__ = [
     "CALIBRATION_METHODS",
     "Calibration",
-    "RangeCache",
     "Ranges",
     "calibrate",
     "quiet_quantizer",
@@ -20,10 +15,8 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +33,6 @@ CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
 Ranges = dict[str, tuple[np.generic, np.generic]]
 
 _CHUNK = 1 << 20
-_DIGEST = "ortplugins_digest"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,76 +169,3 @@ def quiet_quantizer() -> Iterator[list[str]]:
     finally:
         root.removeFilter(others)
         root.removeHandler(handler)
-
-
-class RangeCache:
-    """A JSON file with the ranges of one model's activations.
-
-    Attributes:
-        path: Where it is.
-        digest: Of the model and the settings that ranges have to be of.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], digest: str) -> None:
-        self.path, self.digest = Path(path), digest
-
-    def read(self) -> Ranges | None:
-        """Return the ranges; None if there are none, or those of another model.
-
-        Raises:
-            CalibrationError: If the file is none of ours, so that it must not be overwritten.
-        """
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            digest = content[_DIGEST]
-            ranges: Ranges = {
-                name: (_scalar(entry["lowest"]), _scalar(entry["highest"]))
-                for name, entry in content["data"].items()
-            }
-        except FileNotFoundError:
-            if not self.path.absolute().parent.is_dir():
-                raise CalibrationError(f"{self.path}: its folder does not exist") from None
-            return None
-        except OSError as error:
-            raise CalibrationError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CalibrationError(
-                f"{self.path}: is no calibration cache that ortplugins wrote: delete it, or "
-                "name another file"
-            ) from error
-        return ranges if digest == self.digest else None
-
-    def write(self, ranges: Ranges, method: str) -> None:
-        """Write the ranges; the file appears when it is complete.
-
-        Raises:
-            OSError: If it can't be written.
-        """
-        content = {
-            "CLS": "TensorsData",
-            "data": {
-                name: {"lowest": _entry(low), "highest": _entry(high), "CLS": "TensorData"}
-                for name, (low, high) in sorted(ranges.items())
-            },
-            "calibration_method": {
-                "CLS": "CalibrationMethod",
-                "value": f"CalibrationMethod.{method}",
-            },
-            "smooth_quant": False,
-            _DIGEST: self.digest,
-        }
-        with tempfile.TemporaryDirectory(
-            prefix=".ortplugins-", dir=self.path.absolute().parent
-        ) as folder:
-            scratch = Path(folder, self.path.name)
-            scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(scratch, self.path)
-
-
-def _entry(end: np.generic) -> dict[str, Any]:
-    return {"data": end.item(), "dtype": str(end.dtype), "CLS": "numpy.array"}
-
-
-def _scalar(entry: Mapping[str, Any]) -> np.generic:
-    scalar: np.generic = np.dtype(entry["dtype"]).type(entry["data"])
-    return scalar

@@ -46,9 +46,9 @@ from ortplugins.quantization.activations.eight_bit_graph import (
     converted_tensors,
     quantize_to_eight_bits,
 )
+from ortplugins.quantization.activations.range_cache import RangeCache
 from ortplugins.quantization.activations.ranges import (
     Calibration,
-    RangeCache,
     calibrate,
     quiet_quantizer,
 )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT
+"""A file that keeps the ranges of activations.
+
+It is the file that onnxruntime's own ``calibration_cache_path`` reads and writes, with the
+digest of what the ranges are of, and of histograms only the ends.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RangeCache"]
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortplugins.errors import CalibrationError
+from ortplugins.quantization.activations.ranges import Ranges
+
+_DIGEST = "ortplugins_digest"
+
+
+class RangeCache:
+    """A JSON file with the ranges of one model's activations.
+
+    Attributes:
+        path: Where it is.
+        digest: Of the model and the settings that ranges have to be of.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], digest: str) -> None:
+        self.path, self.digest = Path(path), digest
+
+    def read(self) -> Ranges | None:
+        """Return the ranges; None if there are none, or those of another model.
+
+        Raises:
+            CalibrationError: If the file is none of ours, so that it must not be overwritten.
+        """
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            digest = content[_DIGEST]
+            ranges: Ranges = {
+                name: (_scalar(entry["lowest"]), _scalar(entry["highest"]))
+                for name, entry in content["data"].items()
+            }
+        except FileNotFoundError:
+            if not self.path.absolute().parent.is_dir():
+                raise CalibrationError(f"{self.path}: its folder does not exist") from None
+            return None
+        except OSError as error:
+            raise CalibrationError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CalibrationError(
+                f"{self.path}: is no calibration cache that ortplugins wrote: delete it, or "
+                "name another file"
+            ) from error
+        return ranges if digest == self.digest else None
+
+    def write(self, ranges: Ranges, method: str) -> None:
+        """Write the ranges; the file appears when it is complete.
+
+        Raises:
+            OSError: If it can't be written.
+        """
+        content = {
+            "CLS": "TensorsData",
+            "data": {
+                name: {"lowest": _entry(low), "highest": _entry(high), "CLS": "TensorData"}
+                for name, (low, high) in sorted(ranges.items())
+            },
+            "calibration_method": {
+                "CLS": "CalibrationMethod",
+                "value": f"CalibrationMethod.{method}",
+            },
+            "smooth_quant": False,
+            _DIGEST: self.digest,
+        }
+        with tempfile.TemporaryDirectory(
+            prefix=".ortplugins-", dir=self.path.absolute().parent
+        ) as folder:
+            scratch = Path(folder, self.path.name)
+            scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            os.replace(scratch, self.path)
+
+
+def _entry(end: np.generic) -> dict[str, Any]:
+    return {"data": end.item(), "dtype": str(end.dtype), "CLS": "numpy.array"}
+
+
+def _scalar(entry: Mapping[str, Any]) -> np.generic:
+    scalar: np.generic = np.dtype(entry["dtype"]).type(entry["data"])
+    return scalar
