@@ -41,6 +41,7 @@ __all__ = [
     "optimize",
     "quantize_static_mixed",
     "read",
+    "warm",
 ]
 
 import importlib
@@ -50,9 +51,10 @@ from typing import TYPE_CHECKING, Any
 from ortplugins._version import __version__
 
 if importlib.util.find_spec("onnxruntime") is None:
-    from ortplugins._missing_runtime import refuse_import
-
-    refuse_import()
+    raise ImportError(
+        "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]' or "
+        "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
+    )
 
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
@@ -74,6 +76,7 @@ from session_options.registry import ship
 ship(WeightOnlyQuantization)
 
 if TYPE_CHECKING:
+    from ortplugins.artifacts.warming import warm
     from ortplugins.comparison.compare import Comparison, compare
     from ortplugins.optimization.optimize import OptimizeResult, optimize
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
@@ -91,6 +94,7 @@ _LAZY = {
     "enabled": "ortplugins.session.patching",
     "optimize": "ortplugins.optimization.optimize",
     "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
+    "warm": "ortplugins.artifacts.warming",
 }
 
 
@@ -100,3 +104,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -89,7 +89,3 @@ class WeightOnlyQuantization(Pass):
         # Codes without a kernel would be unpacked at every run.
         quiet = dataclasses.replace(context, remarks=Remarks(self.name))
         fuse(model, FusionOptions(self.accuracy_level, "fuse"), quiet)
-
-    def child_seconds(self) -> int:
-        """Half an hour: a session's own process shall see neither the peak nor the work."""
-        return 1800

@@ -8,7 +8,7 @@ __all__ = ["Outcome", "PassContext", "Remark", "Remarks", "RewriteError"]
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 
 class Outcome(enum.StrEnum):
@@ -121,10 +121,12 @@ class PassContext:
             ``("CPUExecutionProvider",)``.
         onnxruntime: Major and minor version that the result is for; None for the newest.
         cpu_arena: Whether the session's memory on the CPU comes from an arena, which gives
-            nothing back; that a pass looks at it, its ``knows_arena`` has to say.
+            nothing back; a pass that looks at it sets ``Pass.depends_on_arena``.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
         session_settings: What sessions on the result have to be set to, for this model; a pass
             adds to it. As ``Pass.session_settings`` returns them, and after those.
+        child_python: Interpreter and environment for child processes; None where the pass must
+            start none.
     """
 
     remarks: Remarks
@@ -133,6 +135,7 @@ class PassContext:
     final_graph: bool = False
     session_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_arena: bool = True
+    child_python: tuple[str, Mapping[str, str]] | None = None
 
     @property
     def cpu_only(self) -> bool:

@@ -233,7 +233,7 @@ class ShapeSizeReorder(Pass):
 
     name: ClassVar[str] = "shape_size_reorder"
     summary: ClassVar[str] = "free tensors that only their shapes keep, order nodes for memory"
-    knows_arena: ClassVar[bool] = True
+    depends_on_arena: ClassVar[bool] = True
     # Last of those that change the graph.
     position: ClassVar[int] = 80
 

@@ -7,16 +7,26 @@ above all, sees the content and not the name, so a file that changes is noticed.
 
 from __future__ import annotations
 
-__all__ = ["read_option_files"]
+__all__ = ["read_option_files", "read_plan"]
 
 import dataclasses
 from pathlib import Path
 
-from session_options import OptionError, Pass, Plan
-from session_options.keys import option_key, options_of
+from session_options.keys import OptionError, SessionConfig, option_key, options_of
+from session_options.passes import Pass
+from session_options.plan import Plan, read
 
 # An override takes about 200 bytes, and the largest models have some 10,000 activations.
 _LARGEST = 16 << 20
+
+
+def read_plan(options: SessionConfig | None) -> Plan:
+    """Read the plan that the entries of ``SessionOptions`` describe, and the files they name.
+
+    Raises:
+        OptionError: If an entry of ours, or a file, has a value that it can't have.
+    """
+    return read_option_files(read(options))
 
 
 def read_option_files(plan: Plan) -> Plan:

@@ -32,6 +32,10 @@ class Pass:
     3. :meth:`rearrange`: the graph that will run, fused nodes included;
     4. :meth:`finish`: the saved files.
 
+    Each of the three returns whether it modified anything; None stands for whether one of its
+    remarks says that something fired. Where no pass modified anything, nothing is saved and
+    the original runs. One that raises is left out; the others start again from the original.
+
     A session that is opened on the result gets :meth:`session_settings`, and :meth:`opened` is
     called afterwards.
 
@@ -39,13 +43,13 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
-        knows_arena: Whether what it does depends on ``PassContext.cpu_arena``.
+        depends_on_arena: Whether what it does depends on ``PassContext.cpu_arena``.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
-    knows_arena: ClassVar[bool] = False
+    depends_on_arena: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -56,13 +60,13 @@ class Pass:
         for spec in options_of(type(self)):
             check_choice(option_key(self.name, spec.name), getattr(self, spec.name), spec)
 
-    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+    def rewrite(self, model: ir.Model, context: PassContext) -> bool | None:
         """Rewrite the user's graph in place."""
 
-    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+    def rearrange(self, model: ir.Model, context: PassContext) -> bool | None:
         """Change the graph that will run, after onnxruntime's own optimisers, in place."""
 
-    def finish(self, model_path: Path, context: PassContext) -> None:
+    def finish(self, model_path: Path, context: PassContext) -> bool | None:
         """Work on the saved model; its folder holds its files and nothing else."""
 
     def session_settings(self) -> Mapping[str, str]:
@@ -79,11 +83,8 @@ class Pass:
         """Do what is left to do once a session on the result is open."""
 
     def child_seconds(self) -> int:
-        """Return how long a child process may take that builds instead of the session's own.
-
-        0 for no child. With one, neither the peak nor the imports are the session's.
-        """
-        return 0
+        """Return how many seconds the child process that builds the model may take."""
+        return 3600
 
     def checks_digests(self) -> bool:
         """Whether a start has to compare the files with the digests kept of them."""

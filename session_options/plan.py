@@ -8,6 +8,7 @@ __all__ = [
     "Plan",
     "configure",
     "make_plan",
+    "plan_from_json",
     "plan_from_settings",
     "read",
     "settings_of",
@@ -47,7 +48,7 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
         "strict",
         False,
-        "An exception inside a pass raises; else it warns and the untouched model runs.",
+        "An exception inside a pass raises; else it warns and the others run.",
         (),
         None,
     ),
@@ -55,6 +56,14 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
         "bake",
         True,
         "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
+        (),
+        None,
+    ),
+    Option(
+        "retry_failed",
+        False,
+        "Run a pass again that failed when a model was built; else the model stays cached "
+        "without it, until a version changes.",
         (),
         None,
     ),
@@ -70,15 +79,14 @@ class Plan:
         cache_dir: Directory of the cache; empty for the default.
         strict: Whether an exception inside a pass raises.
         bake: Whether the cache keeps onnxruntime's own optimisations.
-        cpu_arena: Whether the session's memory on the CPU comes from an arena
-            (``SessionOptions.enable_cpu_mem_arena``).
+        retry_failed: Whether an artifact that a failed pass is missing from is built again.
     """
 
     passes: tuple[Pass, ...] = ()
     cache_dir: str = ""
     strict: bool = False
     bake: bool = True
-    cpu_arena: bool = True
+    retry_failed: bool = False
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -96,10 +104,17 @@ class Plan:
                     for spec in options_of(type(item))
                     if spec.shapes_result
                 },
-                **({"cpu_arena": self.cpu_arena} if item.knows_arena else {}),
             }
             for item in self.passes
         ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON; :func:`plan_from_json` reads it."""
+        return {
+            "passes": [item.name for item in self.passes],
+            "settings": settings_of(self),
+            "general": {spec.name: getattr(self, spec.name) for spec in GENERAL_OPTIONS},
+        }
 
 
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
@@ -144,8 +159,7 @@ def read(options: SessionConfig | None) -> Plan:
         key = f"{PREFIX}.{spec.name}"
         if (text := stored(options, key)) is not None:
             general[spec.name] = parse_value(key, text, spec)
-    arena = bool(getattr(options, "enable_cpu_mem_arena", True))
-    return make_plan(passes, **general, cpu_arena=arena)
+    return make_plan(passes, **general)
 
 
 def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> None:
@@ -154,7 +168,7 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
     Args:
         options: ``onnxruntime.SessionOptions``; gets one entry per pass and per option.
         *passes: Instances of pass classes, for instance ``DqMatMulNBitsFusion()``.
-        **general: ``cache_dir``, ``strict``, ``bake``.
+        **general: ``cache_dir``, ``strict``, ``bake``, ``retry_failed``.
 
     Raises:
         OptionError: If a pass is not registered or comes twice, an option is unknown, or its
@@ -217,6 +231,16 @@ def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Pla
             raise OptionError(f"option {key!r} is unknown: {closest(option_name, specs)}")
         chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
     return make_plan([cls(**chosen[name]) for name, cls in classes.items()])
+
+
+def plan_from_json(content: Mapping[str, Any]) -> Plan:
+    """Read what :meth:`Plan.as_json` returned.
+
+    Raises:
+        OptionError: If a pass or an option is unknown here.
+    """
+    plan = plan_from_settings(content["passes"], content["settings"])
+    return make_plan(plan.passes, **content["general"])
 
 
 def _read_options(options: SessionConfig, cls: type[Pass]) -> dict[str, Any]:

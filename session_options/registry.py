@@ -16,12 +16,11 @@ __all__ = [
 
 import functools
 import os
-import sys
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from session_options.builtin_passes import BUILTIN_PASSES
+from session_options.caller_warnings import warn_caller
+from session_options.installed import installed_distributions
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
 
@@ -91,11 +90,10 @@ def find(name: str) -> type[Pass] | None:
             raise OptionError(f"{cls!r} is no subclass of ortplugins.Pass")
         cls.validate(name)
     except (Exception, SystemExit) as error:  # whatever it does, sessions must start
-        warnings.warn(
+        warn_caller(
             f"ortplugins skips pass {name!r} of {entry_point.value!r}: "
             f"{type(error).__name__}: {error}",
             PassWarning,
-            stacklevel=2,
         )
         return None
     return cls
@@ -115,18 +113,17 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 def _any_package_may_have_passes() -> bool:
     """Whether a package names our group; true where only importlib.metadata can tell."""
+    distributions = installed_distributions()
+    if distributions is None:
+        return True
     group = ENTRY_POINT_GROUP.encode()
-    for entry in sys.path:
-        folder = Path(entry or ".")
+    for item in distributions:
         try:
-            if folder.is_file():  # a zip archive
-                return True
-            for kind in ("dist-info", "egg-info"):
-                for file in folder.glob(f"*.{kind}/entry_points.txt"):
-                    if group in file.read_bytes():
-                        return True
-        except OSError:  # a folder that this user may not look into
-            return True
+            with open(os.path.join(item.folder, "entry_points.txt"), "rb") as file:
+                if group in file.read():
+                    return True
+        except OSError:  # it has no entry points
+            continue
     return False
 
 
@@ -143,11 +140,10 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
     for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         if point.name in ours or point.name in found:
             first = ours.get(point.name) or found[point.name].value
-            warnings.warn(
+            warn_caller(
                 f"ortplugins skips pass {point.name!r} of {point.value!r}: {first!r} has the "
                 "name already",
                 PassWarning,
-                stacklevel=2,
             )
             continue
         found[point.name] = point

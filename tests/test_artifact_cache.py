@@ -172,7 +172,7 @@ def test_a_cache_that_is_only_readable_serves_hits(model_path: Path, cache_dir: 
 def test_a_model_replaced_while_it_is_built_is_not_published(
     model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.optimization.optimize as module
+    import ortplugins.optimization.build as module
 
     real = module.build_artifact
 

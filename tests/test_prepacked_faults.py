@@ -202,6 +202,11 @@ def assert_whole(cache_dir: Path) -> None:
         assert entry.damaged_files() == []
 
 
+@pytest.fixture(autouse=True)
+def builds_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
+
+
 # Many processes, and dying ones.
 
 
@@ -627,7 +632,9 @@ def test_what_failed_once_is_tried_again(
         with pytest.warns(OrtpluginsWarning, match="ended with -9"):
             session = start(model_path)
         check(session, expected["case"])
-    monkeypatch.setattr("ortplugins.artifacts.find_or_build._RETRY_SECONDS", 0.0)
+    (path,) = cache_dir.glob("entries/*/manifest.json")
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "created": manifest["created"] - 100}))
     session = start(model_path)
     check(session, expected["case"])
     assert blobs_in_use(session.ortplugins_report.to_text()) == 1
@@ -638,6 +645,7 @@ def test_without_an_interpreter(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, Any]
 ):
     monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", None)
     session, text = start_watched(model_path)
     check(session, expected["case"])
     assert "no Python interpreter" in text

@@ -26,6 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortplugins
 from benchmarks.models.int4_chain import write_chain
 from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
+from ortplugins.runtime.child_process import child_environment
 from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
 from rewrite_rules.prepacked_weights.records import (
     Record,
@@ -408,7 +409,12 @@ def pack(
 ) -> tuple[Outcome, str]:
     """Run the pass; return its only remark."""
     remarks = Remarks("prepacked_weights")
-    context = PassContext(remarks, providers, final_graph=final)
+    context = PassContext(
+        remarks,
+        providers,
+        final_graph=final,
+        child_python=(sys.executable, child_environment("prepacked_weights")),
+    )
     prepack(path, PrepackOptions(limit_mb, 120), context)
     (remark,) = remarks
     assert not list(path.parent.glob(".*")), "scratch files are gone"
@@ -846,7 +852,7 @@ def test_overridden_dimensions(model_path: Path):
 def test_another_processor_has_an_entry_of_its_own(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ortplugins.artifacts.find_or_build as module
+    import ortplugins.optimization.request as module
 
     assert start(model_path).ortplugins_report.source == "built"
     monkeypatch.setattr(module, "cpu_features", lambda: "another")

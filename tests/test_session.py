@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import subprocess
 import sys
-import threading
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -183,23 +182,31 @@ def test_set_providers_starts_again_from_the_model(model_path: Path):
     check(session)
 
 
-def test_threads_that_share_options(model_path: Path):
+def test_threads_that_share_options(tmp_path: Path, cache_dir: Path):
+    """Two models, one options object: none of the threads sees what another one borrowed."""
+    cases = [CASE, dataclasses.replace(CASE, seed=7)]
+    contents = []
+    for number, case in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ir.save(case.model(), folder / "model.onnx", external_data="model.onnx.data")
+        contents.append((case, folder))
     so = options()
-    failures = []
 
-    def start() -> None:
-        try:
-            check(ortplugins.InferenceSession(model_path, so, providers=CPU))
-        except Exception as error:
-            failures.append(error)
+    def start(which: int) -> None:
+        case, folder = contents[which % 2]
+        for _ in range(10):
+            session = ortplugins.InferenceSession(folder / "model.onnx", so, providers=CPU)
+            assert session.ortplugins_report.source in ("built", "cache")
+            check(session, case)
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(start, range(8)))
     assert so.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    manifests = [json.loads(p.read_text()) for p in cache_dir.glob("entries/*/manifest.json")]
+    assert sorted(manifest["model"] for manifest in manifests) == sorted(
+        str(folder / "model.onnx") for _, folder in contents
+    )
 
 
 def test_a_session_outlives_the_models_file(model_path: Path):
@@ -283,22 +290,68 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_options.registry, "BUILTIN_PASSES", builtin)
 
 
+FAILED = "pass 'failing' failed at node 'the_node': KeyError: 'surprise'"
+
+
 @pytest.mark.usefixtures("failing")
-def test_a_pass_that_fails_warns_once_and_the_untouched_model_runs(
-    model_path: Path, cache_dir: Path
+@pytest.mark.parametrize("others", [(), (DqMatMulNBitsFusion(),)])
+def test_a_pass_that_fails_is_left_out_with_one_warning(
+    model_path: Path, others: tuple[ortplugins.Pass, ...]
 ):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        session = ortplugins.InferenceSession(model_path, options(Failing()), providers=CPU)
-    (warning,) = [w for w in caught if w.category is OrtpluginsWarning]
-    assert "pass 'failing' failed at node 'the_node': KeyError: 'surprise'" in str(
-        warning.message
+    so = options(Failing(), *others)
+    with pytest.warns(OrtpluginsWarning) as caught:
+        sessions = [ortplugins.InferenceSession(model_path, so, providers=CPU)]
+    assert [FAILED in str(warning.message) for warning in caught] == [True]
+    assert caught[0].filename == __file__
+    # Nothing is tried again, and nobody warns again.
+    sessions.append(ortplugins.InferenceSession(model_path, so, providers=CPU))
+    for session, source in zip(sessions, ("built", "cache"), strict=True):
+        report = session.ortplugins_report
+        assert report.source == (source if others else "untouched")
+        assert len(report.fired) == len(others)
+        assert FAILED in str(report)
+        check(session)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_failed_pass_is_tried_again_on_demand(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.warns(OrtpluginsWarning, match="surprise"):
+        ortplugins.InferenceSession(model_path, options(Failing()), providers=CPU)
+    monkeypatch.setattr(Failing, "rewrite", lambda *_: False)
+    so = options(Failing())
+    assert FAILED in str(
+        ortplugins.InferenceSession(model_path, so, providers=CPU).ortplugins_report
     )
-    assert session.ortplugins_report.source == "untouched"
-    assert "surprise" in str(session.ortplugins_report)
+    so.add_session_config_entry("ortplugins.retry_failed", "1")
+    for _ in range(2):
+        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+        assert FAILED not in str(session.ortplugins_report)
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfDone(ortplugins.Pass):
+    """Fails when it has changed something."""
+
+    name = "half_done"
+    summary = "fails late"
+    position = 10
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        for node in list(model.graph)[:1]:
+            model.graph.remove(node)
+        raise ValueError("too late")
+
+
+def test_the_others_get_the_model_as_it_was(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+    builtin = (*session_options.registry.BUILTIN_PASSES, HalfDone)
+    monkeypatch.setattr(session_options.registry, "BUILTIN_PASSES", builtin)
+    so = options(HalfDone(), DqMatMulNBitsFusion())
+    with pytest.warns(OrtpluginsWarning, match="too late"):
+        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+    assert len(session.ortplugins_report.fired) == 1
     check(session)
-    assert list(cache_dir.glob("entries/*")) == []
-    assert list(cache_dir.glob("building/*")) == []
 
 
 @pytest.mark.usefixtures("failing")
@@ -315,14 +368,14 @@ def test_an_entry_removed_between_look_up_and_start(
 ):
     import ortplugins.session.opening as module
 
-    real = module.prepare
+    real = module.find_or_build
 
-    def prepare(*args: object) -> object:
+    def find_or_build(*args: object) -> object:
         artifact = real(*args)
         Path(artifact.model).unlink()
         return artifact
 
-    monkeypatch.setattr(module, "prepare", prepare)
+    monkeypatch.setattr(module, "find_or_build", find_or_build)
     with pytest.warns(OrtpluginsWarning, match="cannot be opened.*the untouched model runs"):
         session = ortplugins.InferenceSession(model_path, options(), providers=CPU)
     check(session)

@@ -86,7 +86,7 @@ def test_keys_are_made_of_the_names():
 
 def test_general_options_are_the_plans_fields():
     fields = {field.name: field.default for field in dataclasses.fields(Plan)}
-    del fields["passes"], fields["cpu_arena"]
+    del fields["passes"]
     assert {spec.name: spec.default for spec in GENERAL_OPTIONS} == fields
 
 

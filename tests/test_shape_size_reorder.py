@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
-from ortplugins.artifacts.find_or_build import prepare
+from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.cli.app import app
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.live_memory import order_of
+from ortplugins.optimization.request import read_request
 
 PROVIDERS = ["CPUExecutionProvider"]
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
@@ -253,7 +254,8 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
 
     def settings_and_peak(arena: bool) -> tuple[dict[str, str], str]:
         so.enable_cpu_mem_arena = arena
-        artifact = prepare(path, ortplugins.read(so), so, PROVIDERS, None)
+        request = read_request(path, ortplugins.read(so), so, PROVIDERS, None)
+        artifact = find_or_build(request)
         (graph,) = (r.reason for r in artifact.report.remarks if r.node == "graph")
         return dict(artifact.settings), re.search(r"computed ([0-9.]+ MB)", graph)[1]
 

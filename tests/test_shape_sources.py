@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ortplugins.optimization.stages import infer_shapes
+from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 

@@ -82,10 +82,12 @@ def prepare_artifact(_: Any, source: str, cache: str) -> float:
     import onnxruntime
 
     import ortplugins
-    from ortplugins.artifacts.find_or_build import prepare
+    from ortplugins.artifacts.find_or_build import find_or_build
+    from ortplugins.optimization.request import read_request
 
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(), cache_dir=cache)
     start = time.perf_counter()
-    prepare(source, ortplugins.read(options), options, ["CPUExecutionProvider"], None)
+    plan = ortplugins.read(options)
+    find_or_build(read_request(source, plan, options, ["CPUExecutionProvider"], None))
     return time.perf_counter() - start

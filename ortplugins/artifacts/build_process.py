@@ -2,72 +2,59 @@
 """Builds a cache entry in a process of its own, so that a server never sees the peak.
 
 The parent writes a job to the child's standard input: a line of JSON, then the model's bytes
-where it was given as bytes. The child does what the parent would do on a miss, publishes the
-entry in the cache, and prints what went wrong, if anything did, as one line of JSON.
+where it was given as bytes. The child builds the entry and prints, as one line of JSON, where
+it is, or what went wrong.
 """
 
 from __future__ import annotations
 
 __all__ = ["build_in_child", "main"]
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ortplugins.artifacts.build import Built, build_entry
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.runtime.child_process import child_environment
-from session_options.plan import make_plan, plan_from_settings, settings_of
-
-if TYPE_CHECKING:
-    from ortplugins.artifacts.find_or_build import Request
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.runtime.child_process import child_environment, child_python
+from session_options import OptionError
+from session_options.caller_warnings import warn_caller
 
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError)}
 _ERROR_CHARACTERS = 500
+_IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-def build_in_child(request: Request) -> str:
-    """Have a child build the entry of a request.
+def build_in_child(request: BuildRequest, spare: Path) -> Built | None:
+    """Have a child build the entry of a request; arguments as for :func:`.build_entry`.
 
     Returns:
-        ``"built"``, or ``"cache"`` where another one was quicker; empty where no child can do
-        it, so that this process has to.
+        Where the entry is; None where no child can build it, so that this process has to.
 
     Raises:
         MissingFileError, ModelFileError, PassError: As the build itself; PassError too when
             the child was killed, or took too long.
     """
-    if not sys.executable:
-        return ""
+    python = child_python("build")
+    if python is None or os.environ.get(_IN_PROCESS) == "1":
+        return None
     seconds = max(item.child_seconds() for item in request.plan.passes)
-    content, path = b"", None
-    if isinstance(request.source, bytes):
-        content = request.source
-    else:
-        path = os.path.abspath(os.fspath(request.source))
-    job = {
-        "source": path,
-        "folder": None if request.folder is None else str(request.folder),
-        "passes": [item.name for item in request.plan.passes],
-        "settings": settings_of(request.plan),
-        "cache_dir": request.plan.cache_dir,
-        "bake": request.plan.bake,
-        "cpu_arena": request.plan.cpu_arena,
-        "fingerprint": request.plan.fingerprint(),
-        "providers": list(request.providers),
-        "optimisers": None if request.settings is None else request.settings.as_json(),
-        "final_graph": request.final_graph,
-    }
+    job = {"request": request.as_json(), "spare": os.fspath(spare)}
+    content = request.source if isinstance(request.source, bytes) else b""
     code = "from ortplugins.artifacts.build_process import main; main()"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
+            # -P: not what lies in the working directory under the name of a module.
+            [python, "-P", "-c", code],
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
-            env=child_environment(),
+            env=child_environment("build"),
             timeout=seconds,
             check=False,
         )
@@ -76,7 +63,7 @@ def build_in_child(request: Request) -> str:
             f"the process that optimises the model took more than {seconds} s and was stopped"
         ) from None
     except OSError:
-        return ""
+        return None
     lines = done.stdout.decode(errors="replace").splitlines()
     try:
         answer = json.loads(lines[-1])
@@ -86,21 +73,26 @@ def build_in_child(request: Request) -> str:
             f"the process that optimises the model ended with {done.returncode}: {tail}"
         ) from None
     for text in answer["warnings"]:
-        warnings.warn(text, OrtpluginsWarning, stacklevel=7)
+        warn_caller(text, OrtpluginsWarning)
     if answer["error"] is not None:
         raise _ERRORS[answer["error"]](answer["text"])
-    return str(answer["origin"])
+    if answer["built"] is None:
+        return None
+    return Built(Path(answer["built"].pop("folder")), **answer["built"])
 
 
 def main() -> None:
     """Do the job on standard input."""
     header, _, content = sys.stdin.buffer.read().partition(b"\n")
     # Whatever else prints goes to the error output: the answer is the last line.
-    answer: dict[str, Any] = {"origin": "", "error": None, "text": "", "warnings": []}
+    answer: dict[str, Any] = {"built": None, "error": None, "text": "", "warnings": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            answer["origin"] = _build(json.loads(header), content)
+            built = _build(json.loads(header), content)
+            if built is not None:
+                folder = os.fspath(built.folder)
+                answer["built"] = {**dataclasses.asdict(built), "folder": folder}
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
             answer.update(error=kind, text=str(error))
@@ -110,21 +102,11 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _build(job: dict[str, Any], content: bytes) -> str:
-    from ortplugins.artifacts.find_or_build import Request, build_and_publish
-    from ortplugins.optimization.offline_optimizers import BakeSettings
-
-    plan = plan_from_settings(job["passes"], job["settings"])
-    general = {name: job[name] for name in ("cache_dir", "bake", "cpu_arena")}
-    plan = make_plan(plan.passes, **general)
-    if json.loads(json.dumps(plan.fingerprint())) != job["fingerprint"]:
-        return ""  # a pass that only the parent knows, or another version of it
-    request = Request(
-        source=content if job["source"] is None else job["source"],
-        folder=None if job["folder"] is None else Path(job["folder"]),
-        plan=plan,
-        providers=tuple(job["providers"]),
-        settings=BakeSettings.from_json(job["optimisers"]),
-        final_graph=job["final_graph"],
-    )
-    return build_and_publish(request)
+def _build(job: dict[str, Any], content: bytes) -> Built | None:
+    try:
+        request = BuildRequest.from_json(job["request"], content)
+    except OptionError:
+        return None  # a pass that only the parent knows
+    if json.loads(json.dumps(request.as_json())) != job["request"]:
+        return None  # another version of it
+    return build_entry(request, Path(job["spare"]))

@@ -11,7 +11,7 @@ __all__ = ["ArtifactCache"]
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,14 @@ class ArtifactCache(CacheDirectory):
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     @contextlib.contextmanager
-    def build(self, key: str) -> Iterator[Path | Entry]:
+    def build(
+        self, key: str, is_usable: Callable[[Entry], bool] = lambda _: True
+    ) -> Iterator[Path | Entry]:
         """Become the builder of a key, or get the entry that another one has built meanwhile.
+
+        Args:
+            key: The key.
+            is_usable: Says whether an entry will do; another one is built in its place.
 
         Yields:
             An entry, or an empty folder that :meth:`publish` turns into one. What is left of
@@ -71,7 +77,7 @@ class ArtifactCache(CacheDirectory):
 
         building = self.make("building")
         with self.lock(key):
-            if (entry := self.find(key)) is not None:
+            if (entry := self.find(key)) is not None and is_usable(entry):
                 yield entry
                 return
             # The lock is ours: whatever else builds this key was killed.

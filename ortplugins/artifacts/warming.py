@@ -17,14 +17,15 @@ import onnxruntime
 
 import session_options
 from ortplugins.artifacts.directory import cache_root
-from ortplugins.artifacts.find_or_build import prepare
+from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.artifacts.maintenance import share
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, format_value
-from session_options.option_files import read_option_files
+from session_options.option_files import read_plan
 from session_options.plan import plan_from_settings
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
@@ -109,7 +110,7 @@ def warm(
     prepared.graph_optimization_level = _level(optimization_level)
     if output is not None:
         prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(output))
-    plan = read_option_files(session_options.read(prepared))
+    plan = read_plan(prepared)
     if not plan:
         raise OptionError("no pass is switched on, so there is nothing to build")
     cache = ArtifactCache(cache_root(plan.cache_dir))
@@ -138,9 +139,9 @@ def _warm_one(
             # A session would build for itself alone then, which is of no use here.
             without_cache = "ortplugins works without its cache"
             warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
-            artifact = prepare(
-                model, plan, options, ["CPUExecutionProvider"], list(disabled_optimizers)
-            )
+            providers = ["CPUExecutionProvider"]
+            request = read_request(model, plan, options, providers, disabled_optimizers)
+            artifact = find_or_build(request)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
     except OrtpluginsWarning as warning:

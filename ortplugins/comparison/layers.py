@@ -27,7 +27,7 @@ from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.profile import profiled_run
 from ortplugins.errors import ModelFileError
-from ortplugins.optimization.stages import infer_shapes
+from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed, KeptSamples

@@ -32,14 +32,15 @@ def unfused_in(
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If the fusion fails.
     """
-    from ortplugins.optimization.stages import PassRuns, infer_shapes, run_stage
+    from ortplugins.optimization.request import BuildRequest
+    from ortplugins.optimization.shape_inference import infer_shapes
+    from ortplugins.optimization.stages import PassRuns
     from session_options.plan import make_plan
 
     copy = model.graph()
     infer_shapes(copy)
-    runs = PassRuns()
-    plan = make_plan([fusion or DqMatMulNBitsFusion()])
-    run_stage("rewrite", plan, copy, ("CPUExecutionProvider",), runs)
+    runs = PassRuns(BuildRequest(copy, make_plan([fusion or DqMatMulNBitsFusion()])))
+    runs.run("rewrite", copy)
     found: dict[str, list[str]] = {}
     for remark in (remark for report in runs.reports() for remark in report.remarks):
         if remark.outcome is Outcome.REFUSED:

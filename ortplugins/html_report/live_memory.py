@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.model_io.loading import load_path
-from ortplugins.optimization.stages import infer_shapes
+from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes

@@ -35,7 +35,6 @@ import os
 import queue
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -46,7 +45,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ortplugins.runtime.child_process import child_environment
+from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.process_memory import process_memory
 from ortplugins.runtime.stock_session import LEVELS
 
@@ -227,15 +226,15 @@ class SessionProcess:
         """
         self._name, self._timeout = name, timeout
         self.peak_private: int | None = None
-        if not sys.executable:
+        if (python := child_python("measure")) is None:
             raise MeasureError("there is no Python interpreter to start a process with")
         # -P: the script's own folder has modules of common names.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],
+            [python, "-P", str(_SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**child_environment(), **(environment or {})},
+            env={**child_environment("measure"), **(environment or {})},
             text=True,
             encoding="utf-8",
         )

@@ -8,9 +8,8 @@ onnxruntime writes the new graph with the old references.
 
 from __future__ import annotations
 
-__all__ = ["ALL_OPTIMISERS", "BakeSettings", "bake", "bake_settings"]
+__all__ = ["bake"]
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -18,86 +17,15 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import PassError
-from session_options.keys import stored
+from ortplugins.runtime.optimizer_settings import OptimizerSettings
 
-# Entries that change what the optimisers do. SessionOptions cannot list its entries.
-_OPTIMISER_KEYS = (
-    "optimization.constant_folding_max_output_size_in_bytes",
-    "optimization.disable_specified_optimizers",
-    "optimization.enable_cast_chain_elimination",
-    "optimization.enable_gelu_approximation",
-    "optimization.minimal_build_optimizations",
-    "session.disable_aot_function_inlining",
-    "session.disable_double_qdq_remover",
-    "session.disable_qdq_constant_folding",
-    "session.disable_quant_qdq",
-    "session.enable_dq_matmulnbits_fusion",
-    "session.enable_quant_qdq_cleanup",
-    "session.function_expansion_byte_limit",
-    "session.function_expansion_node_limit",
-    "session.gqa_value_layout",
-    "session.graph_optimizations_loop_level",
-    "session.qdq_matmulnbits_accuracy_level",
-    "session.qdq_matmulnbits_block_size",
-    "session.qdqisint8allowed",
-    "session.set_denormal_as_zero",
-    "session.strict_shape_type_inference",
-    "session.x64quantprecision",
-)
 # New constants of this size leave the .onnx file, or every session would hold a copy.
 _INLINE_LIMIT = 1 << 16
 # A protobuf ends at 2 GiB; folded constants beyond this are not worth the attempt.
 _DATA_NAME = "folded.data"
 
 
-@dataclasses.dataclass(frozen=True)
-class BakeSettings:
-    """What of a session's options the optimisers look at; part of the cache key.
-
-    Attributes:
-        level: Name of the graph optimisation level.
-        disabled: Optimisers that the session was asked to leave out.
-        entries: Entries that change what the optimisers do.
-    """
-
-    level: str
-    disabled: tuple[str, ...]
-    entries: tuple[tuple[str, str], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings as JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any] | None) -> BakeSettings | None:
-        """Read what :meth:`as_json` returned; None stays None."""
-        if content is None:
-            return None
-        return cls(
-            content["level"],
-            tuple(content["disabled"]),
-            tuple((key, text) for key, text in content["entries"]),
-        )
-
-
-# For a file that is baked without a session to look at.
-ALL_OPTIMISERS = BakeSettings("ORT_ENABLE_ALL", (), ())
-
-
-def bake_settings(
-    options: onnxruntime.SessionOptions, disabled_optimizers: Any
-) -> BakeSettings | None:
-    """Read the settings; None when the session wants no optimisation anyway."""
-    level = options.graph_optimization_level
-    if level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL:
-        return None
-    entries = tuple(
-        (key, text) for key in _OPTIMISER_KEYS if (text := stored(options, key)) is not None
-    )
-    return BakeSettings(level.name, tuple(sorted(disabled_optimizers or ())), entries)
-
-
-def bake(source: Path, target: Path, settings: BakeSettings) -> None:
+def bake(source: Path, target: Path, settings: OptimizerSettings) -> None:
     """Optimise ``source`` into ``target``, both in one folder.
 
     Raises:

@@ -1,22 +1,58 @@
 # SPDX-License-Identifier: MIT
-"""What a Python process of ours is started with."""
+"""Python processes of ours: which interpreter runs them, and in what environment."""
 
 from __future__ import annotations
 
-__all__ = ["child_environment"]
+__all__ = ["child_environment", "child_python"]
 
 import os
 import sys
 
 from session_options.environment import VARIABLE
 
+_PYTHON = f"{VARIABLE}_PYTHON"
+# Names what the processes above this one were started for.
+_MARKER = f"{VARIABLE}_CHILD_OF"
 
-def child_environment() -> dict[str, str]:
+
+def child_python(purpose: str) -> str | None:
+    """Return the interpreter that a child process is started with.
+
+    ``ORTPLUGINS_PYTHON``; else what ``multiprocessing.set_executable`` was told; else this
+    process's own, unless that is a program: one frozen by PyInstaller, or one that embeds
+    Python, such as uWSGI. None where there is none, and in a child of the same purpose: that
+    is a program which was taken for an interpreter.
+
+    Args:
+        purpose: What the child is for, as for :func:`child_environment`.
+    """
+    if purpose in _purposes():
+        return None
+    if chosen := os.environ.get(_PYTHON):
+        return chosen
+    if "multiprocessing.spawn" in sys.modules:
+        told = os.fsdecode(sys.modules["multiprocessing.spawn"].get_executable() or "")
+        if told and told != sys.executable:
+            return told
+    own = os.path.basename(sys.executable or "").lower()
+    is_python = own.startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
+    return sys.executable if is_python else None
+
+
+def child_environment(purpose: str) -> dict[str, str]:
     """Return this process's environment, for a child that imports from the same places.
 
     Its sessions are plain ones, whatever is switched on here.
+
+    Args:
+        purpose: One word; the child's :func:`child_python` refuses it.
     """
     # Under ``ortplugins run`` it would switch passes on in the child, too.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment[_MARKER] = ",".join([*_purposes(), purpose])
     return environment
+
+
+def _purposes() -> list[str]:
+    return list(filter(None, os.environ.get(_MARKER, "").split(",")))

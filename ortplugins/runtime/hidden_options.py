@@ -9,19 +9,16 @@ shows what they are overridden to. Takes about a millisecond.
 
 from __future__ import annotations
 
-__all__ = ["PROBE", "HiddenOptions", "find_hidden_options", "write_probe"]
+__all__ = ["PROBE", "HiddenOptions", "find_hidden_options"]
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnxruntime
 
-from ortplugins.runtime.temporary_settings import lent
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from ortplugins.runtime.temporary_settings import temporarily_set
 
 PROBE = "probe.onnx"
 
@@ -42,31 +39,6 @@ class HiddenOptions:
     added_initializer: str | None
 
 
-def write_probe(model: ir.Model, folder: Path) -> dict[str, Any]:
-    """Write the tiny model of a source model; return what the manifest has to keep.
-
-    Args:
-        model: The model as the user gave it.
-        folder: Gets ``probe.onnx``.
-    """
-    import onnx_ir as ir
-
-    shaped = [value for value in model.graph.inputs if value.shape is not None]
-    inputs = [
-        ir.Value(name=f"i{i}", shape=value.shape, type=ir.TensorType(ir.DataType.FLOAT))
-        for i, value in enumerate(shaped)
-    ] or [ir.val("i0", ir.DataType.FLOAT, [1])]
-    nodes = [ir.node("Identity", [value]) for value in inputs]
-    for i, node in enumerate(nodes):
-        node.outputs[0].name = f"o{i}"
-        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    outputs = [node.outputs[0] for node in nodes]
-    graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports={"": 13}, name="probe")
-    ir.save(ir.Model(graph, ir_version=8), folder / PROBE)
-    names = [name for graph in model.graphs() for name in graph.initializers]
-    return {"initializers": sorted(set(names))}
-
-
 def find_hidden_options(
     options: onnxruntime.SessionOptions, folder: Path, manifest: Mapping[str, Any]
 ) -> HiddenOptions:
@@ -75,11 +47,11 @@ def find_hidden_options(
     Args:
         options: The session's options; as they were afterwards.
         folder: Folder with ``probe.onnx``.
-        manifest: Has what :func:`write_probe` returned.
+        manifest: Has what ``ortplugins.optimization.probe.write_probe`` returned.
     """
     state = onnxruntime.capi._pybind_state
     probe = str(folder / PROBE)
-    with lent(options, _QUIET):
+    with temporarily_set(options, _QUIET):
         copy = state.InferenceSession(options, probe, True, False).session_options
     copy.optimized_model_filepath = ""
     copy.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC

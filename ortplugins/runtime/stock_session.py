@@ -12,7 +12,7 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import ModelFileError
-from ortplugins.runtime.temporary_settings import lent
+from ortplugins.runtime.temporary_settings import temporarily_set
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",
@@ -57,7 +57,7 @@ def open_model(
         path: The file.
         level: A key of :data:`LEVELS`.
         providers: Execution providers.
-        settings: Of its SessionOptions, as :func:`.lent` takes them;
+        settings: Of its SessionOptions, as ``temporarily_set`` takes them;
             they go before the level.
 
     Raises:
@@ -71,7 +71,7 @@ def open_model(
 
         read_model_file(path)
     try:
-        with lent(options, settings or {}):
+        with temporarily_set(options, settings or {}):
             return onnxruntime.InferenceSession(
                 os.fspath(path), options, providers=list(providers), enable_fallback=0
             )

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: MIT
-"""Lends a user's ``SessionOptions`` to one session with a few of them changed.
+"""Settings that a user's ``SessionOptions`` have while one session is constructed.
 
-onnxruntime copies the options when a session is created. They cannot be copied whole from
-Python (custom-op libraries stay behind), so they are changed and put back, by one thread at a
-time.
+onnxruntime's native constructor copies the options; the slow initialisation comes after it.
+The options cannot be copied whole from Python (custom-op libraries stay behind), so they are
+changed and put back. Every reader and writer of ours holds the lock of the object, so none of
+them sees another one's settings.
 """
 
 from __future__ import annotations
 
-__all__ = ["lent"]
+__all__ = ["construct_with", "options_lock", "temporarily_set"]
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import onnxruntime
 
 from session_options.keys import parse_bool, stored
 
-_lock = threading.Lock()
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def options_lock(options: onnxruntime.SessionOptions) -> threading.RLock:
+    """Return the lock of one ``SessionOptions`` object."""
+    with _locks_lock:
+        return _locks.setdefault(options, threading.RLock())
 
 
 @contextlib.contextmanager
-def lent(
+def temporarily_set(
     options: onnxruntime.SessionOptions, settings: Mapping[str, str | int | bool]
-) -> Iterator[onnxruntime.SessionOptions]:
-    """Yield the options with settings changed; they come back as they were.
+) -> Iterator[None]:
+    """Hold the lock of the options and change them; they come back as they were.
 
     Args:
         options: The user's.
@@ -33,18 +43,54 @@ def lent(
             without an attribute, whose value may be the name of an enumeration's member, or
             "0" or "1" for a bool.
     """
-    if not settings:
-        yield options
-        return
-    with _lock:
+    with options_lock(options):
         before = {name: _get(options, name) for name in settings}
         try:
             for name, value in settings.items():
                 _set(options, name, value)
-            yield options
+            yield
         finally:
             for name, value in before.items():
                 _set(options, name, value)
+
+
+def construct_with(
+    settings: Mapping[str, str | int | bool],
+    construct: Callable[..., None],
+    model: Any,
+    options: onnxruntime.SessionOptions,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Construct a session with its options temporarily set.
+
+    They come back, and the lock is released, as soon as the native constructor has copied the
+    options: onnxruntime makes a set of ``disabled_optimizers`` between that and the slow
+    initialisation. A version that does not gets the options for the whole constructor.
+
+    Args:
+        settings: As for :func:`temporarily_set`; empty only to read no other session's.
+        construct: The constructor of ``onnxruntime.InferenceSession``, bound to a session.
+        model: Path or bytes.
+        options: The session's.
+        args: Providers and their options.
+        kwargs: Further arguments of the constructor.
+    """
+    with contextlib.ExitStack() as until_copied:
+        until_copied.enter_context(temporarily_set(options, settings))
+        disabled = _CalledWhenRead(kwargs.get("disabled_optimizers"), until_copied.close)
+        construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled})
+
+
+class _CalledWhenRead:
+    """An iterable of names that calls a function before it is read."""
+
+    def __init__(self, names: Any, function: Callable[[], None]) -> None:
+        self._names, self._function = tuple(names or ()), function
+
+    def __iter__(self) -> Iterator[str]:
+        self._function()
+        return iter(self._names)
 
 
 def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:

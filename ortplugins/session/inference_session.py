@@ -11,10 +11,9 @@ from typing import Any
 
 import onnxruntime
 
-import session_options
 from ortplugins.report import Report
 from ortplugins.session.opening import open_session
-from session_options.option_files import read_option_files
+from session_options.option_files import read_plan
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -44,19 +43,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.
         """
-        plan = read_option_files(session_options.read(sess_options))
         self.ortplugins_report = Report()
         self._ortplugins_source = path_or_bytes
         self._ortplugins_kwargs = kwargs
-        if not plan:
-            super().__init__(
-                path_or_bytes, sess_options, providers, provider_options, **kwargs
-            )
+        if sess_options is None:
+            super().__init__(path_or_bytes, None, providers, provider_options, **kwargs)
             return
         self.ortplugins_report = open_session(
             self,
             super().__init__,
-            plan,
+            read_plan,
             path_or_bytes,
             sess_options,
             providers,

@@ -1,38 +1,46 @@
 # SPDX-License-Identifier: MIT
-"""Opens a session on the model that the passes of a plan made, whoever's class it is of."""
+"""Opens a session on the model that the passes of its options make, whatever its class."""
 
 from __future__ import annotations
 
-__all__ = ["open_session"]
+__all__ = ["open_session", "untouched_report"]
 
 import contextlib
+import dataclasses
+import logging
 import os
-import warnings
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnxruntime
 
-from ortplugins.artifacts.find_or_build import Artifact, prepare
+from ortplugins.artifacts.find_or_build import Artifact, find_or_build
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.optimization.request import BuildRequest, read_request
 from ortplugins.report import Report
-from ortplugins.runtime.temporary_settings import lent
+from ortplugins.runtime.hidden_options import find_hidden_options
+from ortplugins.runtime.temporary_settings import construct_with, options_lock
 from session_options import OptionError, Plan
+from session_options.caller_warnings import warn_caller
+
+_log = logging.getLogger("ortplugins")
 
 
 def open_session(
     session: onnxruntime.InferenceSession,
     construct: Callable[..., None],
-    plan: Plan,
+    read_plan: Callable[[onnxruntime.SessionOptions], Plan],
     path_or_bytes: str | bytes | os.PathLike[str],
     options: onnxruntime.SessionOptions,
     providers: Sequence[Any] | None,
     provider_options: Sequence[dict[Any, Any]] | None,
     kwargs: Mapping[str, Any],
-    caller_knows: bool = True,
+    *,
+    opted_in: bool = True,
 ) -> Report:
-    """Find or build the artifact of a model and construct a session on it.
+    """Read the options, find or build the artifact, and construct the session on it.
 
     onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
     tries again on the CPU. So what is ours happens before it is called, and an artifact is
@@ -41,55 +49,65 @@ def open_session(
     Args:
         session: The object that is being constructed.
         construct: The constructor of onnxruntime, bound to it.
-        plan: What to do; not empty.
+        read_plan: Reads the passes that the options switch on.
         path_or_bytes: As the caller gave it, like all that follows.
         options: Of the session; come back as they went in.
         providers: Execution providers.
         provider_options: Their options.
         kwargs: Further arguments of the constructor.
-        caller_knows: Whether the caller chose this. Else no error of ours may reach it unless
-            the plan is strict, and a missing file is for onnxruntime to tell: the caller may
-            expect that very error.
+        opted_in: Whether the caller chose this. Else no error of ours may reach it unless the
+            plan is strict, and a missing file is left to onnxruntime: the caller may expect
+            its very error.
 
     Returns:
         What was done.
 
     Raises:
+        OptionError: If an entry of ours has a value that it can't have.
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails and the plan is strict.
     """
-    try:
-        names = _provider_names(providers, options)
-        disabled = kwargs.get("disabled_optimizers")
-        artifact = prepare(path_or_bytes, plan, options, names, disabled)
-    except Exception as error:
-        if isinstance(error, MissingFileError) and not caller_knows:
-            artifact = Artifact(None, Report(source="untouched", notes=(str(error),)))
-        elif plan.strict or (caller_knows and not isinstance(error, PassError)):
-            raise
-        else:
-            artifact = Artifact(None, _untouched(_told(error)))
-    if artifact.model is None:
-        if artifact.temporary is not None:
-            artifact.temporary.cleanup()
-        construct(path_or_bytes, options, providers, provider_options, **kwargs)
-        return artifact.report
-    try:
-        with lent(options, _settings(artifact)):
-            construct(
-                artifact.model,
+    start = time.perf_counter()
+    arguments = (options, providers, provider_options)
+    with options_lock(options):
+        plan = read_plan(options)
+        if plan:
+            request = read_request(
+                path_or_bytes,
+                plan,
                 options,
-                providers,
-                provider_options,
-                **{**kwargs, "enable_fallback": 0},
+                _provider_names(providers, options),
+                kwargs.get("disabled_optimizers"),
             )
-    except Exception as error:
-        # The entry was removed a moment ago, say. Whoever starts a server wants it up.
-        if plan.strict:
-            raise
-        report = _untouched(f"{artifact.model} cannot be opened: {error}")
-        construct(path_or_bytes, options, providers, provider_options, **kwargs)
-        return report
+    if not plan:
+        construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
+        return Report()
+    artifact = _find_or_build(request, opted_in)
+    artifact = _respect_hidden_options(artifact, request, options)
+    report = artifact.report
+    try:
+        if artifact.model is not None:
+            level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+            settings = {**artifact.settings, **level}
+            try:
+                construct_with(
+                    settings,
+                    construct,
+                    artifact.model,
+                    *arguments,
+                    **{**kwargs, "enable_fallback": 0},
+                )
+            except Exception as error:
+                # The entry was removed a moment ago, say. Whoever starts a server wants it up.
+                if plan.strict:
+                    raise
+                report = untouched_report(f"{artifact.model} cannot be opened: {error}")
+            else:
+                if int(kwargs.get("enable_fallback", 1)) == 1:
+                    session.enable_fallback()
+                _call_opened(plan)
+        if report.source == "untouched":
+            construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
     finally:
         if artifact.temporary is not None:
             # POSIX keeps the mapped files until the session closes; Windows refuses to
@@ -97,13 +115,59 @@ def open_session(
             with contextlib.suppress(OSError):
                 artifact.temporary.cleanup()
             weakref.finalize(session, artifact.temporary.cleanup)
-    if int(kwargs.get("enable_fallback", 1)) == 1:
-        session.enable_fallback()
-    _tell_opened(plan)
-    return artifact.report
+    seconds = time.perf_counter() - start
+    _log.info("%s in %.3f s: %s", request.name, seconds, report)
+    return report
 
 
-def _tell_opened(plan: Plan) -> None:
+def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
+    """Return the artifact; the untouched model's where it cannot be made, and may be run."""
+    try:
+        return find_or_build(request)
+    except Exception as error:
+        if isinstance(error, MissingFileError) and not opted_in:
+            return Artifact(Report(source="untouched", notes=(str(error),)))
+        if request.plan.strict or (opted_in and not isinstance(error, PassError)):
+            raise
+        worded = isinstance(error, PassError | ModelFileError | OptionError)
+        message = str(error) if worded else f"{type(error).__name__}: {error}"
+        return Artifact(untouched_report(message))
+
+
+def _respect_hidden_options(
+    artifact: Artifact, request: BuildRequest, options: onnxruntime.SessionOptions
+) -> Artifact:
+    """Give way to options that the artifact was made without.
+
+    Raises:
+        PassError: If the entry cannot be opened and the plan is strict.
+    """
+    if artifact.model is None or artifact.entry is None:
+        return artifact
+    entry = artifact.entry
+    try:
+        hidden = find_hidden_options(options, entry.folder, entry.manifest)
+    except Exception as error:  # removed a moment ago, say
+        text = f"{entry.folder} cannot be opened: {error}"
+        if request.plan.strict:
+            raise PassError(text) from error
+        return dataclasses.replace(artifact, model=None, report=untouched_report(text))
+    report = artifact.report
+    if (name := hidden.added_initializer) is not None:
+        note = (
+            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
+        )
+        notes = (*report.notes, note)
+        report = dataclasses.replace(report, source="untouched", notes=notes, artifact="")
+        return dataclasses.replace(artifact, model=None, report=report)
+    if hidden.overrides_dimensions and artifact.baked:
+        note = "free dimensions are overridden, so onnxruntime optimises at this start"
+        report = dataclasses.replace(report, notes=(*report.notes, note))
+        return dataclasses.replace(artifact, report=report, baked=False)
+    return artifact
+
+
+def _call_opened(plan: Plan) -> None:
     """Call the passes' last method; the session is there, whatever becomes of it.
 
     Raises:
@@ -116,21 +180,14 @@ def _tell_opened(plan: Plan) -> None:
             text = f"pass {item.name!r}: opened: {type(error).__name__}: {error}"
             if plan.strict:
                 raise PassError(text) from error
-            warnings.warn(text, OrtpluginsWarning, stacklevel=4)
+            warn_caller(text, OrtpluginsWarning)
 
 
-def _untouched(reason: str) -> Report:
+def untouched_report(reason: str) -> Report:
     """Warn that the untouched model runs, and return the report that says so."""
     text = f"{reason}; the untouched model runs"
-    # The line of the caller's constructor call.
-    warnings.warn(text, OrtpluginsWarning, stacklevel=4)
+    warn_caller(text, OrtpluginsWarning)
     return Report(source="untouched", notes=(text,))
-
-
-def _told(error: Exception) -> str:
-    """What an error says; a name in front of those that nobody worded for users."""
-    worded = isinstance(error, PassError | ModelFileError | OptionError)
-    return str(error) if worded else f"{type(error).__name__}: {error}"
 
 
 def _provider_names(
@@ -142,9 +199,3 @@ def _provider_names(
         return ("those of the SessionOptions",)
     chosen = providers or onnxruntime.get_available_providers()
     return tuple(item if isinstance(item, str) else item[0] for item in chosen)
-
-
-def _settings(artifact: Artifact) -> dict[str, str]:
-    """What the artifact needs of its session; it has its own optimisation behind it."""
-    level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
-    return {**artifact.settings, **level}

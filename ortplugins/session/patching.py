@@ -17,12 +17,10 @@ __all__ = ["disable", "enable", "enable_entries", "enabled"]
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,16 +28,13 @@ from typing import Any
 import onnxruntime
 
 import session_options
-from ortplugins.errors import OrtpluginsWarning
-from ortplugins.report import Report
-from ortplugins.session.opening import open_session
+from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
 from session_options.environment import general_entries, plan_entries
 from session_options.keys import PREFIX, SessionConfig, stored
-from session_options.option_files import read_option_files
+from session_options.option_files import read_plan
 from session_options.registry import pass_names
 
-_log = logging.getLogger("ortplugins")
 # Whose sessions are never caught: one rule for the modules that there are and will be.
 _OURS = ("ortplugins", "rewrite_rules", "session_options")
 
@@ -120,7 +115,6 @@ class _Layered:
 
     def __init__(self, options: onnxruntime.SessionOptions, below: SessionConfig) -> None:
         self._options, self._below = options, below
-        self.enable_cpu_mem_arena = options.enable_cpu_mem_arena
 
     def add_session_config_entry(self, key: str, value: str, /) -> None:
         raise TypeError("entries are only read here")
@@ -145,7 +139,7 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
 def _checked(entries: Mapping[str, str]) -> _Entries:
     """Return entries that give a plan: errors are told now, not in a library's depths."""
     found = _Entries(entries)
-    read_option_files(session_options.read(found))
+    read_plan(found)
     return found
 
 
@@ -168,7 +162,7 @@ class _Switched:
         """
         own = any(stored(options, enable_key(name)) is not None for name in pass_names())
         config = options if own else _Layered(options, self.entries)
-        return read_option_files(session_options.read(config))
+        return read_plan(config)
 
 
 # The replaced constructor.
@@ -248,40 +242,37 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             return
         # As onnxruntime does it, so that who replaces these defaults is heard.
         options = sess_options or onnxruntime.capi._pybind_state.get_default_session_options()
-        plan, report = Plan(), Report()
-        try:
-            plan = switched.plan_for(options)
-        except (
-            OptionError
-        ) as error:  # a file of options that has gone, the session's own entry
-            if switched.strict:
-                raise
-            text = f"{error}; the untouched model runs"
-            warnings.warn(text, OrtpluginsWarning, stacklevel=2)
-            report = Report(source="untouched", notes=(text,))
-        construct = functools.partial(original, self)
-        if not plan:
-            construct(path_or_bytes, sess_options, providers, provider_options, **kwargs)
-            self.ortplugins_report = report
-            return
+        problems = []
+
+        def read_plan(options: onnxruntime.SessionOptions) -> Plan:
+            try:
+                return switched.plan_for(options)
+            except OptionError as error:  # the session's own entry; a file that is gone
+                if switched.strict:
+                    raise
+                problems.append(untouched_report(str(error)))
+                return Plan()
+
         _working.now = True
         try:
             report = open_session(
                 self,
-                construct,
-                plan,
+                functools.partial(original, self),
+                read_plan,
                 path_or_bytes,
                 options,
                 providers,
                 provider_options,
                 kwargs,
-                caller_knows=False,
+                opted_in=False,
             )
         finally:
             _working.now = False
-        _forget_artifact(self, path_or_bytes, sess_options)
+        if problems:
+            (report,) = problems
+        elif report.source != "stock":
+            _forget_artifact(self, path_or_bytes, sess_options)
         self.ortplugins_report = report
-        _log.info("%s: %s", _name(path_or_bytes), report)
 
     _replacements[__init__] = original
     return __init__
@@ -307,10 +298,6 @@ def _is_ours(caller: types.FrameType | None) -> bool:
     """Whether a module of this distribution calls."""
     module = None if caller is None else caller.f_globals.get("__name__")
     return str(module).partition(".")[0] in _OURS
-
-
-def _name(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
-    return "bytes" if isinstance(path_or_bytes, bytes) else os.fspath(path_or_bytes)
 
 
 # Beside the functions: functools.wraps would copy an attribute to whoever wraps ours.

@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> 
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
         try:
-            result = _run_child(model_path, folder, options.seconds)
+            result = _run_child(model_path, folder, options.seconds, context)
             _check(result, options)
         except _Broken as failure:
             remarks.failed(name, str(failure))
@@ -113,22 +112,26 @@ def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> 
     )
 
 
-def _run_child(model_path: Path, folder: Path, seconds: int) -> dict[str, Any]:
-    if not sys.executable:
-        raise _Failed("there is no Python interpreter to run a child process with")
+def _run_child(
+    model_path: Path, folder: Path, seconds: int, context: PassContext
+) -> dict[str, Any]:
+    if context.child_python is None:
+        raise _Failed(
+            "there is no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one"
+        )
+    python, environment = context.child_python
     job = {
         "model": os.fspath(model_path.absolute()),
         "folder": os.fspath(folder.absolute()),
         "data_name": model_path.name + _DATA_SUFFIX,
     }
     code = "from rewrite_rules.prepacked_weights.child import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # Nothing is written to the pipe: its end, at the latest with this process, ends the child.
     theirs, ours = os.pipe()
     try:
         done = subprocess.run(
             # -P: not what lies in the working directory under the name of a module.
-            [sys.executable, "-P", "-c", code, json.dumps(job)],
+            [python, "-P", "-c", code, json.dumps(job)],
             capture_output=True,
             stdin=theirs,
             encoding="utf-8",

@@ -15,7 +15,7 @@ PACKAGES = ("session_options", "rewrite_rules", "ortplugins")
 HOLE = "\0"
 
 # Exceptions whose text becomes a remark, and the methods of Remarks that take one.
-_EXCEPTIONS = ("Refusal", "NoKernel", "Unrepresentable", "_Failed", "_Broken")
+_EXCEPTIONS = ("Refusal", "NoKernel", "Unrepresentable", "_Failed", "_Broken", "warn_caller")
 _METHODS = ("refused", "failed")
 # Their refusals end a proof of shapes: shape_sources words what users read.
 _INTERNAL = ("shape_data.py", "operator_shapes.py", "node_facts.py")

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
 from ortplugins.model_io.saving import Progress
-from ortplugins.optimization.stages import infer_shapes
+from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.loop import Plan, PlannerRun, load_model, search_until
 from ortplugins.quantization.planner.search import (

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: MIT
+"""Runs the passes of a request and onnxruntime's own optimisers, and saves what comes out.
+
+The one way from a model to an optimised one: ``optimize`` takes it to a file, the cache to an
+entry.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BuildResult", "build", "build_artifact"]
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ortplugins.errors import OrtpluginsWarning, PassError
+from ortplugins.model_io.loading import LoadedModel
+from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
+from ortplugins.optimization.probe import write_probe
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.optimization.shape_inference import infer_shapes
+from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
+from ortplugins.report import Report
+from session_options.caller_warnings import warn_caller
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BuildResult:
+    """What :func:`build` made.
+
+    Attributes:
+        model: The model after the last pass that changed it in memory.
+        files: What was written; empty where nothing had to be.
+        baked: Whether onnxruntime's optimisers have run.
+        report: What the passes did.
+        session_settings: What sessions on the result need.
+        provisional: What broke and may work another time.
+    """
+
+    model: ir.Model
+    files: tuple[Path, ...]
+    baked: bool
+    report: Report
+    session_settings: Mapping[str, str]
+    provisional: tuple[str, ...]
+
+
+def build(
+    request: BuildRequest,
+    loaded: LoadedModel,
+    output: Path | None,
+    *,
+    only_if_modified: bool = False,
+    after_pass: AfterPass | None = None,
+    **saving: Any,
+) -> BuildResult:
+    """Take a model through all stages.
+
+    Args:
+        request: What to do.
+        loaded: The model; changed.
+        output: File to write; None to leave the model in memory. Optimisers of onnxruntime,
+            and passes that work on files, need one.
+        only_if_modified: Write nothing where no pass modified anything.
+        after_pass: Called after each pass on a graph.
+        saving: As for :func:`save_with_data`.
+
+    Raises:
+        FailedPass: If a pass raises.
+        ModelFileError: If the result holds what ONNX cannot.
+        OSError: If the output can't be written.
+    """
+    runs = PassRuns(request, after_pass)
+    model, baked = loaded.model, False
+    notes: list[str] = []
+    if runs.take_part_in("rewrite"):
+        # Elsewhere shapes would only change what onnxruntime fuses and reuses, and with it a
+        # model that no rule touches.
+        infer_shapes(model)
+    runs.run("rewrite", model)
+    if request.optimizers is None:
+        runs.run("rearrange", model, final_graph=request.final_graph)
+
+    def finish(path: Path) -> None:
+        nonlocal baked
+        if request.optimizers is not None:
+            baked = _run_optimizers(path, request, notes)
+            if runs.take_part_in("rearrange"):
+                _rearrange_file(path, runs, baked)
+        runs.run("finish", path, final_graph=request.final_graph or baked)
+
+    files: list[Path] = []
+    later = request.optimizers is not None and runs.take_part_in("rearrange")
+    later |= runs.take_part_in("finish")
+    if output is not None and (runs.modified or later or not only_if_modified):
+        finishing = request.optimizers is not None or runs.take_part_in("finish")
+        saving = {"keep_in_place": not finishing, **saving}
+        files = save_with_data(model, output, finish=finish, **saving)
+        if only_if_modified and not runs.modified:
+            for path in files:
+                path.unlink()
+            files, baked = [], False
+    return BuildResult(
+        model,
+        tuple(files),
+        baked,
+        Report(runs.reports(), "built", tuple(notes)),
+        runs.needs_of_session(),
+        tuple(runs.provisional),
+    )
+
+
+def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """Make the files of a cache entry; a pass that fails is left out.
+
+    Args:
+        request: What to do.
+        loaded: The model; changed.
+        folder: Empty; gets ``model.onnx`` and its data, if any pass modified something.
+
+    Returns:
+        The manifest: whether the model is baked, settings for the session, the report, what
+        failed.
+
+    Raises:
+        PassError: If a pass fails and the plan is strict.
+        MissingFileError, ModelFileError: If the model vanished meanwhile.
+        OSError: If the folder can't be written.
+    """
+    failed: list[str] = []
+    while True:
+        probe = write_probe(loaded.model, folder)
+        try:
+            result = build(request, loaded, folder / "model.onnx", only_if_modified=True)
+            break
+        except FailedPass as error:
+            if request.plan.strict:
+                raise
+            text = f"{error}; the model is optimised without this pass"
+            warn_caller(text, OrtpluginsWarning)
+            failed.append(text)
+            request = request.without(error.name)
+            # It may have left the model half rewritten, and files.
+            loaded = request.load()
+            for path in folder.iterdir():
+                path.unlink()
+    for text in result.provisional:
+        warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
+    notes = (*result.report.notes, *failed)
+    return {
+        "baked": result.baked,
+        "session_settings": dict(result.session_settings),
+        "report": dataclasses.replace(result.report, notes=notes).to_dict(),
+        "provisional": list(result.provisional),
+        "failed": failed,
+        **probe,
+    }
+
+
+def _run_optimizers(path: Path, request: BuildRequest, notes: list[str]) -> bool:
+    """Replace a saved model by what onnxruntime's optimisers make of it.
+
+    Returns:
+        Whether they did; where onnxruntime refuses, the notes say why.
+    """
+    from ortplugins.optimization.offline_optimizers import bake
+
+    assert request.optimizers is not None
+    baked = path.with_name("baked.onnx")
+    try:
+        bake(path, baked, request.optimizers)
+    except PassError as error:
+        notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
+        baked.unlink(missing_ok=True)
+        return False
+    os.replace(baked, path)
+    return True
+
+
+def _rearrange_file(path: Path, runs: PassRuns, baked: bool) -> None:
+    """Run the passes that change the graph after onnxruntime's own optimisers."""
+    model = ir.load(path)
+    runs.run("rearrange", model, final_graph=baked)
+    if any(map(_is_new_data, model.graph.initializers.tensors())):
+        save_with_data(model, path, keep_in_place=True, overwrite=True)
+    else:
+        ir.save(model, path)
+
+
+def _is_new_data(tensor: ir.TensorProtocol) -> bool:
+    """Whether a tensor is in no file yet, and too large to be inside the graph's."""
+    in_file = isinstance(tensor, (ir.ExternalTensor, ir.TensorProtoTensor))
+    return not in_file and tensor.nbytes >= DATA_THRESHOLD

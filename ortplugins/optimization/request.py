@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""Everything that an optimised model depends on, as one value.
+
+Its JSON is the job of the child process that builds, and, but for what only says how to build,
+part of the key in the cache. Importing this imports none of onnx, onnx_ir and onnxscript.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BuildRequest", "read_request"]
+
+import dataclasses
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnxruntime
+
+from ortplugins.runtime.cpu_features import cpu_features
+from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
+from ortplugins.runtime.package_versions import package_versions
+from rewrite_rules.remarks import PassContext, Remarks
+from session_options.keys import stored
+from session_options.plan import Plan, plan_from_json
+
+if TYPE_CHECKING:
+    from ortplugins.model_io.loading import LoadedModel, ModelLike
+
+DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildRequest:
+    """A model, and everything else that the result depends on.
+
+    Attributes:
+        source: Absolute path or serialized model; for a file that no session asked for, a
+            model in memory as well.
+        plan: The passes and their options.
+        providers: Execution providers of the session, in order of precedence.
+        data_folder: Where the options say that external data is; None for beside the model.
+        optimizers: How onnxruntime's own optimisers run before the result is finished; None
+            to leave them to the session.
+        final_graph: Whether the session runs no optimiser.
+        cpu_arena: Whether the session's memory on the CPU comes from an arena.
+        onnxruntime_version: Oldest version that the result has to run on.
+    """
+
+    source: ModelLike | bytes
+    plan: Plan
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    data_folder: str | None = None
+    optimizers: OptimizerSettings | None = None
+    final_graph: bool = False
+    cpu_arena: bool = True
+    onnxruntime_version: str = onnxruntime.__version__
+
+    @property
+    def name(self) -> str:
+        """The model's path; "bytes" for a serialized one."""
+        return "bytes" if isinstance(self.source, bytes) else os.fspath(self.source)  # type: ignore[arg-type]
+
+    def key_parts(self) -> dict[str, Any]:
+        """Return what the result depends on besides the model and its data, as JSON."""
+        return {
+            "passes": self.plan.fingerprint(),
+            "providers": list(self.providers),
+            "optimizers": _as_json(self.optimizers),
+            "final_graph": self.final_graph,
+            "cpu_arena": self.cpu_arena if self._depends_on_arena else None,
+            "versions": package_versions(),
+            "onnxruntime": self.onnxruntime_version,
+            "cpu": cpu_features(),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the request as JSON; the content of a serialized model is left out."""
+        return {
+            **self.key_parts(),
+            "source": None if isinstance(self.source, bytes) else self.name,
+            "data_folder": self.data_folder,
+            "plan": self.plan.as_json(),
+            "cpu_arena": self.cpu_arena,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], model: bytes) -> BuildRequest:
+        """Read what :meth:`as_json` returned.
+
+        Args:
+            content: The JSON.
+            model: The serialized model, where it has no path.
+
+        Raises:
+            OptionError: If this process does not know a pass or an option.
+        """
+        return cls(
+            source=model if content["source"] is None else content["source"],
+            plan=plan_from_json(content["plan"]),
+            providers=tuple(content["providers"]),
+            data_folder=content["data_folder"],
+            optimizers=_optimizers_from_json(content["optimizers"]),
+            final_graph=content["final_graph"],
+            cpu_arena=content["cpu_arena"],
+            onnxruntime_version=content["onnxruntime"],
+        )
+
+    def load(self) -> LoadedModel:
+        """Load and check the model.
+
+        Raises:
+            MissingFileError, ModelFileError: If it or its data can't be used.
+        """
+        from ortplugins.model_io.loading import from_memory, is_path, load_bytes, load_path
+
+        if isinstance(self.source, bytes):
+            return load_bytes(self.source, self.data_folder)
+        if is_path(self.source):
+            return load_path(self.source, self.data_folder)  # type: ignore[arg-type]
+        return from_memory(self.source)  # type: ignore[arg-type]
+
+    def without(self, pass_name: str) -> BuildRequest:
+        """Return the request without one of its passes."""
+        left = tuple(item for item in self.plan.passes if item.name != pass_name)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, passes=left))
+
+    @property
+    def _depends_on_arena(self) -> bool:
+        return any(item.depends_on_arena for item in self.plan.passes)
+
+
+def read_request(
+    source: str | bytes | os.PathLike[str],
+    plan: Plan,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[str],
+    disabled_optimizers: Collection[str] | None,
+) -> BuildRequest:
+    """Read what a session's artifact depends on; the caller holds the lock of the options.
+
+    Args:
+        source: Path or serialized model, as for ``onnxruntime.InferenceSession``.
+        plan: The passes that the options switch on.
+        options: The session's.
+        providers: Names of its execution providers.
+        disabled_optimizers: The session's argument of that name.
+    """
+    settings = read_optimizer_settings(options, disabled_optimizers)
+    final_graph = settings.level == "ORT_DISABLE_ALL"
+    on_cpu = PassContext(Remarks(""), providers).cpu_only
+    chosen = stored(options, DATA_FOLDER_KEY)
+    return BuildRequest(
+        source=source if isinstance(source, bytes) else os.path.abspath(source),
+        plan=plan,
+        providers=tuple(providers),
+        data_folder=os.path.abspath(chosen) if chosen else None,
+        optimizers=settings if plan.bake and on_cpu and not final_graph else None,
+        final_graph=final_graph,
+        cpu_arena=options.enable_cpu_mem_arena,
+    )
+
+
+def _as_json(settings: OptimizerSettings | None) -> dict[str, Any] | None:
+    return None if settings is None else dataclasses.asdict(settings)
+
+
+def _optimizers_from_json(content: dict[str, Any] | None) -> OptimizerSettings | None:
+    if content is None:
+        return None
+    entries = tuple((key, text) for key, text in content["entries"])
+    return OptimizerSettings(content["level"], tuple(content["disabled"]), entries)

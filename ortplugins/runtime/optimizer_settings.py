@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""What onnxruntime's own optimisers look at in ``SessionOptions``."""
+
+from __future__ import annotations
+
+__all__ = ["ALL_OPTIMIZERS", "OptimizerSettings", "read_optimizer_settings"]
+
+import dataclasses
+from collections.abc import Collection
+
+import onnxruntime
+
+from session_options.keys import stored
+
+# Entries that change what the optimisers do. SessionOptions cannot list its entries.
+_KEYS = (
+    "optimization.constant_folding_max_output_size_in_bytes",
+    "optimization.disable_specified_optimizers",
+    "optimization.enable_cast_chain_elimination",
+    "optimization.enable_gelu_approximation",
+    "optimization.minimal_build_optimizations",
+    "session.disable_aot_function_inlining",
+    "session.disable_double_qdq_remover",
+    "session.disable_qdq_constant_folding",
+    "session.disable_quant_qdq",
+    "session.enable_dq_matmulnbits_fusion",
+    "session.enable_quant_qdq_cleanup",
+    "session.function_expansion_byte_limit",
+    "session.function_expansion_node_limit",
+    "session.gqa_value_layout",
+    "session.graph_optimizations_loop_level",
+    "session.qdq_matmulnbits_accuracy_level",
+    "session.qdq_matmulnbits_block_size",
+    "session.qdqisint8allowed",
+    "session.set_denormal_as_zero",
+    "session.strict_shape_type_inference",
+    "session.x64quantprecision",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """How to run the optimisers.
+
+    Attributes:
+        level: Name of the graph optimisation level.
+        disabled: Names of the optimisers to leave out.
+        entries: Session entries that change what the optimisers do, ``(key, value)``.
+    """
+
+    level: str
+    disabled: tuple[str, ...] = ()
+    entries: tuple[tuple[str, str], ...] = ()
+
+
+# For a file that no session asked for.
+ALL_OPTIMIZERS = OptimizerSettings("ORT_ENABLE_ALL")
+
+
+def read_optimizer_settings(
+    options: onnxruntime.SessionOptions, disabled_optimizers: Collection[str] | None
+) -> OptimizerSettings:
+    """Read the settings of a session."""
+    entries = ((key, stored(options, key)) for key in _KEYS)
+    return OptimizerSettings(
+        options.graph_optimization_level.name,
+        tuple(sorted(disabled_optimizers or ())),
+        tuple((key, text) for key, text in entries if text is not None),
+    )
