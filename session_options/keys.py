@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -197,6 +196,8 @@ def check_length(key: str, text: str, *, may_name_file: bool) -> None:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest match, and all that are known."""
+    import difflib  # a start that goes well needs it not
+
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

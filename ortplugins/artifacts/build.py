@@ -7,13 +7,12 @@ __all__ = ["Built", "build_entry", "is_usable", "look_up"]
 
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts.directory import cache_root
+from ortplugins.artifacts.directory import cache_root, remove_tree
 from ortplugins.artifacts.manifest import Entry, write_manifest
 from ortplugins.artifacts.source_index import content_digest, content_key
 from ortplugins.artifacts.store import ArtifactCache
@@ -110,7 +109,7 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
     except MissingFileError:
         raise
     except OSError as error:
-        shutil.rmtree(spare, ignore_errors=True)
+        remove_tree(spare)
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
     return Built(spare, "built", is_temporary=True)
 

@@ -12,8 +12,8 @@ __all__ = ["bake"]
 
 import os
 from pathlib import Path
-from typing import Any
 
+import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import PassError
@@ -64,8 +64,6 @@ def _finish(source: Path, target: Path) -> None:
     onnxruntime saves no shapes of intermediate values, and without them its memory planner
     takes most of the start of a large graph.
     """
-    import onnx_ir as ir
-
     before, after = ir.load(source), ir.load(target)
     shaped: dict[str | None, ir.Value] = {
         value.name: value
@@ -102,12 +100,24 @@ def _finish(source: Path, target: Path) -> None:
     ir.save(after, target)
 
 
-def _same_node(before: Any, after: Any, index: int, value: Any) -> bool:
+def _same_node(before: ir.Node | None, after: ir.Node, index: int, value: ir.Value) -> bool:
     return (
         before is not None
         and before.op_identifier() == after.op_identifier()
         and before.outputs[index : index + 1] == (value,)
         and [x and x.name for x in before.inputs] == [x and x.name for x in after.inputs]
-        and {a.name: a.value for a in before.attributes.values() if a.name != "body"}.keys()
-        == after.attributes.keys()
+        and _attribute_values(before) == _attribute_values(after)
     )
+
+
+def _attribute_values(node: ir.Node) -> dict[str, object]:
+    """Return the attributes that two nodes can be compared by; of subgraphs the name only."""
+    values: dict[str, object] = {}
+    for name, attribute in node.attributes.items():
+        value = attribute.value
+        if isinstance(value, ir.TensorProtocol):
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        elif attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            value = None
+        values[name] = value
+    return values

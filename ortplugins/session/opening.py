@@ -7,8 +7,8 @@ __all__ = ["open_session", "untouched_report"]
 
 import contextlib
 import dataclasses
-import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,6 @@ from ortplugins.runtime.hidden_options import find_hidden_options
 from ortplugins.runtime.temporary_settings import construct_with, options_lock
 from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
-
-_log = logging.getLogger("ortplugins")
 
 
 def open_session(
@@ -115,9 +113,14 @@ def open_session(
             with contextlib.suppress(OSError):
                 artifact.temporary.cleanup()
             weakref.finalize(session, artifact.temporary.cleanup)
-    seconds = time.perf_counter() - start
-    _log.info("%s in %.3f s: %s", request.name, seconds, report)
+    _log_start(request.name, time.perf_counter() - start, report)
     return report
+
+
+def _log_start(name: str, seconds: float, report: Report) -> None:
+    # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
+    if (logging := sys.modules.get("logging")) is not None:
+        logging.getLogger("ortplugins").info("%s in %.3f s: %s", name, seconds, report)
 
 
 def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:

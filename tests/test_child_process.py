@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT
+"""Which interpreter builds a model, in what process, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import sys
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+
+import ortplugins
+from ortplugins.runtime.child_process import child_environment, child_python
+
+CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
+OWN = "/usr/bin/python3.11"
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ORTPLUGINS_BUILD_IN_PROCESS", "ORTPLUGINS_PYTHON", "ORTPLUGINS_CHILD_OF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("executable", "frozen", "told", "setting", "expected"),
+    [
+        (OWN, False, OWN, "", OWN),
+        ("/opt/app/app", True, "/opt/app/app", "", None),  # PyInstaller
+        ("/opt/app/python-tool", True, "/opt/app/python-tool", "", None),
+        ("/usr/bin/uwsgi", False, "/usr/bin/uwsgi", "", None),
+        ("/usr/bin/uwsgi", False, "/usr/bin/uwsgi", OWN, OWN),
+        ("/opt/app/app", True, OWN, "", OWN),  # multiprocessing.set_executable
+        ("", False, "", "", None),
+    ],
+)
+def test_the_interpreter(
+    executable: str,
+    frozen: bool,
+    told: str,
+    setting: str,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", told)
+    if setting:
+        monkeypatch.setenv("ORTPLUGINS_PYTHON", setting)
+    assert child_python("build") == expected
+
+
+def test_a_child_starts_none_for_the_same_purpose(monkeypatch: pytest.MonkeyPatch):
+    for name, value in child_environment("build").items():
+        monkeypatch.setenv(name, value)
+    assert child_python("build") is None
+    assert child_python("prepacked_weights") == sys.executable
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    ir.save(CASE.model(), path, external_data="model.onnx.data")
+    return path
+
+
+def start(path: Path, *, strict: bool = False) -> ortplugins.InferenceSession:
+    so = ort.SessionOptions()
+    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), strict=strict)
+    return ortplugins.InferenceSession(path, so, providers=["CPUExecutionProvider"])
+
+
+def test_a_program_that_is_taken_for_an_interpreter_is_started_once(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program, log = tmp_path / "python", tmp_path / "log"
+    program.write_text(f"#!/bin/sh\necho started >> {log}\nexec false\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("ORTPLUGINS_PYTHON", str(program))
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="ended with 1"):
+        start(model_path)
+    assert log.read_text() == "started\n"
+
+
+def test_without_a_cache_the_child_builds_too(
+    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache_dir.parent.mkdir(exist_ok=True)
+    cache_dir.write_text("no directory")
+
+    def build(*_: object) -> None:
+        raise AssertionError("this process builds")
+
+    monkeypatch.setattr("ortplugins.artifacts.find_or_build.build_entry", build)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
+        session = start(model_path)
+    assert session.ortplugins_report.source == "built"
+    assert session.run(None, {"x": CASE.feed()})[0].shape[1] == 64
+
+
+@pytest.mark.parametrize("cache_is_usable", [True, False])
+def test_missing_data_keeps_its_error(
+    model_path: Path, cache_dir: Path, cache_is_usable: bool
+):
+    if not cache_is_usable:
+        cache_dir.write_text("no directory")
+    model_path.with_name("model.onnx.data").unlink()
+    with pytest.raises(ortplugins.MissingFileError, match=r"model\.onnx\.data"):
+        start(model_path)
