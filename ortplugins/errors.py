@@ -10,7 +10,12 @@ __all__ = [
     "OrtpluginsWarning",
     "PassError",
     "QuantizationError",
+    "UsageError",
 ]
+
+
+class UsageError(ValueError):
+    """An argument has a value that cannot be, or has no effect beside another; names it."""
 
 
 class ModelFileError(ValueError):

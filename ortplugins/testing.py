@@ -24,12 +24,14 @@ __all__ = [
 ]
 
 import collections
-import difflib
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ortplugins.errors import UsageError
+from rewrite_rules.closest_name import did_you_mean
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -62,7 +64,7 @@ def assert_fused(
 
     Raises:
         AssertionError: If a number differs; says what was found, what was not fused and why.
-        ValueError: If a count is none, or nobody knows the operator.
+        UsageError: If a count is none, or nobody knows the operator.
         MissingFileError, ModelFileError: If the model cannot be used.
     """
     __tracebackhide__ = True
@@ -73,7 +75,7 @@ def assert_fused(
     wrong = []
     for name, expected in counts.items():
         if isinstance(expected, bool) or not isinstance(expected, int) or expected < 0:
-            raise ValueError(f"{name!r} is expected {expected!r} times: that is no count")
+            raise UsageError(f"{name!r} is expected {expected!r} times: that is no count")
         number = sum(n for key, n in found.items() if _is_meant(name, key))
         if not number:
             _check_known(name, found)
@@ -157,7 +159,7 @@ def assert_same_outputs(
         CalibrationError: If a given input does not fit.
         MissingFileError, ModelFileError: If a model cannot be used or run, or an output is no
             tensor of a type that numpy has.
-        ValueError: If an argument cannot be; names it.
+        UsageError: If an argument cannot be; names it.
     """
     __tracebackhide__ = True
     from ortplugins.comparison.difference import find_violation
@@ -183,8 +185,8 @@ def assert_same_outputs(
         known = {*pair.outputs, *pair.not_compared}
         for name in outputs or ():
             if name not in known:
-                raise ValueError(
-                    f"{name!r} is not an output of either model{_did_you_mean(name, known)}"
+                raise UsageError(
+                    f"{name!r} is not an output of either model{did_you_mean(name, known)}"
                 )
         wanted = known if outputs is None else set(outputs)
         for name, why in pair.not_compared.items():
@@ -232,7 +234,7 @@ def assert_runs_in_order(
 
     Raises:
         AssertionError: If a node does not run, or before one that it has to follow.
-        ValueError: If a name comes twice, or nodes of the file share one.
+        UsageError: If a name comes twice, or nodes of the file share one.
         CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
     """
     __tracebackhide__ = True
@@ -265,7 +267,7 @@ def assert_runs_in_order(
         expected = _names_of_nodes(given) if names is None else list(names)
     if len(set(expected)) < len(expected):
         (twice, _), *_ = collections.Counter(expected).most_common(1)
-        raise ValueError(f"{twice!r} names more than one node: give each a name of its own")
+        raise UsageError(f"{twice!r} names more than one node: give each a name of its own")
     _check_order(expected, ran, given.name)
 
 
@@ -275,7 +277,7 @@ def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: s
     for place, node in enumerate(ran):
         places.setdefault(node.name, place)
     if missing := [name for name in expected if name not in places]:
-        lines = _first(f"  {name}{_did_you_mean(name, places)}" for name in missing)
+        lines = _first(f"  {name}{did_you_mean(name, places)}" for name in missing)
         raise AssertionError(
             "\n".join([f"{len(missing)} nodes of {called} did not run:", *lines])
         )
@@ -323,7 +325,7 @@ def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
     """Refuse an operator that no model can have: its count would be 0 for ever.
 
     Raises:
-        ValueError: If onnxruntime has no operator of that name, and the name has no domain
+        UsageError: If onnxruntime has no operator of that name, and the name has no domain
             that onnxruntime does not know either.
     """
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
@@ -335,8 +337,8 @@ def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
         return  # of a library of custom operators
     if not any(_is_meant(name, key) for key in known):
         names = {op for _, op in {*known, *found}}
-        raise ValueError(
-            f"onnxruntime knows no operator {name!r}{_did_you_mean(op_type, names)}; write "
+        raise UsageError(
+            f"onnxruntime knows no operator {name!r}{did_you_mean(op_type, names)}; write "
             "'domain:Op' for one of a custom library"
         )
 
@@ -357,11 +359,6 @@ def _reasons(model: GivenModel, fusion: DqMatMulNBitsFusion | None) -> dict[str,
     except PassError as error:
         # The counts are wrong whatever the reason: they are reported in any case.
         return {"dq_matmulnbits_fusion": f"gives no reasons: {error}"}
-
-
-def _did_you_mean(name: str, names: Any) -> str:
-    near = difflib.get_close_matches(name, [item for item in names if item], n=1)
-    return f"; is {near[0]!r} meant?" if near else ""
 
 
 def _first(lines: Any) -> Iterator[str]:

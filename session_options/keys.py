@@ -24,6 +24,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from rewrite_rules.closest_name import did_you_mean
+
 PREFIX = "ortplugins"
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
 _LONGEST_VALUE = 8192
@@ -199,6 +201,5 @@ def closest(name: str, known: Iterable[str]) -> str:
     import difflib  # a start that goes well needs it not
 
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}known: {', '.join(known)}"
+    hint = did_you_mean(name, known, lead="")
+    return f"{hint} known: {', '.join(known)}".lstrip()

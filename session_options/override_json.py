@@ -23,11 +23,10 @@ __all__ = [
 ]
 
 import dataclasses
-import difflib
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -35,6 +34,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Overrides,
     TensorOverride,
 )
+from session_options.keys import closest
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -145,7 +145,7 @@ def read_quant_type(value: object, where: str) -> str:
             return short
         spellings = [spelling for spelling, _ in _QUANT_TYPES.values()]
         raise OverrideError(
-            f"{where} is {name!r}, no quantised type: {_closest(name, spellings)}"
+            f"{where} is {name!r}, no quantised type: {closest(name, spellings)}"
         )
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
@@ -215,7 +215,7 @@ def _entry(entry: object, where: str, depth: int = 1) -> dict[str, Any]:
         raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
     for key in entry:
         if key not in _READERS:
-            hint = _closest(str(key), _READERS)
+            hint = closest(str(key), _READERS)
             raise OverrideError(f"{where}[{key!r}]: there is no such key: {hint}")
     if depth == _TOO_DEEP and entry.get("convert") is not None:
         raise OverrideError(f"{where}['convert']: 'convert' holds another 'convert'")
@@ -292,14 +292,6 @@ _READERS: dict[str, Callable[[Any, str, int], Any]] = {
     "convert": lambda value, where, depth: _entry(value, where, depth + 1),
     "recv_nodes": _names,
 }
-
-
-def _closest(name: str, known: Collection[str]) -> str:
-    """As :func:`.closest`, but types and keys differ in more than case."""
-    by_lower = {item.lower(): item for item in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
-    return f"{hint}known: {', '.join(known)}"
 
 
 def _described(value: object) -> str:

@@ -306,7 +306,7 @@ def test_an_overrides_file_that_cannot_be_read_is_named(
     )
     with pytest.raises(OverrideError, match=r"o\.json', and that file can't be read"):
         quantize_static_mixed(float_model, data=[{"x": X}], overrides=f"@{path}")
-    with pytest.raises(QuantizationError, match="no 'sigmoid'; is 'Sigmoid' meant"):
+    with pytest.raises(QuantizationError, match="no 'sigmoid'; did you mean 'Sigmoid'"):
         quantize_static_mixed(float_model, data=[{"x": X}], op_types_to_quantize=["sigmoid"])
 
 

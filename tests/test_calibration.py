@@ -297,7 +297,7 @@ def test_files_hold_a_sample_or_a_stack_of_them(tmp_path):
         (b"nonsense", "cannot be read"),
         ({"ids": np.array([None])}, "cannot be read.*allow_pickle"),
         ({"ids": np.ones((2, 1, 4)), "extra": np.ones((3, 1, 2))}, "arrays disagree"),
-        ({"idz": np.ones((1, 4))}, "sample 0 of '.*bad.npz' has 'idz'.*'ids' meant"),
+        ({"idz": np.ones((1, 4))}, "sample 0 of '.*bad.npz' has 'idz'.*did you mean 'ids'"),
     ],
 )
 def test_bad_files_are_named(tmp_path, content, message):
@@ -316,7 +316,7 @@ def test_bad_files_are_named(tmp_path, content, message):
     [
         ((1, 2), "sample 1 is a tuple: a dict"),
         (sample(extra=None), "sample 1 lacks the inputs 'extra'"),
-        (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is no input.*'ids' meant"),
+        (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is no input.*did you mean 'ids'"),
         (sample(ids=np.ones((1, 4), np.int32)), r"'ids' is int32.*astype\('int64'\)"),
         (sample(extra=np.ones((1, 2))), "'extra' is float64.*takes float32"),
         (sample(ids=np.ones(4, np.int64)), r"shape \[4\].*\[batch, n\].*batch axis missing"),

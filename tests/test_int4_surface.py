@@ -563,7 +563,7 @@ def test_8_bits_where_nothing_is_named_so():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"awqlite_alpha_steps": 0.1}, TypeError, "is 'awqlite_alpha_step' meant?"),
+        ({"awqlite_alpha_steps": 0.1}, TypeError, "did you mean 'awqlite_alpha_step'"),
         ({"bits": 8}, TypeError, "there are awqlite_alpha_step, "),
         ({"calibration_method": "gptq"}, QuantizationError, "quantize has GPTQ as well"),
         ({"calibration_method": "rtn_trt"}, QuantizationError, "only TensorRT has; 'rtn'"),
@@ -581,7 +581,7 @@ def test_8_bits_where_nothing_is_named_so():
         ({"input_shapes_profile": [{}]}, QuantizationError, "1 entries for 3"),
         ({"awqlite_alpha_step": 0}, QuantizationError, "awqlite_alpha_step is 0"),
         ({"awqclip_alpha_min": 0}, QuantizationError, "awqclip_alpha_min is 0"),
-        ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "is 'ids' meant?"),
+        ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "did you mean 'ids'"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )

@@ -178,7 +178,7 @@ def test_what_fails_is_told_in_its_place(folder: Path):
 
 
 def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
-    with pytest.raises(OptionError, match=r"'row'.*is 'rows' meant"):
+    with pytest.raises(OptionError, match=r"'row'.*did you mean 'rows'"):
         gather_facts(folder / "model.onnx", dims={"row": 5}, measure=False)
 
 

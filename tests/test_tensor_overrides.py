@@ -265,7 +265,7 @@ def test_tensors_without_entries_are_skipped():
 
 FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
     ("conv1_ot", {"quant_type": "uint16"}, ("no tensor of that name is quantised in the"
-     " model, did you mean 'conv1_out'?")),
+     " model; did you mean 'conv1_out'?")),
     ("conv1_out", {"scale": 0.1}, "'scale' is given without 'zero_point'"),
     ("conv1_out", {"zero_point": 1}, "'zero_point' is given without 'scale'"),
     ("conv1_out", {"scale": 0.1, "zero_point": 0, "rmin": 0, "symmetric": False},
@@ -300,7 +300,7 @@ FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
     ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": []}},
      "'recv_nodes' is empty"),
     ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["conv2", "conv3"]}},
-     "the model has no node 'conv3', did you mean 'conv2'?; 'conv2', 'skip_add' reads it"),
+     "the model has no node 'conv3'; did you mean 'conv2'?; 'conv2', 'skip_add' reads it"),
     ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["relu"]}},
      "node 'relu' does not read the tensor; 'conv2', 'skip_add' does"),
     ("W", {"convert": {"quant_type": "int8"}}, "'convert' is for activations"),

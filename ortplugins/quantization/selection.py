@@ -5,12 +5,12 @@ from __future__ import annotations
 
 __all__ = ["Pattern", "check_names", "matches"]
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable
 
 from ortplugins.errors import QuantizationError
+from rewrite_rules.closest_name import did_you_mean
 
 # A name; a glob where it has one of *?[; a regular expression, found anywhere in the name,
 # where it starts with "re:" or was compiled.
@@ -66,8 +66,7 @@ def _unknown(pattern: Pattern, names: Collection[str]) -> str:
     if not _is_name(pattern):
         return f"{_text(pattern)!r} matches no node that can be quantised"
     assert isinstance(pattern, str)
-    near = difflib.get_close_matches(pattern, names, n=3)
-    hint = f" (the closest: {', '.join(map(repr, near))})" if near else ""
+    hint = did_you_mean(pattern, names)
     return f"no node that can be quantised is called {pattern!r}{hint}"
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 __all__ = ["CalibrationReader", "CalibrationSource", "Feed", "KeptSamples", "feed_bytes"]
 
-import difflib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +31,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, OrtpluginsWarning
 from ortplugins.samples.random import random_feeds
+from rewrite_rules.closest_name import did_you_mean
 
 Feed = dict[str, npt.NDArray[Any]]
 
@@ -361,9 +361,8 @@ def _checked_sample(
 
 
 def _closest(name: str, inputs: Mapping[str, ir.Value]) -> str:
-    near = difflib.get_close_matches(name, inputs, n=1)
-    if near:
-        return f"; is {near[0]!r} meant?"
+    if hint := did_you_mean(name, inputs):
+        return hint
     return f"; it has {', '.join(map(repr, list(inputs)[:8]))}" if inputs else ""
 
 

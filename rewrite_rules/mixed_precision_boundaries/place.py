@@ -24,11 +24,11 @@ from __future__ import annotations
 __all__ = ["BoundaryOptions", "place_boundaries"]
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
+from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
@@ -326,8 +326,7 @@ def _checked_promotions(
         elif name in constants and not constants[name].is_graph_input():
             context.remarks.refused(name, _CONSTANT)
         else:
-            near = difflib.get_close_matches(name, graph.names(), n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, graph.names())
             raise OverrideError(
                 f"the model has no quantised tensor and no node {name!r} to promote{hint}"
             )

@@ -11,13 +11,14 @@ from __future__ import annotations
 __all__ = ["Activation", "OverrideError", "Overrides", "TensorOverride", "check_overrides"]
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rewrite_rules.closest_name import did_you_mean
 
 # onnx_ir is not imported when this module is: a session that comes from the cache reads its
 # overrides, too.
@@ -131,7 +132,7 @@ def _problems(
     elif name in initializers:
         yield from _initializer_problems(entries, tuple(initializers[name]))
     else:
-        hint = _hint(name, [*activations, *initializers])
+        hint = did_you_mean(name, [*activations, *initializers])
         yield f"no tensor of that name is quantised in the model{hint}"
 
 
@@ -188,7 +189,7 @@ def _consumer_problems(
         if name in nodes:
             yield f"'recv_nodes': node {name!r} does not read the tensor; {readers} does"
         else:
-            hint = _hint(name, activation.consumers) or _hint(name, nodes)
+            hint = did_you_mean(name, activation.consumers) or did_you_mean(name, nodes)
             yield f"'recv_nodes': the model has no node {name!r}{hint}; {readers} reads it"
 
 
@@ -304,8 +305,3 @@ def _code_range(quant_type: ir.DataType) -> tuple[int, int]:
 
 def _type_name(quant_type: ir.DataType | None) -> str:
     return "unknown" if quant_type is None else quant_type.name.lower()
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

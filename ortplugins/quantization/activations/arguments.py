@@ -14,7 +14,6 @@ __all__ = [
     "selected_nodes",
 ]
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import LoadedModel
 from ortplugins.quantization.selection import Pattern, check_names, matches
+from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
@@ -96,8 +96,7 @@ def check_operators(model: ir.Model, given: Sequence[str] | None) -> None:
     known = {node.op_type for owner in model.graphs() for node in owner}
     if not given or not known.isdisjoint(given):
         return
-    near = difflib.get_close_matches(given[0], known, n=1)
-    hint = f"; is {near[0]!r} meant?" if near else ""
+    hint = did_you_mean(given[0], known)
     named = ", ".join(map(repr, given))
     raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
 
@@ -170,8 +169,7 @@ def check_names_given(
     ):
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; is {near[0]!r} meant?" if near else ""
+                hint = did_you_mean(name, known)
                 raise QuantizationError(f"{what}: the model has no {name!r}{hint}")
     for name, (low, high) in ranges.items():
         if not (np.isfinite(low) and np.isfinite(high) and low <= high):

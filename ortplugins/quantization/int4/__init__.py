@@ -33,7 +33,6 @@ __all__ = [
     "run_awq_scale_search_per_subgraph",
 ]
 
-import difflib
 import logging
 import os
 import re
@@ -71,6 +70,7 @@ from ortplugins.quantization.int4.searches import (
 )
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
 from ortplugins.quantization.weights.sites import WeightSite, find_sites
+from rewrite_rules.closest_name import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 
@@ -282,10 +282,7 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in kwargs:
         if name not in _KEYWORDS:
-            near = difflib.get_close_matches(name, _KEYWORDS, n=1)
-            hint = (
-                f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(_KEYWORDS)}"
-            )
+            hint = did_you_mean(name, _KEYWORDS) or f"; there are {', '.join(_KEYWORDS)}"
             raise TypeError(f"quantize() got an unexpected keyword argument {name!r}{hint}")
     if kwargs.get("force_fp16"):
         raise QuantizationError(
