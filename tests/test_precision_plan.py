@@ -197,7 +197,7 @@ def test_what_cannot_be_planned_is_told() -> None:
         plan_precision(chain(), None, max_16bit=2)
     with pytest.raises(CalibrationError, match="calibration data is empty"):
         plan_precision(chain(), [], max_16bit=2)
-    with pytest.raises(CalibrationError, match=r"sample 0 has 'X', .*; it has 'x'"):
+    with pytest.raises(CalibrationError, match=r"sample 0 has 'X', .*; did you mean 'x'"):
         plan_precision(chain(), [{"X": feeds()[0]["x"]}], max_16bit=2)
     with pytest.raises(QuantizationError, match="give a budget, max_16bit or both"):
         plan_precision(chain(), feeds())
@@ -302,7 +302,7 @@ def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:
     ir.save(chain(), model)
     np.savez(data, x=np.stack([feed["x"] for feed in feeds()]))
     output, svg = tmp_path / "overrides.json", tmp_path / "curve.svg"
-    arguments = ["plan-precision", str(model), "--data", str(data), "--max-16bit", "30%"]
+    arguments = ["plan-precision", str(model), "--samples", str(data), "--max-16bit", "30%"]
     result = CliRunner().invoke(app, [*arguments, "-o", str(output), "--svg", str(svg)])
     assert result.exit_code == 0, result.output
     assert json.loads(output.read_text()) == {
@@ -321,7 +321,7 @@ def test_the_command_plans_weights(tmp_path: Path) -> None:
     model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
     ir.save(float_chain(), model)
     np.savez(data, x=np.stack([feed["x"] for feed in token_feeds()]))
-    arguments = ["plan-precision", str(model), "--data", str(data), "--weights"]
+    arguments = ["plan-precision", str(model), "--samples", str(data), "--weights"]
     result = CliRunner().invoke(app, [*arguments, "--max-8bit", "1"])
     assert result.exit_code == 0, result.output
     config = next(line for line in result.output.splitlines() if line.startswith("{"))

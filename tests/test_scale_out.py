@@ -124,7 +124,7 @@ def test_the_command_line_finds_a_scheduler(floats, expected, tmp_path, schedule
     np.savez(tmp_path / "samples.npz", x=np.concatenate([s["x"][None] for s in samples()]))
     output = tmp_path / "q.onnx"
     command = [sys.executable, "-m", "ortplugins", "quantize", str(floats), "-o", str(output)]
-    command += ["--method", "awq_full", "--calibration", str(tmp_path / "samples.npz")]
+    command += ["--method", "awq_full", "--samples", str(tmp_path / "samples.npz")]
     done = subprocess.run(
         [*command, "--scheduler", scheduler], capture_output=True, text=True, check=False
     )

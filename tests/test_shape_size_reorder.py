@@ -166,10 +166,9 @@ def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
     assert any("peak of live bytes" in remark.reason for remark in result.report.remarks)
 
 
-def test_inspect_shows_the_orders(path, tmp_path):
+def test_memory_shows_the_orders(path, tmp_path):
     svg = tmp_path / "order.svg"
-    arguments = ["inspect", str(path), "--order", "--svg", str(svg)]
-    arguments += ["--set", "shape_size_reorder.dims=rows=64"]
+    arguments = ["memory", str(path), "--svg", str(svg), "--dims", "rows=64"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-__all__ = ["check"]
+__all__ = ["app"]
 
 import dataclasses
-import enum
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import session_options
-from ortplugins.cli.compare import Dims, Inputs, Samples, Seed, parse_dims
-from ortplugins.cli.terminal import console, parse_settings
+from ortplugins.cli.options import (
+    DEFAULT_PASSES,
+    Count,
+    Dims,
+    Model,
+    Passes,
+    ReportFormat,
+    Samples,
+    Seed,
+    Settings,
+    parse_dims,
+    parse_settings,
+    refuse_without_effect,
+)
+from ortplugins.cli.terminal import console
 
 if TYPE_CHECKING:
     from ortplugins.comparison.difference import Violation
     from ortplugins.report import Report
-
-
-class CheckFormat(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +53,15 @@ class _Checked:
     lost: Mapping[str, str]
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def check(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")],
-    passes: Annotated[
-        list[str], typer.Option("--pass", metavar="NAME", help="A pass to run; repeatable.")
-    ] = [session_options.DqMatMulNBitsFusion.name],  # noqa: B006  typer copies it
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
-    ] = None,
+    context: typer.Context,
+    model: Model,
+    passes: Passes = DEFAULT_PASSES,
+    settings: Settings = None,
     max_unfused: Annotated[
         int | None,
         typer.Option(
@@ -72,40 +78,30 @@ def check(
             min=0,
         ),
     ] = None,
-    inputs: Inputs = None,
+    samples: Samples = None,
     dims: Dims = "",
-    samples: Samples = 1,
+    count: Count = 1,
     seed: Seed = 0,
-    format: Annotated[
-        CheckFormat, typer.Option(help="Of what is printed.")
-    ] = CheckFormat.TEXT,
+    format: Annotated[ReportFormat, typer.Option("--format")] = ReportFormat.TEXT,
 ) -> None:
-    """Run passes aside and hold the result to bounds: exit with 0 within, with 1 beyond.
+    """Hold an optimised model to bounds: exit with 1 if it is beyond them.
 
-    The outputs of plain and of optimised model, both without onnxruntime's own optimisers, may
-    differ by atol + rtol * |plain|. Exit code 2: wrong usage, or a model that cannot be used.
+    The passes write to a temporary folder. The outputs of the plain and the optimised model,
+    both without onnxruntime's own optimisers, may differ by atol + rtol * |plain|.
     """
-    try:
-        found = _check(
-            model,
-            passes,
-            parse_settings(settings),
-            (rtol, atol),
-            {
-                "inputs": inputs,
-                "dims": parse_dims(dims),
-                "samples": samples,
-                "seed": seed,
-            },
-        )
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise  # errors of ours, which the command line tells
-        raise typer.BadParameter(str(error)) from error
+    if samples:
+        refuse_without_effect(context, "with --samples", "dims", "count", "seed")
+    found = _check(
+        model,
+        passes,
+        parse_settings(settings),
+        (rtol, atol),
+        {"inputs": samples, "dims": parse_dims(dims), "samples": count, "seed": seed},
+    )
     failures = _failures(found, max_unfused)
-    if format is CheckFormat.JSON:
+    if format is ReportFormat.JSON:
         typer.echo(_as_json(found, failures))
-    elif format is CheckFormat.GITHUB:
+    elif format is ReportFormat.GITHUB:
         _print_github(found, failures, model)
     else:
         out = console()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["compare", "parse_dims"]
+__all__ = ["app"]
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ortplugins.cli.terminal import console, parse_settings, parse_size, print_table
+from ortplugins.cli.options import (
+    Count,
+    Dims,
+    Force,
+    Format,
+    Passes,
+    Providers,
+    Samples,
+    Seed,
+    Settings,
+    check_absent,
+    parse_dims,
+    parse_settings,
+    refuse_without_effect,
+)
+from ortplugins.cli.terminal import console, parse_size, print_table
 
 if TYPE_CHECKING:
     from ortplugins.comparison.compare import Comparison
@@ -19,41 +34,25 @@ if TYPE_CHECKING:
     from ortplugins.comparison.layers import LayerComparison
     from ortplugins.measurement.measure import Cost, Spread
 
-# Nodes of one model only that are named; --json has all.
+# Nodes of one model only that are named; --format json has all.
 _SHOWN = 20
 
-Inputs = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.npz", help="An array for each input; else random ones."),
-]
-Dims = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME=SIZE,...",
-        help="Sizes of dimensions of random inputs; x[1]=8 for an axis of x without a name.",
-    ),
-]
-Samples = Annotated[int, typer.Option(help="How many random inputs.", min=1)]
-Seed = Annotated[int, typer.Option(help="Of the random inputs.", min=0)]
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def compare(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="A", help="An .onnx file: the reference.")],
     other: Annotated[
         Path | None,
         typer.Argument(metavar="[B]", help="Another; else A after --pass."),
     ] = None,
-    passes: Annotated[
-        list[str] | None,
-        typer.Option("--pass", metavar="NAME", help="A pass that makes B; repeatable."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
-    ] = None,
-    inputs: Inputs = None,
+    passes: Passes = [],  # noqa: B006  typer copies it
+    settings: Settings = None,
+    samples: Samples = None,
     dims: Dims = "",
-    samples: Samples = 1,
+    count: Count = 1,
     seed: Seed = 0,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare what each node computes, too.")
@@ -66,74 +65,72 @@ def compare(
     ] = 5,
     tolerance: Annotated[
         float,
-        typer.Option(help="Relative RMS error above which values of nodes have parted."),
+        typer.Option(help="With --layers: relative RMS error above which values differ."),
     ] = 1e-4,
     optimization_level: Annotated[
         str | None,
         typer.Option(
-            help="Of onnxruntime: disable, basic, extended, layout or all; else outputs are "
-            "compared without, and runs timed with all.",
+            metavar="LEVEL",
+            help="Of onnxruntime: disable, basic, extended, layout or all. Default: outputs "
+            "are compared at disable, and runs timed at all.",
         ),
     ] = None,
     max_memory: Annotated[
         int,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="For values of nodes, fetched at a time."
+            parser=parse_size,
+            metavar="SIZE",
+            help="With --layers: for values that are held at a time.",
         ),
     ] = "256MiB",  # type: ignore[assignment]
-    providers: Annotated[
-        list[str] | None, typer.Option("--provider", help="Execution providers; repeatable.")
+    providers: Providers = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write all of it as JSON, too."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all of it, too.")
-    ] = None,
+    force: Force = False,
+    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
 ) -> None:
-    """Run two models on the same inputs: errors, the first node that is off, speed, memory."""
+    """Run two models on the same inputs: errors, speed and memory."""
     from ortplugins.comparison.compare import compare
 
     if other is not None and passes:
         raise typer.BadParameter("B is given, so no pass makes it", param_hint="--pass")
     if other is None and not passes:
         raise typer.BadParameter("give B, or --pass NAME for A after passes", param_hint="B")
-    if settings and not passes:
-        raise typer.BadParameter("is for --pass", param_hint="--set")
-    try:
-        found = compare(
-            model,
-            other,
-            passes=passes or (),
-            options=parse_settings(settings),
-            inputs=inputs,
-            dims=parse_dims(dims),
-            samples=samples,
-            seed=seed,
-            layers=layers,
-            runs=runs,
-            rounds=rounds,
-            tolerance=tolerance,
-            optimization_level=optimization_level,
-            max_memory=max_memory,
-            providers=providers or ("CPUExecutionProvider",),
-        )
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise  # errors of ours, which the command line tells
-        raise typer.BadParameter(str(error)) from error
-    _print(found)
-    if json_file is not None:
-        json_file.write_text(found.to_json() + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}")
-
-
-def parse_dims(text: str) -> dict[str, int]:
-    """Read ``batch=1,seq=16``."""
-    sizes = {}
-    for item in filter(None, text.split(",")):
-        name, equals, size = item.rpartition("=")
-        if not equals or not size.strip().isdecimal():
-            raise typer.BadParameter(f"{item!r} is not NAME=SIZE", param_hint="--dims")
-        sizes[name.strip()] = int(size)
-    return sizes
+    if not passes:
+        refuse_without_effect(context, "without --pass", "settings")
+    if samples:
+        refuse_without_effect(context, "with --samples", "dims", "count", "seed")
+    if not runs:
+        refuse_without_effect(context, "with --runs 0", "rounds")
+    if not layers:
+        refuse_without_effect(context, "without --layers", "tolerance", "max_memory")
+    check_absent(output, force=force)
+    found = compare(
+        model,
+        other,
+        passes=passes,
+        options=parse_settings(settings),
+        inputs=samples,
+        dims=parse_dims(dims),
+        samples=count,
+        seed=seed,
+        layers=layers,
+        runs=runs,
+        rounds=rounds,
+        tolerance=tolerance,
+        optimization_level=optimization_level,
+        max_memory=max_memory,
+        providers=providers or ("CPUExecutionProvider",),
+    )
+    if format is Format.JSON:
+        typer.echo(found.to_json())
+    else:
+        _print(found)
+    if output is not None:
+        output.write_text(found.to_json() + "\n", encoding="utf-8")
+        typer.echo(f"wrote {output}", err=format is Format.JSON)
 
 
 def _print(found: Comparison) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["plan_precision"]
+__all__ = ["app"]
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ortplugins.cli.options import Force, Mode, Providers, Target
+from ortplugins.cli.options import (
+    Force,
+    Mode,
+    Providers,
+    Samples,
+    SvgFile,
+    Target,
+    WorkDir,
+    check_absent,
+    refuse_without_effect,
+)
 from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -22,15 +32,14 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def plan_precision(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="An 8-bit QDQ .onnx file.")],
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            metavar="FILE",
-            help="Samples: an .npz file with an array for each input; repeatable.",
-        ),
-    ],
+    samples: Samples = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -54,10 +63,7 @@ def plan_precision(
             "a node_config for quantize; else it is printed.",
         ),
     ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw error against promoted tensors, too."),
-    ] = None,
+    svg: SvgFile = None,
     mode: Annotated[
         Mode, typer.Option(help="What is measured: 16-bit regions, or regions in float.")
     ] = Mode.INT16,
@@ -94,36 +100,35 @@ def plan_precision(
         ),
     ] = "1GiB",  # type: ignore[assignment]
     providers: Providers = None,
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="For intermediate files; else the system's."),
-    ] = None,
+    work_dir: WorkDir = None,
     force: Force = False,
 ) -> None:
-    """Find the few activations of an 8-bit model that deserve 16 bits, and write overrides."""
-    other = "--max-16bit" if weights else "--max-8bit"
-    if max_16bit if weights else max_8bit:
-        raise typer.BadParameter(
-            "is for activations" if weights else "is for --weights", param_hint=other
+    """Find the few activations of an 8-bit model that deserve 16 bits.
+
+    With --weights: find the nodes of a float model whose weights deserve 8 bits instead of 4.
+    """
+    if weights:
+        refuse_without_effect(
+            context, "with --weights", "max_16bit", "reference", "mode", "target"
         )
-    if weights and reference is not None:
-        raise typer.BadParameter("MODEL itself is the reference", param_hint="--reference")
+    else:
+        refuse_without_effect(context, "without --weights", "max_8bit", "method", "block_size")
+    if not samples:
+        raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
     limit = max_8bit if weights else max_16bit
     if not budget and not limit:
         name = "--max-8bit" if weights else "--max-16bit"
         raise typer.BadParameter(f"give --budget, {name} or both", param_hint="--budget")
     cosine = _share(budget, "--budget") if budget else None
     most = _count(limit) if limit else None
-    for path in (output, svg):
-        if path is not None and path.exists() and not force:
-            raise FileExistsError(f"{path}: exists; --force overwrites it")
+    check_absent(output, svg, force=force)
     if weights:
         from ortplugins.quantization.planner.weights import plan_bits
 
         with progress_bar() as bar:
             bits = plan_bits(
                 model,
-                data,
+                samples,
                 budget=cosine,
                 max_8bit=most,
                 method=method,
@@ -145,7 +150,7 @@ def plan_precision(
         with progress_bar() as bar:
             plan = plan_precision(
                 model,
-                data,
+                samples,
                 budget=cosine,
                 max_16bit=most,
                 mode=str(mode),
@@ -189,7 +194,7 @@ def _share(text: str, option: str) -> float:
         number = float(text.removesuffix("%").strip())
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is no number or percentage", param_hint=option
+            f"{text!r} is not a number or a percentage", param_hint=option
         ) from None
     return number / 100 if text.endswith("%") else number
 

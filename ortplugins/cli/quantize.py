@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["quantize"]
+__all__ = ["app"]
 
 import contextlib
 import enum
@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import Exclude, Force, Format, Include, Providers
+from ortplugins.cli.options import (
+    Exclude,
+    Force,
+    Format,
+    Include,
+    Model,
+    Providers,
+    Samples,
+    Verbose,
+    WorkDir,
+    refuse_without_effect,
+)
 from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -48,23 +59,21 @@ class OpType(enum.StrEnum):
 _OP_TYPES = [OpType.MATMUL, OpType.GEMM]
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    context: typer.Context,
+    model: Model,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write.")
     ] = None,
     method: Annotated[Method, typer.Option(help="All but rtn look at samples.")] = Method.RTN,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Samples: an .npz file with an array for each input; repeatable. "
-            "Without any, random ones.",
-        ),
-    ] = None,
+    samples: Samples = None,
     bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
     block_size: Annotated[
-        int, typer.Option(help="Neighbours along K that share a scale; -1 for a column's all.")
+        int, typer.Option(help="Elements along K that share a scale; -1 for all of a column.")
     ] = 32,
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="Unsigned codes with zero points.")
@@ -111,54 +120,66 @@ def quantize(
             "folder, or --work-dir.",
         ),
     ] = "",
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="For intermediate files; else the output's folder."),
-    ] = None,
+    work_dir: WorkDir = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what would be quantised.")
+        bool, typer.Option("--dry-run", help="Print what would be quantised; write nothing.")
     ] = False,
     force: Force = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print every node.")
-    ] = False,
-    format: Annotated[Format, typer.Option("--format", help="Of the report.")] = Format.TEXT,
+    verbose: Verbose = False,
+    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
 ) -> None:
     """Quantise a model's weights to 4, 8 or 2 bits."""
     from ortplugins.quantization import quantize
 
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
-    try:
-        with progress_bar() as bar, _executor(scheduler) as executor:
-            result = quantize(
-                model,
-                output,
-                method=method,
-                bits=bits,
-                block_size=block_size,
-                is_symmetric=not asymmetric,
-                op_types=[str(kind) for kind in op_types],
-                nodes_to_include=include or None,
-                nodes_to_exclude=exclude or (),
-                node_config=_read_config(node_config),
-                share_of_8_bits=share_of_8_bits,
-                quant_format=str(quant_format),
-                accuracy_level=accuracy_level,
-                calibration_data_reader=calibration or None,
-                calibration_providers=providers or ("CPUExecutionProvider",),
-                max_calibration_memory=max_calibration_memory,
-                overwrite=force,
-                executor=executor,
-                work_dir=work_dir,
-                dry_run=dry_run,
-                progress=bar,
-            )
-    except FileExistsError:
-        raise FileExistsError(f"{output}: exists; --force overwrites it") from None
+    _refuse_ignored(context)
+    with progress_bar() as bar, _executor(scheduler) as executor:
+        result = quantize(
+            model,
+            output,
+            method=method,
+            bits=bits,
+            block_size=block_size,
+            is_symmetric=not asymmetric,
+            op_types=[str(kind) for kind in op_types],
+            nodes_to_include=include or None,
+            nodes_to_exclude=exclude or (),
+            node_config=_read_config(node_config),
+            share_of_8_bits=share_of_8_bits,
+            quant_format=str(quant_format),
+            accuracy_level=accuracy_level,
+            calibration_data_reader=samples or None,
+            calibration_providers=providers or ("CPUExecutionProvider",),
+            max_calibration_memory=max_calibration_memory,
+            overwrite=force,
+            executor=executor,
+            work_dir=work_dir,
+            dry_run=dry_run,
+            progress=bar,
+        )
     _print(result.report, format, verbose or dry_run)
     if format is Format.TEXT and result.path is not None:
         typer.echo(f"wrote {result.path}")
+
+
+def _refuse_ignored(context: typer.Context) -> None:
+    """Refuse options that have no effect beside others of this call."""
+    given = context.params
+    if given["dry_run"]:
+        refuse_without_effect(
+            context, "with --dry-run", "output", "force", "scheduler", "work_dir", "verbose"
+        )
+    if given["format"] is Format.JSON:
+        refuse_without_effect(context, "with --format json", "verbose")
+    if given["quant_format"] is not QuantFormat.MATMULNBITS:
+        refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
+    if given["method"] is Method.RTN and not given["share_of_8_bits"]:
+        refuse_without_effect(
+            context,
+            "with --method rtn, which looks at no samples",
+            *("samples", "providers", "max_calibration_memory"),
+        )
 
 
 @contextlib.contextmanager
@@ -185,7 +206,7 @@ def _read_config(text: str) -> dict[str, Any]:
     """Read --node-config.
 
     Raises:
-        typer.BadParameter: If it is no JSON object of objects.
+        typer.BadParameter: If it is not a JSON object of objects.
         OSError: If its file can't be read.
     """
     if text.startswith("@"):
@@ -193,7 +214,7 @@ def _read_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"no JSON: {error}", param_hint="--node-config") from None
+        raise typer.BadParameter(f"is not JSON: {error}", param_hint="--node-config") from None
     values = config.values() if isinstance(config, dict) else [None]
     if not all(isinstance(value, dict) for value in values):
         raise typer.BadParameter(

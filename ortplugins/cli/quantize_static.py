@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["quantize_static"]
+__all__ = ["app"]
 
 import enum
 from pathlib import Path
@@ -17,10 +17,16 @@ from ortplugins.cli.options import (
     Format,
     Include,
     Mode,
+    Model,
+    Output,
     Providers,
+    ReportFormat,
+    Samples,
     Target,
+    Verbose,
+    refuse_without_effect,
 )
-from ortplugins.cli.terminal import REMARK_STYLES, console, progress_bar
+from ortplugins.cli.terminal import print_report, progress_bar
 
 
 class CalibrateMethod(enum.StrEnum):
@@ -30,16 +36,15 @@ class CalibrateMethod(enum.StrEnum):
     DISTRIBUTION = "Distribution"
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def quantize_static(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A float .onnx file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Samples: an .npz file with an array for each input; repeatable.",
-        ),
-    ] = None,
+    context: typer.Context,
+    model: Model,
+    output: Output,
+    samples: Samples = None,
     overrides: Annotated[
         str,
         typer.Option(
@@ -82,21 +87,23 @@ def quantize_static(
     exclude: Exclude = None,
     providers: Providers = None,
     force: Force = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print all remarks.")
-    ] = False,
-    format: Annotated[Format, typer.Option("--format", help="Of the report.")] = Format.TEXT,
+    verbose: Verbose = False,
+    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
 ) -> None:
-    """Quantise weights and activations of a float model, some activations to 16 bits."""
+    """Quantise weights and activations, some activations to 16 bits."""
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
+    if format is Format.JSON:
+        refuse_without_effect(context, "with --format json", "verbose")
+    if mode is Mode.FLOAT:
+        refuse_without_effect(context, "with --mode float", "promoted_type")
     try:
         with progress_bar() as bar:
             report = quantize_static_mixed(
                 model,
                 output,
-                calibration or None,
+                samples or None,
                 overrides=overrides,
                 promote=promote or (),
                 promoted_type=promoted_type,
@@ -115,22 +122,8 @@ def quantize_static(
                 overwrite=force,
                 progress=bar,
             ).report
-    except FileExistsError:
-        raise FileExistsError(f"{output}: exists; --force overwrites it") from None
     except OverrideError as error:
         raise typer.BadParameter(str(error), param_hint="--overrides") from None
-    if format is Format.JSON:
-        typer.echo(report.to_json())
-        return
-    out = console()
-    for remark in report.remarks if verbose else report.refused:
-        out.print(
-            f"{remark.outcome.value:8}{remark}",
-            style=REMARK_STYLES[remark.outcome],
-            soft_wrap=True,
-        )
-    for note in report.notes:
-        out.print(f"note: {note}", soft_wrap=True)
-    boundaries = f"fired {len(report.fired)}, refused {len(report.refused)}"
-    out.print(boundaries, style="bold", soft_wrap=True)
-    typer.echo(f"wrote {output}")
+    print_report(report, ReportFormat(format), verbose, model)
+    if format is Format.TEXT:
+        typer.echo(f"wrote {output}")

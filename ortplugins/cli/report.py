@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["check_page", "report", "write_report"]
+__all__ = ["app", "check_page", "write_report"]
 
 import json
 import shlex
@@ -14,34 +14,38 @@ from typing import Annotated, Any
 
 import typer
 
-from ortplugins.cli.terminal import console, parse_settings
-from session_options import DqMatMulNBitsFusion
+from ortplugins.cli.options import (
+    DEFAULT_PASSES,
+    Dims,
+    Force,
+    Model,
+    Passes,
+    Settings,
+    check_absent,
+    parse_dims,
+    parse_settings,
+    refuse_without_effect,
+)
+from ortplugins.cli.terminal import console
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def report(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    context: typer.Context,
+    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The .html file to write.")],
-    passes: Annotated[
-        list[str], typer.Option("--pass", metavar="NAME", help="A pass to run; repeatable.")
-    ] = [DqMatMulNBitsFusion.name],  # noqa: B006 (typer copies it)
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
-    ] = None,
-    dims: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=SIZE,...",
-            help="Sizes of the inputs' symbolic dimensions; others are guessed.",
-        ),
-    ] = "",
+    passes: Passes = DEFAULT_PASSES,
+    settings: Settings = None,
+    dims: Dims = "",
     facts: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write everything as JSON, too."),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option(help="Start and run sessions, plain ones beside ours."),
+        typer.Option(help="Start and run sessions, with the passes and without."),
     ] = True,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare what each node computes.")
@@ -49,11 +53,11 @@ def report(
     rounds: Annotated[
         int, typer.Option(metavar="N", help="Processes of each kind to measure.", min=1)
     ] = 3,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
+    force: Force = False,
 ) -> None:
-    """Write a page: what fires and what not, and what sessions gain by it."""
-    from ortplugins.cli.compare import parse_dims
-
+    """Write a page: what fires and what does not, and what sessions gain."""
+    if not measure:
+        refuse_without_effect(context, "with --no-measure", "rounds")
     written = write_report(
         model,
         output,
@@ -123,6 +127,4 @@ def check_page(paths: Sequence[Path], force: bool) -> None:
     except ModuleNotFoundError:
         typer.echo("The page needs: pip install 'ortplugins[report]'", err=True)
         raise typer.Exit(2) from None
-    for path in paths:
-        if path.exists() and not force:
-            raise FileExistsError(f"{path}: exists; --force overwrites it")
+    check_absent(*paths, force=force)

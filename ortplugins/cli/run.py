@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins run``: a program as it is, with passes switched on for its sessions."""
+"""``ortplugins run``: a program as it is, with passes enabled for its sessions."""
 
 from __future__ import annotations
 
-__all__ = ["Program", "run"]
+__all__ = ["RunProgram", "app"]
 
+import dataclasses
 import logging
 import os
 import runpy
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ortplugins.cli.terminal import parse_settings
+from ortplugins.cli.options import CacheDir, Passes, Settings, parse_settings
 from session_options import DqMatMulNBitsFusion
 from session_options.environment import GENERAL, VARIABLE, entries_of, plan_entries, plan_text
 from session_options.keys import PREFIX
@@ -23,22 +24,19 @@ from session_options.keys import PREFIX
 _STARTUP = Path(__file__).parents[1] / "startup"
 
 
-class Program(BaseException):
-    """A program to start, once the command line is done and out of its way.
+@dataclasses.dataclass(frozen=True)
+class RunProgram:
+    """A program to start once typer, whose handlers are not for its errors, is done.
 
-    An exception, so that it leaves typer, whose handlers are not for the program's own errors.
+    Attributes:
+        name: Path of a script, of a folder or archive with ``__main__.py``; or a module.
+        arguments: What follows it.
+        is_module: Whether the name is a module's.
     """
 
-    def __init__(self, name: str, arguments: tuple[str, ...], is_module: bool) -> None:
-        """Keep what to start.
-
-        Args:
-            name: Path of a script, of a folder or archive with ``__main__.py``; or a module.
-            arguments: What follows it.
-            is_module: Whether the name is a module's.
-        """
-        super().__init__(name)
-        self.name, self.arguments, self.is_module = name, arguments, is_module
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool
 
     def start(self) -> None:
         """Run the program as ``python`` does: in ``__main__``, with its ``sys.argv``.
@@ -60,7 +58,12 @@ class Program(BaseException):
             sys.path[0] = folder
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     program: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT|MODULE [ARGUMENTS]...", help="What python would run."),
@@ -68,40 +71,27 @@ def run(
     module: Annotated[
         bool, typer.Option("-m", help="It is a module, as for python -m.", show_default=False)
     ] = False,
-    passes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pass",
-            metavar="NAME",
-            help="A pass to switch on; repeatable. Else those of the environment variable "
-            "ORTPLUGINS, else dq_matmulnbits_fusion.",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Key: <pass>.<option>; repeatable."),
-    ] = None,
-    cache_dir: Annotated[
-        str,
-        typer.Option("--cache-dir", help="Else ORTPLUGINS_CACHE_DIR, else the user's own."),
-    ] = "",
+    passes: Passes = [],  # noqa: B006  typer copies it
+    settings: Settings = None,
+    cache_dir: CacheDir = "",
     strict: Annotated[
-        bool, typer.Option("--strict", help="What fails in a pass raises in the program.")
+        bool, typer.Option("--strict", help="An exception in a pass is raised in the program.")
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a line for each session.")
     ] = False,
 ) -> None:
-    """Run a Python program with passes switched on for every session that it opens.
+    """Run a Python program with passes enabled for every session that it opens.
 
-    Options of ours stand in front of the program, all that follows is the program's. Python
-    processes that it starts have the passes switched on, too.
+    Without --pass, passes are those of the environment variable ORTPLUGINS, else
+    dq_matmulnbits_fusion. Options of ortplugins come before the program, all that follows is
+    the program's. Python processes that it starts have the passes enabled, too.
     """
     from ortplugins.session.patching import enable_entries
 
     if not module and not os.path.exists(program[0]):
         raise FileNotFoundError(f"{program[0]}: there is no such program")
-    entries = _entries(passes or [], parse_settings(settings))
+    entries = _entries(passes, parse_settings(settings))
     if cache_dir:
         entries[f"{PREFIX}.cache_dir"] = os.path.abspath(cache_dir)
     if strict:
@@ -110,7 +100,7 @@ def run(
     _hand_down(entries)
     if verbose:
         _print_reports()
-    raise Program(program[0], tuple(program[1:]), module)
+    context.obj.append(RunProgram(program[0], tuple(program[1:]), module))
 
 
 def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:

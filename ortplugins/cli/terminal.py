@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""What every command needs of a terminal: tables, a progress bar, sizes and ages to read."""
+"""What commands print: tables, reports, a progress bar; and the sizes and ages they read."""
 
 from __future__ import annotations
 
 __all__ = [
-    "REMARK_STYLES",
     "console",
     "parse_age",
-    "parse_settings",
     "parse_size",
+    "print_report",
     "print_table",
     "progress_bar",
 ]
@@ -16,15 +15,21 @@ __all__ = [
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from ortplugins.cli.options import ReportFormat
 from rewrite_rules.remarks import Outcome
 
-REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
+if TYPE_CHECKING:
+    from ortplugins.report import Report
+
+_REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
 _SIZES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -48,22 +53,6 @@ def parse_size(text: str) -> int:
 def parse_age(text: str) -> float:
     """Read an age as seconds: 45min, 12h, 30d, 2w."""
     return _quantity(text, _AGES, "an age such as 45min, 12h, 30d or 2w")
-
-
-def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
-    """Read KEY=VALUE pairs.
-
-    Args:
-        settings: The pairs; None for none.
-        param_hint: Name of the option that they come from, for errors.
-    """
-    pairs = {}
-    for item in settings or ():
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
-        pairs[key] = value
-    return pairs
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -103,3 +92,30 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, name: progress.update(
             task, completed=done, total=total, what=name
         )
+
+
+def print_report(report: Report, format: ReportFormat, verbose: bool, model: Path) -> None:
+    """Print counts, then the refusals, or all remarks if ``verbose``.
+
+    Args:
+        report: What passes did.
+        format: How to print it.
+        verbose: Whether rewrites and notes are listed, too.
+        model: Path of the model, which annotations name.
+    """
+    if format is ReportFormat.GITHUB:
+        from ortplugins.cli.github_annotations import annotations_of
+
+        for line in annotations_of(report, model):
+            typer.echo(line)
+        return
+    if format is ReportFormat.JSON:
+        typer.echo(report.to_json())
+        return
+    out = console()
+    out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
+    for remark in report.remarks if verbose else report.refused:
+        line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
+        out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
+    for note in report.notes:
+        out.print(note, soft_wrap=True)

@@ -18,7 +18,7 @@ from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.inputs import Inputs
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.model_pair import ModelPair
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,
     Cost,
@@ -148,15 +148,15 @@ def compare(
     Raises:
         MissingFileError, ModelFileError: If a model cannot be used, or one fails to run.
         CalibrationError: If a given input does not fit; names it.
-        ValueError: If an argument cannot be; names it.
+        UsageError: If an argument cannot be; names it.
         OptionError, PassError: As :func:`.optimize`.
     """
     if (b is None) != bool(passes):
-        raise ValueError("give a second model, or passes that make one: one of the two")
+        raise UsageError("give a second model, or passes that make one: one of the two")
     if runs < 0:
-        raise ValueError(f"runs is {runs}: 0 or more is expected")
+        raise UsageError(f"runs is {runs}: 0 or more is expected")
     if rounds < 1:
-        raise ValueError(f"rounds is {rounds}: 1 or more is expected")
+        raise UsageError(f"rounds is {rounds}: 1 or more is expected")
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:

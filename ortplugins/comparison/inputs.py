@@ -5,7 +5,6 @@ from __future__ import annotations
 
 __all__ = ["Inputs", "comparison_feeds", "example_feed", "with_sizes"]
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.samples.random import random_feeds
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.closest_name import did_you_mean
 from session_options import OptionError
 
 Inputs = Mapping[str, Any] | CalibrationSource
@@ -53,12 +53,12 @@ def comparison_feeds(
     Raises:
         CalibrationError: If a given input does not fit, when the feeds are read; names it.
         ModelFileError: If no input of a kind can be made up or given.
-        ValueError: If ``dims`` names no dimension, has a size that is none, or comes with
+        UsageError: If ``dims`` names no dimension, has a size that is none, or comes with
             given inputs; if ``samples`` is not positive.
     """
     values = [_value(item) for item in session.get_inputs()]
     if samples < 1:
-        raise ValueError(f"samples is {samples}: 1 or more is expected")
+        raise UsageError(f"samples is {samples}: 1 or more is expected")
     source: Any
     if inputs is None:
         for value in values:
@@ -68,7 +68,7 @@ def comparison_feeds(
                 )
         source = random_feeds(with_sizes(values, dims or {}), count=samples, seed=seed)
     elif dims:
-        raise ValueError("dims are for random inputs, and inputs are given: leave one out")
+        raise UsageError("dims are for random inputs, and inputs are given: leave one out")
     else:
         source = [inputs] if isinstance(inputs, Mapping) else inputs
     optional = [_value(item) for item in session.get_overridable_initializers()]
@@ -136,16 +136,15 @@ def with_sizes(values: Sequence[ir.Value], dims: Mapping[str, int]) -> list[ir.V
             named dimensions ("past + seq") follows from its parts.
 
     Raises:
-        ValueError: If no input has such a dimension, or a size is none.
+        UsageError: If no input has such a dimension, or a size is none.
     """
     names = dict.fromkeys(part for value in values for part in _parts(value))
     for name, size in dims.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            meant = f"is {near[0]!r} meant?" if near else f"it has {_listed(names)}"
-            raise ValueError(f"dimension {name!r} is in no input of the model; {meant}")
+            hint = did_you_mean(name, names) or f"; it has {_listed(names)}"
+            raise UsageError(f"dimension {name!r} is in no input of the model{hint}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ValueError(
+            raise UsageError(
                 f"dimension {name!r} is {size!r}: 0 or a positive int is expected"
             )
     return [

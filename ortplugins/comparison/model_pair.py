@@ -54,7 +54,7 @@ class ModelPair:
         Raises:
             MissingFileError, ModelFileError: If a model cannot be used, b takes an input that
                 a does not, or no output is left to compare.
-            ValueError: As :func:`comparison_feeds` and :func:`open_model`.
+            UsageError: As :func:`comparison_feeds` and :func:`open_model`.
         """
 
         def opened(model: GivenModel) -> onnxruntime.InferenceSession:

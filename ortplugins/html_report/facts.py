@@ -7,12 +7,10 @@ __all__ = ["FORMAT", "gather_facts", "group_remarks"]
 
 import datetime
 import os
-import platform
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, wei
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.optimize import OptimizeResult, optimize
-from ortplugins.runtime.cpu_features import instruction_sets, processor_name
+from ortplugins.runtime.machine import machine, versions
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
@@ -36,7 +34,6 @@ from session_options.plan import plan_from_settings, settings_of
 FORMAT = 1
 """Of the dict; grows when a key changes its meaning."""
 
-_PACKAGES = ("ortplugins", "onnxruntime", "onnx", "onnx_ir", "onnxscript", "numpy")
 # Quoted as repr() does; an apostrophe within a word is none.
 _QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")(?!\w)")
 
@@ -107,8 +104,8 @@ def gather_facts(
         },
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "versions": _versions(),
+        "machine": machine(),
+        "versions": versions(),
         "passes": list(passes),
         "options": settings_of(plan),
         "report": report,
@@ -342,31 +339,3 @@ def _layers(
         "only_after": len(found.only_b),
         "not_compared": len(found.not_compared),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # onnxruntime has several wheels
-            module = __import__(package)
-            found[package] = str(getattr(module, "__version__", "unknown"))
-    return found
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": processor_name(),
-        "instruction_sets": instruction_sets(),
-        "cores": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return None

@@ -208,7 +208,7 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
         if path.is_dir():
             raise IsADirectoryError(f"{path}: is a folder")
         if path.exists() and not overwrite:
-            raise FileExistsError(f"{path}: exists; choose another output, or say overwrite")
+            raise FileExistsError(f"{path}: exists; --force or overwrite=True overwrites it")
 
 
 def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:

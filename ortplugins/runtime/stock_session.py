@@ -11,7 +11,7 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.runtime.temporary_settings import temporarily_set
 
 LEVELS = {
@@ -31,10 +31,10 @@ def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
         level: A key of :data:`LEVELS`.
 
     Raises:
-        ValueError: If there is no such level.
+        UsageError: If there is no such level.
     """
     if level not in LEVELS:
-        raise ValueError(
+        raise UsageError(
             f"there is no level {level!r}: one of {', '.join(LEVELS)} is expected"
         )
     options = onnxruntime.SessionOptions()
@@ -63,7 +63,7 @@ def open_model(
     Raises:
         MissingFileError: If there is no such file.
         ModelFileError: If onnxruntime refuses it, chained.
-        ValueError: If there is no such level.
+        UsageError: If there is no such level.
     """
     options = stock_options(level)
     if not os.path.exists(path):

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins doctor``: what sessions and commands depend on, and what is wrong with it."""
+
+from __future__ import annotations
+
+__all__ = ["app"]
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from ortplugins.cli.options import CacheDir, Format
+from ortplugins.cli.terminal import print_table
+
+app = typer.Typer(add_completion=False)
+_OLDEST_ONNXRUNTIME = (1, 22)
+
+
+@app.command()
+def doctor(
+    cache_dir: CacheDir = "",
+    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+) -> None:
+    """Check what ortplugins depends on: versions, CPU, cache, limits.
+
+    Exits with 1 if something is wrong; the last column says what, and what to do.
+    """
+    rows = [*_runtime(), *_machine(), *_cache(cache_dir), *_settings()]
+    if format is Format.JSON:
+        fields = ("name", "value", "problem")
+        listed = [dict(zip(fields, row, strict=True)) for row in rows]
+        typer.echo(json.dumps(listed, indent=1))
+    else:
+        print_table(("What", "Found", "Problem"), rows)
+    if any(problem for _, _, problem in rows):
+        raise typer.Exit(1)
+
+
+_Rows = Iterator[tuple[str, str, str]]
+
+
+def _runtime() -> _Rows:
+    import onnxruntime
+
+    from ortplugins.runtime.machine import versions
+
+    for name, found in versions().items():
+        problem = ""
+        if name == "onnxruntime":
+            numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
+            if tuple(numbers) < _OLDEST_ONNXRUNTIME:
+                oldest = ".".join(map(str, _OLDEST_ONNXRUNTIME))
+                problem = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
+        yield name, found, problem
+    yield "execution providers", ", ".join(onnxruntime.get_available_providers()), ""
+
+
+def _machine() -> _Rows:
+    from ortplugins.runtime.machine import machine
+
+    found = machine()
+    yield "processor", found["processor"], ""
+    yield "instruction sets", ", ".join(found["instruction_sets"]) or "none of note", ""
+    yield "cores", str(found["cores"]), ""
+    memory = found["memory_bytes"]
+    yield "memory", "unknown" if memory is None else decimal(memory), ""
+    if limit := _memory_limit():
+        yield "memory limit (cgroup)", decimal(limit), ""
+
+
+def _memory_limit() -> int | None:
+    """Bytes that the container may use; None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdecimal() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _cache(cache_dir: str) -> _Rows:
+    from ortplugins.artifacts.directory import cache_root
+    from ortplugins.artifacts.store import ArtifactCache
+
+    root = cache_root(cache_dir)
+    exists = root.exists()
+    yield "cache directory", str(root), ""
+    try:
+        cache = ArtifactCache(root)
+        cache.check_trusted()
+        entries = cache.entries() if exists else []
+    except OSError as error:
+        yield "cache entries", "not used", str(error)
+    else:
+        size = decimal(sum(entry.size for entry in entries))
+        yield "cache entries", f"{len(entries)}, {size}", ""
+    place = next(path for path in (root, *root.parents) if path.exists())
+    if place.is_dir() and os.access(place, os.W_OK):
+        yield "cache writable", "yes" if exists else "yes, once it is made", ""
+    else:
+        advice = "set ORTPLUGINS_CACHE_DIR to a folder of your own"
+        yield "cache writable", "no", f"{place} cannot be written: {advice}"
+    yield "free disk for the cache", decimal(shutil.disk_usage(place).free), ""
+
+
+def _settings() -> _Rows:
+    """Yield what the environment sets, and limits that have a default."""
+    from session_options.environment import GENERAL, VARIABLE
+    from session_options.keys import PREFIX, format_value
+    from session_options.plan import GENERAL_OPTIONS
+
+    for name in (VARIABLE, *GENERAL.values()):
+        if text := os.environ.get(name):
+            yield f"environment: {name}", text, ""
+    for spec in GENERAL_OPTIONS:
+        if value := format_value(spec.default):
+            yield f"default: {PREFIX}.{spec.name}", value, ""

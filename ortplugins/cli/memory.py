@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins memory``: the live memory of a run, in three execution orders."""
+
+from __future__ import annotations
+
+__all__ = ["app"]
+
+import json
+from typing import Annotated
+
+import typer
+
+from ortplugins.cli.options import (
+    Dims,
+    Force,
+    Format,
+    Model,
+    SvgFile,
+    check_absent,
+    parse_dims,
+)
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def memory(
+    model: Model,
+    dims: Dims = "",
+    svg: SvgFile = None,
+    force: Force = False,
+    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+) -> None:
+    """Show what a run holds in memory, step by step, in each execution order."""
+    from ortplugins.html_report.charts import memory_bars, memory_chart
+    from ortplugins.html_report.live_memory import order_of
+
+    parse_dims(dims)
+    check_absent(svg, force=force)
+    order = order_of(model, {"shape_size_reorder.dims": dims} if dims else {})
+    if format is Format.JSON:
+        curves = [
+            {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
+            for curve in order.curves
+        ]
+        content = {"model": str(model), "curves": curves, "notes": list(order.notes)}
+        typer.echo(json.dumps(content, indent=1))
+    else:
+        for line in (*memory_bars(order.curves), *order.notes):
+            typer.echo(line)
+    if svg is not None:
+        svg.write_text(memory_chart(order.curves, str(model)), encoding="utf-8")
+        typer.echo(f"wrote {svg}", err=format is Format.JSON)

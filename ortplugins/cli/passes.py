@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins passes``: every pass and its options, as session keys."""
+
+from __future__ import annotations
+
+__all__ = ["app"]
+
+import enum
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+import session_options
+from ortplugins.cli.terminal import print_table
+from session_options.keys import PREFIX, Option, format_value, options_of
+from session_options.plan import GENERAL_OPTIONS
+
+app = typer.Typer(add_completion=False)
+_HEADINGS = ("Session key", "Default", "What it does")
+
+
+class TableFormat(enum.StrEnum):
+    """Of the table; Markdown is what the documentation holds."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+@app.command()
+def passes(
+    format: Annotated[TableFormat, typer.Option("--format")] = TableFormat.TEXT,
+) -> None:
+    """List the passes and their options, as session keys."""
+    rows = list(_key_rows())
+    if format is TableFormat.JSON:
+        fields = ("key", "default", "help")
+        listed = [dict(zip(fields, row, strict=True)) for row in rows]
+        typer.echo(json.dumps(listed, indent=1))
+    elif format is TableFormat.MARKDOWN:
+        typer.echo(f"| {' | '.join(_HEADINGS)} |\n|---|---|---|")
+        for key, default, text in rows:
+            shown = f"`{default}`" if default else ""
+            typer.echo(f"| `{key}` | {shown} | {text.replace('|', '&#124;')} |")
+    else:
+        print_table(_HEADINGS, rows)
+
+
+def _key_rows() -> Iterator[tuple[str, str, str]]:
+    """Yield every session key of ours with its default and its help."""
+    for name, cls in session_options.registered_passes().items():
+        yield session_options.enable_key(name), "0", f"Pass {name}: {cls.summary}."
+        for spec in options_of(cls):
+            yield _key_row(session_options.option_key(name, spec.name), spec)
+    for spec in GENERAL_OPTIONS:
+        yield _key_row(f"{PREFIX}.{spec.name}", spec)
+
+
+def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
+    text = spec.help
+    if spec.choices:
+        text += f" One of: {', '.join(map(format_value, spec.choices))}."
+    if spec.onnxruntime_key:
+        text += f" When unset: as {spec.onnxruntime_key}."
+    return key, format_value(spec.default), text
