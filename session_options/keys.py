@@ -198,8 +198,6 @@ def check_length(key: str, text: str, *, may_name_file: bool) -> None:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest match, and all that are known."""
-    import difflib  # a start that goes well needs it not
-
     known = sorted(known)
     hint = did_you_mean(name, known, lead="")
     return f"{hint} known: {', '.join(known)}".lstrip()

@@ -19,7 +19,7 @@ from ortplugins.quantization.statistics.accumulator import (
     pooled,
 )
 from ortplugins.quantization.statistics.collect import ActivationRequest, collect
-from ortplugins.samples.sources import KeptSamples
+from ortplugins.samples.kept import KeptSamples
 
 K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
 RNG = np.random.default_rng(0)

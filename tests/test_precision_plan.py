@@ -25,7 +25,7 @@ from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import CurvePoint
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.quantization.planner.switches import add_switches
-from ortplugins.samples.sources import KeptSamples
+from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks

@@ -17,6 +17,7 @@ import typer
 import session_options
 from ortplugins.cli.options import (
     DEFAULT_PASSES,
+    Chat,
     Count,
     Dims,
     Model,
@@ -25,9 +26,11 @@ from ortplugins.cli.options import (
     Samples,
     Seed,
     Settings,
+    Text,
+    Tokenizer,
     parse_dims,
     parse_settings,
-    refuse_without_effect,
+    sample_source,
 )
 from ortplugins.cli.terminal import console
 
@@ -79,6 +82,9 @@ def check(
         ),
     ] = None,
     samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
     dims: Dims = "",
     count: Count = 1,
     seed: Seed = 0,
@@ -89,14 +95,13 @@ def check(
     The passes write to a temporary folder. The outputs of the plain and the optimised model,
     both without onnxruntime's own optimisers, may differ by atol + rtol * |plain|.
     """
-    if samples:
-        refuse_without_effect(context, "with --samples", "dims", "count", "seed")
+    source = sample_source(context)
     found = _check(
         model,
         passes,
         parse_settings(settings),
         (rtol, atol),
-        {"inputs": samples, "dims": parse_dims(dims), "samples": count, "seed": seed},
+        {"inputs": source, "dims": parse_dims(dims), "samples": count, "seed": seed},
     )
     failures = _failures(found, max_unfused)
     if format is ReportFormat.JSON:
@@ -108,8 +113,8 @@ def check(
         out.print(f"fired {len(found.report.fired)}, unfused {len(found.unfused)}")
         for node, reason in found.unfused.items():
             out.print(f"unfused {node}: {reason}", soft_wrap=True, style="yellow")
-        for text in failures:
-            out.print(f"failed: {text}", soft_wrap=True, style="red")
+        for failure in failures:
+            out.print(f"failed: {failure}", soft_wrap=True, style="red")
         if not failures:
             out.print("ok", style="green")
     if failures:

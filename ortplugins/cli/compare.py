@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ortplugins.cli.options import (
+    Chat,
     Count,
     Dims,
     Force,
@@ -21,10 +22,13 @@ from ortplugins.cli.options import (
     Samples,
     Seed,
     Settings,
+    Text,
+    Tokenizer,
     check_absent,
     parse_dims,
     parse_settings,
     refuse_without_effect,
+    sample_source,
 )
 from ortplugins.cli.terminal import console, parse_size, print_table
 
@@ -51,6 +55,9 @@ def compare(
     passes: Passes = [],  # noqa: B006  typer copies it
     settings: Settings = None,
     samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
     dims: Dims = "",
     count: Count = 1,
     seed: Seed = 0,
@@ -100,8 +107,7 @@ def compare(
         raise typer.BadParameter("give B, or --pass NAME for A after passes", param_hint="B")
     if not passes:
         refuse_without_effect(context, "without --pass", "settings")
-    if samples:
-        refuse_without_effect(context, "with --samples", "dims", "count", "seed")
+    source = sample_source(context)
     if not runs:
         refuse_without_effect(context, "with --runs 0", "rounds")
     if not layers:
@@ -112,7 +118,7 @@ def compare(
         other,
         passes=passes,
         options=parse_settings(settings),
-        inputs=samples,
+        inputs=source,
         dims=parse_dims(dims),
         samples=count,
         seed=seed,

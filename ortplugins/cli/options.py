@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = [
     "DEFAULT_PASSES",
     "CacheDir",
+    "Chat",
     "Count",
     "Dims",
     "Exclude",
@@ -24,21 +25,27 @@ __all__ = [
     "Settings",
     "SvgFile",
     "Target",
+    "Text",
+    "Tokenizer",
     "Verbose",
     "WorkDir",
     "check_absent",
     "parse_dims",
     "parse_settings",
     "refuse_without_effect",
+    "sample_source",
 ]
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from session_options import DqMatMulNBitsFusion
+
+if TYPE_CHECKING:
+    from ortplugins.samples.text import TextSamples
 
 
 class Format(enum.StrEnum):
@@ -129,7 +136,22 @@ Dims = Annotated[
         help="Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a name.",
     ),
 ]
-Count = Annotated[int, typer.Option("--count", help="How many samples to make up.", min=1)]
+Text = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="With --text: its tokenizer.json."),
+]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="With --text: each paragraph as a message of a conversation."),
+]
+Count = Annotated[
+    int,
+    typer.Option("--count", help="How many samples to make up, or to take of --text.", min=1),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of samples that are made up.", min=0)]
 Include = Annotated[
     list[str] | None,
@@ -172,6 +194,33 @@ def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dic
             raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
         pairs[key] = value
     return pairs
+
+
+def sample_source(
+    context: typer.Context,
+) -> list[Path] | TextSamples | None:
+    """Return what ``--samples`` or ``--text`` name; None where samples are to be made up.
+
+    Raises:
+        typer.BadParameter: If one of the options that go with them has no effect, or is
+            missing.
+    """
+    given = context.params
+    if given["text"] is None:
+        refuse_without_effect(context, "without --text", "tokenizer", "chat")
+        if "dims" not in given:  # the command makes up as many as it needs
+            refuse_without_effect(context, "without --text", "count")
+        if given["samples"]:
+            made_up = ("dims", "count", "seed")
+            refuse_without_effect(context, "with --samples", *made_up)
+        return given["samples"] or None
+    refuse_without_effect(context, "with --text", "samples", "dims", "seed")
+    if given["tokenizer"] is None:
+        raise typer.BadParameter("give the tokenizer.json", param_hint="--tokenizer")
+    from ortplugins.samples.text import TextSamples
+
+    count = given["count"]
+    return TextSamples(given["text"], given["tokenizer"], count=count, chat=given["chat"])
 
 
 def parse_dims(text: str) -> dict[str, int]:

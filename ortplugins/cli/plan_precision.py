@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ortplugins.cli.options import (
+    Chat,
+    Count,
     Force,
     Mode,
     Providers,
     Samples,
     SvgFile,
     Target,
+    Text,
+    Tokenizer,
     WorkDir,
     check_absent,
     refuse_without_effect,
+    sample_source,
 )
 from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
 
@@ -40,6 +45,10 @@ def plan_precision(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="An 8-bit QDQ .onnx file.")],
     samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    count: Count = 32,
     budget: Annotated[
         str,
         typer.Option(
@@ -113,7 +122,8 @@ def plan_precision(
         )
     else:
         refuse_without_effect(context, "without --weights", "max_8bit", "method", "block_size")
-    if not samples:
+    source = sample_source(context)
+    if source is None:
         raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
     limit = max_8bit if weights else max_16bit
     if not budget and not limit:
@@ -128,7 +138,7 @@ def plan_precision(
         with progress_bar() as bar:
             bits = plan_bits(
                 model,
-                samples,
+                source,
                 budget=cosine,
                 max_8bit=most,
                 method=method,
@@ -142,7 +152,7 @@ def plan_precision(
         _conclude(
             len(bits.node_config), bits.nodes, "nodes at 8 bits", bits.before, bits.after
         )
-        text, what = json.dumps(bits.node_config), "nodes with weights of 8 bits"
+        result, what = json.dumps(bits.node_config), "nodes with weights of 8 bits"
         curve = bits.curve
     else:
         from ortplugins.quantization.planner.activations import plan_precision
@@ -150,7 +160,7 @@ def plan_precision(
         with progress_bar() as bar:
             plan = plan_precision(
                 model,
-                samples,
+                source,
                 budget=cosine,
                 max_16bit=most,
                 mode=str(mode),
@@ -164,8 +174,8 @@ def plan_precision(
         _print(plan.ranking, plan.curve, frozenset(plan.promoted), plan.notes)
         named = "activations in float" if mode is Mode.FLOAT else "activations at 16 bits"
         _conclude(len(plan.promoted), plan.activations, named, plan.before, plan.after)
-        text, what, curve = plan.to_json(), named, plan.curve
-    _write(text, what, curve, output, svg, str(model))
+        result, what, curve = plan.to_json(), named, plan.curve
+    _write(result, what, curve, output, svg, str(model))
 
 
 def _write(

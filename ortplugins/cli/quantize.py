@@ -18,6 +18,8 @@ import typer
 from rich.filesize import decimal
 
 from ortplugins.cli.options import (
+    Chat,
+    Count,
     Exclude,
     Force,
     Format,
@@ -25,9 +27,12 @@ from ortplugins.cli.options import (
     Model,
     Providers,
     Samples,
+    Text,
+    Tokenizer,
     Verbose,
     WorkDir,
     refuse_without_effect,
+    sample_source,
 )
 from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
 
@@ -71,6 +76,10 @@ def quantize(
     ] = None,
     method: Annotated[Method, typer.Option(help="All but rtn look at samples.")] = Method.RTN,
     samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    count: Count = 32,
     bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
     block_size: Annotated[
         int, typer.Option(help="Elements along K that share a scale; -1 for all of a column.")
@@ -134,6 +143,7 @@ def quantize(
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
     _refuse_ignored(context)
+    source = sample_source(context)
     with progress_bar() as bar, _executor(scheduler) as executor:
         result = quantize(
             model,
@@ -149,7 +159,7 @@ def quantize(
             share_of_8_bits=share_of_8_bits,
             quant_format=str(quant_format),
             accuracy_level=accuracy_level,
-            calibration_data_reader=samples or None,
+            calibration_data_reader=source,
             calibration_providers=providers or ("CPUExecutionProvider",),
             max_calibration_memory=max_calibration_memory,
             overwrite=force,
@@ -174,11 +184,12 @@ def _refuse_ignored(context: typer.Context) -> None:
         refuse_without_effect(context, "with --format json", "verbose")
     if given["quant_format"] is not QuantFormat.MATMULNBITS:
         refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
-    if given["method"] is Method.RTN and not given["share_of_8_bits"]:
+    samples = given["samples"] or given["text"]
+    if given["method"] is Method.RTN and not given["share_of_8_bits"] and not samples:
         refuse_without_effect(
             context,
-            "with --method rtn, which looks at no samples",
-            *("samples", "providers", "max_calibration_memory"),
+            "with --method rtn and without samples",
+            *("providers", "max_calibration_memory"),
         )
 
 

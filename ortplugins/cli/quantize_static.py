@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from ortplugins.cli.options import (
+    Chat,
+    Count,
     Exclude,
     Force,
     Format,
@@ -23,8 +25,11 @@ from ortplugins.cli.options import (
     ReportFormat,
     Samples,
     Target,
+    Text,
+    Tokenizer,
     Verbose,
     refuse_without_effect,
+    sample_source,
 )
 from ortplugins.cli.terminal import print_report, progress_bar
 
@@ -45,6 +50,10 @@ def quantize_static(
     model: Model,
     output: Output,
     samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    count: Count = 32,
     overrides: Annotated[
         str,
         typer.Option(
@@ -96,6 +105,7 @@ def quantize_static(
 
     if format is Format.JSON:
         refuse_without_effect(context, "with --format json", "verbose")
+    source = sample_source(context)
     if mode is Mode.FLOAT:
         refuse_without_effect(context, "with --mode float", "promoted_type")
     try:
@@ -103,7 +113,7 @@ def quantize_static(
             report = quantize_static_mixed(
                 model,
                 output,
-                samples or None,
+                source,
                 overrides=overrides,
                 promote=promote or (),
                 promoted_type=promoted_type,

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Inputs that two models are run on: the user's, or random ones of the right kind."""
+"""Inputs that two models are run on: the user's, or made up."""
 
 from __future__ import annotations
 
-__all__ = ["Inputs", "comparison_feeds", "example_feed", "with_sizes"]
+__all__ = ["Inputs", "comparison_feeds", "example_feed", "quiet_runner"]
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
+from ortplugins.comparison.given_model import GivenModel
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.samples.random import random_feeds
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from rewrite_rules.closest_name import did_you_mean
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.made_up import MadeUpInputs, Run
+from ortplugins.samples.sources import CalibrationSource, Feed
+from ortplugins.samples.text import TextSamples
 from session_options import OptionError
 
 Inputs = Mapping[str, Any] | CalibrationSource
@@ -43,12 +44,11 @@ def comparison_feeds(
     Args:
         session: A session on the model.
         inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
-            or None for random ones.
+            or None to make them up.
         scratch: An existing folder, to be kept as long as the feeds are used.
-        dims: As for :func:`with_sizes`, of random inputs. Other dimensions are guessed as in
-            :mod:`.random`.
-        samples: How many random samples.
-        seed: Of the random samples.
+        dims: As for :class:`.MadeUpInputs`.
+        samples: How many to make up; two feeds each of a model with a cache.
+        seed: Of those that are made up.
 
     Raises:
         CalibrationError: If a given input does not fit, when the feeds are read; names it.
@@ -66,9 +66,14 @@ def comparison_feeds(
                 raise ModelFileError(
                     f"input {value.name!r} takes strings, which cannot be made up: give inputs"
                 )
-        source = random_feeds(with_sizes(values, dims or {}), count=samples, seed=seed)
+        run = quiet_runner(session)
+        made = MadeUpInputs(_with_uses(values, session), dims)
+        made.fit(run)
+        source = made.feeds(samples, seed=seed, run=run)
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")
+    elif isinstance(inputs, TextSamples):
+        source = inputs.feeds(_with_uses(values, session))
     else:
         source = [inputs] if isinstance(inputs, Mapping) else inputs
     optional = [_value(item) for item in session.get_overridable_initializers()]
@@ -79,21 +84,21 @@ def comparison_feeds(
 
 
 def example_feed(
-    model: ir.Model, dims: Mapping[str, int]
-) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
-    """Make an input for each input of a model, random where that makes sense.
+    model: ir.Model, dims: Mapping[str, int], run: Run | None = None
+) -> tuple[Feed, dict[str, int]]:
+    """Make up an array for each input of a model.
 
     Args:
         model: The model.
-        dims: Sizes of symbolic dimensions; others are guessed as
-            :mod:`.random` says.
+        dims: As for :class:`.MadeUpInputs`.
+        run: Runs the model, to find sizes that it takes.
 
     Returns:
         The arrays, and the size that each named dimension got.
 
     Raises:
         OptionError: If no input has a dimension of ``dims``.
-        ModelFileError: If an input is no tensor.
+        ModelFileError: If an input is not a tensor, or inputs that run cannot be made up.
     """
     inputs = []
     for value in model.graph.inputs:
@@ -103,21 +108,16 @@ def example_feed(
             raise ModelFileError(f"input {value.name!r} is a {type(value.type).__name__}")
         inputs.append(value)
     try:
-        sized = with_sizes(inputs, dims)
-    except ValueError as error:
+        made = MadeUpInputs(inputs, dims)
+    except UsageError as error:
         raise OptionError(str(error)) from None
-    feed = next(iter(random_feeds(sized, count=1)))
-    sizes = {
-        dim.value: size
-        for value in inputs
-        for dim, size in zip(value.shape or (), feed[value.name or ""].shape, strict=False)
-        if isinstance(dim, ir.SymbolicDim) and dim.value
-    }
-    return feed, sizes
+    if run is not None:
+        made.fit(run)
+    return next(made.feeds()), made.sizes
 
 
 def _value(item: Any) -> ir.Value:
-    kind = item.type.removeprefix("tensor(").removesuffix(")")
+    kind = _kind(item)
     if not item.type.startswith("tensor(") or kind not in _TYPES:
         raise ModelFileError(
             f"input {item.name!r} is {item.type}: models whose inputs are tensors of numpy's "
@@ -127,74 +127,26 @@ def _value(item: Any) -> ir.Value:
     return ir.Value(name=item.name, shape=ir.Shape(item.shape), type=ir.TensorType(dtype))
 
 
-def with_sizes(values: Sequence[ir.Value], dims: Mapping[str, int]) -> list[ir.Value]:
-    """Copy values with numbers for the dimensions that are named.
-
-    Args:
-        values: Inputs of a model; not changed.
-        dims: Sizes by name, ``"x[1]"`` for the second axis of input x if it has none; a sum of
-            named dimensions ("past + seq") follows from its parts.
-
-    Raises:
-        UsageError: If no input has such a dimension, or a size is none.
-    """
-    names = dict.fromkeys(part for value in values for part in _parts(value))
-    for name, size in dims.items():
-        if name not in names:
-            hint = did_you_mean(name, names) or f"; it has {_listed(names)}"
-            raise UsageError(f"dimension {name!r} is in no input of the model{hint}")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise UsageError(
-                f"dimension {name!r} is {size!r}: 0 or a positive int is expected"
-            )
-    return [
-        ir.Value(name=value.name, type=value.type, shape=_sizes(value, dims))
-        for value in values
-    ]
+def quiet_runner(session: onnxruntime.InferenceSession) -> Run:
+    """Return what runs a session, without onnxruntime's log where inputs do not fit."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4
+    names = [item.name for item in session.get_outputs() if _kind(item) in _TYPES]
+    if not names:  # [] would fetch the others, which numpy cannot hold
+        return lambda feed: {}
+    return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "no symbolic dimension"
+def _kind(item: Any) -> str:
+    """Return ``float`` of ``tensor(float)``."""
+    return str(item.type).removeprefix("tensor(").removesuffix(")")
 
 
-def _symbols(value: ir.Value) -> list[str]:
-    """Names of a value's dimensions: ``"x[1]"`` for one without, empty for a number."""
-    return [
-        # PaddlePaddle writes -1 for an open dimension.
-        ("" if dim >= 0 else f"{value.name}[{axis}]")
-        if isinstance(dim, int)
-        else dim.value or f"{value.name}[{axis}]"
-        for axis, dim in enumerate(value.shape or ())
-    ]
-
-
-def _parts(value: ir.Value) -> list[str]:
-    """Names of a value's dimensions, and those that a sum is made of."""
-    return [
-        name
-        for symbol in _symbols(value)
-        for name in dict.fromkeys([symbol, *map(str.strip, symbol.split("+"))])
-        if name
-    ]
-
-
-def _sizes(value: ir.Value, dims: Mapping[str, int]) -> ir.Shape | None:
-    if value.shape is None:
-        return None
-    chosen = [_size(symbol, dims) for symbol in _symbols(value)]
-    return ir.Shape(
-        [dim if size is None else size for dim, size in zip(value.shape, chosen, strict=True)]
-    )
-
-
-def _size(symbol: str, dims: Mapping[str, int]) -> int | None:
-    """Size of a dimension; None where nothing is said of it."""
-    if symbol in dims:
-        return dims[symbol]
-    parts = [part.strip() for part in symbol.split("+")]
-    if any(part in dims for part in parts) and all(
-        part in dims or part.isdecimal() or "past" in part.lower() for part in parts
-    ):
-        # A cache of which nothing is said is empty, as it is where inputs are made up.
-        return sum(dims.get(part, int(part) if part.isdecimal() else 0) for part in parts)
-    return None
+def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
+    """Return the values as inputs of their graph, where the session's model is at hand."""
+    try:
+        graph = GivenModel(session).graph().graph
+    except ModelFileError:
+        return values
+    inputs = {value.name: value for value in graph.inputs}
+    return [inputs.get(value.name, value) for value in values]

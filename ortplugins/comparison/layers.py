@@ -30,7 +30,8 @@ from ortplugins.errors import ModelFileError
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import label
 
 _COMPARED = frozenset({

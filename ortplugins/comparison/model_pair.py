@@ -16,7 +16,8 @@ from ortplugins.comparison.given_model import GivenModel
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.errors import ModelFileError
 from ortplugins.runtime.stock_session import open_model
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import Feed
 
 # onnxruntime gives numpy no others.
 _NUMPY_TYPES = frozenset({

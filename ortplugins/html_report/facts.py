@@ -17,7 +17,7 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.comparison.inputs import example_feed
+from ortplugins.comparison.inputs import example_feed, quiet_runner
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, weight_bytes
@@ -25,6 +25,8 @@ from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.runtime.machine import machine, versions
+from ortplugins.runtime.stock_session import open_model
+from ortplugins.samples.made_up import Run
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
@@ -59,8 +61,8 @@ def gather_facts(
         model: Path of an .onnx file.
         passes: Names of passes, at least one.
         options: ``{"<pass>.<option>": value}``.
-        dims: Sizes of the inputs' symbolic dimensions; others are guessed as
-            :mod:`.random` says.
+        dims: Sizes of the inputs' symbolic dimensions; others are chosen as
+            :mod:`.made_up` says.
         measure: Whether to start and run sessions.
         layers: Whether to compare the values of both models, layer by layer.
         rounds: How many processes of each kind are measured.
@@ -80,7 +82,8 @@ def gather_facts(
     before = load_path(path)
     feed, sizes, unfit = None, dict(dims or {}), ""
     try:
-        feed, sizes = example_feed(before.model, dims or {})
+        run = _runner(path) if measure or layers else None
+        feed, sizes = example_feed(before.model, dims or {}, run)
     except ModelFileError as error:
         unfit = str(error)
     if result is None:
@@ -118,6 +121,15 @@ def gather_facts(
         "sessions": sessions,
         "layers": _layers(path, result, feed, unfit) if layers else None,
     }
+
+
+def _runner(path: Path) -> Run | None:
+    """Return what runs the model as it is; None where onnxruntime refuses it."""
+    try:
+        session = open_model(path, "disable", ("CPUExecutionProvider",))
+    except ModelFileError:
+        return None
+    return quiet_runner(session)
 
 
 def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:

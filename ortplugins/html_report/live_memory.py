@@ -13,6 +13,7 @@ from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.shape_inference import infer_shapes
+from ortplugins.samples.made_up import MadeUpInputs
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
@@ -44,14 +45,18 @@ def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> Orde
     Raises:
         MissingFileError, ModelFileError: If the model can't be used or put in order.
         OptionError: If a setting is unknown or wrong.
+        UsageError: If no input has a dimension that is given.
     """
     plan = plan_from_settings([ShapeSizeReorder.name], dict(settings))
     (chosen,) = plan.passes
     assert isinstance(chosen, ShapeSizeReorder)
     loaded = load_path(model).model
     infer_shapes(loaded)
+    inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
+    assumed = MadeUpInputs(inputs, chosen.sizes, length=DEFAULT_DIM).sizes
+    sizes = {**assumed, **chosen.sizes}
     try:
-        shapes = concrete_shapes(loaded, chosen.sizes)
+        shapes = concrete_shapes(loaded, sizes)
         order = memory_order(loaded.graph, shapes)
     except Refusal as refusal:
         raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
@@ -62,9 +67,11 @@ def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> Orde
     }
     curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
     notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
-    if shapes.unknown_dims:
-        names = ", ".join(shapes.unknown_dims)
-        notes.append(f"dimensions without a number, counted as {DEFAULT_DIM}: {names}")
+    counted = {k: v for k, v in assumed.items() if k not in chosen.sizes}
+    counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)
+    if counted:
+        listed = ", ".join(f"{name}={size}" for name, size in counted.items())
+        notes.append(f"dimensions without a number, counted as {listed}")
     return OrderReport(tuple(curves), tuple(notes))
 
 

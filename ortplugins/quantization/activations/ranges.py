@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from ortplugins.errors import CalibrationError
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import Feed
 
 CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
 

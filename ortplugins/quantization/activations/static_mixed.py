@@ -54,7 +54,8 @@ from ortplugins.quantization.activations.ranges import (
 )
 from ortplugins.quantization.selection import Pattern
 from ortplugins.report import PassReport, Report
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (

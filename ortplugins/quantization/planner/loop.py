@@ -24,7 +24,8 @@ from ortplugins.model_io.loading import from_memory, is_path, load_path
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import CurvePoint, Effect, Search
 from ortplugins.quantization.planner.switched_model import SwitchedModel
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import CalibrationSource
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import ModelLike

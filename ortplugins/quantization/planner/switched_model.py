@@ -38,7 +38,8 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization.planner.deviation import Comparison, Deviation
 from ortplugins.quantization.planner.segments import Segments, State, value_bytes
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import Feed
 
 _COMPARED = frozenset({"tensor(float)", "tensor(float16)", "tensor(double)"})
 # At once: a new one is made while the last is held.

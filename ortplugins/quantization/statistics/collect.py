@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -40,7 +41,9 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
     accumulator_bytes,
 )
-from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
+from ortplugins.samples.kept import KeptSamples, feed_bytes
+from ortplugins.samples.roles import counted_tokens
+from ortplugins.samples.sources import Feed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +168,11 @@ def _collect(
                 total = (samples.count or 0) * len(batches)
                 progress(done, total, f"calibration, pass {number} of {len(batches)}")
             done += 1
+            counted = counted_tokens(model.graph.inputs, feed)
             growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
             for names in _runs(batch, sizes, room / growth):
-                _update_all(accumulators, session.run(names, feed, index), index)
+                arrays = session.run(names, feed, index)
+                _update_all(accumulators, without_padding(arrays, counted), index)
         # Nothing here may hold what the caller frees, nor memory while the caller works.
         del session
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
@@ -271,6 +276,25 @@ def _runs(
         names.append(request.name)
         left -= sizes[request.name]
     yield names
+
+
+def without_padding(
+    arrays: Iterable[tuple[str, npt.NDArray[Any]]], counted: npt.NDArray[np.bool_] | None
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Leave the rows of padding out of activations, so that they never count in statistics.
+
+    Args:
+        arrays: Activations by name, ``[batch, sequence, ..., K]`` or ``[batch * sequence,
+            K]``; others, which hold no row for each token, are taken as they are.
+        counted: Which tokens count, ``[batch, sequence]``; None for all.
+    """
+    for name, array in arrays:
+        if counted is not None and array.ndim > 2 and array.shape[:2] == counted.shape:
+            array = array[counted]
+        elif counted is not None and array.ndim == 2 and len(array) == counted.size:
+            array = array[counted.reshape(-1)]
+        if array.size:
+            yield name, array
 
 
 def _update_all(

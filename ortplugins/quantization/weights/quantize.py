@@ -33,7 +33,7 @@ from ortplugins.quantization.weights.plan import (
 )
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport, counted_once
 from ortplugins.quantization.weights.work import quantize_graph
-from ortplugins.samples.sources import KeptSamples
+from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 

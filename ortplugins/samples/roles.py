@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT
+"""What the inputs of a model are: token ids, a mask, a cache; found by name and by use.
+
+Exporters name dimensions as they like: torch writes ``s10`` for the batch of the ids and
+``s43`` for that of their mask. The name of the input says which of its axes is which.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Kind", "Role", "cache_sizes", "counted_tokens", "is_open", "role_of", "rows_below"]
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.constants import constant_ints
+
+
+class Kind(enum.Enum):
+    """What values an input takes."""
+
+    IDS = enum.auto()  # rows of a table
+    MASK = enum.auto()  # 1 where a token counts
+    POSITIONS = enum.auto()
+    ZEROS = enum.auto()  # token types; the state before the first step
+    CACHE = enum.auto()  # keys or values of earlier tokens
+    LAST = enum.auto()  # onnxruntime-genai's seqlens_k: the last position of each row
+    TOTAL = enum.auto()  # onnxruntime-genai's total_sequence_length
+    RATE = enum.auto()  # samples of audio in a second
+    HAS_PAST = enum.auto()  # optimum's use_cache_branch
+    NUMBERS = enum.auto()  # anything else
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """An input's part in the model.
+
+    Attributes:
+        kind: What values it takes.
+        axes: What each axis counts: ``batch``, ``sequence`` (the new tokens), ``past``,
+            ``total`` (past and new ones), ``source`` (what an encoder reads), ``heads``,
+            ``head_size``; ``""`` where nothing is known.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+
+
+# Name of the input, what it is, and its last axes. The first row that fits counts.
+_BY_NAME = (
+    (r"(encoder|cross).*mask", Kind.MASK, "batch source"),
+    (r"mask", Kind.MASK, "batch total"),
+    (r"(past|cache).*(encoder|cross)", Kind.CACHE, "batch heads source head_size"),
+    (r"use_cache|cache_branch", Kind.HAS_PAST, ""),
+    (r"past_seq|past_len", Kind.LAST, "batch"),
+    (r"past|cache", Kind.CACHE, "batch heads past head_size"),
+    (r"encoder_(hidden|out)", Kind.NUMBERS, "batch source width"),
+    (r"position", Kind.POSITIONS, "batch sequence"),
+    (r"token_type|segment", Kind.ZEROS, "batch sequence"),
+    (r"seqlens_k", Kind.LAST, "batch"),
+    (r"total.*len", Kind.TOTAL, ""),
+    (r"^sr$|sampl(e|ing)_?rate", Kind.RATE, ""),
+    (r"^(state|h|c|hn|cn|h0|c0)$", Kind.ZEROS, "layers batch width"),
+    (r"ids$|tokens$", Kind.IDS, "batch sequence"),
+    (r"embeds$", Kind.NUMBERS, "batch sequence width"),
+)
+_BY_SYMBOL = (
+    (r"\+", ""),
+    (r"batch", "batch"),
+    (r"past", "past"),
+    (r"total", "total"),
+    (r"encoder|source", "source"),
+    (r"seq", "sequence"),
+)
+# Nodes that hand indices on as they are.
+_SAME_INDICES = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Clip", "Flatten"}
+
+
+def is_open(dim: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension has no size, which some exporters write as -1 or 0."""
+    return not isinstance(dim, int) or dim <= 0
+
+
+def role_of(value: ir.Value) -> Role:
+    """Find out what an input is.
+
+    Args:
+        value: The input; with its uses, where the graph is at hand.
+    """
+    shape = value.shape or ir.Shape([])
+    name = (value.name or "").lower()
+    for pattern, kind, named in _BY_NAME:
+        if re.search(pattern, name) and _fits(kind, value):
+            labels = named.split()
+            if kind is Kind.MASK and len(shape) == 4:
+                labels = ["batch", "heads", "sequence", labels[-1]]
+            elif kind is Kind.CACHE and len(shape) == 3:
+                labels.remove("heads")
+            found = ["", *[""] * len(shape), *labels][-len(shape) :] if len(shape) else []
+            return Role(kind, tuple(found))
+    floating = value.dtype is None or value.dtype.is_floating_point()
+    axes = tuple(_label_of(dim, axis, len(shape), floating) for axis, dim in enumerate(shape))
+    kind = Kind.IDS if rows_below(value) is not None else Kind.NUMBERS
+    return Role(kind, axes)
+
+
+def _fits(kind: Kind, value: ir.Value) -> bool:
+    floating = value.dtype is not None and value.dtype.is_floating_point()
+    if kind is Kind.CACHE:
+        return value.shape is None or len(value.shape) >= 3
+    return not floating or kind in (Kind.MASK, Kind.ZEROS, Kind.NUMBERS)
+
+
+def _label_of(dim: int | ir.SymbolicDim, axis: int, rank: int, floating: bool) -> str:
+    if not is_open(dim):
+        return ""
+    symbol = "" if isinstance(dim, int) else (dim.value or "").lower()
+    for pattern, label in _BY_SYMBOL:
+        if re.search(pattern, symbol):
+            # Numbers of two axes are no tokens but audio, whose models take windows.
+            return "" if label == "sequence" and floating and rank == 2 else label
+    first = symbol in ("", "?") or symbol.startswith("unk__") or (floating and rank == 4)
+    return "batch" if axis == 0 and first else ""
+
+
+def rows_below(value: ir.Value) -> int | None:
+    """Return how many rows the smallest table has that a value's elements are looked up in."""
+    rows = [found for table in _tables(value, 8) if (found := _rows(table)) is not None]
+    return min(rows, default=None)
+
+
+def _tables(value: ir.Value, depth: int) -> Iterator[ir.Value | None]:
+    for node, index in value.uses():
+        if node.op_type in ("Gather", "GatherBlockQuantized") and index == 1:
+            yield node.inputs[0]
+        elif node.op_type == "EmbedLayerNormalization" and index < 2:
+            yield node.inputs[2 if index == 0 else 4]
+        elif node.op_type in _SAME_INDICES and index == 0 and depth:
+            yield from _tables(node.outputs[0], depth - 1)
+
+
+def _rows(table: ir.Value | None) -> int | None:
+    producer = None if table is None else table.producer()
+    if producer is not None and producer.op_type in ("DequantizeLinear", "Cast", "Identity"):
+        return _rows(producer.inputs[0])
+    if table is None or table.shape is None or len(table.shape) < 2:
+        return None
+    return table.shape[0] if isinstance(table.shape[0], int) else None
+
+
+def counted_tokens(
+    inputs: Sequence[ir.Value], feed: Mapping[str, npt.NDArray[Any]]
+) -> npt.NDArray[np.bool_] | None:
+    """Return which new tokens of a feed the attention mask counts, ``[batch, sequence]``.
+
+    Args:
+        inputs: Inputs of the model.
+        feed: An array for each.
+
+    Returns:
+        True for each token that is not padding; None where all count, or nothing says so.
+    """
+    mask, length = None, None
+    for value in inputs:
+        role, array = role_of(value), feed.get(value.name or "")
+        if array is None or array.ndim != 2:
+            continue
+        if role.kind is Kind.MASK and role.axes[-1] == "total":
+            mask = array.astype(bool)
+        elif role.kind is Kind.IDS:
+            length = array.shape[1]
+    if mask is None or not length or mask.all():
+        return None
+    return mask[:, -length:]
+
+
+def cache_sizes(value: ir.Value) -> dict[str, int]:
+    """Return heads and head size of a cache, as far as the nodes that read it say.
+
+    Args:
+        value: An input that is a cache, with its uses.
+    """
+    for node, index in value.uses():
+        if "kv_num_heads" in node.attributes:
+            heads = node.attributes["kv_num_heads"].as_int()
+            width, parts = _width(node.inputs[1]), heads
+            if width is None:  # queries, keys and values packed into one
+                width = _width(node.inputs[0])
+                parts = node.attributes["num_heads"].as_int() + 2 * heads
+            return {"heads": heads} | ({"head_size": width // parts} if width else {})
+        if node.op_type == "Concat":
+            others = [item for place, item in enumerate(node.inputs) if place != index]
+            sizes = _sizes(others[0], 8) if others else None
+            if sizes is not None and len(sizes) == 4:
+                named = {"heads": sizes[1], "head_size": sizes[3]}
+                return {label: size for label, size in named.items() if size is not None}
+    return {}
+
+
+def _width(value: ir.Value | None) -> int | None:
+    """Return the size of a value's last axis; None if it is not known."""
+    sizes = None if value is None else _sizes(value, 8)
+    return sizes[-1] if sizes else None
+
+
+def _sizes(value: ir.Value | None, depth: int) -> list[int | None] | None:
+    """Return the sizes of a value's axes, worked out from the nodes that make it."""
+    if value is None:
+        return None
+    if value.shape is not None and not all(map(is_open, value.shape)):
+        return [dim if isinstance(dim, int) and dim > 0 else None for dim in value.shape]
+    node = value.producer()
+    if node is None or not depth:
+        return None
+    if node.op_type == "MatMulNBits":
+        return [None, None, node.attributes["N"].as_int()]
+    if node.op_type == "Reshape" and node.inputs[1] is not None:
+        return _reshaped(node.inputs[1])
+    first = _sizes(node.inputs[0], depth - 1) if node.inputs else None
+    if node.op_type == "MatMul":
+        last = _sizes(node.inputs[1], depth - 1)
+        return None if last is None else [None, None, last[-1]]
+    if node.op_type == "Transpose" and first is not None and "perm" in node.attributes:
+        perm = node.attributes["perm"].as_ints()
+        return [first[axis] for axis in perm] if len(perm) == len(first) else None
+    if node.op_type in ("Add", "Mul") and first is None:
+        return _sizes(node.inputs[1], depth - 1)
+    same = ("Add", "Mul", "Cast", "Identity", "RotaryEmbedding", "DequantizeLinear")
+    return first if node.op_type in same else None
+
+
+def _reshaped(shape: ir.Value) -> list[int | None] | None:
+    parts: list[ir.Value | None] = [shape]
+    node = shape.producer()
+    if node is not None and node.op_type == "Concat":
+        parts = list(node.inputs)
+    sizes: list[int | None] = []
+    for part in parts:
+        ints = constant_ints(part)
+        if ints is None and len(parts) == 1:
+            return None
+        sizes += [None] if ints is None else [size if size > 0 else None for size in ints]
+    return sizes

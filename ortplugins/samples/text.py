@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""Samples from a text: windows of tokens, fed as the model's inputs are called.
+
+Tokens come from a Hugging Face ``tokenizer.json``. Each window begins and ends with the tokens
+that the tokenizer puts around a text (BOS; [CLS] and [SEP]). Windows have one row and as many
+tokens as there are, so nothing is padded; only a model whose length is fixed gets padding,
+which its mask leaves out. Caches are empty.
+"""
+
+from __future__ import annotations
+
+__all__ = ["TextSamples"]
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortplugins.errors import CalibrationError, UsageError
+from ortplugins.samples.made_up import MadeUpInputs
+from ortplugins.samples.roles import Kind, role_of, rows_below
+
+_Feed = dict[str, npt.NDArray[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSamples:
+    """A source of samples: the windows of a text.
+
+    Attributes:
+        text: Path of a file, UTF-8.
+        tokenizer: Path of a ``tokenizer.json``.
+        window: Tokens in a feed, those around the text included.
+        count: How many windows at most, spread over the text; None for all.
+        chat: Whether each paragraph goes through the chat template as a user's message; it is
+            read from ``chat_template.jinja`` or ``tokenizer_config.json`` next to the
+            tokenizer.
+    """
+
+    text: str | os.PathLike[str]
+    tokenizer: str | os.PathLike[str]
+    window: int = 256
+    count: int | None = 32
+    chat: bool = False
+
+    def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[_Feed]:
+        """Return a feed for each window; the text is read at once.
+
+        Args:
+            inputs: What must be fed, with types and shapes; with uses where the graph is at
+                hand.
+
+        Raises:
+            CalibrationError: If a file cannot be read, there is no text, the model takes no
+                token ids, or a token is not a row of its table.
+            UsageError: If ``window`` is too small, or a package is missing.
+        """
+        takers = [value for value in inputs if role_of(value).kind is Kind.IDS]
+        if len(takers) != 1:
+            named = ", ".join(repr(value.name) for value in inputs)
+            raise CalibrationError(f"text is for a model that takes token ids, not {named}")
+        shape = takers[0].shape
+        fixed = shape[-1] if shape is not None and len(shape) else None
+        fixed = fixed if isinstance(fixed, int) and fixed > 0 else 0
+        length = fixed or self.window
+        windows = _Encoder(Path(self.tokenizer), self.chat).windows(Path(self.text), length)
+        if len(windows) > 1 and len(windows[-1]) < length:
+            windows.pop()  # a short rest would weigh as much as a full window
+        if self.count is not None and self.count < len(windows):
+            picked = np.linspace(0, len(windows) - 1, self.count).astype(int)
+            windows = [windows[index] for index in picked]
+        rows, largest = rows_below(takers[0]), max(map(max, windows))
+        if rows is not None and largest >= rows:
+            raise CalibrationError(
+                f"{os.fspath(self.tokenizer)}: token {largest} is not a row of the model's "
+                f"table of {rows}: it is the tokenizer of another model"
+            )
+        return (_feed(inputs, ids, max(len(ids), fixed)) for ids in windows)
+
+
+def _feed(inputs: Sequence[ir.Value], ids: Sequence[int], length: int) -> _Feed:
+    """Return the feed of one window, padded at the end to ``length``."""
+    roles = {value.name or "": role_of(value) for value in inputs}
+    known = {label for role in roles.values() for label in role.axes}
+    dims = {"sequence": length} if "sequence" in known else {}
+    feed = next(MadeUpInputs(inputs, dims).feeds())
+    for name, role in roles.items():
+        array = feed[name]
+        if role.kind is Kind.IDS:
+            array[...] = 0
+            array[..., : len(ids)] = ids
+        elif role.kind is Kind.MASK and array.ndim <= 2:
+            array[..., len(ids) :] = 0
+    return feed
+
+
+class _Encoder:
+    """A tokenizer, and what it puts around a text."""
+
+    def __init__(self, path: Path, chat: bool) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError:
+            raise UsageError("text needs: pip install 'ortplugins[text]'") from None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises Exception itself
+            raise CalibrationError(
+                f"{path}: cannot be read as tokenizer.json: {error}"
+            ) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        special = self._tokenizer.encode("a").special_tokens_mask
+        ids = self._tokenizer.encode("a").ids
+        first = special.index(0) if 0 in special else len(special)
+        last = len(special) - special[::-1].index(0) if 0 in special else len(special)
+        self._before, self._after = ids[:first], ids[last:]
+        self._render = _chat_template(path) if chat else None
+
+    def windows(self, path: Path, length: int) -> list[list[int]]:
+        """Cut a text into windows of ``length`` tokens; the last one may be shorter."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
+        before, after = self._before, self._after
+        if self._render is not None:
+            paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+            text = "".join(map(self._render, paragraphs))
+            before = after = []  # the template has them
+        step = length - len(before) - len(after)
+        if step < 1:
+            raise UsageError(f"a window of {length} tokens has no room for text: give more")
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise CalibrationError(f"{path}: has no text")
+        parts = (ids[start : start + step] for start in range(0, len(ids), step))
+        return [[*before, *part, *after] for part in parts]
+
+
+def _chat_template(tokenizer: Path) -> Any:
+    """Return what makes a conversation out of a user's message."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise UsageError("chat needs: pip install 'ortplugins[text]'") from None
+    template, config = tokenizer.with_name("chat_template.jinja"), _config_beside(tokenizer)
+    source = config.get("chat_template")
+    if template.is_file():
+        source = template.read_text(encoding="utf-8")
+    if not isinstance(source, str):
+        raise CalibrationError(
+            f"{tokenizer.parent}: there is no chat template, in neither chat_template.jinja "
+            "nor tokenizer_config.json"
+        )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    special = {
+        name: value.get("content", "") if isinstance(value, dict) else value or ""
+        for name in ("bos_token", "eos_token", "pad_token")
+        for value in [config.get(name)]
+    }
+
+    def render(text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        try:
+            return environment.from_string(source).render(
+                messages=messages, add_generation_prompt=True, **special
+            )
+        except TemplateError as error:
+            raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
+
+    return render
+
+
+def _config_beside(tokenizer: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(
+            tokenizer.with_name("tokenizer_config.json").read_text(encoding="utf-8")
+        )
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""Samples from a text and a tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import tokenizers
+from builders.command_line import ortplugins_command
+from builders.decoders import VOCABULARY, decoder
+
+from ortplugins.errors import CalibrationError, UsageError
+from ortplugins.quantization.statistics.collect import ActivationRequest, collect
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.roles import counted_tokens
+from ortplugins.samples.text import TextSamples
+
+WORDS = ["[BOS]", "[EOS]", "[UNK]", *"abcdefgh", "user:"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds a tokenizer that puts [BOS] and [EOS] around a text, and 20 words of text."""
+    monkeypatch.chdir(tmp_path)
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 0), ("[EOS]", 1)]
+    )
+    tokenizer.save("tokenizer.json")
+    Path("text.txt").write_text("a b c d e\n\nf g h a b\n\nc d e f g\n\nh a b c d")
+    onnx.save(decoder("torch"), "model.onnx")
+    return tmp_path
+
+
+def feeds(**settings) -> list[dict[str, np.ndarray]]:
+    model = ir.load("model.onnx")
+    source = TextSamples("text.txt", "tokenizer.json", **settings)
+    inputs = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
+    return list(source.feeds(inputs))
+
+
+@pytest.mark.usefixtures("folder")
+def test_windows_hold_the_text_between_the_tokens_around_it():
+    found = feeds(window=6)
+    rows = [feed["input_ids"].tolist() for feed in found]
+    assert rows[0] == [[0, 3, 4, 5, 6, 1]] and len(rows) == 5
+    words = [WORDS[token] for ((_, *inner, _),) in rows for token in inner]
+    assert words == Path("text.txt").read_text().split()
+    assert found[0]["attention_mask"].tolist() == [[1] * 6]
+    assert found[0]["position_ids"].tolist() == [list(range(6))]
+    assert found[0]["past_key_values_0_key"].shape[2] == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_rest_is_left_out_and_a_short_text_is_one_window():
+    assert [feed["input_ids"].shape for feed in feeds(window=10)] == [(1, 10)] * 2
+    assert [feed["input_ids"].shape for feed in feeds(window=64)] == [(1, 22)]
+
+
+@pytest.mark.usefixtures("folder")
+def test_windows_are_spread_over_the_text():
+    everything, some = feeds(window=4, count=None), feeds(window=4, count=3)
+    ids = [feed["input_ids"].tolist() for feed in everything]
+    assert [feed["input_ids"].tolist() for feed in some] == [ids[0], ids[4], ids[9]]
+
+
+@pytest.mark.usefixtures("folder")
+def test_chat_puts_each_paragraph_into_the_template():
+    config = {"chat_template": "{% for m in messages %}user: {{ m.content }} {% endfor %}"}
+    Path("tokenizer_config.json").write_text(json.dumps(config))
+    (feed,) = feeds(window=64, chat=True)
+    words = [WORDS[token] for token in feed["input_ids"][0]]
+    assert words[:7] == ["user:", "a", "b", "c", "d", "e", "user:"]
+    assert len(words) == 24
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_template_reaches_nothing_of_python():
+    config = {"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"}
+    Path("tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CalibrationError, match="chat template"):
+        feeds(chat=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (lambda: Path("text.txt").write_text(""), {}, "text.txt: has no text"),
+        (
+            lambda: Path("text.txt").write_bytes(b"\xff"),
+            {},
+            "text.txt: cannot be read as text",
+        ),
+        (lambda: Path("text.txt").unlink(), {}, "text.txt: cannot be read"),
+        (
+            lambda: Path("tokenizer.json").write_text("{"),
+            {},
+            "cannot be read as tok",
+        ),
+        (lambda: None, {"window": 2}, "a window of 2 tokens has no room"),
+        (lambda: None, {"chat": True}, "there is no chat template"),
+    ],
+    ids=["empty", "bytes", "no text", "no tokenizer", "window", "template"],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_used_is_named(change, settings, message):
+    change()
+    with pytest.raises((CalibrationError, UsageError), match=message):
+        feeds(**settings)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_tokenizer_of_another_model_is_refused():
+    tokenizer = json.loads(Path("tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["a"] = VOCABULARY
+    Path("tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CalibrationError, match=f"token {VOCABULARY} is not a row"):
+        feeds()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "compare model.onnx model.onnx --runs 0",
+        "check model.onnx",
+        "quantize model.onnx -o q.onnx --method gptq --block-size 16",
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_the_commands_take_text(arguments):
+    text = ["--text", "text.txt", "--tokenizer", "tokenizer.json", "--count", "3"]
+    done = ortplugins_command(*arguments.split(), *text)
+    assert (done.returncode, done.stderr) == (0, "")
+    without = ortplugins_command(*arguments.split(), *text[:2])
+    assert (without.returncode, "--tokenizer" in without.stderr) == (2, True)
+    both = ortplugins_command(*arguments.split(), *text, "--samples", "x.npz")
+    assert (both.returncode, "--samples" in both.stderr) == (2, True)
+
+
+FIXED = """<ir_version: 10, opset_import: ["": 21]>
+g (int64[batch, 12] input_ids, int64[batch, 12] attention_mask) => (float[batch, 12, 8] y) {
+    x = Gather(table, input_ids)
+    y = MatMul(x, w)
+}"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_padding_never_counts_in_statistics():
+    model = onnx.parser.parse_model(FIXED)
+    rng = np.random.default_rng(0)
+    for name, shape in {"table": (VOCABULARY, 8), "w": (8, 8)}.items():
+        array = rng.standard_normal(shape, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.save(model, "model.onnx")
+    Path("text.txt").write_text("a b c")
+    graph = ir.from_proto(model)
+    (feed,) = feeds()
+    assert feed["input_ids"].tolist() == [[0, 3, 4, 5, 1] + [0] * 7]
+    assert feed["attention_mask"].tolist() == [[1] * 5 + [0] * 7]
+    counted = counted_tokens(graph.graph.inputs, feed)
+    assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
+
+    samples = KeptSamples([feed], graph, scratch=Path())
+    request = ActivationRequest("x", 8, gram=True)
+    ((found,),) = [
+        list(part.values()) for part in collect(graph, [request], samples, scratch=Path())
+    ]
+    table = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    rows = table[[0, 3, 4, 5, 1]]
+    np.testing.assert_allclose(found.mean_abs, np.abs(rows).mean(0), rtol=1e-5)
