@@ -101,6 +101,7 @@ def test_without_a_cache_the_child_builds_too(
     assert session.run(None, {"x": CASE.feed()})[0].shape[1] == 64
 
 
+@pytest.mark.filterwarnings("ignore:ortplugins works without its cache")
 @pytest.mark.parametrize("cache_is_usable", [True, False])
 def test_missing_data_keeps_its_error(
     model_path: Path, cache_dir: Path, cache_is_usable: bool
