@@ -9,6 +9,10 @@ import contextlib
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rewrite_rules.trials import Trial
 
 
 class Outcome(enum.StrEnum):
@@ -123,6 +127,8 @@ class PassContext:
         cpu_arena: Whether the session's memory on the CPU comes from an arena, which gives
             nothing back; a pass that looks at it sets ``Pass.depends_on_arena``.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
+        trials: What the result is tried on beside the model before; a pass adds to it, and is
+            withdrawn where they differ.
         session_settings: What sessions on the result have to be set to, for this model; a pass
             adds to it. As ``Pass.session_settings`` returns them, and after those.
         child_python: Interpreter and environment for child processes; None where the pass must
@@ -136,6 +142,7 @@ class PassContext:
     session_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_arena: bool = True
     child_python: tuple[str, Mapping[str, str]] | None = None
+    trials: list[Trial] = dataclasses.field(default_factory=list)
 
     @property
     def cpu_only(self) -> bool:

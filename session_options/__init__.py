@@ -15,6 +15,7 @@ __all__ = [
     "Plan",
     "PrepackedWeights",
     "ShapeSizeReorder",
+    "TrimPadding",
     "configure",
     "enable_key",
     "option",
@@ -28,6 +29,7 @@ from session_options.builtin_passes import (
     MixedPrecisionBoundaries,
     PrepackedWeights,
     ShapeSizeReorder,
+    TrimPadding,
 )
 from session_options.keys import OptionError, enable_key, option, option_key
 from session_options.passes import Pass

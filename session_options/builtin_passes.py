@@ -9,6 +9,7 @@ __all__ = [
     "MixedPrecisionBoundaries",
     "PrepackedWeights",
     "ShapeSizeReorder",
+    "TrimPadding",
 ]
 
 import contextlib
@@ -25,6 +26,43 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class TrimPadding(Pass):
+    """Inputs cut behind the longest row of a batch, outputs padded back: encoders."""
+
+    name: ClassVar[str] = "trim_padding"
+    summary: ClassVar[str] = "leave out padding behind the longest row of a batch"
+    # The proof reads the operators of exporters, before anything is fused.
+    position: ClassVar[int] = 5
+    asks_for_trials: ClassVar[bool] = True
+
+    multiple: int = option(
+        1, "The length that is computed is a multiple of this, or the length that was given."
+    )
+    mask: str = option(
+        "",
+        "Name of the input that says which positions are real, of shape [batch, sequence]; "
+        "empty to find it by its use.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OptionError: If ``multiple`` is less than 1.
+        """
+        super().__post_init__()
+        if self.multiple < 1:
+            key = option_key(self.name, "multiple")
+            raise OptionError(f"{key} is {self.multiple}: 1 or more is expected")
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""
+        from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
+
+        trim_padding(model, TrimOptions(self.multiple, self.mask), context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,6 +388,7 @@ class PrepackedWeights(Pass):
 
 
 BUILTIN_PASSES: tuple[type[Pass], ...] = (
+    TrimPadding,
     MixedPrecisionBoundaries,
     DqMatMulNBitsFusion,
     ShapeSizeReorder,

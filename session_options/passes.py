@@ -44,12 +44,15 @@ class Pass:
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
         depends_on_arena: Whether what it does depends on ``PassContext.cpu_arena``.
+        asks_for_trials: Whether it adds to ``PassContext.trials``; a copy of the graph is kept
+            then while it runs.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
     depends_on_arena: ClassVar[bool] = False
+    asks_for_trials: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.

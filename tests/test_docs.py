@@ -231,6 +231,7 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
 
 
 PAGE_OF = {
+    "trim_padding": "trim-padding.md",
     "mixed_precision_boundaries": "mixed-precision.md",
     "dq_matmulnbits_fusion": "dq-matmulnbits-fusion.md",
     "shape_size_reorder": "shape-size-reorder.md",

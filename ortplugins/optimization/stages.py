@@ -91,9 +91,16 @@ class PassRuns:
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
         )
+        original = None
+        if item.asks_for_trials and isinstance(target, ir.Model):
+            original = target.clone()
         start = time.perf_counter()
         try:
             modified = getattr(item, stage)(target, context)
+            if isinstance(target, ir.Model) and original is not None and context.trials:
+                withdrawn = _tried(original, target, context)
+                if withdrawn is not None:
+                    remarks, modified = withdrawn, False
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.
                 target.graph.sort()
@@ -131,3 +138,17 @@ class PassRuns:
                 raise FailedPass(item, f"session_settings: {error}") from error
             needs.update(wanted)
         return {**needs, **self.session_settings}
+
+
+def _tried(original: ir.Model, target: ir.Model, context: PassContext) -> Remarks | None:
+    """Return the remark for a result that fails a trial, the graph restored; else None."""
+    from ortplugins.optimization.trials import find_failure
+
+    target.graph.sort()
+    failure = find_failure(original, target, context.trials, context.providers)
+    if failure is None:
+        return None
+    target.graph = original.graph
+    withdrawn = Remarks(context.remarks.pass_name)
+    withdrawn.refused("model", str(failure))
+    return withdrawn

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT
+"""Runs a model and what a pass made of it on the trials that the pass asked for."""
+
+from __future__ import annotations
+
+__all__ = ["Failure", "find_failure"]
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from numpy.typing import NDArray
+
+from ortplugins.model_io.saving import save_with_data
+from rewrite_rules.trials import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A trial that the result does not pass.
+
+    Attributes:
+        trial: Its name.
+        reason: The difference that was measured, or what failed.
+    """
+
+    trial: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"withdrawn after a trial on {self.trial}: {self.reason}"
+
+
+def find_failure(
+    before: ir.Model, after: ir.Model, trials: Sequence[Trial], providers: Sequence[str]
+) -> Failure | None:
+    """Run both models; return the first trial on which they differ, None where they agree.
+
+    Args:
+        before: The model as it was; shares its tensors with ``after``.
+        after: The rewritten model.
+        trials: What to run.
+        providers: Execution providers of the session that the result is for.
+    """
+    with tempfile.TemporaryDirectory(prefix="ortplugins-trials-") as name:
+        folder = Path(name)
+        copies = [before.clone(), after.clone()]
+        # Weights that both have are written once.
+        save_with_data(copies[0], folder / "before.onnx")
+        stored = copies[0].graph.initializers
+        for value in copies[1].graph.initializers.values():
+            twin = stored.get(str(value.name))
+            if twin is not None and twin.const_value is not None:
+                value.const_value = twin.const_value
+        save_with_data(copies[1], folder / "after.onnx", keep_in_place=True)
+        expected = _run(folder / "before.onnx", trials, providers)
+        found = _run(folder / "after.onnx", trials, providers)
+    names = [str(value.name) for value in before.graph.outputs]
+    for trial, one, other in zip(trials, expected, found, strict=True):
+        if isinstance(one, Exception):
+            if trial.optional:
+                continue
+            return Failure(trial.name, f"the original does not run it: {_short(one)}")
+        if isinstance(other, Exception):
+            return Failure(trial.name, f"the result does not run it: {_short(other)}")
+        for output, a, b in zip(names, one, other, strict=True):
+            reason = _difference(output, a, b, trial)
+            if reason is not None:
+                return Failure(trial.name, reason)
+    return None
+
+
+def _run(
+    path: Path, trials: Sequence[Trial], providers: Sequence[str]
+) -> list[list[Any] | Exception]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what fails is reported by the caller
+    try:
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=list(providers), enable_fallback=0
+        )
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        return [error] * len(trials)
+    results: list[list[Any] | Exception] = []
+    for trial in trials:
+        try:
+            results.append(session.run(None, dict(trial.feeds)))
+        except Exception as error:
+            results.append(error)
+    return results
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _difference(name: str, a: NDArray[Any], b: NDArray[Any], trial: Trial) -> str | None:
+    """How far the elements that count are apart, where it is too far."""
+    if a.shape != b.shape:
+        return f"{name!r} has shape {list(b.shape)} instead of {list(a.shape)}"
+    counted = trial.compared.get(name)
+    if counted is not None:
+        counted = np.broadcast_to(counted, a.shape)
+        a, b = a[counted], b[counted]
+    same = (a == b) | ((a != a) & (b != b))
+    if same.all():
+        return None
+    if a.dtype.kind not in "fc":
+        return f"{int((~same).sum())} elements of {name!r} differ"
+    wide, other = a.astype(np.float64), b.astype(np.float64)
+    far = np.abs(wide[~same] - other[~same]).max()
+    greatest = np.abs(wide[np.isfinite(wide)]).max(initial=0.0)
+    if not far <= trial.bound * greatest:
+        share = far / greatest if greatest else np.inf
+        return f"{name!r} differs by {share:.1e} of its greatest, {trial.bound:.0e} is allowed"
+    return None

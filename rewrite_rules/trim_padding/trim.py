@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: MIT
+"""Cuts the padding off the inputs of an encoder and gives it back to its outputs.
+
+    cut = padded positions behind the longest row of the mask
+    inputs [batch, sequence] -> Pad by -cut -> the model -> Pad by cut -> outputs
+
+Positions are counted from the end: a mask of another length than the inputs, left padding and
+a mask without any real position leave the inputs as they are. :mod:`.token_flow` proves that
+real positions keep their numbers; trials on made-up batches check it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["TrimOptions", "trim_padding"]
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.trim_padding.operator_rules import RULES
+from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
+from rewrite_rules.trim_padding.token_axes import BATCH, Axis, Runs, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_flow import Evaluated, Stopped, TokenFlow, Tokens, Value
+from rewrite_rules.trim_padding.trial_batches import trial_batches
+
+_MODEL = "model"
+_MIN_OPSET = 11  # Pad takes its sizes as an input
+_MASK_TYPES = frozenset({
+    ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT32,
+    ir.DataType.INT64, ir.DataType.UINT8,
+})  # fmt: skip
+# What onnxruntime's Pad takes on the CPU.
+_PADDED_TYPES = _MASK_TYPES | {
+    ir.DataType.INT8, ir.DataType.UINT32, ir.DataType.UINT64, ir.DataType.FLOAT16,
+}  # fmt: skip
+# Rows of masks without their padding, and the length with it. Positions beyond 128 show what
+# windows of local attention do; shorter ones do for models that end before.
+_SHORT_PAIRS = (
+    (("1" * 8, "111", "00111111", "1011001"), 13),
+    (("1", "1"), 9),
+)
+_LONG_PAIR = (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150)
+_MIDDLE_PAIR = (("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43)
+# Sizes of other dimensions, unlike each other.
+_OTHER_SIZES = (17, 19, 23, 29, 37, 41, 47, 53, 59, 61)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrimOptions:
+    """What is asked for.
+
+    Attributes:
+        multiple: The length that is kept is a multiple of this.
+        mask: Name of the input that is the mask; empty to find it.
+    """
+
+    multiple: int = 1
+    mask: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Proof:
+    """A mask, and what the model does under it."""
+
+    mask: ir.Value
+    flow: TokenFlow
+    inputs: Mapping[ir.Value, Value]
+
+
+def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) -> None:
+    """Trim in place; remarks say what was cut, or what stood in the way.
+
+    Args:
+        model: The user's graph.
+        options: What is asked for.
+        context: Gets the remarks and the trials.
+    """
+    try:
+        proof = _find_mask(model, options.mask)
+        axes = _sequence_axes(model, proof)
+    except Refusal as refusal:
+        context.remarks.refused(_MODEL, str(refusal))
+        return
+    context.trials.extend(trial_batches(model, proof.mask, proof.inputs, proof.flow))
+    inputs = [value for value in model.graph.inputs if value in axes]
+    outputs = [value for value in model.graph.outputs if value in axes]
+    _forget_lengths(model, proof, f"{proof.mask.name}_kept")
+    gained = f"padding behind the longest row is cut off {_names(inputs)}"
+    if outputs:
+        gained += f" and given back to {_names(outputs)}"
+    for value in outputs:
+        context.remarks.note(
+            str(value.name), "positions behind the longest row are 0 from now on"
+        )
+    nodes = PaddingNodes(model, FreshNames(model), proof.mask, options.multiple)
+    for value in inputs:
+        nodes.cut_input(value, axes[value])
+    for value in outputs:
+        nodes.pad_output(value, axes[value])
+    nodes.insert()
+    context.remarks.fired(str(proof.mask.name), gained)
+
+
+def _names(values: Iterable[ir.Value]) -> str:
+    return ", ".join(repr(value.name) for value in values)
+
+
+# Which input is the mask
+
+
+def _find_mask(model: ir.Model, name: str) -> _Proof:
+    if model.opset_imports.get("", 0) < _MIN_OPSET:
+        raise Refusal(
+            f"opset {model.opset_imports.get('', 0)} is too old: convert the model to opset "
+            f"{_MIN_OPSET} or newer"
+        )
+    candidates = _candidates(model, name)
+    proofs: list[_Proof] = []
+    furthest: Stopped | None = None
+    for mask in candidates:
+        try:
+            proofs.append(_prove(model, mask))
+        except Stopped as refusal:
+            if furthest is None or refusal.nodes_before > furthest.nodes_before:
+                furthest = refusal
+    if len(proofs) > 1:
+        raise Refusal(
+            f"{_names(proof.mask for proof in proofs)} may each be the mask: name it by "
+            "trim_padding.mask"
+        )
+    if not proofs:
+        assert furthest is not None
+        raise furthest
+    return proofs[0]
+
+
+def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
+    inputs = [
+        value for value in model.graph.inputs if value.name not in model.graph.initializers
+    ]
+    if name:
+        found = [value for value in inputs if value.name == name]
+        if not found:
+            raise Refusal(
+                f"there is no input {name!r} to take the mask from: {_names(inputs)}"
+            )
+        if not _may_be_mask(found[0]):
+            raise Refusal(f"{name!r} is not a mask of shape [batch, sequence]")
+        return found
+    candidates = [v for v in inputs if _may_be_mask(v) and not _is_index(v)]
+    if not candidates:
+        raise Refusal(
+            "no input says which positions are padding: export the model with its attention "
+            "mask, of shape [batch, sequence], as an input"
+        )
+    return candidates
+
+
+def _may_be_mask(value: ir.Value) -> bool:
+    return value.dtype in _MASK_TYPES and value.shape is not None and len(value.shape) == 2
+
+
+def _is_index(value: ir.Value) -> bool:
+    """Whether a value looks rows of a table up."""
+    for node, index in value.uses():
+        if node.op_type in ("Gather", "GatherBlockQuantized") and index == 1:
+            return True
+        if node.op_type in ("Cast", "Identity") and _is_index(node.outputs[0]):
+            return True
+    return False
+
+
+# What the model does under it
+
+
+def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
+    """Walk over the model with a candidate.
+
+    Raises:
+        Stopped: If the model may mix padding into real positions.
+    """
+    assert mask.shape is not None
+    single = mask.shape[0] == 1
+    last: Stopped | None = None
+    for pair in (_LONG_PAIR, _MIDDLE_PAIR):
+        runs = _runs((*_SHORT_PAIRS, pair), single)
+        inputs = _inputs(model, mask, runs)
+        try:
+            flow = TokenFlow(model, inputs, runs, RULES)
+        except Stopped as refusal:
+            last = refusal
+            continue
+        if not flow.masked_by:
+            raise Stopped(f"{mask.name!r} masks nothing", 0)
+        return _Proof(mask, flow, inputs)
+    assert last is not None
+    raise last
+
+
+def _runs(pairs: Iterable[tuple[tuple[str, ...], int]], single: bool) -> Runs:
+    masks = []
+    for rows, length in pairs:
+        batches = [(row,) for row in rows] if single else [rows]
+        for batch in batches:
+            mask = np.zeros((len(batch), length), np.bool_)
+            for i, row in enumerate(batch):
+                mask[i, : len(row)] = [letter == "1" for letter in row]
+            masks.append((mask, max(map(len, batch))))
+    return Runs(masks)
+
+
+def _inputs(model: ir.Model, mask: ir.Value, runs: Runs) -> dict[ir.Value, Value]:
+    """What the inputs are: the sequence is known by the name or number of the mask's axis."""
+    assert mask.shape is not None and mask.dtype is not None
+    length = mask.shape[1]
+    others = [value for value in model.graph.inputs if value is not mask]
+    named = any(length in tuple(value.shape or ()) for value in others)
+    sizes = dict[str, int]()
+    free = itertools.cycle(_OTHER_SIZES)
+    dtype = mask.dtype.numpy()
+    result: dict[ir.Value, Value] = {
+        mask: Evaluated(tuple(array.astype(dtype) for array in runs.masks))
+    }
+    for value in others:
+        if value.shape is None or not isinstance(value.type, ir.TensorType):
+            result[value] = Tokens(None)
+            continue
+        axes: list[Axis] = []
+        for i, dim in enumerate(value.shape):
+            symbolic = not isinstance(dim, int)
+            if (named and i and dim == length) or (not named and i == 1 and symbolic):
+                axes.append((Sequence(),))
+            elif i == 0 and symbolic:
+                axes.append((BATCH,))
+            elif isinstance(dim, int):
+                axes.append((dim,) if dim != 1 else ())
+            else:
+                axes.append((sizes.setdefault(str(dim), next(free)),))
+        result[value] = Tokens(tuple(axes))
+    return result
+
+
+def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
+    """Where inputs and outputs have the sequence.
+
+    Raises:
+        Refusal: If one can't be cut or padded.
+    """
+    result = dict[ir.Value, list[int]]()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        axes = proof.flow.tokens(value).axes or ()
+        found = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+        if not found:
+            continue
+        if any(len(axes[i]) > 1 for i in found):
+            raise Refusal(f"{value.name!r} has the sequence joined with another axis")
+        if value.dtype not in _PADDED_TYPES:
+            kind = "no type" if value.dtype is None else value.dtype.name.lower()
+            raise Refusal(f"{value.name!r} is of {kind}, which Pad does not take")
+        if value.is_graph_input() and value in model.graph.outputs:
+            raise Refusal(f"{value.name!r} is an input and an output")
+        result[value] = found
+    return result
+
+
+def _forget_lengths(model: ir.Model, proof: _Proof, symbol: str) -> None:
+    """Write the shapes of values inside anew: they are as long as what is kept."""
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is None or (value.shape.is_static() and not value.shape):
+                continue
+            sizes = proof.flow.sizes(value)
+            if sizes is None or len(sizes) != len(value.shape):
+                continue
+            runs = proof.flow.runs
+            dims = [
+                symbol
+                if size == runs.length
+                else dim
+                if len(set(size)) == 1 or size == runs.batch
+                else None
+                for size, dim in zip(sizes, value.shape, strict=True)
+            ]
+            value.shape = ir.Shape(dims)

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: MIT
+"""TrimPadding: what is cut, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from builders.encoders import (
+    ADDITIVE,
+    BOOLEAN,
+    EXPORTS,
+    FIRST,
+    MEAN,
+    UNMASKED,
+    batch,
+    encoder,
+    exported,
+)
+
+import ortplugins
+from ortplugins.optimization.optimize import OptimizeResult
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.trim_padding import operator_rules
+from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
+
+PROVIDERS = ["CPUExecutionProvider"]
+
+
+def trimmed(model: onnx.ModelProto, **options: object) -> OptimizeResult:
+    return ortplugins.optimize(model, passes=[ortplugins.TrimPadding(**options)])
+
+
+def run(model: onnx.ModelProto, feed: dict[str, np.ndarray], *names: str) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, PROVIDERS)
+    return session.run(list(names) or None, feed)
+
+
+def computed_length(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> int:
+    """How many positions the embedding is looked up for."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    shown.graph.output.append(onnx.helper.make_empty_tensor_value_info("embedded"))
+    return run(shown, feed, "embedded")[0].shape[1]
+
+
+def refusal(model: onnx.ModelProto, **options: object) -> str:
+    result = trimmed(model, **options)
+    assert not result.report.fired
+    (remark,) = result.report.passes[0].remarks
+    assert remark.outcome.value == "refused"
+    names = [[node.output[0] for node in m.graph.node] for m in (result.model, model)]
+    assert names[0] == names[1]  # left as it was
+    return remark.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "computed"),
+    [
+        (["1"], 9, 1),
+        (["111", "11111"], 9, 5),
+        (["111111111"], 9, 9),
+        (["1", "1101", "00101"], 9, 5),
+        (["000111", "111111"], 6, 6),
+        (["000000", "110000"], 6, 2),
+        (["000000"], 6, 6),
+        ([], 6, 0),
+    ],
+    ids=["one", "odd", "full", "holes", "left", "empty row", "all zero", "no batch"],
+)
+@pytest.mark.parametrize("mask", [ADDITIVE, BOOLEAN], ids=["additive", "boolean"])
+def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, computed):
+    model = encoder(mask)
+    feed = batch(*rows, length=length)
+    result = trimmed(model).model
+    (expected,) = run(model, feed)
+    (found,) = run(result, feed)
+    real = feed["attention_mask"].astype(bool)
+    assert computed_length(result, feed) == computed
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found[real], expected[real])
+    assert not found[:, computed:].any()
+
+
+def test_a_sequence_of_length_0_is_left():
+    model = encoder()
+    feed = batch("", "", length=0)
+    assert run(trimmed(model).model, feed)[0].shape == run(model, feed)[0].shape
+
+
+@pytest.mark.parametrize("head", [MEAN, FIRST], ids=["mean", "first"])
+@pytest.mark.parametrize("mask", [ADDITIVE, BOOLEAN], ids=["additive", "boolean"])
+def test_pooled_outputs_are_those_of_the_whole_batch(mask, head):
+    model = encoder(mask, head)
+    feed = batch("11", "1111", "111", length=12)
+    result = trimmed(model).model
+    assert computed_length(result, feed) == 4
+    np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
+
+
+def test_twelve_nodes_at_most_are_added():
+    model = encoder()
+    assert len(trimmed(model).model.graph.node) - len(model.graph.node) <= 12
+
+
+@pytest.mark.parametrize("kept", [(1, 5), (8, 8), (5, 5), (64, 12)])
+def test_the_kept_length_is_a_multiple(kept):
+    multiple, computed = kept
+    model = encoder()
+    feed = batch("111", "11111", length=12)
+    result = trimmed(model, multiple=multiple).model
+    assert computed_length(result, feed) == computed
+    real = feed["attention_mask"].astype(bool)
+    np.testing.assert_array_equal(run(result, feed)[0][real], run(model, feed)[0][real])
+
+
+def test_a_multiple_below_1_is_an_error():
+    with pytest.raises(ortplugins.OptionError, match=r"trim_padding.multiple is 0: 1 or more"):
+        ortplugins.TrimPadding(multiple=0)
+
+
+@pytest.mark.parametrize("name", ["int32", "int64", "float", "bool"])
+def test_masks_of_any_type(name):
+    dtype = {"float": np.float32, "bool": np.bool_}.get(name, name)
+    model = encoder(mask_type=name)
+    feed = batch("11", "1111", length=9, dtype=dtype)
+    result = trimmed(model).model
+    assert computed_length(result, feed) == 4
+    real = feed["attention_mask"].astype(bool)
+    np.testing.assert_array_equal(run(result, feed)[0][real], run(model, feed)[0][real])
+
+
+@pytest.mark.parametrize("numbers", [[2, 1, 0, 0], [-1, 1, 0, 0], [0.25, 0.5, 0, 0]])
+def test_any_number_but_0_is_real(numbers):
+    model = encoder(BOOLEAN, mask_type="float")
+    mask = np.array([numbers], np.float32)
+    feed = {"input_ids": np.array([[3, 4, 5, 6]]), "attention_mask": mask}
+    result = trimmed(model).model
+    assert computed_length(result, feed) == 2
+    np.testing.assert_array_equal(run(result, feed)[0][:, :2], run(model, feed)[0][:, :2])
+
+
+def test_a_mask_of_length_1_stands_for_all_positions():
+    model = encoder()
+    feed = batch("11111")
+    feed["attention_mask"] = np.ones((1, 1), np.int64)
+    (found,) = run(trimmed(model).model, feed)
+    np.testing.assert_array_equal(found, run(model, feed)[0])
+
+
+def test_a_mask_of_another_length_fails_as_before():
+    feed = batch("111110000")
+    feed["attention_mask"] = feed["attention_mask"][:, :7]
+    for model in (encoder(), trimmed(encoder()).model):
+        with pytest.raises(Exception, match="broadcast"):
+            run(model, feed)
+
+
+# Refusals
+
+MIXING = {
+    "ReduceMean": "y = ReduceMean<axes = [1], keepdims = 0>(hidden)",
+    "ReduceMax": "y = ReduceMax<axes = [1], keepdims = 0>(hidden)",
+    "ReduceSum": "y = ReduceSum<keepdims = 0>(hidden, middle)",
+    "LSTM": """
+        front = Transpose<perm = [1, 0, 2]>(hidden)
+        y = LSTM<hidden_size = 2>(front, lstm_w, lstm_r)
+    """,
+    "Conv": """
+        channels = Transpose<perm = [0, 2, 1]>(hidden)
+        y = Conv<pads = [1, 1]>(channels, kernel)
+    """,
+    "InstanceNormalization": """
+        channels = Transpose<perm = [0, 2, 1]>(hidden)
+        y = InstanceNormalization(channels, ones, ones)
+    """,
+    "LayerNormalization": """
+        channels = Transpose<perm = [0, 2, 1]>(hidden)
+        y = LayerNormalization<axis = 1>(channels, one)
+    """,
+    "DynamicQuantizeLinear": """
+        codes, scale, zero_point = DynamicQuantizeLinear(hidden)
+        y = DequantizeLinear(codes, scale, zero_point)
+    """,
+    "ArgMax": "y = ArgMax<axis = 1>(hidden)",
+    "CumSum": "y = CumSum<reverse = 1>(hidden, one_more)",
+    "Softmax": "y = Softmax<axis = 1>(hidden)",
+    "TopK": "y, places = TopK<axis = 1>(hidden, middle)",
+    "Concat": "y = Concat<axis = 1>(hidden, hidden)",
+    "Pad": "y = Pad(hidden, one_behind)",
+}
+CONSTANTS = {
+    "lstm_w": np.ones((1, 8, 8), np.float32),
+    "lstm_r": np.ones((1, 8, 2), np.float32),
+    "kernel": np.ones((8, 8, 3), np.float32),
+    "ones": np.ones(8, np.float32),
+    "one_more": np.int64(1),
+    "one_behind": np.array([0, 0, 0, 0, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("operator", MIXING)
+def test_operators_that_mix_positions_are_refused_by_name(operator):
+    kind = "int64" if operator == "ArgMax" else "float"
+    model = encoder(head=MIXING[operator], extra=CONSTANTS, output=kind)
+    assert refusal(model).startswith(f"{operator} ")
+
+
+def test_attention_without_a_mask_is_refused():
+    assert refusal(encoder(UNMASKED)).startswith("Softmax 'weights' mixes positions")
+
+
+@pytest.mark.parametrize("number", [-1.0, -100.0])
+def test_a_mask_that_leaves_some_weight_is_refused(number):
+    model = encoder(extra={"lowest": np.float32(number)})
+    assert "no mask leaves padding out" in refusal(model)
+
+
+def test_the_last_position_is_refused():
+    head = "y = Gather<axis = 1>(hidden, end)"
+    reason = refusal(encoder(head=head, extra={"end": np.int64(-1)}))
+    assert reason.startswith("Gather ") and "only the first is sure to be real" in reason
+
+
+def test_a_length_as_a_number_is_refused():
+    head = "y = Reshape(hidden, flat)"
+    reason = refusal(encoder(head=head, extra={"flat": np.array([-1, 9 * 8])}))
+    assert reason.startswith("Reshape ") and "do not follow from the length" in reason
+
+
+def test_a_table_as_long_as_the_sequence_is_refused():
+    head = "y = Add(hidden, places)"
+    places = np.ones((9, 8), np.float32)
+    reason = refusal(encoder(head=head, shape="batch, 9", extra={"places": places}))
+    assert reason.startswith("Add ")
+
+
+def test_a_static_length_that_nothing_depends_on_is_trimmed():
+    model = encoder(head=MEAN, shape="batch, 9")
+    feed = batch("111", "11", length=9)
+    result = trimmed(model).model
+    assert computed_length(result, feed) == 3
+    np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
+
+
+def test_a_batch_of_one_is_trimmed():
+    model = encoder(shape="1, sequence")
+    feed = batch("111", length=9)
+    result = trimmed(model).model
+    assert computed_length(result, feed) == 3
+    np.testing.assert_array_equal(run(result, feed)[0][:, :3], run(model, feed)[0][:, :3])
+
+
+def test_a_model_without_a_mask_says_what_to_do():
+    model = encoder(UNMASKED)
+    del model.graph.input[1]
+    del model.graph.node[[n.output[0] for n in model.graph.node].index("real")]
+    assert "export the model with its attention mask" in refusal(model)
+
+
+def test_the_mask_is_found_by_its_use():
+    model = encoder()
+    names = {"attention_mask": "x", "input_ids": "mask"}
+    for value in model.graph.input:
+        value.name = names[value.name]
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    (fired,) = trimmed(model).report.fired
+    assert fired.node == "x"
+
+
+def test_the_mask_may_be_named():
+    assert trimmed(encoder(), mask="attention_mask").report.fired
+    assert "there is no input 'm'" in refusal(encoder(), mask="m")
+    assert "which changes with the padding" in refusal(encoder(), mask="input_ids")
+
+
+def test_old_opsets_are_refused():
+    model = encoder()
+    model.opset_import[0].version = 10
+    reason = refusal(model)
+    assert "opset 10" in reason
+
+
+# What exporters write
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_are_trimmed_or_refused_by_name(name):
+    model = ir.from_proto(exported(name))
+    remarks = Remarks("trim_padding")
+    trim_padding(model, TrimOptions(), PassContext(remarks))
+    (outcome,) = (r for r in remarks if r.outcome.value != "note")
+    if name.startswith("cliptext"):  # it looks for the last token among the padding
+        assert outcome.outcome.value == "refused" and outcome.reason.startswith("ArgMax ")
+    else:
+        assert outcome.outcome.value == "fired"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in EXPORTS if not n.startswith("cliptext") and n.endswith("dynamo-sdpa")]
+)
+def test_exports_compute_the_same(name):
+    model = exported(name)
+    result = trimmed(model)
+    assert result.report.fired
+    feed = batch("1", "111", "1011101", length=20)
+    if len(model.graph.input) == 3:
+        feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
+    real = feed["attention_mask"].astype(bool)
+    for a, b in zip(run(model, feed), run(result.model, feed), strict=True):
+        assert a.shape == b.shape
+        if a.shape[1:2] == real.shape[1:]:
+            a, b = a[real], b[real]
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
+
+
+# Trials
+
+
+def test_a_result_that_differs_is_withdrawn(monkeypatch):
+    """With a rule that is wrong, the trial finds what the proof overlooked."""
+
+    def reckless(site):
+        return [operator_rules.Tokens((*site.axes(0)[:1], *site.axes(0)[2:]))]
+
+    monkeypatch.setitem(operator_rules.RULES, ("", "ReduceMean"), reckless)
+    reason = refusal(encoder(head=MIXING["ReduceMean"]))
+    assert reason.startswith("withdrawn after a trial on")
+    assert "'y' differs by" in reason
+
+
+def test_a_session_is_trimmed(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(encoder(head=MEAN), path)
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, ortplugins.TrimPadding(), cache_dir=str(tmp_path / "cache"))
+    session = ortplugins.InferenceSession(path, options, providers=PROVIDERS)
+    feed = batch("11", "1111", length=12)
+    assert session.ortplugins_report.fired
+    np.testing.assert_allclose(
+        session.run(None, feed)[0], run(onnx.load(path), feed)[0], rtol=1e-6, atol=1e-6
+    )
+
+
+def test_overridden_dimensions_still_run(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(encoder(), path)
+    options = onnxruntime.SessionOptions()
+    options.add_free_dimension_override_by_name("sequence", 12)
+    ortplugins.configure(options, ortplugins.TrimPadding(), cache_dir=str(tmp_path / "cache"))
+    session = ortplugins.InferenceSession(path, options, providers=PROVIDERS)
+    feed = batch("11", "1111", length=12)
+    real = feed["attention_mask"].astype(bool)
+    expected = run(onnx.load(path), feed)[0]
+    np.testing.assert_array_equal(session.run(None, feed)[0][real], expected[real])
+
+
+def test_five_thousand_nodes_take_less_than_a_second():
+    layers = "\n".join(f"h{i} = Add(h{i - 1}, one)" for i in range(1, 5000))
+    model = encoder(head=f"h0 = Identity(hidden)\n{layers}\ny = Identity(h4999)")
+    graph = ir.from_proto(model)
+    remarks = Remarks("trim_padding")
+    trim_padding(graph, TrimOptions(), PassContext(remarks))
+    assert any(remark.outcome.value == "fired" for remark in remarks)
