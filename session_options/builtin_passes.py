@@ -46,6 +46,11 @@ class TrimPadding(Pass):
         "Name of the input that says which positions are real, of shape [batch, sequence]; "
         "empty to find it by its use.",
     )
+    pack: bool = option(
+        False,
+        "Run projections, feed-forward layers and norms on the real tokens of a batch only, "
+        "gathered from all rows: for rows of mixed lengths.",
+    )
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -62,7 +67,7 @@ class TrimPadding(Pass):
         """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""
         from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
 
-        trim_padding(model, TrimOptions(self.multiple, self.mask), context)
+        trim_padding(model, TrimOptions(self.multiple, self.mask, self.pack), context)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -319,6 +319,46 @@ def test_exports_compute_the_same(name):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
 
 
+# Packing
+
+PROJECTED = """
+    a = MatMul(hidden, query)
+    b = Tanh(a)
+    c = MatMul(b, key)
+    y = Add(c, hidden)
+"""
+
+
+def test_packed_nodes_see_real_tokens_only():
+    model = encoder(head=PROJECTED)
+    result = trimmed(model, pack=True).model
+    result.graph.output.append(onnx.helper.make_empty_tensor_value_info("b"))
+    feed = batch("11", "1111", "1", length=9)
+    found, rows = run(result, feed)
+    real = feed["attention_mask"].astype(bool)
+    assert rows.shape == (2 + 4 + 1, 8)
+    np.testing.assert_allclose(found[real], run(model, feed)[0][real], rtol=1e-5, atol=1e-6)
+    assert not found[:, 4:].any()
+
+
+@pytest.mark.parametrize("rows", [["0011", "11"], ["00", "11"], []], ids=str)
+def test_packing_takes_any_mask(rows):
+    model = encoder(head=PROJECTED)
+    feed = batch(*rows, length=6)
+    (found,) = run(trimmed(model, pack=True).model, feed)
+    real = feed["attention_mask"].astype(bool)
+    (expected,) = run(model, feed)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert-dynamo-sdpa", "bert-reranker-torchscript-eager"])
+def test_exports_are_packed(name):
+    model = exported(name)
+    (fired,) = trimmed(model, pack=True).report.fired
+    assert "nodes run on real tokens only" in fired.reason
+
+
 # Trials
 
 

@@ -162,6 +162,10 @@ class TokenFlow:
             result = self._as_tokens[value] = self.compared(found, f"{value.name!r}")
         return result
 
+    def alias(self, new: ir.Value, value: ir.Value) -> None:
+        """Take down that a new value stands for another."""
+        self._values[new] = self.value(value)
+
     def compared(self, value: Evaluated, name: str) -> Tokens:
         """Compare the numbers of all pairs of runs.
 

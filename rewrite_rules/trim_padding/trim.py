@@ -24,6 +24,7 @@ from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.trim_padding.operator_rules import RULES
+from rewrite_rules.trim_padding.packed_regions import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
 from rewrite_rules.trim_padding.token_axes import BATCH, Axis, Runs, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import Evaluated, Stopped, TokenFlow, Tokens, Value
@@ -58,10 +59,12 @@ class TrimOptions:
     Attributes:
         multiple: The length that is kept is a multiple of this.
         mask: Name of the input that is the mask; empty to find it.
+        pack: Whether what works token by token runs on real tokens only.
     """
 
     multiple: int = 1
     mask: str = ""
+    pack: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,10 +90,18 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
+    outputs_before = list(model.graph.outputs)
     context.trials.extend(trial_batches(model, proof.mask, proof.inputs, proof.flow))
-    inputs = [value for value in model.graph.inputs if value in axes]
-    outputs = [value for value in model.graph.outputs if value in axes]
+    names = FreshNames(model)
     _forget_lengths(model, proof, f"{proof.mask.name}_kept")
+    packed = pack_regions(model, proof.flow, proof.mask, names) if options.pack else 0
+    inputs = [value for value in model.graph.inputs if value in axes]
+    places = [axes[value] for value in outputs_before if value in axes]
+    outputs = [
+        value
+        for value, before in zip(model.graph.outputs, outputs_before, strict=True)
+        if before in axes
+    ]
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
         gained += f" and given back to {_names(outputs)}"
@@ -98,11 +109,15 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
         context.remarks.note(
             str(value.name), "positions behind the longest row are 0 from now on"
         )
-    nodes = PaddingNodes(model, FreshNames(model), proof.mask, options.multiple)
+    if packed:
+        gained += f"; {packed} nodes run on real tokens only"
+    elif options.pack:
+        context.remarks.note(_MODEL, "nothing works token by token for long enough to pack it")
+    nodes = PaddingNodes(model, names, proof.mask, options.multiple)
     for value in inputs:
         nodes.cut_input(value, axes[value])
-    for value in outputs:
-        nodes.pad_output(value, axes[value])
+    for value, where in zip(outputs, places, strict=True):
+        nodes.pad_output(value, where)
     nodes.insert()
     context.remarks.fired(str(proof.mask.name), gained)
 
