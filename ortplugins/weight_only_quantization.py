@@ -12,6 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from session_options import Pass, option
+from session_options.builtin_passes import ACCURACY_LEVELS, level_text
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,12 +49,17 @@ class WeightOnlyQuantization(Pass):
         "Nodes that keep their float weight: names, globs and regular expressions "
         "(re:...), separated by commas; for instance *lm_head*.",
     )
-    accuracy_level: int = option(
-        0,
-        "How MatMulNBits computes on them, as in dq_matmulnbits_fusion.",
-        choices=(0, 1, 2, 3, 4),
-        onnxruntime_key="session.qdq_matmulnbits_accuracy_level",
+    accuracy_level: str | int = option(
+        "auto",
+        "How MatMulNBits computes on them, as in dq_matmulnbits_fusion; 'auto' is 0, since "
+        "onnxruntime itself leaves float weights as they are.",
+        choices=ACCURACY_LEVELS,
     )
+
+    def __post_init__(self) -> None:
+        """Check the options; an ``accuracy_level`` given as a number becomes its text."""
+        object.__setattr__(self, "accuracy_level", level_text(self.accuracy_level))
+        super().__post_init__()
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Quantise in place, with :mod:`.quantization`."""
@@ -88,4 +94,5 @@ class WeightOnlyQuantization(Pass):
             context.remarks.note("model", note)
         # Codes without a kernel would be unpacked at every run.
         quiet = dataclasses.replace(context, remarks=Remarks(self.name))
-        fuse(model, FusionOptions(self.accuracy_level, "fuse"), quiet)
+        level = 0 if self.accuracy_level == "auto" else int(self.accuracy_level)
+        fuse(model, FusionOptions(level, "fuse"), quiet)

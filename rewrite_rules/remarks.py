@@ -133,6 +133,8 @@ class PassContext:
             adds to it. As ``Pass.session_settings`` returns them, and after those.
         child_python: Interpreter and environment for child processes; None where the pass must
             start none.
+        native_accuracy_level: The ``accuracy_level`` of MatMulNBits nodes that onnxruntime's
+            own optimizer would make; None where it does not run.
     """
 
     remarks: Remarks
@@ -143,6 +145,7 @@ class PassContext:
     cpu_arena: bool = True
     child_python: tuple[str, Mapping[str, str]] | None = None
     trials: list[Trial] = dataclasses.field(default_factory=list)
+    native_accuracy_level: int | None = 4
 
     @property
     def cpu_only(self) -> bool:

@@ -233,6 +233,14 @@ def _as_option_error(key: str) -> Iterator[None]:
         raise OptionError(f"{key}: {error}") from None
 
 
+ACCURACY_LEVELS = ("auto", "0", "1", "2", "3", "4")
+
+
+def level_text(level: str | int) -> str | int:
+    """Return an accuracy level as its option has it; what is no int stays to be refused."""
+    return str(level) if type(level) is int else level
+
+
 @dataclasses.dataclass(frozen=True)
 class DqMatMulNBitsFusion(Pass):
     """Dequantised weights -> MatMulNBits, GatherBlockQuantized; once, ahead of the session."""
@@ -241,13 +249,13 @@ class DqMatMulNBitsFusion(Pass):
     summary: ClassVar[str] = "fuse weights into MatMulNBits and GatherBlockQuantized"
     position: ClassVar[int] = 20
 
-    accuracy_level: int = option(
-        0,
+    accuracy_level: str | int = option(
+        "auto",
         "How MatMulNBits computes: 0 or 1 in float32 (exact), 2 in float16, 3 in bfloat16, 4 "
-        "with int8 activations (onnxruntime's own default; up to 3 times faster, relative "
-        "error up to 2e-2 for each MatMul).",
-        choices=(0, 1, 2, 3, 4),
-        onnxruntime_key="session.qdq_matmulnbits_accuracy_level",
+        "with int8 activations (up to 3 times faster, relative error up to 2e-2 for each "
+        "MatMul). 'auto': where onnxruntime itself would fuse the node, as it does "
+        "(session.qdq_matmulnbits_accuracy_level, 4 when unset); elsewhere 0.",
+        choices=ACCURACY_LEVELS,
     )
     slow_kernels: str = option(
         "float",
@@ -262,11 +270,17 @@ class DqMatMulNBitsFusion(Pass):
         "each with a remark.",
     )
 
+    def __post_init__(self) -> None:
+        """Check the options; an ``accuracy_level`` given as a number becomes its text."""
+        object.__setattr__(self, "accuracy_level", level_text(self.accuracy_level))
+        super().__post_init__()
+
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Fuse in place; rules in :mod:`.fuse`."""
         from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 
-        options = FusionOptions(self.accuracy_level, self.slow_kernels, self.float_limit_mb)
+        level = None if self.accuracy_level == "auto" else int(self.accuracy_level)
+        options = FusionOptions(level, self.slow_kernels, self.float_limit_mb)
         fuse(model, options, context)
 
 

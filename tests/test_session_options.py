@@ -157,9 +157,8 @@ def test_defaults_hold_for_what_is_unset():
     [
         (ENABLE, "true", '"0" or "1" is expected'),
         (ENABLE, "", '"0" or "1" is expected'),
-        (ACCURACY_LEVEL, "5", "one of 0, 1, 2, 3, 4 is expected"),
-        (ACCURACY_LEVEL, "four", "a value of type int is expected"),
-        (ONNXRUNTIMES_ACCURACY_LEVEL, "5", "one of 0, 1, 2, 3, 4 is expected"),
+        (ACCURACY_LEVEL, "5", "one of auto, 0, 1, 2, 3, 4 is expected"),
+        (ACCURACY_LEVEL, "four", "one of auto, 0, 1, 2, 3, 4 is expected"),
         ("ortplugins.dq_matmulnbits_fusion.slow_kernels", "Float", "one of float, fuse, keep"),
         ("ortplugins.strict", "yes", '"0" or "1" is expected'),
     ],
@@ -172,9 +171,9 @@ def test_an_impossible_value_names_key_and_value(key: str, text: str, expected: 
     assert expected in str(error.value)
 
 
-def test_onnxruntimes_own_key_counts_when_ours_is_unset():
-    content = {ENABLE: "1", ONNXRUNTIMES_ACCURACY_LEVEL: "4"}
-    assert read(with_entries(content)).passes == (DqMatMulNBitsFusion(accuracy_level=4),)
+def test_onnxruntimes_own_key_leaves_ours_at_auto():
+    content = {ENABLE: "1", ONNXRUNTIMES_ACCURACY_LEVEL: "1"}
+    assert read(with_entries(content)).passes == (DqMatMulNBitsFusion(accuracy_level="auto"),)
 
 
 def test_our_key_wins_over_onnxruntimes():
@@ -207,12 +206,12 @@ def test_what_is_configured_is_read(
     assert read(options) == Plan((item,), **general)  # type: ignore[arg-type]
 
 
-def test_configure_writes_defaults_too_so_that_onnxruntimes_key_is_not_taken():
-    options = with_entries({ONNXRUNTIMES_ACCURACY_LEVEL: "4"})
+def test_configure_writes_defaults_too():
+    options = with_entries({})
     configure(options, DqMatMulNBitsFusion())
     assert options.get_session_config_entry(ENABLE) == "1"
-    assert options.get_session_config_entry(ACCURACY_LEVEL) == "0"
-    assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level=0),)
+    assert options.get_session_config_entry(ACCURACY_LEVEL) == "auto"
+    assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level="auto"),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,8 @@ class BuildRequest:
             to leave them to the session.
         final_graph: Whether the session runs no optimiser.
         cpu_arena: Whether the session's memory on the CPU comes from an arena.
+        native_accuracy_level: Level at which onnxruntime itself would fuse dequantised weights
+            in the session; None where it would not.
         onnxruntime_version: Oldest version that the result has to run on.
     """
 
@@ -53,6 +55,7 @@ class BuildRequest:
     optimizers: OptimizerSettings | None = None
     final_graph: bool = False
     cpu_arena: bool = True
+    native_accuracy_level: int | None = 4
     onnxruntime_version: str = onnxruntime.__version__
 
     @property
@@ -68,6 +71,7 @@ class BuildRequest:
             "optimizers": _as_json(self.optimizers),
             "final_graph": self.final_graph,
             "cpu_arena": self.cpu_arena if self._depends_on_arena else None,
+            "native_accuracy_level": self.native_accuracy_level,
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
             "cpu": cpu_features(),
@@ -102,6 +106,7 @@ class BuildRequest:
             optimizers=_optimizers_from_json(content["optimizers"]),
             final_graph=content["final_graph"],
             cpu_arena=content["cpu_arena"],
+            native_accuracy_level=content["native_accuracy_level"],
             onnxruntime_version=content["onnxruntime"],
         )
 
@@ -157,6 +162,7 @@ def read_request(
         optimizers=settings if plan.bake and on_cpu and not final_graph else None,
         final_graph=final_graph,
         cpu_arena=options.enable_cpu_mem_arena,
+        native_accuracy_level=settings.native_accuracy_level,
     )
 
 

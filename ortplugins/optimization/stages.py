@@ -90,6 +90,7 @@ class PassRuns:
             self.session_settings,
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
+            native_accuracy_level=self._request.native_accuracy_level,
         )
         original = None
         if item.asks_for_trials and isinstance(target, ir.Model):

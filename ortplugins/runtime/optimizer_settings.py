@@ -38,6 +38,10 @@ _KEYS = (
 )
 
 
+# The optimiser that fuses dequantised weights.
+_QDQ = "QDQSelectorActionTransformer"
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """How to run the optimisers.
@@ -51,6 +55,21 @@ class OptimizerSettings:
     level: str
     disabled: tuple[str, ...] = ()
     entries: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def native_accuracy_level(self) -> int | None:
+        """Level at which dequantised weights are fused; None where they are not."""
+        entries = dict(self.entries)
+        named = entries.get("optimization.disable_specified_optimizers", "").split(";")
+        if (
+            self.level in ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC")
+            or entries.get("session.disable_quant_qdq") == "1"
+            or _QDQ in {*self.disabled, *map(str.strip, named)}
+        ):
+            return None
+        level = entries.get("session.qdq_matmulnbits_accuracy_level", "4")
+        # onnxruntime refuses any other.
+        return int(level) if level in ("0", "1", "2", "3", "4") else None
 
 
 # For a file that no session asked for.

@@ -37,14 +37,15 @@ class FusionOptions:
 
     Attributes:
         accuracy_level: MatMulNBits' attribute: 0 or 1 computes in float32, 4 rounds the
-            activations to int8.
+            activations to int8. None takes onnxruntime's own level where its optimizer would
+            fuse the node, 0 elsewhere.
         slow_kernels: What becomes of a weight whose kernel unpacks it at every call, or that
             no kernel takes: ``"float"`` a float constant, ``"fuse"`` MatMulNBits all the same,
             ``"keep"`` the graph as it is.
         float_limit_mb: Megabytes that float constants may take in one model, all together.
     """
 
-    accuracy_level: int
+    accuracy_level: int | None
     slow_kernels: str
     float_limit_mb: int = 1024
 

@@ -49,6 +49,11 @@ from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     slow_kernel,
     write_matmulnbits,
 )
+from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
+    AccuracyLevel,
+    choose_accuracy_level,
+    native_block_size,
+)
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.nodes import label, owner, producer
@@ -69,6 +74,8 @@ _TRANSPARENT = frozenset(
 )
 _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
+_EXACT = AccuracyLevel(0)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
@@ -78,6 +85,7 @@ class _Plan:
     operand: DequantizedOperand
     weights: tuple[BlockQuantizedWeight, ...] = ()
     block_size: int = 0
+    level: AccuracyLevel = _EXACT
     to_float: str = ""  # the reason
 
 
@@ -96,23 +104,23 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         result = MatchResult()
         node = producer(out)
         for index in (1, 0):
-            trail = dequantize_chain(node.inputs[index])
-            if trail is None:
+            chain = dequantize_chain(node.inputs[index])
+            if chain is None:
                 continue
             with self._run.context.remarks.at(label(node)):
                 try:
-                    self._plan = self._decide(read_product(node, index), trail)
+                    self._plan = self._decide(read_product(node, index), chain)
                 except Refusal as refusal:
-                    self._run.refused(node, trail[0], refusal)
+                    self._run.refused(node, chain[0], refusal)
                     return result.fail(str(refusal), node)
             return result
         return result.fail("no operand is a dequantised constant", node)
 
-    def _decide(self, product: Product, trail: list[ir.Node]) -> _Plan:
+    def _decide(self, product: Product, chain: list[ir.Node]) -> _Plan:
         """Return what the product becomes, or raise the first refusal that applies."""
         run, options = self._run, self._run.options
         run.check_providers()
-        operand = read_operand(trail)
+        operand = read_operand(chain)
         if operand.bits == 8 and _is_dequantized(product.x):
             raise Refusal(
                 "its other operand is dequantised too: onnxruntime has kernels for that "
@@ -122,25 +130,29 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             check_type(operand)
             weights = _weights(product, operand)
             self._check_opset(product, operand)
+            level = choose_accuracy_level(product, chain, operand, options, run.context)
             block_size = kernel_block_size(weights[0])
+            if level.native and level.number == 4:
+                # Activations are rounded in these blocks: others would change the error.
+                block_size = native_block_size(operand)
             matmulnbits_unsupported(
                 run.context,
                 bits=operand.bits,
-                accuracy_level=options.accuracy_level,
-                float16=self._kernel_dtype(weights[0]) is ir.DataType.FLOAT16,
+                accuracy_level=level.number,
+                float16=self._kernel_dtype(weights[0], level) is ir.DataType.FLOAT16,
                 captured_codes=_is_captured(operand.codes, product.node),
                 captured_zero_points=_has_captured_zero_points(product.node, operand),
             )
             slow = None
             if run.context.cpu_only:
-                slow = slow_kernel(operand.bits, block_size, options.accuracy_level)
+                slow = slow_kernel(operand.bits, block_size, level.number)
         except (NoKernel, Unrepresentable) as refusal:
             run.float_fits(operand, str(refusal))
             return _Plan(product, operand, to_float=str(refusal))
         if slow is not None and options.slow_kernels != "fuse":
             run.float_fits(operand, slow)
             return _Plan(product, operand, to_float=slow)
-        return _Plan(product, operand, weights, block_size)
+        return _Plan(product, operand, weights, block_size, level)
 
     def _check_opset(self, product: Product, operand: DequantizedOperand) -> None:
         """Refuse forms that need Split or Unsqueeze as opset 13 has them."""
@@ -176,8 +188,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
                 value = self._emit(op, plan)
                 fate = "MatMulNBits"
             if plan.weights:
-                level = run.options.accuracy_level
-                fate += f", block {plan.block_size}, accuracy_level {level}"
+                fate += f", block {plan.block_size}, accuracy_level {plan.level}"
             run.fired(node, plan.operand.dequantize, f"{plan.operand.layout} -> {fate}")
         return value
 
@@ -187,7 +198,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         x, bias = product.x, product.bias
         assert x is not None
         alpha, rank = product.alpha, _rank(product)
-        dtype = self._kernel_dtype(weight)
+        dtype = self._kernel_dtype(weight, plan.level)
         in_scales = alpha == 1.0 or fold_into_scales(weight, dtype, alpha)
         columns = None
         if (
@@ -212,14 +223,14 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             y = op.Add(y, bias)
         return y
 
-    def _kernel_dtype(self, weight: BlockQuantizedWeight) -> ir.DataType:
+    def _kernel_dtype(self, weight: BlockQuantizedWeight, level: AccuracyLevel) -> ir.DataType:
         """Type of the kernel's activations and scales.
 
         On the CPU it computes in float32 anyway. Between operators without a float16 kernel
         onnxruntime puts Casts on the scales, which it then takes for run-time inputs; from
         these it computes wrong numbers at accuracy_level 4 (measured, 1.22 to 1.31).
         """
-        if self._run.context.cpu_only and self._run.options.accuracy_level == 4:
+        if self._run.context.cpu_only and level.number == 4:
             return ir.DataType.FLOAT
         return weight.lossless_dtype
 
@@ -233,7 +244,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
         columns: ColumnBias | None = None,
     ) -> ir.Value:
         node, beta = plan.product.node, plan.product.beta
-        dtype = self._kernel_dtype(weight)
+        dtype = self._kernel_dtype(weight, plan.level)
         if dtype != weight.dtype:
             x = op.Cast(x, to=int(dtype))
         inputs = write_matmulnbits(
@@ -252,7 +263,7 @@ class _ProductToMatMulNBits(RewriteRuleClassBase):
             inputs.scales,
             *optional,
             **inputs.attributes,
-            accuracy_level=self._run.options.accuracy_level,
+            accuracy_level=plan.level.number,
             _domain="com.microsoft",
             _name=node.name if len(plan.weights) == 1 else None,
         )

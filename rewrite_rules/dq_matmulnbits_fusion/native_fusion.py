@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: MIT
+"""Which MatMul and Gemm nodes onnxruntime's own optimizer turns into MatMulNBits.
+
+The conditions of ``DQMatMulNodeGroupSelector`` (onnxruntime/core/optimizer/qdq_transformer/
+selectors_actions/qdq_selectors.cc), of what runs before it (constant folding moves a Transpose
+into codes with one scale or one for each column; MatMul + Add becomes Gemm), and of the rule
+that takes Relu and Clip for redundant. Checked against the models that onnxruntime 1.31 saves,
+for each node of the matrix of layouts.
+"""
+
+from __future__ import annotations
+
+__all__ = ["AccuracyLevel", "choose_accuracy_level", "native_block_size", "why_not_native"]
+
+import dataclasses
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
+from rewrite_rules.graph.constants import constant, source_of
+from rewrite_rules.graph.nodes import owner
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand
+
+# What onnxruntime cuts columns with a single scale into.
+_ONE_SCALE_BLOCK = 32
+_REDUNDANT = ("Clip", "Relu")
+# Execution providers whose nodes onnxruntime's optimizer fuses.
+_PROVIDERS = frozenset(
+    {
+        "AzureExecutionProvider",
+        "CPUExecutionProvider",
+        "CUDAExecutionProvider",
+        "DmlExecutionProvider",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AccuracyLevel:
+    """The ``accuracy_level`` of a node, and why.
+
+    Attributes:
+        number: MatMulNBits' attribute.
+        reason: Why, for remarks; empty where the user gave the number.
+        native: Whether onnxruntime would fuse the node at this level itself.
+    """
+
+    number: int
+    reason: str = ""
+    native: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.reason})" if self.reason else str(self.number)
+
+
+def choose_accuracy_level(
+    product: Product,
+    chain: Sequence[ir.Node],
+    operand: DequantizedOperand,
+    options: FusionOptions,
+    context: PassContext,
+) -> AccuracyLevel:
+    """Return the level that the options ask for, or onnxruntime's own for this node.
+
+    As fast as onnxruntime where it would fuse the node, as exact where it would not.
+    """
+    if options.accuracy_level is not None:
+        return AccuracyLevel(options.accuracy_level)
+    if context.native_accuracy_level is None:
+        return AccuracyLevel(0, "auto: onnxruntime's optimizer is off")
+    if not _PROVIDERS.issuperset(context.providers):
+        return AccuracyLevel(0, "auto: onnxruntime does not fuse for these providers")
+    reason = why_not_native(product, chain, operand, context.onnxruntime)
+    if reason is not None:
+        return AccuracyLevel(0, f"auto: onnxruntime would not fuse it, {reason}")
+    return AccuracyLevel(context.native_accuracy_level, "auto: as onnxruntime fuses it", True)
+
+
+def native_block_size(operand: DequantizedOperand) -> int:
+    """Return the ``block_size`` of the MatMulNBits that onnxruntime makes of a weight."""
+    return operand.dequantize.attributes.get_int("block_size", 0) or _ONE_SCALE_BLOCK
+
+
+def why_not_native(
+    product: Product,
+    chain: Sequence[ir.Node],
+    operand: DequantizedOperand,
+    version: Version | None,
+) -> str | None:
+    """Say why onnxruntime leaves a node; None if it fuses it.
+
+    Args:
+        product: The node.
+        chain: From DequantizeLinear to the node.
+        operand: What the chain gives.
+        version: Of onnxruntime; None for the newest.
+    """
+    node, recent = product.node, version is None or version >= (1, 27)
+    blockwise = operand.dequantize.attributes.get_int("block_size", 0) > 0
+    refusals = (
+        (node.op_type not in ("MatMul", "Gemm"), f"it leaves {node.op_type}"),
+        (product.index == 0, "the weight is on the left"),
+        (len(operand.shape) != 2, f"the weight has rank {len(operand.shape)}"),
+        (set(operand.casts) != {operand.scale_tensor.dtype}, "the weight is cast"),
+        (not _reads_layout(chain, operand), "it reads no such layout"),
+        (_is_shared(chain, operand, version), "the weight is shared"),
+        (_is_captured(node, operand), "the weight is outside the subgraph"),
+        (_is_dequantized(product.x), "the other operand is dequantised"),
+        (
+            node.op_type == "Gemm" and not _is_plain_gemm(product, operand),
+            "alpha, beta or bias",
+        ),
+        (_is_added_to_matrix(node), "its Add is not a bias [N]"),
+        (_ends_in_activation(node), "Relu or Clip follows"),
+        (operand.bits == 2 and operand.shape[1] % 4 != 0, "its numbers are wrong"),
+        (not recent and not (blockwise and operand.bits == 4), "it is older than 1.27"),
+        (not recent and node.op_type == "Gemm", "it is older than 1.27"),
+        (not recent and operand.dtype is ir.DataType.FLOAT16, "it is older than 1.27"),
+    )
+    return next((reason for refused, reason in refusals if refused), None)
+
+
+def _reads_layout(chain: Sequence[ir.Node], operand: DequantizedOperand) -> bool:
+    attributes = operand.dequantize.attributes
+    size, axis = attributes.get_int("block_size", 0), attributes.get_int("axis", 1)
+    between = {item.op_type for item in chain[1:]} - {"Identity", "Cast"}
+    if size > 0:
+        return not between and axis == 0 and 16 <= size <= 256 and not size & (size - 1)
+    if between == {"Transpose"}:
+        # Folded into codes of 8 bits only, and into any that have zero points.
+        if operand.bits < 8 and operand.zero_points is None:
+            return False
+    elif between:
+        return False
+    scale_shape, columns = tuple(operand.scale_tensor.shape.numpy()), operand.shape[1]
+    if not scale_shape:
+        return True
+    along_columns = columns == 1 or any(run.scales for run in operand.axes[1])
+    return scale_shape == (columns,) and along_columns and axis >= 0
+
+
+def _is_shared(
+    chain: Sequence[ir.Node], operand: DequantizedOperand, version: Version | None
+) -> bool:
+    """Whether anything else reads the codes, the scales or what is dequantised."""
+    if any(
+        len(item.outputs[0].uses()) > 1 or item.outputs[0].is_graph_output() for item in chain
+    ):
+        return True
+    recent = version is None or version >= (1, 29)
+    return recent and any(len(value.uses()) > 1 for value in (operand.codes, operand.scales))
+
+
+def _is_captured(node: ir.Node, operand: DequantizedOperand) -> bool:
+    values = (operand.codes, operand.scales, operand.zero_points)
+    if operand.dequantize.graph is not node.graph:
+        return True
+    return any(value is not None and owner(value) is not node.graph for value in values)
+
+
+def _is_dequantized(value: ir.Value | None) -> bool:
+    node = None if value is None else source_of(value).producer()
+    return node is not None and is_dequantize_linear(node)
+
+
+def _is_plain_gemm(product: Product, operand: DequantizedOperand) -> bool:
+    if abs(product.alpha - 1) > 1e-6 or product.transpose_x or product.k_axis != 0:
+        return False
+    inputs = product.node.inputs
+    if len(inputs) < 3 or inputs[2] is None:
+        return True
+    return product.beta == 1 and _shape(inputs[2]) == (operand.shape[1],)
+
+
+def _is_added_to_matrix(node: ir.Node) -> bool:
+    """Whether MatMul + Add becomes a Gemm whose bias is a matrix."""
+    out = node.outputs[0]
+    if node.op_type != "MatMul" or out.is_graph_output() or len(out.uses()) != 1:
+        return False
+    (use,) = out.uses()
+    if use.node.op_type != "Add" or use.node.domain or len(use.node.inputs) != 2:
+        return False
+    other = use.node.inputs[1 - use.idx]
+    shape = None if other is None else _shape(other)
+    x = None if node.inputs[0] is None else _shape(node.inputs[0])
+    if shape is None or x is None or len(shape) != 2 or len(x) != 2:
+        return False
+    if shape[0] not in (1, x[0]):
+        return False
+    # Of two MatMul nodes it takes the second.
+    maker = other.producer() if other is not None else None
+    return use.idx == 1 or maker is None or maker.op_type != "MatMul"
+
+
+def _shape(value: ir.Value) -> tuple[object, ...] | None:
+    """The shape of a value, or of the codes that it is dequantised from."""
+    node = value.producer()
+    if node is not None and is_dequantize_linear(node) and node.inputs[0] is not None:
+        value = node.inputs[0]
+    tensor = constant(value)
+    if tensor is not None:
+        return tuple(tensor.shape.numpy())
+    return None if value.shape is None else tuple(value.shape)
+
+
+def _ends_in_activation(node: ir.Node) -> bool:
+    """Whether a Relu or Clip follows, perhaps after Add, that one node reads."""
+    out = node.outputs[0]
+    if out.is_graph_output() or len(out.uses()) != 1:
+        return False
+    (use,) = out.uses()
+    reader = use.node
+    if reader.op_type == "Add" and any(
+        constant(value) is not None for value in reader.inputs if value is not out
+    ):
+        return _ends_in_activation(reader)
+    if reader.op_type == "QuantizeLinear":
+        return True
+    if reader.op_type not in _REDUNDANT or reader.domain:
+        return False
+    end = reader.outputs[0]
+    return not end.is_graph_output() and len(end.uses()) == 1

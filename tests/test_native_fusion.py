@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT
+"""Accuracy level ``auto``: onnxruntime's own where it fuses a node itself, 0 elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from builders.dequantized_models import DequantizedMatMul, relative_error
+from builders.layout_matrix import LayoutCase, layout_cases
+
+import ortplugins
+from rewrite_rules.remarks import Outcome
+
+# Every layout where asked for (make test-exhaustive), else each 7th, which meets every row.
+STEP = 1 if os.environ.get("ORTPLUGINS_EXHAUSTIVE") else 7
+CASES = [case for case in layout_cases() if case.runs or case.expect][::STEP]
+LEVEL = "session.qdq_matmulnbits_accuracy_level"
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+
+
+def session(content: bytes, final: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.optimized_model_filepath = str(final)
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def fused_nodes(path: Path) -> list[onnx.NodeProto]:
+    nodes = nodes_of(onnx.load(path, load_external_data=False).graph)
+    return [node for node in nodes if node.op_type == "MatMulNBits"]
+
+
+def level_of(node: onnx.NodeProto) -> int:
+    return next((a.i for a in node.attribute if a.name == "accuracy_level"), 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_as_onnxruntime_decides(case: LayoutCase, tmp_path: Path):
+    """The same nodes at level 4, and errors no larger than onnxruntime's."""
+    try:
+        stock = session(ir.to_proto(case.build()).SerializeToString(), tmp_path / "stock.onnx")
+    except Exception:  # onnxruntime breaks on some layouts: there is nothing to compare
+        return
+    theirs = stock.run(None, case.feeds)
+    ortplugins.optimize(case.build(), tmp_path / "ours.onnx")
+    ours = session((tmp_path / "ours.onnx").read_bytes(), tmp_path / "final.onnx").run(
+        None, case.feeds
+    )
+    for actual, stocks, expected in zip(ours, theirs, case.reference, strict=True):
+        bound = max(relative_error(stocks, expected), case.tolerance) + 1e-5
+        assert relative_error(actual, expected) <= bound or not np.isfinite(bound)
+    level_4 = [node for node in fused_nodes(tmp_path / "ours.onnx") if level_of(node) == 4]
+    native = fused_nodes(tmp_path / "stock.onnx")
+    assert len(level_4) <= len(native)
+    # Of 2-bit weights, onnxruntime's numbers are wrong or its kernels slow for some: these
+    # become float constants.
+    assert bits_of(level_4) == bits_of(native)
+
+
+def bits_of(nodes: list[onnx.NodeProto]) -> list[int]:
+    found = (a.i for node in nodes for a in node.attribute if a.name == "bits")
+    return sorted(bits for bits in found if bits != 2)
+
+
+def session_level(
+    folder: Path, attributes: dict[str, str], entries: dict[str, str], **arguments: object
+) -> int:
+    """The level of the one MatMulNBits node in a session through ortplugins."""
+    path = folder / "model.onnx"
+    ir.save(DequantizedMatMul(64, 8, 32, "uint4").model(), path)
+    options = ort.SessionOptions()
+    for name, value in attributes.items():
+        setattr(options, name, getattr(ort.GraphOptimizationLevel, value))
+    ortplugins.configure(options, cache_dir=str(folder / "cache"), bake=False)
+    options.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+    for key, text in entries.items():
+        options.add_session_config_entry(key, text)
+    made = ortplugins.InferenceSession(path, options, **arguments)
+    (node,) = fused_nodes(Path(made.ortplugins_report.artifact))
+    return level_of(node)
+
+
+@pytest.mark.parametrize(
+    ("level", "entries", "expected"),
+    [
+        ("ORT_ENABLE_ALL", {}, 4),
+        ("ORT_ENABLE_EXTENDED", {}, 4),
+        ("ORT_ENABLE_BASIC", {}, 0),
+        ("ORT_DISABLE_ALL", {}, 0),
+        ("ORT_ENABLE_ALL", {LEVEL: "0"}, 0),
+        ("ORT_ENABLE_ALL", {LEVEL: "1"}, 1),
+        ("ORT_ENABLE_ALL", {"session.disable_quant_qdq": "1"}, 0),
+        (
+            "ORT_ENABLE_ALL",
+            {"optimization.disable_specified_optimizers": "QDQSelectorActionTransformer"},
+            0,
+        ),
+    ],
+)
+def test_options_of_the_session(
+    level: str, entries: dict[str, str], expected: int, tmp_path: Path
+):
+    attributes = {"graph_optimization_level": level}
+    assert session_level(tmp_path, attributes, entries) == expected
+
+
+def test_the_argument_disabled_optimizers(tmp_path: Path):
+    disabled = ["QDQSelectorActionTransformer"]
+    assert session_level(tmp_path, {}, {}, disabled_optimizers=disabled) == 0
+
+
+@pytest.mark.parametrize("level", ["0", "4"])
+def test_an_explicit_level_holds_everywhere(level: str, tmp_path: Path):
+    key = {"ortplugins.dq_matmulnbits_fusion.accuracy_level": level}
+    assert session_level(tmp_path, {}, key) == int(level)
+    assert session_level(tmp_path, {}, {**key, LEVEL: "2"}) == int(level)
+
+
+def test_remarks_name_the_level_and_why():
+    model = DequantizedMatMul(64, 8, 32, "uint4").model()
+    (remark,) = ortplugins.optimize(model).report.passes[0].remarks
+    assert remark.outcome is Outcome.FIRED
+    assert "accuracy_level 4 (auto: as onnxruntime fuses it)" in remark.reason
+    model = DequantizedMatMul(64, 8, 32, "uint4", "transposed").model()
+    (remark,) = ortplugins.optimize(model).report.passes[0].remarks
+    text = "accuracy_level 0 (auto: onnxruntime would not fuse it, it reads no such layout)"
+    assert text in remark.reason
+
+
+@pytest.mark.parametrize("storage", ["uint4", "int8"])
+def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage: str, tmp_path: Path):
+    """Activations are rounded to int8 in blocks: larger ones would be less accurate."""
+    model = DequantizedMatMul(256, 8, 256, storage).model()
+    dequantize = model.graph.node(0)
+    tensor = ir.tensor(np.float32(0.1), name="one_scale")
+    scale = ir.Value(name=tensor.name, const_value=tensor, shape=tensor.shape)
+    scale.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.register_initializer(scale)
+    dequantize.replace_input_with(1, scale)
+    dequantize.attributes.clear()
+    fused = ortplugins.optimize(model).model
+    assert fused.graph.node(0).attributes["block_size"].as_int() == 32
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    stock, ours = (
+        session(ir.to_proto(item).SerializeToString(), tmp_path / "final.onnx").run(
+            None, {"x": x}
+        )[0]
+        for item in (model, fused)
+    )
+    np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-4)
