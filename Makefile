@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-versions test-packages test-packaging check lint bench bench-quantizers docs clean
+.PHONY: help demo test test-exhaustive test-versions test-packages test-packaging check lint bench bench-quantizers docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
+	@echo "make test-exhaustive  every layout, bad input and a long fuzz (30 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.31 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
@@ -38,6 +39,12 @@ check: $(VENV)/.installed-dev
 # The tests come last: their closing line closes the output.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# What make test samples: all layouts of the matrix and of exporters, all bad inputs, a long fuzz.
+test-exhaustive: $(VENV)/.installed-dev
+	ORTPLUGINS_EXHAUSTIVE=1 ORTPLUGINS_FUZZ=20 $(BIN)/python -m pytest -n 2 --dist loadgroup \
+	  tests/test_layout_matrix.py tests/test_native_fusion.py tests/test_exporter_layouts.py \
+	  tests/test_bad_input.py tests/test_fuzz.py
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev

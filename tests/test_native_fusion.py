@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from builders.coverage import EXHAUSTIVE
 from builders.dequantized_models import DequantizedMatMul, relative_error
 from builders.layout_matrix import LayoutCase, layout_cases
 
@@ -19,7 +19,7 @@ import ortplugins
 from rewrite_rules.remarks import Outcome
 
 # Every layout where asked for (make test-exhaustive), else each 7th, which meets every row.
-STEP = 1 if os.environ.get("ORTPLUGINS_EXHAUSTIVE") else 7
+STEP = 1 if EXHAUSTIVE else 7
 CASES = [case for case in layout_cases() if case.runs or case.expect][::STEP]
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
 

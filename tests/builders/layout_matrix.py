@@ -44,7 +44,6 @@ class LayoutCase:
             included. Empty for a model that must stay as it is.
         refusal: Text that a refusal must hold; None where nothing is refused.
         tolerance: Greatest error over the greatest output.
-        or_refused: Whether leaving the model as it is, with ``refusal`` said, is right too.
         zero_points: Whether the fused nodes have a zero-point input; None where either is
             right.
         block_sizes: The block sizes of the fused nodes that are right; any if empty.
@@ -60,7 +59,6 @@ class LayoutCase:
     expect: dict[str, int]
     refusal: str | None
     tolerance: float
-    or_refused: bool = False
     zero_points: bool | None = None
     block_sizes: tuple[int, ...] = ()
     stored_weights: int | None = None
@@ -421,18 +419,6 @@ def _refused(row: int, name: str, draw: Draw, refusal: str, **more: object) -> L
     return _case(row, name, draw, {}, refusal, **more)  # type: ignore[arg-type]
 
 
-def _either(
-    row: int,
-    name: str,
-    draw: Draw,
-    expect: Mapping[str, int] = FUSED,
-    refusal: str = "matmul",
-    **more: object,
-) -> LayoutCase:
-    """Fused, or refused by name."""
-    return _case(row, name, draw, expect, refusal, or_refused=True, **more)  # type: ignore[arg-type]
-
-
 # One weight, one consumer.
 
 
@@ -530,7 +516,7 @@ def _row_2() -> Iterator[LayoutCase]:
         yield _refused(2, f"blocks_across_columns-{storage}", draw, "matmul")
         spec = Quantized((32, 32), storage, 0, 16, zero_points="random")
         draw = _matmul(spec, transposed=True, perm=(0, 1))
-        yield _either(2, f"perm_that_keeps-{storage}", draw, refusal="transpose")
+        yield _case(2, f"perm_that_keeps-{storage}", draw)
     for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
         spec = Quantized((6, 70), storage, 1, 32, zero_points=zero_points)
         draw = _fused_matmul(spec, transB=1)
@@ -546,7 +532,7 @@ def _row_2() -> Iterator[LayoutCase]:
         spec = Quantized((6, 64) if attributes["transB"] else (64, 6), "uint4", 0, 32)
         spec = dataclasses.replace(spec, axis=attributes["transB"], zero_points="random")
         name = "-".join(f"{key}_{value}" for key, value in attributes.items())
-        yield _either(2, f"fusedmatmul-{name}", _fused_matmul(spec, **attributes))
+        yield _case(2, f"fusedmatmul-{name}", _fused_matmul(spec, **attributes))
     spec = Quantized((64, 6), "int4", 0, 32)
     yield _case(2, "fusedmatmul-nothing_transposed", _fused_matmul(spec))
     spec = Quantized((6, 64), "int4", 1, 32)
@@ -594,8 +580,8 @@ def _row_3() -> Iterator[LayoutCase]:
     yield _case(3, "gemm-transb", _three_dimensional(spec, "gemm_transb"))
     spec = Quantized((6, 4, 16), "uint4", 2, 16, zero_points="random")
     yield _case(3, "rank3", _three_dimensional(spec, lead=(2, 3)))
-    yield _either(3, "reshape_that_splits_rows", _split_rows, refusal="reshape")
-    yield _either(3, "blocks_first", _blocks_first, refusal="reshape")
+    yield _case(3, "reshape_that_splits_rows", _split_rows)
+    yield _case(3, "blocks_first", _blocks_first)
 
 
 def _three_dimensional(
@@ -713,7 +699,7 @@ def _row_4() -> Iterator[LayoutCase]:
             if alpha in (0.5, 2.0):
                 yield _case(4, name, draw, FUSED_GEMM)
             else:
-                yield _either(4, name, draw, FUSED_GEMM, "alpha")
+                yield _case(4, name, draw, FUSED_GEMM)
     for number, (beta, bias) in enumerate(
         itertools.product((1.0, 0.0, 0.5, 0.3), ("n", "1_n", "1", "scalar"))
     ):
@@ -721,10 +707,10 @@ def _row_4() -> Iterator[LayoutCase]:
         yield _case(4, f"beta_{beta}-bias_{bias}", draw, FUSED_GEMM)
     for beta, bias in itertools.product((1.0, 0.5, 0.0), ("m_n", "m_1", "runtime")):
         draw = _gemm(bias, beta=beta, transB=1)
-        yield _either(4, f"beta_{beta}-bias_{bias}", draw, FUSED_GEMM, "gemm")
+        yield _case(4, f"beta_{beta}-bias_{bias}", draw, FUSED_GEMM)
     for trans_b, bias in itertools.product((0, 1), ("absent", "n", "1")):
         draw = _gemm(bias, transA=1, transB=trans_b)
-        yield _either(4, f"transa-transb{trans_b}-bias_{bias}", draw, FUSED_GEMM, "gemm")
+        yield _case(4, f"transa-transb{trans_b}-bias_{bias}", draw, FUSED_GEMM)
     draw = _gemm("n", alpha=0.5, beta=0.3, transB=1, storage="int8")
     yield _case(4, "alpha_0.5-beta_0.3", draw, FUSED_GEMM)
     draw = _gemm("1", alpha=2.0, beta=0.5, storage="int2")
@@ -1107,7 +1093,7 @@ def _row_9() -> Iterator[LayoutCase]:
         if scaled == "columns" and storage not in four:
             yield _refused(9, name, _gather(spec), "gather")
         else:
-            yield _either(9, name, _gather(spec), GATHERED, "gather")
+            yield _case(9, name, _gather(spec), GATHERED)
     for block, storage in itertools.product((64, 128, 256), ("uint4", "int8", "uint2")):
         spec = Quantized((9, 300), storage, -1, block, zero_points="random")
         yield _case(9, f"block{block}-{storage}", _gather(spec), GATHERED)
@@ -1140,7 +1126,7 @@ def _row_9() -> Iterator[LayoutCase]:
         spec = Quantized((5, 33), storage, 1, 32, zero_points="random")
         draw = _gather(spec, indices=np.int64([0, 4, 2]))
         if STORAGE[storage][0] == 2:
-            yield _either(9, f"odd_columns-{storage}", draw, GATHERED, "gather")
+            yield _refused(9, f"odd_columns-{storage}", draw, "gather")
         else:
             yield _case(9, f"odd_columns-{storage}", draw, GATHERED)
     for storage, axis in itertools.product(("uint4", "uint8"), (0, 1)):
@@ -1150,7 +1136,7 @@ def _row_9() -> Iterator[LayoutCase]:
         if storage == "uint8" and axis:
             yield _refused(9, name, draw, "gather")
         else:
-            yield _either(9, name, draw, GATHERED, "gather")
+            yield _case(9, name, draw, GATHERED)
     spec = Quantized(shape, "uint4", 1, 32, zero_points="random")
     yield _case(9, "two_gathers", _two_gathers(spec), {**GATHERED, "GatherBlockQuantized": 2})
 
@@ -1470,25 +1456,25 @@ def _row_11() -> Iterator[LayoutCase]:
     """``W[M, K] @ x``."""
     for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
         spec = Quantized((6, 70), storage, 1, 32, zero_points=zero_points)
-        yield _either(11, f"left-{storage}-zp_{zero_points}", _left(spec, (70, 3)))
+        yield _case(11, f"left-{storage}-zp_{zero_points}", _left(spec, (70, 3)))
     for storage in ("int4", "uint8"):
         spec = Quantized((6, 64), storage, 1, 32, zero_points="random")
-        yield _either(11, f"left-rank3-{storage}", _left(spec, (2, 64, 3)))
-        yield _either(11, f"left-rank4-{storage}", _left(spec, (2, 1, 64, 3)))
-        yield _either(11, f"left-rank1-{storage}", _left(spec, (64,)))
+        yield _case(11, f"left-rank3-{storage}", _left(spec, (2, 64, 3)))
+        yield _case(11, f"left-rank4-{storage}", _left(spec, (2, 1, 64, 3)))
+        yield _case(11, f"left-rank1-{storage}", _left(spec, (64,)))
         spec = Quantized((64, 6), storage, 0, 32, zero_points="random")
-        yield _either(11, f"left-through_transpose-{storage}", _left(spec, (64, 3), True))
+        yield _case(11, f"left-through_transpose-{storage}", _left(spec, (64, 3), True))
         spec = Quantized((32, 32), storage, 0, 16)
         draw = _left(spec, (32, 3))
         yield _refused(11, f"left-blocks_across_rows-{storage}", draw, "matmul")
         spec = Quantized((6, 64), storage, 0, 0, "channel", "random")
-        yield _either(11, f"left-channel-{storage}", _left(spec, (64, 3)))
+        yield _case(11, f"left-channel-{storage}", _left(spec, (64, 3)))
         spec = Quantized((6, 64), storage, None, 0, "tensor", "random")
-        yield _either(11, f"left-tensor-{storage}", _left(spec, (64, 3)))
+        yield _case(11, f"left-tensor-{storage}", _left(spec, (64, 3)))
     for trans_a, trans_b in itertools.product((0, 1), (0, 1)):
         draw = _left_gemm(trans_a, trans_b, with_bias=bool(trans_b))
         name = f"left-gemm-transa{trans_a}-transb{trans_b}"
-        yield _either(11, name, draw, FUSED_GEMM, "gemm")
+        yield _case(11, name, draw, FUSED_GEMM)
     yield _case(11, "vector_and_matrix", _matmul(Quantized((64, 6), "uint4", 0, 32), ()))
 
 
@@ -1519,24 +1505,24 @@ def _row_12() -> Iterator[LayoutCase]:
     for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
         spec = Quantized((groups, 48, 6), storage, 1, 16, zero_points=zero_points)
         name = f"{storage}-zp_{zero_points}"
-        yield _either(12, f"batched-{name}", _batched(spec, (groups, 2, 48)), expect)
+        yield _case(12, f"batched-{name}", _batched(spec, (groups, 2, 48)), expect)
         spec = Quantized((groups, 6, 48), storage, 2, 16, zero_points=zero_points)
         draw = _batched(spec, (groups, 2, 48), transposed=True)
-        yield _either(12, f"batched-transposed-{name}", draw, expect)
+        yield _case(12, f"batched-transposed-{name}", draw, expect)
     spec = Quantized((groups, 48, 6), "uint4", 1, 16, zero_points="random")
-    yield _either(12, "broadcast_rank2", _batched(spec, (2, 48)), expect)
-    yield _either(12, "broadcast_rank3", _batched(spec, (1, 2, 48)), expect)
-    yield _either(12, "broadcast_rank4", _batched(spec, (2, groups, 2, 48)), expect)
+    yield _refused(12, "broadcast_rank2", _batched(spec, (2, 48)), "matmul")
+    yield _refused(12, "broadcast_rank3", _batched(spec, (1, 2, 48)), "matmul")
+    yield _refused(12, "broadcast_rank4", _batched(spec, (2, groups, 2, 48)), "matmul")
     spec = Quantized((1, 48, 6), "uint4", 1, 16, zero_points="random")
-    yield _either(12, "one_group", _batched(spec, (1, 2, 48)))
-    yield _either(12, "one_group-rank2", _batched(spec, (2, 48)))
-    yield _either(12, "one_group-many_activations", _batched(spec, (4, 2, 48)))
+    yield _case(12, "one_group", _batched(spec, (1, 2, 48)))
+    yield _case(12, "one_group-rank2", _batched(spec, (2, 48)))
+    yield _case(12, "one_group-many_activations", _batched(spec, (4, 2, 48)))
     spec = Quantized((groups, 48, 6), "int8", None, 0, "tensor", "random")
-    yield _either(12, "batched-tensor", _batched(spec, (groups, 2, 48)), expect)
+    yield _case(12, "batched-tensor", _batched(spec, (groups, 2, 48)), expect)
     spec = Quantized((groups, 48, 6), "int8", 2, 0, "channel", "random")
-    yield _either(12, "batched-channel", _batched(spec, (groups, 2, 48)), expect)
+    yield _case(12, "batched-channel", _batched(spec, (groups, 2, 48)), expect)
     spec = Quantized((groups, 48, 6), "int8", 0, 0, "channel", "random")
-    yield _either(12, "batched-one_scale_each", _batched(spec, (groups, 2, 48)), expect)
+    yield _case(12, "batched-one_scale_each", _batched(spec, (groups, 2, 48)), expect)
     spec = Quantized((groups, 32, 32), "uint4", 2, 16)
     draw = _batched(spec, (groups, 2, 32))
     yield _refused(12, "batched-blocks_across_columns", draw, "matmul")
