@@ -54,6 +54,7 @@ class WeightOnlyQuantization(Pass):
         "How MatMulNBits computes on them, as in dq_matmulnbits_fusion; 'auto' is 0, since "
         "onnxruntime itself leaves float weights as they are.",
         choices=ACCURACY_LEVELS,
+        onnxruntime_key="session.qdq_matmulnbits_accuracy_level",
     )
 
     def __post_init__(self) -> None:

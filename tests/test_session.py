@@ -385,7 +385,8 @@ def test_an_unknown_value_names_key_and_value(model_path: Path):
     so = options()
     so.add_session_config_entry("ortplugins.dq_matmulnbits_fusion.accuracy_level", "7")
     with pytest.raises(
-        ortplugins.OptionError, match=r"ortplugins\.dq_matmulnbits_fusion\.accuracy_level is '7'"
+        ortplugins.OptionError,
+        match=r"ortplugins\.dq_matmulnbits_fusion\.accuracy_level is '7'",
     ):
         ortplugins.InferenceSession(model_path, so, providers=CPU)
 
