@@ -7,7 +7,8 @@ r"""What the environment switches on: ``ORTPLUGINS`` and the variables beside it
 
 Passes stand between commas; the options of one follow its name and a colon, semicolons between
 them. In a value, ``\,`` and ``\;`` are a comma and a semicolon; a colon needs nothing.
-The general options are ``ORTPLUGINS_CACHE_DIR``, ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
+The general options are ``ORTPLUGINS_CACHE_DIR``,
+``ORTPLUGINS_CACHE_LIMIT``, ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def plan_entries() -> dict[str, str] | None:
 def general_entries() -> dict[str, str]:
     """Return the session entries of the general options that have a variable.
 
-    ``ORTPLUGINS_CACHE_DIR`` is not among them: it holds for every session that names no
-    directory, as it does without this module.
+    ``ORTPLUGINS_CACHE_DIR`` and ``ORTPLUGINS_CACHE_LIMIT`` are not among them: they hold for
+    every session that sets none, as they do without this module.
 
     Raises:
         OptionError: If a value is wrong; names the variable.
@@ -63,7 +64,7 @@ def general_entries() -> dict[str, str]:
     entries = {}
     for spec in GENERAL_OPTIONS:
         text = os.environ.get(variable := GENERAL[spec.name])
-        if text and spec.name != "cache_dir":
+        if text and not spec.name.startswith("cache_"):
             parse_value(f"environment variable {variable}", text, spec)
             entries[f"{PREFIX}.{spec.name}"] = text
     return entries

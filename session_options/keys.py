@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -120,6 +121,25 @@ def enable_key(pass_name: str) -> str:
 def option_key(pass_name: str, option_name: str) -> str:
     """Return the key of one option: ``ortplugins.<pass>.<option>``."""
     return f"{PREFIX}.{pass_name}.{option_name}"
+
+
+_SIZE_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_size(key: str, text: str) -> int:
+    """Read a size in bytes: 500MB and 10GB are powers of 1000, 1GiB is a power of 1024.
+
+    Raises:
+        OptionError: If it is none; names the key.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _SIZE_UNITS:
+        raise OptionError(f"{key} is {text!r}: a size such as 500MB, 10GB or 1GiB is expected")
+    return int(float(found[1]) * _SIZE_UNITS[found[2]])
 
 
 def format_value(value: Scalar) -> str:

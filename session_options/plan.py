@@ -30,6 +30,7 @@ from session_options.keys import (
     option_key,
     options_of,
     parse_bool,
+    parse_size,
     parse_value,
     stored,
 )
@@ -42,6 +43,14 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
         "",
         "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
         "else the user's cache directory.",
+        (),
+        None,
+    ),
+    Option(
+        "cache_limit",
+        "",
+        "Size that the cache is kept below by removing what was unused longest, 10GB for "
+        "instance; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no limit.",
         (),
         None,
     ),
@@ -77,6 +86,7 @@ class Plan:
     Attributes:
         passes: In the order they run.
         cache_dir: Directory of the cache; empty for the default.
+        cache_limit: Size of the cache; empty for the default.
         strict: Whether an exception inside a pass raises.
         bake: Whether the cache keeps onnxruntime's own optimisations.
         retry_failed: Whether an artifact that a failed pass is missing from is built again.
@@ -84,9 +94,19 @@ class Plan:
 
     passes: tuple[Pass, ...] = ()
     cache_dir: str = ""
+    cache_limit: str = ""
     strict: bool = False
     bake: bool = True
     retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what no parser of one value has checked.
+
+        Raises:
+            OptionError: If the limit of the cache is not a size.
+        """
+        if self.cache_limit:
+            parse_size(f"{PREFIX}.cache_limit", self.cache_limit)
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -168,13 +188,12 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
     Args:
         options: ``onnxruntime.SessionOptions``; gets one entry per pass and per option.
         *passes: Instances of pass classes, for instance ``DqMatMulNBitsFusion()``.
-        **general: ``cache_dir``, ``strict``, ``bake``, ``retry_failed``.
+        **general: ``cache_dir``, ``cache_limit``, ``strict``, ``bake``, ``retry_failed``.
 
     Raises:
         OptionError: If a pass is not registered or comes twice, an option is unknown, or its
             value is longer than a session entry may be.
     """
-    make_plan(passes)
     specs = {spec.name: spec for spec in GENERAL_OPTIONS}
     entries: dict[str, str] = {}
     for name, value in general.items():
@@ -184,6 +203,7 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
             kind = type(specs[name].default).__name__
             raise OptionError(f"{PREFIX}.{name} is {value!r}: a {kind} is expected")
         entries[f"{PREFIX}.{name}"] = format_value(value)
+    make_plan(passes, **general)
     for item in passes:
         if resolve(item.name) is not type(item):
             raise OptionError(f"pass {item.name!r} is registered with another class")

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import signal
 import stat
@@ -18,8 +21,9 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error
 
 import ortplugins
+from ortplugins.artifacts import source_index
 from ortplugins.artifacts.directory import cache_root
-from ortplugins.artifacts.maintenance import clear
+from ortplugins.artifacts.maintenance import clean, prune
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
 
@@ -104,7 +108,7 @@ def test_killed_at_any_moment(model_path: Path, cache_dir: Path):
     whole = time.perf_counter()
     spawn(model_path).communicate(timeout=60)
     whole = time.perf_counter() - whole
-    clear(ArtifactCache(cache_dir))
+    clean(ArtifactCache(cache_dir))
     for part in range(1, 8):
         victim = spawn(model_path)
         time.sleep(whole * part / 8)
@@ -178,7 +182,9 @@ def test_a_model_replaced_while_it_is_built_is_not_published(
 
     def build(*args: object, **kwargs: object) -> object:
         manifest = real(*args, **kwargs)
-        ir.save(CASE.model(), model_path, external_data="model.onnx.data")
+        other = CASE.model()
+        other.doc_string = "another content, the same numbers"
+        ir.save(other, model_path, external_data="model.onnx.data")
         return manifest
 
     monkeypatch.setattr(module, "build_artifact", build)
@@ -192,17 +198,158 @@ def test_a_large_file_is_hashed_once(cache_dir: Path, tmp_path: Path):
     path = tmp_path / "large.onnx"
     path.write_bytes(bytes(5 << 20))
     os.utime(path, (time.time() - 60, time.time() - 60))
-    cache = ArtifactCache(cache_dir)
-    first = cache.sources.file_digest(path)
+
+    def digest() -> str:
+        return ArtifactCache(cache_dir).sources.file_digest(path)
+
+    first = digest()
     # Changed a moment ago by its status: not remembered yet.
     assert not (cache_dir / "digests").exists()
     time.sleep(2.1)
-    assert cache.sources.file_digest(path) == first
+    assert digest() == first
     (memo,) = (cache_dir / "digests").iterdir()
-    memo.write_text('"from the memo"')
-    assert cache.sources.file_digest(path) == "from the memo"
+    memo.write_text(memo.read_text().replace(first, "from the memo"))
+    assert digest() == "from the memo"
     path.write_bytes(bytes(5 << 20))
-    assert cache.sources.file_digest(path) == first
+    assert digest() == first
+
+
+def test_a_kept_digest_is_not_believed_where_the_content_differs(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two images of a file system without change times may show two files alike."""
+    path = tmp_path / "large.onnx"
+    path.write_bytes(bytes(5 << 20))
+    status = os.stat(path)
+    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(os, "fstat", lambda _: status)
+    first = ArtifactCache(cache_dir).sources.file_digest(path)
+    path.write_bytes(b"x" * (5 << 20))
+    assert ArtifactCache(cache_dir).sources.file_digest(path) != first
+
+
+def write(cache: ArtifactCache, key: str, size: int) -> Entry:
+    """Publish an entry of one file."""
+    with cache.build(key) as folder:
+        assert isinstance(folder, Path)
+        (folder / "model.onnx").write_bytes(bytes(size))
+        manifest = {"model": key, "made_from": {"digest": key}, "report": {}}
+        return cache.publish(key, folder, manifest)
+
+
+def age(entry: Entry, seconds: float) -> None:
+    """Have an entry published, and used, that long ago."""
+    moment = time.time() - seconds
+    manifest = entry.folder / "manifest.json"
+    manifest.write_text(json.dumps({**entry.manifest, "created": moment}))
+    os.utime(manifest, (moment, moment))
+
+
+def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir: Path):
+    cache, key = ArtifactCache(cache_dir), "0" * 40
+    damaged = write(cache, key, 10)
+    cache.discard(key, damaged.manifest)  # by another worker, which then rebuilds it
+    rebuilt = write(cache, key, 10)
+    cache.discard(key, damaged.manifest)
+    assert cache.find(key) == rebuilt
+    cache.discard(key, rebuilt.manifest)
+    assert cache.find(key) is None
+
+
+def test_a_limit_is_kept_when_an_entry_is_published(cache_dir: Path):
+    cache = ArtifactCache(cache_dir, limit=30_000)
+    for index in range(3):
+        age(write(cache, f"{index}" * 40, 9_000), 1000 - index)
+    assert len(cache.entries()) == 3
+    cache.find("0" * 40)
+    write(cache, "3" * 40, 9_000)
+    names = {entry.folder.name[0] for entry in cache.entries()}
+    assert names == {"0", "2", "3"}, "1 was unused longest"
+    # An entry above the limit stays, and so does what may be about to be opened.
+    write(cache, "4" * 40, 40_000)
+    assert {entry.folder.name[0] for entry in cache.entries()} == {"0", "3", "4"}
+
+
+def test_the_limit_of_a_session(model_path: Path, cache_dir: Path, monkeypatch):
+    old = write(ArtifactCache(cache_dir), "0" * 40, 10_000)
+    age(old, 1000)
+    monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "1GB")
+    start(model_path)
+    assert old.folder.exists()
+    assert start(model_path, cache_limit="1kB").ortplugins_report.source == "cache"
+    clean_folder = model_path.with_name("other.onnx")
+    ir.save(DequantizedMatMul(64, 64, 32).model(), clean_folder)
+    start(clean_folder, cache_limit="1kB")
+    assert not old.folder.exists()
+    assert len(ArtifactCache(cache_dir).entries()) == 2, "used a moment ago"
+    with pytest.raises(ortplugins.OptionError, match=r"cache_limit is '1 parsec': a size"):
+        start(model_path, cache_limit="1 parsec")
+    monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "much")
+    with pytest.raises(ortplugins.OptionError, match="ORTPLUGINS_CACHE_LIMIT is 'much'"):
+        start(model_path)
+
+
+def test_a_file_system_without_locks(
+    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="has no locks") as caught:
+        session = start(model_path)
+    assert len(caught) == 1
+    assert session.ortplugins_report.source == "built"
+    check(session)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert start(model_path).ortplugins_report.source == "cache"
+    # What another process builds is not known to be abandoned.
+    half = cache_dir / "building" / f"{'0' * 40}.half"
+    half.mkdir()
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="has no locks"):
+        prune(ArtifactCache(cache_dir), max_size=0)
+    assert half.exists()
+
+
+def test_two_that_publish_one_key_without_locks(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    cache, key = ArtifactCache(cache_dir), "0" * 40
+    with cache.build(key) as first:
+        assert isinstance(first, Path)
+        write(ArtifactCache(cache_dir), "1" * 40, 5)
+        other = cache_dir / "building" / f"{key}.other"
+        other.mkdir()
+        manifest = {"model": "", "made_from": {"digest": ""}}
+        cache.publish(key, other, manifest)
+        cache.publish(key, first, manifest)
+    assert cache.find(key) is not None
+    assert list((cache_dir / "building").iterdir()) == []
+
+
+def test_pruning_forgets_what_belongs_to_no_entry(
+    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    start(model_path)
+    cache = ArtifactCache(cache_dir)
+    (entry,) = cache.entries()
+    for path in (*cache.own("locks"), *cache.own("sources")):
+        os.utime(path, (time.time() - 10 * 86400,) * 2)
+    names = ("sources", "digests")
+    assert all(cache.own(name) for name in (*names, "locks"))
+    prune(cache, older_than=1e9)
+    assert all(cache.own(name) for name in names)
+    cache.discard(entry.folder.name, entry.manifest)
+    model_path.unlink()
+    model_path.with_name("model.onnx.data").unlink()
+    for path in cache.own("locks"):
+        os.utime(path, (time.time() - 10 * 86400,) * 2)
+    prune(cache, older_than=1e9)
+    assert [cache.own(name) for name in (*names, "locks")] == [[], [], []]
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -214,7 +361,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert cache_root().name == "ortplugins"
 
 
-def test_list_and_clear(model_path: Path, cache_dir: Path):
+def test_list_and_clean(model_path: Path, cache_dir: Path):
     session = start(model_path)
     cache = ArtifactCache(cache_dir)
     (entry,) = cache.entries()
@@ -223,18 +370,19 @@ def test_list_and_clear(model_path: Path, cache_dir: Path):
     assert entry.size == sum(
         file.stat().st_size for file in entry.folder.iterdir() if file.name != "manifest.json"
     )
-    assert clear(cache) == (1, entry.size)
+    size = sum(file.stat().st_size for file in entry.folder.iterdir())
+    assert clean(cache) == (1, size)
     assert cache.entries() == []
     check(session)  # a session that has an entry open keeps it
     assert start(model_path).ortplugins_report.source == "built"
 
 
-def test_clear_leaves_what_is_not_the_caches(model_path: Path, cache_dir: Path):
+def test_clean_leaves_what_is_not_the_caches(model_path: Path, cache_dir: Path):
     start(model_path)
     for name in ("entries", "sources", "building"):
         (cache_dir / name / "mine").mkdir()
     (cache_dir / "sources" / "code.py").write_text("mine")
-    clear(ArtifactCache(cache_dir))
+    clean(ArtifactCache(cache_dir))
     assert sorted(path.name for path in (cache_dir / "sources").iterdir()) == [
         "code.py",
         "mine",

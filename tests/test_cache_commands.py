@@ -43,14 +43,14 @@ session.run(None, {"x": np.ones((2, 512), np.float32)})
 print(session.ortplugins_report.source)
 """
 
-CHECK_AND_COLLECT = """
+CHECK_AND_PRUNE = """
 import sys
 from pathlib import Path
-from ortplugins.artifacts.maintenance import collect, verify
+from ortplugins.artifacts.maintenance import prune, verify
 from ortplugins.artifacts.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
 print([item.damage for item in verify(cache)])
-collect(cache, max_size=0)
+prune(cache, max_size=0)
 """
 
 # Becomes another user, who may not be let into this one's environment: imports come first.
@@ -66,14 +66,14 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 COLLECTOR = """
 import sys, threading
 from pathlib import Path
-from ortplugins.artifacts.maintenance import collect
+from ortplugins.artifacts.maintenance import prune
 from ortplugins.artifacts.store import ArtifactCache
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
 cache, removed = ArtifactCache(Path(sys.argv[1])), 0
 print("ready", flush=True)
 while not ended.is_set():
-    removed += len(collect(cache, max_size=0).removed)
+    removed += len(prune(cache, max_size=0).removed)
 print(removed)
 """
 
@@ -178,17 +178,17 @@ def test_list_shows_the_last_use(model_path: Path, cache_dir: Path):
     (entry,) = entries(cache_dir)
     backdate(entry.folder, 3 * DAY)
     heading, row, _ = lines("cache", "list")
-    assert heading == "Key\tModel\tSize\tAge\tLast use\tFired/refused"
+    assert heading == "Key\tModel\tSize\tLinked\tAge\tLast use\tFired/refused"
     assert row.split("\t")[1:] == [
         str(model_path),
-        row.split("\t")[2],
+        *row.split("\t")[2:4],
         "3 d",
         "3 d ago",
         "1/0",
     ]
     start(model_path)
     _, row, _ = lines("cache", "list")
-    age, used = row.split("\t")[3:5]
+    age, used = row.split("\t")[4:6]
     assert age == "3 d"
     assert used.endswith((" s ago", "1 min ago"))
 
@@ -198,24 +198,60 @@ def test_a_clock_that_was_set_back(model_path: Path, cache_dir: Path):
     (entry,) = entries(cache_dir)
     backdate(entry.folder, -30 * DAY)
     _, row, _ = lines("cache", "list")
-    assert row.split("\t")[3:5] == ["0 s", "0 s ago"]
-    assert lines("cache", "gc", "--older-than", "0s")[-1].startswith("removed 0, ")
+    assert row.split("\t")[4:6] == ["0 s", "0 s ago"]
+    assert lines("cache", "prune", "--older-than", "0s")[-1].startswith("removed 0, ")
     before = snapshot(entry.folder)
     assert start(model_path).ortplugins_report.source == "cache"
     assert snapshot(entry.folder) == before, "the later time stays"
-    (removed, _) = lines("cache", "gc", "--max-size", "0")
+    (removed, _) = lines("cache", "prune", "--max-size", "0")
     assert removed.endswith(", last used 0 s ago")
 
 
-# gc
+def test_list_and_show_as_json(model_path: Path, cache_dir: Path):
+    start(model_path)
+    (entry,) = json.loads("\n".join(lines("cache", "list", "--format", "json")))
+    assert (entry["model"], entry["fired"], entry["refused"]) == (str(model_path), 1, 0)
+    assert entry["size"] > 0
+    shown = json.loads("\n".join(lines("cache", "show", entry["key"][:8])))
+    assert shown.items() >= entry.items()
+    assert set(shown["manifest"]["files"]) >= {"model.onnx"}
+    done = ortp("cache", "show", "x")
+    assert (done.returncode, "no entry" in done.stderr) == (2, True)
 
 
-def test_gc_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: Path):
+def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir: Path):
+    explain = ("cache", "explain", model_path, "--pass", "dq_matmulnbits_fusion")
+    assert lines(*explain, code=1)[1:] == ["the cache is empty"]
+    start(model_path)
+    (line,) = lines(*explain)
+    assert line.startswith(f"{model_path}: found as ")
+    _, nearest, *differences = lines(
+        *explain,
+        *("--set", "dq_matmulnbits_fusion.accuracy_level=4"),
+        *("--optimization-level", "basic"),
+        code=1,
+    )
+    assert nearest.endswith(f", made from {model_path}")
+    assert '  optimizers.level: "ORT_ENABLE_BASIC" here, "ORT_ENABLE_ALL" there' in differences
+    (option,) = [line for line in differences if "accuracy_level" in line]
+    assert option.startswith("  passes.dq_matmulnbits_fusion.options.accuracy_level: 4 here, ")
+    assert len(differences) == 2
+    # Another content of the data file.
+    data = model_path.with_name("model.onnx.data")
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    _, _, difference = lines(*explain, code=1)
+    assert difference.startswith("  data.model.onnx.data: ")
+
+
+# prune
+
+
+def test_prune_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: Path):
     fill(tmp_path)
     # The oldest is used again, so the second is now the one to go.
     assert start(tmp_path / "0.onnx").ortplugins_report.source == "cache"
     assert names(cache_dir) == ["1.onnx", "2.onnx", "0.onnx"]
-    one, total = lines("cache", "gc", "--max-size", _disk(cache_dir) - 1)
+    one, total = lines("cache", "prune", "--max-size", _disk(cache_dir) - 1)
     assert one.startswith("removed: ")
     assert f" {tmp_path / '1.onnx'}, " in one
     assert one.endswith(", last used 2 d ago")
@@ -227,27 +263,29 @@ def test_gc_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: Pat
     assert start(tmp_path / "1.onnx").ortplugins_report.source == "built"
 
 
-def test_gc_removes_what_was_not_used_for_long(tmp_path: Path, cache_dir: Path):
+def test_prune_removes_what_was_not_used_for_long(tmp_path: Path, cache_dir: Path):
     fill(tmp_path, 4)
-    assert lines("cache", "gc", "--older-than", "2w")[-1].startswith("removed 0, 0 bytes; 4 ")
-    removed = lines("cache", "gc", "--older-than", "36h")[:-1]
+    assert lines("cache", "prune", "--older-than", "2w")[-1].startswith(
+        "removed 0, 0 bytes; 4 "
+    )
+    removed = lines("cache", "prune", "--older-than", "36h")[:-1]
     assert [line.partition(", ")[0][-6:] for line in removed] == ["0.onnx", "1.onnx", "2.onnx"]
     assert names(cache_dir) == ["3.onnx"]
 
 
-def test_gc_takes_both_limits(tmp_path: Path, cache_dir: Path):
+def test_prune_takes_both_limits(tmp_path: Path, cache_dir: Path):
     fill(tmp_path, 4)
     sizes = [_disk(entry.folder) for entry in entries(cache_dir)]
-    lines("cache", "gc", "--older-than", "84h", "--max-size", sum(sizes[2:]))
+    lines("cache", "prune", "--older-than", "84h", "--max-size", sum(sizes[2:]))
     assert names(cache_dir) == ["2.onnx", "3.onnx"]
 
 
 def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
     fill(tmp_path)
     before = snapshot(cache_dir)
-    would = lines("cache", "gc", "--max-size", "0", "--dry-run")
+    would = lines("cache", "prune", "--max-size", "0", "--dry-run")
     assert snapshot(cache_dir) == before
-    did = lines("cache", "gc", "--max-size", "0")
+    did = lines("cache", "prune", "--max-size", "0")
     assert [
         line.replace("would remove", "removed").replace("would ", "") for line in would
     ] == did
@@ -256,25 +294,25 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps files that are open")
-def test_a_session_keeps_what_gc_removes(model_path: Path, cache_dir: Path):
+def test_a_session_keeps_what_prune_removes(model_path: Path, cache_dir: Path):
     session = start(model_path)
     (entry,) = entries(cache_dir)
     backdate(entry.folder, DAY)
-    lines("cache", "gc", "--max-size", "0")
+    lines("cache", "prune", "--max-size", "0")
     assert not entry.folder.exists()
     check(session)
 
 
-def test_gc_leaves_what_was_used_a_moment_ago(model_path: Path, cache_dir: Path):
+def test_prune_leaves_what_was_used_a_moment_ago(model_path: Path, cache_dir: Path):
     start(model_path)
-    left, total = lines("cache", "gc", "--max-size", "0", "--older-than", "0s")
+    left, total = lines("cache", "prune", "--max-size", "0", "--older-than", "0s")
     assert left.startswith("left: ")
     assert left.endswith(": used a moment ago")
     assert total.startswith("removed 0, 0 bytes; 1 remain, ")
     assert start(model_path).ortplugins_report.source == "cache"
 
 
-def test_gc_leaves_what_is_being_built(model_path: Path, cache_dir: Path):
+def test_prune_leaves_what_is_being_built(model_path: Path, cache_dir: Path):
     start(model_path)
     (entry,) = entries(cache_dir)
     backdate(entry.folder, DAY)
@@ -283,19 +321,19 @@ def test_gc_leaves_what_is_being_built(model_path: Path, cache_dir: Path):
     half.mkdir()
     (half / "model.onnx").write_bytes(bytes(1000))
     with filelock.FileLock(lock):
-        left, _ = lines("cache", "gc", "--max-size", "0")
+        left, _ = lines("cache", "prune", "--max-size", "0")
         assert left.endswith(": being built, or removed, by another process")
         assert half.exists()
     assert entry.folder.exists()
     # The builder is gone, and did not finish.
-    removed, abandoned, _ = lines("cache", "gc", "--max-size", "0")
+    removed, abandoned, _ = lines("cache", "prune", "--max-size", "0")
     assert str(model_path) in removed
     assert abandoned == "removed: what builders left that were killed, 1.0 kB"
     assert not half.exists()
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["none", "cut"])
-def test_gc_takes_entries_without_a_manifest(
+def test_prune_takes_entries_without_a_manifest(
     model_path: Path, cache_dir: Path, content: str | None
 ):
     start(model_path)
@@ -306,7 +344,7 @@ def test_gc_takes_entries_without_a_manifest(
         manifest.write_text(content)
     for path in (entry.folder, *entry.folder.iterdir()):
         os.utime(path, (time.time() - DAY, time.time() - DAY))
-    removed, _ = lines("cache", "gc", "--older-than", "12h")
+    removed, _ = lines("cache", "prune", "--older-than", "12h")
     assert removed.startswith(f"removed: {entry.folder.name[:12]}, ")
     assert not entry.folder.exists()
 
@@ -321,8 +359,8 @@ def test_gc_takes_entries_without_a_manifest(
         (["--older-than", "2m"], ["'2m'", "45min"]),
     ],
 )
-def test_gc_with_limits_that_say_nothing(arguments: list[str], words: list[str]):
-    done = ortp("cache", "gc", *arguments)
+def test_prune_with_limits_that_say_nothing(arguments: list[str], words: list[str]):
+    done = ortp("cache", "prune", *arguments)
     assert done.returncode == 2
     assert [word for word in words if word not in done.stderr] == []
 
@@ -388,7 +426,9 @@ def test_what_is_found_while_two_collect_stays_whole(
                 built += 1
                 for index in range(20):
                     (result / f"{index}.data").write_bytes(bytes([index]) * 100)
-                cache.publish(key, result, {"model": "bytes", "report": {}})
+                cache.publish(
+                    key, result, {"model": "bytes", "made_from": {"digest": ""}, "report": {}}
+                )
         try:
             backdate(cache_dir / "entries" / key, DAY)
         except FileNotFoundError:
@@ -477,13 +517,13 @@ def test_verify_names_what_is_damaged(
 
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path):
     assert lines("cache", "verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
-    (line,) = lines("cache", "gc", "--max-size", "0")
+    (line,) = lines("cache", "prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
     assert not cache_dir.exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
-@pytest.mark.parametrize("command", [["verify"], ["gc", "--max-size", "0"]], ids="".join)
+@pytest.mark.parametrize("command", [["verify"], ["prune", "--max-size", "0"]], ids="".join)
 def test_a_directory_that_others_may_write_to(cache_dir: Path, command: list[str]):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
@@ -503,12 +543,11 @@ def session(path: Path, cache_dir: Path, prelude: str = "") -> str:
 
 
 def test_a_session_finds_what_was_warmed(model_path: Path, cache_dir: Path):
-    os.utime(model_path.with_name("model.onnx.data"), (1.7e9, 1.7e9))
-    (line,) = lines("warm", model_path)
+    (line,) = lines("cache", "warm", model_path)
     assert line.startswith(f"{model_path}: built: fired 2, refused 0; ")
     assert line.endswith(" kB on disk")
     assert session(model_path, cache_dir) == "cache"
-    (line,) = lines("warm", model_path)
+    (line,) = lines("cache", "warm", model_path)
     assert line.startswith(f"{model_path}: cache: fired 2, refused 0; ")
     assert len(entries(cache_dir)) == 1
 
@@ -528,8 +567,7 @@ def image() -> Iterator[Path]:
 def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
     model, output = image / "model.onnx", image / "cache"
     ir.save(CASE.model(), model, external_data="model.onnx.data")
-    os.utime(image / "model.onnx.data", (1.7e9, 1.7e9))
-    lines("warm", model, "--output", output)
+    lines("cache", "warm", model, "--cache-dir", output)
     (entry,) = entries(output)
     backdate(entry.folder, DAY)
     for path in (output, *output.rglob("*")):
@@ -542,7 +580,7 @@ def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
     prelude = "" if os.geteuid() else AS_NOBODY
 
     assert session(model, output, prelude) == "cache"
-    done = execute(sys.executable, "-c", prelude + CHECK_AND_COLLECT, output)
+    done = execute(sys.executable, "-c", prelude + CHECK_AND_PRUNE, output)
     assert done.stdout == "[{}]\n"
     assert f"PermissionError: {output}: cannot be written" in done.stderr
     assert snapshot(output) == before
@@ -551,7 +589,7 @@ def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
 def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Path):
     key = "session.qdq_matmulnbits_accuracy_level"
     lines(
-        *("warm", model_path, "--pass", "dq_matmulnbits_fusion"),
+        *("cache", "warm", model_path, "--pass", "dq_matmulnbits_fusion"),
         *("--set", "dq_matmulnbits_fusion.slow_kernels=keep"),
         *("--session-entry", f"{key}=4", "--optimization-level", "basic"),
     )
@@ -576,7 +614,7 @@ def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Pa
 def test_warm_goes_on_after_a_model_that_fails(model_path: Path, cache_dir: Path):
     missing, empty = model_path.with_name("gone.onnx"), model_path.with_name("empty.onnx")
     empty.touch()
-    done = ortp("warm", missing, model_path, empty, "--pass", "dq_matmulnbits_fusion")
+    done = ortp("cache", "warm", missing, model_path, empty, "--pass", "dq_matmulnbits_fusion")
     assert done.returncode == 1
     assert done.stdout.startswith(f"{model_path}: built: fired 1, refused 0; ")
     first, second = done.stderr.splitlines()
@@ -588,7 +626,7 @@ def test_warm_goes_on_after_a_model_that_fails(model_path: Path, cache_dir: Path
 def test_warm_fails_where_nothing_can_be_kept(model_path: Path, tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    done = ortp("warm", model_path, "--output", blocked / "cache")
+    done = ortp("cache", "warm", model_path, "--cache-dir", blocked / "cache")
     assert (done.returncode, done.stdout) == (1, "")
     told, line = done.stderr.splitlines()
     assert told.startswith(f"{model_path}: may take ")
@@ -612,20 +650,18 @@ def test_warm_fails_where_nothing_can_be_kept(model_path: Path, tmp_path: Path):
 def test_warm_with_options_that_nobody_knows(
     model_path: Path, cache_dir: Path, arguments: list[str], words: list[str]
 ):
-    done = ortp("warm", model_path, *arguments)
+    done = ortp("cache", "warm", model_path, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert [word for word in words if word not in done.stderr] == []
     assert not cache_dir.exists()
 
 
 def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
-    data = model_path.with_name("model.onnx.data")
-    os.utime(data, ns=(10**18, 10**18 + 5))
     seen: list[WarmResult] = []
     (result,) = warm(
         [model_path],
         [ortplugins.DqMatMulNBitsFusion(accuracy_level=4)],
-        output=tmp_path / "out",
+        cache_dir=tmp_path / "out",
         disabled_optimizers=["ConstantFolding"],
         done=seen.append,
     )
@@ -636,8 +672,6 @@ def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
     assert folder.parent == tmp_path / "out" / "entries"
     assert result.size == _disk(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-    (note,) = result.notes
-    assert note.endswith(f"touch -d @1000000000 {data}")
     assert not cache_dir.exists()
 
     so = ort.SessionOptions()
@@ -656,4 +690,8 @@ def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
 def _disk(folder: Path) -> int:
     """Bytes of an entry, or of all entries of a cache."""
     top = folder / "entries" if (folder / "entries").exists() else folder
-    return sum(path.stat().st_size for path in top.rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_size
+        for path in top.rglob("*")
+        if path.is_file() and path.stat().st_nlink == 1
+    )

@@ -555,32 +555,34 @@ def test_cache_lists_what_a_session_left_and_clears_it(
     ortp: Command, tmp_path: Path, cache_dir: Path
 ):
     model = save(FUSED, tmp_path / "model.onnx")
-    assert ortp("cache", "list").stdout.endswith(f"0 in all, 0 bytes, in {cache_dir}\n")
+    assert ortp("cache", "list").stdout.endswith(
+        f"0 in all, 0 bytes, and 0 bytes linked, in {cache_dir}\n"
+    )
 
     options = ort.SessionOptions()
     session_options.configure(options, session_options.DqMatMulNBitsFusion())
     ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     (entry,) = ArtifactCache(cache_dir).entries()
     _, row, total = ortp("cache", "list").stdout.splitlines()
-    key, path, _, age, _, fate = row.split("\t")
+    key, path, _, _, age, _, fate = row.split("\t")
     assert entry.folder.name.startswith(key)
     assert (path, fate) == (str(model), "1/0")
     assert age.endswith((" s", " min"))
     assert total.startswith("1 in all, ")
 
-    done = ortp("cache", "clear")
+    done = ortp("cache", "clean")
     assert done.returncode == 0
     assert done.stdout.startswith("removed 1, ")
     assert done.stdout.endswith(f", from {cache_dir}\n")
     assert ArtifactCache(cache_dir).entries() == []
 
 
-def test_cache_path_is_the_option_else_the_environment(
+def test_cache_dir_is_the_option_else_the_environment(
     ortp: Command, tmp_path: Path, cache_dir: Path
 ):
-    assert ortp("cache", "path").stdout == f"{cache_dir}\n"
+    assert ortp("cache", "dir").stdout == f"{cache_dir}\n"
     chosen = tmp_path / "chosen"
-    assert ortp("cache", "path", "--cache-dir", chosen).stdout == f"{chosen}\n"
+    assert ortp("cache", "dir", "--cache-dir", chosen).stdout == f"{chosen}\n"
     assert not chosen.exists()
 
 

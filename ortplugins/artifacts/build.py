@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
-__all__ = ["Built", "build_entry", "is_usable", "look_up"]
+__all__ = [
+    "Built",
+    "build_entry",
+    "cache_of",
+    "is_usable",
+    "look_up",
+    "session_key_content",
+]
 
 import dataclasses
 import os
@@ -12,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts.directory import cache_root, remove_tree
+from ortplugins.artifacts.directory import cache_limit, cache_root, remove_tree
 from ortplugins.artifacts.manifest import Entry, write_manifest
-from ortplugins.artifacts.source_index import content_digest, content_key
+from ortplugins.artifacts.source_index import content_digest, content_key, key_content
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import BuildRequest
@@ -52,8 +59,34 @@ def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
     """
     digest = _digest(request, cache)
     locations = cache.sources.data_locations(digest)
-    key = None if locations is None else _key(request, digest, locations)
-    return None if key is None else cache.find(key)
+    content = None if locations is None else _key_content(request, cache, digest, locations)
+    return None if content is None else cache.find(content_key(content))
+
+
+def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
+    """Return everything that the entry of a request depends on; its hash is the key.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model or its data can't be read.
+    """
+    digest = _digest(request, cache)
+    locations = cache.sources.data_locations(digest)
+    content = None if locations is None else _key_content(request, cache, digest, locations)
+    if content is None:  # a new model, or one whose data is missing, which loading reports
+        locations = list(request.load().data_files)
+        content = _key_content(request, cache, digest, locations)
+    if content is None:
+        raise MissingFileError(f"{request.name}: its data vanished while it was read")
+    return content
+
+
+def cache_of(plan: Plan) -> ArtifactCache:
+    """Return the cache of a plan's sessions.
+
+    Raises:
+        OptionError: If the environment has a limit that is not a size.
+    """
+    return ArtifactCache(cache_root(plan.cache_dir), cache_limit(plan.cache_limit))
 
 
 def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
@@ -90,7 +123,7 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails and the plan is strict, or nothing can be written.
     """
-    cache = ArtifactCache(cache_root(request.plan.cache_dir))
+    cache = cache_of(request.plan)
     try:
         with cache.one_at_a_time(_digest(request, cache)):
             entry = look_up(request, cache)
@@ -105,7 +138,8 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
             OrtpluginsWarning,
         )
     try:
-        write_manifest(spare, _build(request, request.load(), spare))
+        manifest = _build(request, request.load(), spare)
+        write_manifest(spare, {**manifest, "made_from": {}})
     except MissingFileError:
         raise
     except OSError as error:
@@ -119,16 +153,20 @@ def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
     loaded = request.load()
     locations = list(loaded.data_files)
     cache.sources.remember_data_locations(digest, locations)
-    if (key := _key(request, digest, locations)) is None:
+    if (content := _key_content(request, cache, digest, locations)) is None:
         raise FileNotFoundError("external data vanished while the model was read")
+    key = content_key(content)
     with cache.build(key, lambda entry: is_usable(entry, request.plan)) as folder:
         if isinstance(folder, Entry):
             return Built(folder.folder, "cache")
-        manifest = _build(request, loaded, folder)
+        with cache.sources.keep_digests(loaded.data_files.values()):
+            manifest = _build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
-        if _key(request, _digest(request, cache), locations) != key:
+        if _key_content(request, cache, _digest(request, cache), locations) != content:
             raise FileNotFoundError("the model changed while it was read")
-        return Built(cache.publish(key, folder, manifest).folder, "built")
+        return Built(
+            cache.publish(key, folder, {**manifest, "made_from": content}).folder, "built"
+        )
 
 
 def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
@@ -153,10 +191,15 @@ def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
         raise ModelFileError(f"{request.name}: cannot be read: {error.strerror}") from error
 
 
-def _key(request: BuildRequest, digest: str, locations: Sequence[str]) -> str | None:
-    """Key of the entry; None when a data file is missing."""
-    files = [_data_file(request, location) for location in sorted(locations)]
-    return content_key(digest, files, request.key_parts())
+def _key_content(
+    request: BuildRequest, cache: ArtifactCache, digest: str, locations: Sequence[str]
+) -> dict[str, Any] | None:
+    """What the key of the entry is made from; None when a data file is missing."""
+    try:
+        data = {x: cache.sources.file_digest(_data_file(request, x)) for x in locations}
+    except OSError:
+        return None
+    return key_content(digest, data, request.key_parts())
 
 
 def _data_file(request: BuildRequest, location: str) -> Path:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 __all__ = [
     "CacheDirectory",
+    "cache_limit",
     "cache_root",
     "disk_size",
     "read_json",
@@ -25,13 +26,18 @@ __all__ = [
 ]
 
 import contextlib
+import errno
 import json
 import os
 import re
 import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ortplugins.errors import OrtpluginsWarning
+from session_options.keys import parse_size
 
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
@@ -40,6 +46,10 @@ _NAMES = {
     "building": re.compile(r"[0-9a-f]{40}\..+"),
     "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
 }
+
+
+# What flock says on NFS without its lock daemon, and on some FUSE file systems.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def cache_root(chosen: str = "") -> Path:
@@ -51,12 +61,26 @@ def cache_root(chosen: str = "") -> Path:
     return Path(platformdirs.user_cache_dir("ortplugins", appauthor=False))
 
 
+def cache_limit(chosen: str = "") -> int | None:
+    """Return the bytes that the cache may take: as chosen, by ORTPLUGINS_CACHE_LIMIT, or any.
+
+    Raises:
+        OptionError: If the text is not a size.
+    """
+    if chosen:
+        return parse_size("ortplugins.cache_limit", chosen)
+    variable = "ORTPLUGINS_CACHE_LIMIT"
+    text = os.environ.get(variable, "")
+    return parse_size(f"environment variable {variable}", text) if text else None
+
+
 class CacheDirectory:
     """One cache directory, private to the user."""
 
     def __init__(self, root: Path) -> None:
         """Name a directory; nothing is created before something is stored."""
         self.root = root
+        self._has_locks = True
 
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
@@ -97,8 +121,12 @@ class CacheDirectory:
         ]
 
     @contextlib.contextmanager
-    def lock(self, name: str, timeout: float = -1) -> Iterator[None]:
+    def lock(self, name: str, timeout: float = -1) -> Iterator[bool]:
         """Hold the lock of a key, or of a model.
+
+        Yields:
+            Whether it is held. Where the file system has no locks, a warning says so, and
+            nobody waits: several processes may build one entry, and one of them publishes.
 
         Raises:
             TimeoutError: If another process holds it for longer than ``timeout`` seconds.
@@ -108,17 +136,36 @@ class CacheDirectory:
 
         path = self.make("locks") / f"{name}.lock"
         # filelock.Timeout is a TimeoutError.
-        with filelock.FileLock(path, mode=0o600, timeout=timeout):
-            yield
+        lock = filelock.FileLock(path, mode=0o600, timeout=timeout)
+        try:
+            lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise
+            if self._has_locks:
+                self._has_locks = False
+                warnings.warn(
+                    f"{self.root}: its file system has no locks ({error}), so processes that "
+                    "start together may each build the same entry",
+                    OrtpluginsWarning,
+                    stacklevel=2,
+                )
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
 
 def disk_size(folder: Path) -> int:
-    """Return the bytes of all files below a folder, which may vanish meanwhile."""
+    """Return the bytes that removing a folder frees; its files may vanish meanwhile."""
     size = 0
     for parent, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(parent, name)).st_size
+                status = os.lstat(os.path.join(parent, name))
+                size += status.st_size if status.st_nlink == 1 else 0
     return size
 
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortplugins.artifacts.build import build_entry, is_usable, look_up
-from ortplugins.artifacts.directory import cache_root
+from ortplugins.artifacts.build import build_entry, cache_of, is_usable, look_up
 from ortplugins.artifacts.manifest import Entry, read_manifest
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import PassError
@@ -51,7 +50,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails and the plan is strict, or nothing can be built.
     """
-    cache = ArtifactCache(cache_root(request.plan.cache_dir))
+    cache = cache_of(request.plan)
     entry = look_up(request, cache)
     if entry is not None and is_usable(entry, request.plan, warn=True):
         return _from_entry(entry, "cache", request)

@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
-__all__ = ["CollectResult", "EntryInfo", "VerifyResult", "clear", "collect", "share", "verify"]
+__all__ = [
+    "PruneResult",
+    "EntryInfo",
+    "VerifyResult",
+    "clean",
+    "choose",
+    "prune",
+    "share",
+    "verify",
+]
 
 import contextlib
 import dataclasses
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ortplugins.artifacts.directory import disk_size, remove_tree
 from ortplugins.artifacts.manifest import MANIFEST, USE_SECONDS, Entry, last_use, read_manifest
@@ -22,6 +32,8 @@ from ortplugins.artifacts.store import ArtifactCache
 _OPENING_SECONDS = 2 * USE_SECONDS
 # An entry that is being removed is without its manifest for less than this.
 _REMOVING_SECONDS = 0.1
+# What belongs to no entry after this time will not get one.
+_INDEX_SECONDS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +42,27 @@ class EntryInfo:
 
     Attributes:
         key: Its key.
-        model: The model that it was made from; empty where the manifest does not tell.
-        size: Bytes that it takes.
+        manifest: Its manifest; None where it has none that can be used.
+        size: Bytes that it takes; hard links to files that are still elsewhere take none.
         last_used: As :attr:`Entry.last_used`, but ahead of a clock that was set back.
         stamp: Changes with every use that is written down.
     """
 
     key: str
-    model: str
+    manifest: dict[str, Any] | None
     size: int
     last_used: float
     stamp: int
 
+    @property
+    def model(self) -> str:
+        """The model that it was made from; empty where the manifest does not tell."""
+        return _model_of(self.manifest)
+
 
 @dataclasses.dataclass(frozen=True)
-class CollectResult:
-    """What :func:`collect` did.
+class PruneResult:
+    """What :func:`prune` did.
 
     Attributes:
         removed: The least recently used first.
@@ -73,26 +90,30 @@ class VerifyResult:
     """
 
     key: str
-    manifest: dict[str, object] | None
+    manifest: dict[str, Any] | None
     damage: dict[str, str]
 
     @property
     def model(self) -> str:
         """The model that it was made from; empty where the manifest does not tell."""
-        return str(self.manifest.get("model", "")) if self.manifest else ""
+        return _model_of(self.manifest)
+
+
+def _model_of(manifest: dict[str, Any] | None) -> str:
+    return str(manifest.get("model", "")) if manifest else ""
 
 
 class EntryInUse(Exception):
     """An entry stays; the text is the reason a user reads."""
 
 
-def collect(
+def prune(
     cache: ArtifactCache,
     max_size: int | None = None,
     older_than: float | None = None,
     *,
     dry_run: bool = False,
-) -> CollectResult:
+) -> PruneResult:
     """Remove what was not used for long, and the least recently used above a size.
 
     Entries leave by a rename and are unlinked afterwards, so a process that has one open
@@ -104,7 +125,7 @@ def collect(
         cache: The cache.
         max_size: Bytes that the entries may take together; any number by default.
         older_than: Seconds without a use after which an entry goes; never by default.
-        dry_run: Tell what would go, and remove nothing.
+        dry_run: Only report what would go.
 
     Returns:
         What went, and what should have gone and did not.
@@ -114,44 +135,74 @@ def collect(
         OSError: If something else can't be renamed.
     """
     cache.check_trusted()
-    stored = sorted(_stored(cache), key=lambda item: item.last_used)
+    stored = list(_stored(cache))
     if stored and not dry_run and not os.access(cache.root / "entries", os.W_OK):
         raise PermissionError(
             f"{cache.root}: cannot be written, and nothing was removed; run this as the "
             "user that the directory belongs to, where it is mounted for writing"
         )
-    abandoned = _clear_abandoned(cache, dry_run)
-    size, kept = sum(item.size for item in stored), len(stored)
+    abandoned = _remove_abandoned(cache, dry_run)
+    chosen, in_use = choose(stored, max_size, older_than, time.time())
     removed: list[EntryInfo] = []
-    left: list[tuple[EntryInfo, str]] = []
-    for item in stored:
-        # Where the clock was set back, uses lie ahead of it and nothing has expired.
-        expired = older_than is not None and time.time() - item.last_used > older_than
-        if not expired and (max_size is None or size <= max_size):
-            break  # the others were used later
+    left = [(item, "used a moment ago") for item in in_use]
+    for item in chosen:
         try:
-            _remove(cache, item, dry_run)
+            if not dry_run:
+                _remove(cache, item)
             removed.append(item)
         except EntryInUse as reason:
             left.append((item, str(reason)))
-            continue
         except FileNotFoundError:
-            pass  # another process was quicker
-        size, kept = size - item.size, kept - 1
-    return CollectResult(tuple(removed), tuple(left), abandoned, kept, size)
+            stored.remove(item)  # another process was quicker
+    if not dry_run:
+        _prune_index(cache)
+    kept = [item for item in stored if item not in removed]
+    return PruneResult(
+        tuple(removed), tuple(left), abandoned, len(kept), sum(item.size for item in kept)
+    )
 
 
-def _remove(cache: ArtifactCache, item: EntryInfo, dry_run: bool) -> None:
+def choose(
+    stored: Iterable[EntryInfo],
+    max_size: int | None,
+    older_than: float | None,
+    now: float,
+) -> tuple[list[EntryInfo], list[EntryInfo]]:
+    """Choose the entries to remove, the least recently used first.
+
+    Args:
+        stored: All entries.
+        max_size: As for :func:`prune`.
+        older_than: As for :func:`prune`.
+        now: Seconds since the epoch.
+
+    Returns:
+        Those to remove; those that should go, but may be about to be opened.
+    """
+    ordered = sorted(stored, key=lambda item: item.last_used)
+    size = sum(item.size for item in ordered)
+    chosen: list[EntryInfo] = []
+    in_use: list[EntryInfo] = []
+    for item in ordered:
+        # Where the clock was set back, uses lie ahead of it and nothing has expired.
+        expired = older_than is not None and now - item.last_used > older_than
+        if not expired and (max_size is None or size <= max_size):
+            break  # the others were used later
+        if abs(now - item.stamp / 1e9) < _OPENING_SECONDS:
+            in_use.append(item)
+        else:
+            chosen.append(item)
+            size -= item.size
+    return chosen, in_use
+
+
+def _remove(cache: ArtifactCache, item: EntryInfo) -> None:
     """Remove an entry that nobody is about to open.
 
     Raises:
         EntryInUse: If somebody is, and it stays.
         OSError: If it can't be renamed; FileNotFoundError if it is gone.
     """
-    if abs(time.time() - item.stamp / 1e9) < _OPENING_SECONDS:
-        raise EntryInUse("used a moment ago")
-    if dry_run:
-        return
     try:
         with cache.lock(item.key, timeout=0):
             aside = _remove_unless_used(cache, item)
@@ -161,7 +212,32 @@ def _remove(cache: ArtifactCache, item: EntryInfo, dry_run: bool) -> None:
         if os.name != "nt":
             raise
         raise EntryInUse("open in a process, and Windows keeps files that are open") from None
-    remove_tree(aside)
+    cache.delete(aside, item.manifest)
+
+
+def _prune_index(cache: ArtifactCache) -> None:
+    """Remove what is known of models that no entry is made from, and unused locks."""
+    manifests = [entry.manifest for entry in cache.entries()]
+    sources = {f"{manifest['made_from']['digest']}.json" for manifest in manifests}
+    keys = {path.name for path in cache.own("entries")}
+    for path in cache.own("sources"):
+        if path.name not in sources and _is_old(path):
+            path.unlink(missing_ok=True)
+    for path in cache.own("digests"):
+        if not cache.sources.is_current(path):
+            path.unlink(missing_ok=True)
+    for path in cache.own("locks"):
+        name = path.name.removesuffix(".lock")
+        if name not in keys and _is_old(path):
+            with contextlib.suppress(OSError), cache.lock(name, timeout=0):
+                path.unlink(missing_ok=True)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether no process can be about to make use of a file."""
+    with contextlib.suppress(OSError):
+        return time.time() - os.stat(path).st_mtime > _INDEX_SECONDS
+    return False
 
 
 def _remove_unless_used(cache: ArtifactCache, item: EntryInfo) -> Path:
@@ -199,9 +275,8 @@ def _stored(cache: ArtifactCache) -> Iterator[EntryInfo]:
             stamp = last_use(path)
         except OSError:  # removed just now
             continue
-        model = str(manifest.get("model", "")) if manifest else ""
         used = max(published, stamp / 1e9)
-        yield EntryInfo(path.name, model, disk_size(path), used, stamp)
+        yield EntryInfo(path.name, manifest, disk_size(path), used, stamp)
 
 
 def verify(cache: ArtifactCache) -> Iterator[VerifyResult]:
@@ -232,31 +307,53 @@ def _verify_entry(path: Path) -> VerifyResult | None:
     return None
 
 
-def clear(cache: ArtifactCache) -> tuple[int, int]:
+def clean(cache: ArtifactCache) -> tuple[int, int]:
     """Remove everything that the cache has put into its directory.
 
-    A process that has an entry open keeps it until it closes: the files are unlinked
-    only. Another process's build in progress is left alone.
+    Entries leave by a rename, so no reader sees half of one; a process that has an entry open
+    keeps it until it closes. Another process's build in progress is left alone.
 
     Returns:
         Number of entries and bytes removed.
+
+    Raises:
+        PermissionError: If the directory is not to be trusted.
+        OSError: If an entry can't be renamed.
     """
-    removed = cache.entries()
+    cache.check_trusted()
+    removed = list(_stored(cache))
     # By their names: the directory may be one that holds a user's files as well.
-    for path in cache.own("entries"):
-        remove_tree(path)
-    for path in (*cache.own("sources"), *cache.own("digests")):
-        path.unlink(missing_ok=True)
-    _clear_abandoned(cache)
-    return len(removed), sum(entry.size for entry in removed)
+    for item in removed:
+        with contextlib.suppress(FileNotFoundError):  # by another process, just now
+            remove_tree(cache.move_aside(item.key))
+    _remove_abandoned(cache)
+    for path in (*cache.own("sources"), *cache.own("digests"), *cache.own("locks")):
+        with contextlib.suppress(OSError):
+            if path.parent.name != "locks":
+                path.unlink()
+                continue
+            with cache.lock(path.name.removesuffix(".lock"), timeout=0):
+                path.unlink()
+    return len(removed), sum(item.size for item in removed)
 
 
 def share(cache: ArtifactCache) -> None:
     """Let other users read the entries, and none but this one write.
 
+    A hard link has the modes of the file that it links to, which are not changed: where other
+    users can't read that file, a copy takes the link's place.
+
     Raises:
         OSError: If the modes can't be changed.
     """
+    linked = set()
+    for entry in cache.entries():
+        for name in list(entry.manifest["links"]):
+            path = entry.folder / name
+            if os.stat(path).st_mode & 0o444 == 0o444:
+                linked.add(path)
+            else:
+                entry.copy_linked(name)
     names = ("entries", "sources", "digests")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
@@ -265,6 +362,8 @@ def share(cache: ArtifactCache) -> None:
             for parent, folders, files in os.walk(path):
                 paths += [Path(parent, inner) for inner in (*folders, *files)]
     for path in paths:
+        if path in linked:
+            continue
         with contextlib.suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.stat(path).st_mode)
             readable = 0o555 if path.is_dir() else 0o444
@@ -272,14 +371,15 @@ def share(cache: ArtifactCache) -> None:
                 os.chmod(path, shared)
 
 
-def _clear_abandoned(cache: ArtifactCache, dry_run: bool = False) -> int:
+def _remove_abandoned(cache: ArtifactCache, dry_run: bool = False) -> int:
     """Remove what builders left that were killed; return its bytes."""
     size = 0
     for dead in cache.own("building"):
         # One that can't be locked is being built, or is not ours to remove.
         key = dead.name.partition(".")[0]
-        with contextlib.suppress(OSError), cache.lock(key, timeout=0):
-            size += disk_size(dead)
-            if not dry_run:
-                remove_tree(dead)
+        with contextlib.suppress(OSError), cache.lock(key, timeout=0) as is_alone:
+            if is_alone or _is_old(dead):
+                size += disk_size(dead)
+                if not dry_run:
+                    remove_tree(dead)
     return size

@@ -10,6 +10,7 @@ __all__ = [
     "Entry",
     "file_sha256",
     "last_use",
+    "link_status",
     "read_manifest",
     "write_manifest",
 ]
@@ -20,10 +21,11 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ortplugins.artifacts.directory import read_json
+from ortplugins.artifacts.directory import read_json, write_json
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -50,8 +52,14 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(self.manifest["files"].values())
+        """Bytes of its own files; not of those that are hard links to the source's."""
+        links, files = self.manifest["links"], self.manifest["files"]
+        return sum(int(size) for name, size in files.items() if name not in links)
+
+    @property
+    def linked_size(self) -> int:
+        """Bytes of files that are hard links to the source's."""
+        return int(sum(self.manifest["files"].values())) - self.size
 
     @property
     def created(self) -> float:
@@ -96,6 +104,21 @@ class Entry:
             return f"cannot be read: {error.strerror}"
         return None
 
+    def copy_linked(self, name: str) -> None:
+        """Put a copy in the place of a hard link.
+
+        Raises:
+            OSError: If it can't be written.
+        """
+        import shutil
+
+        path = self.folder / name
+        copy = path.with_name(f"{name}.copy")
+        shutil.copyfile(path, copy)
+        os.replace(copy, path)
+        del self.manifest["links"][name]
+        write_json(self.folder, MANIFEST, self.manifest)
+
     def note_use(self) -> bool:
         """Write down that the entry is used now; return False if it was removed meanwhile.
 
@@ -123,21 +146,46 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     if any(os.path.basename(name) != name or type(files[name]) is not int for name in files):
         return None
-    digests = content.get("digests")
-    return content if isinstance(digests, dict) and digests.keys() >= files.keys() else None
+    parts = [content.get(name) for name in ("digests", "links", "made_from")]
+    if not all(isinstance(part, dict) for part in parts):
+        return None
+    is_complete = content["digests"].keys() >= files.keys() >= content["links"].keys()
+    return content if is_complete else None
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, manifest: dict[str, Any], known: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Complete a manifest with sizes, digests and time, and write it.
+
+    Args:
+        folder: Files of the entry.
+        manifest: What the builder says; ``links`` has the sources of hard links by name.
+        known: Digests of files that need not be read.
 
     Raises:
         OSError: If it can't be written.
     """
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    digests = {name: file_sha256(folder / name) for name in sizes}
-    complete = {**manifest, "files": sizes, "digests": digests, "created": time.time()}
+    stats = {file.name: file.stat() for file in sorted(folder.iterdir())}
+    known = known or {}
+    complete = {
+        **manifest,
+        "files": {name: status.st_size for name, status in stats.items()},
+        "digests": {name: known.get(name) or file_sha256(folder / name) for name in stats},
+        "links": {
+            name: {"source": source, "status": link_status(stats[name])}
+            for name, source in manifest.get("links", {}).items()
+            if name in stats
+        },
+        "created": time.time(),
+    }
     (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
     return complete
+
+
+def link_status(status: os.stat_result) -> list[int]:
+    """Return what shows that a linked file was written to, or is another one."""
+    return [status.st_ino, status.st_mtime_ns]
 
 
 def last_use(folder: Path) -> int:

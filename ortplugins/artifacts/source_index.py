@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-__all__ = ["SourceIndex", "content_digest", "content_key"]
+__all__ = ["SourceIndex", "content_digest", "content_key", "key_content"]
 
 import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ortplugins.artifacts.directory import CacheDirectory, read_json, write_json
 
 # Layout of the cache; another number is another cache.
-_FORMAT = 1
+_FORMAT = 2
 # From this size on, hashing takes a noticeable part of a start.
-_MEMO_SIZE = 4 << 20
+_MEMO_SIZE = 1 << 20
 _SETTLED_SECONDS = 2.0
 _SAMPLED_PAGES, _PAGE_BYTES = 64, 4096
 
@@ -29,37 +29,41 @@ def content_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def content_key(digest: str, data_files: Sequence[Path], parts: dict[str, Any]) -> str | None:
-    """Return the key of an artifact, or None when a data file is missing.
+def key_content(
+    digest: str, data: Mapping[str, str], parts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that an artifact depends on.
 
     Args:
         digest: Digest of the .onnx file.
-        data_files: External data files; path, size, time of change and a sample of the
-            content count.
+        data: Digests of the external data files, by the location that the model has for them.
         parts: Everything else that the result depends on, as JSON.
     """
-    files = []
-    for path in data_files:
-        try:
-            status = os.stat(path)
-            sample = _sample(path, status.st_size)
-        except OSError:
-            return None
-        files.append([str(path), status.st_size, status.st_mtime_ns, sample])
-    content = {"format": _FORMAT, "digest": digest, "data": files, **parts}
+    return {"format": _FORMAT, "digest": digest, "data": dict(data), **parts}
+
+
+def content_key(content: Mapping[str, Any]) -> str:
+    """Return the key of an artifact, given what :func:`key_content` returned."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class SourceIndex:
-    """The part of a cache that saves a start from reading the model."""
+    """The part of a cache that saves a start from reading the model.
+
+    A file's digest is kept under its path, device, inode, size and times. File systems without
+    a change time of their own (squashfs, say, with every time set to one date) could show two
+    files alike, so pages spread over the file are compared as well.
+    """
 
     def __init__(self, directory: CacheDirectory) -> None:
         """Name the cache."""
         self._directory = directory
+        # Of this object's lifetime, without the path: a hard link needs no second reading.
+        self._digests: dict[tuple[int, ...], str] = {}
 
     def file_digest(self, path: str | os.PathLike[str]) -> str:
-        """Return the digest of a file; of a large one seen before, without reading it.
+        """Return the SHA-256 of a file; of a large one seen before, without reading it.
 
         Raises:
             OSError: If the file can't be read.
@@ -68,26 +72,74 @@ class SourceIndex:
             status = os.fstat(file.fileno())
             if status.st_size < _MEMO_SIZE:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-            identity = (
-                os.path.realpath(path),
-                status.st_dev,
-                status.st_ino,
-                status.st_size,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-            )
-            name = hashlib.sha256(repr(identity).encode()).hexdigest()
-            known = read_json(self._directory.root / "digests" / name)
-            if isinstance(known, str) and self._directory.is_trusted():
+            if (known := self._known(path, status, file)) is not None:
                 return known
+            file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        # As in git's index: a file changed a moment ago may change again within the
-        # resolution of its time stamps.
-        age = time.time() - max(status.st_mtime, status.st_ctime)
-        if age > _SETTLED_SECONDS:
-            with contextlib.suppress(OSError):  # whoever builds warns
-                write_json(self._directory.make("digests"), name, digest)
+            # As in git's index: a file changed a moment ago may change again within the
+            # resolution of its time stamps.
+            age = time.time() - max(status.st_mtime, status.st_ctime)
+            if age > _SETTLED_SECONDS:
+                self._remember(path, status, file, digest)
         return digest
+
+    @contextlib.contextmanager
+    def keep_digests(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[None]:
+        """Carry digests of files over hard links that are made or removed meanwhile.
+
+        A link changes its file's change time, and nothing else.
+        """
+        before = {}
+        for path in paths:
+            with contextlib.suppress(OSError):
+                before[path] = os.stat(path)
+        yield
+        for path, old in before.items():
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                new = os.fstat(file.fileno())
+                digest = self._known(path, old, file)
+                if digest is not None and _identity(old)[:-1] == _identity(new)[:-1]:
+                    self._remember(path, new, file, digest)
+
+    def is_current(self, memo: Path) -> bool:
+        """Whether a kept digest is that of a file as it is now."""
+        content = read_json(memo)
+        if not isinstance(content, dict) or not isinstance(content.get("path"), str):
+            return False
+        try:
+            return _memo_name(content["path"], os.stat(content["path"])) == memo.name
+        except (OSError, ValueError):
+            return False
+
+    def _known(
+        self, path: str | os.PathLike[str], status: os.stat_result, file: BinaryIO
+    ) -> str | None:
+        if (digest := self._digests.get(_identity(status))) is not None:
+            return digest
+        memo = read_json(self._directory.root / "digests" / _memo_name(path, status))
+        if not isinstance(memo, dict) or not self._directory.is_trusted():
+            return None
+        digest = memo.get("digest")
+        if not isinstance(digest, str) or memo.get("sample") != _sample(file, status.st_size):
+            return None
+        self._digests[_identity(status)] = digest
+        return digest
+
+    def _remember(
+        self,
+        path: str | os.PathLike[str],
+        status: os.stat_result,
+        file: BinaryIO,
+        digest: str,
+    ) -> None:
+        self._digests[_identity(status)] = digest
+        memo = {
+            "path": os.path.realpath(path),
+            "digest": digest,
+            "sample": _sample(file, status.st_size),
+        }
+        with contextlib.suppress(OSError):  # whoever builds warns
+            write_json(self._directory.make("digests"), _memo_name(path, status), memo)
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return the external data locations of a model seen before, None for a new one."""
@@ -105,11 +157,26 @@ class SourceIndex:
         write_json(self._directory.make("sources"), f"{digest}.json", sorted(locations))
 
 
-def _sample(path: Path, size: int) -> str:
-    """Digest of pages spread over a file: weights exported anew under an old time stamp."""
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file does; the change time, last, with its links and modes too."""
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+
+
+def _memo_name(path: str | os.PathLike[str], status: os.stat_result) -> str:
+    text = repr((os.path.realpath(path), _identity(status)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sample(file: BinaryIO, size: int) -> str:
+    """Digest of pages spread over a file."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        for number in range(min(_SAMPLED_PAGES, -(-size // _PAGE_BYTES))):
-            file.seek(number * max(_PAGE_BYTES, size // _SAMPLED_PAGES))
-            digest.update(file.read(_PAGE_BYTES))
+    for number in range(_SAMPLED_PAGES):
+        file.seek(number * (size // _SAMPLED_PAGES))
+        digest.update(file.read(_PAGE_BYTES))
     return digest.hexdigest()

@@ -16,16 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.artifacts.directory import CacheDirectory, remove_tree
-from ortplugins.artifacts.manifest import Entry, read_manifest, write_manifest
+from ortplugins.artifacts.manifest import Entry, link_status, read_manifest, write_manifest
 from ortplugins.artifacts.source_index import SourceIndex
 
 
 class ArtifactCache(CacheDirectory):
     """The entries of one cache directory."""
 
-    def __init__(self, root: Path) -> None:
-        """Name a directory; nothing is created before something is stored."""
+    def __init__(self, root: Path, limit: int | None = None) -> None:
+        """Name a directory; nothing is created before something is stored.
+
+        Args:
+            root: The directory.
+            limit: Bytes that the entries may take after one is published; None for any.
+        """
         super().__init__(root)
+        self.limit = limit
         self.sources = SourceIndex(self)
 
     def find(self, key: str) -> Entry | None:
@@ -33,27 +39,54 @@ class ArtifactCache(CacheDirectory):
 
         Its last use is now.
         """
-        entry = self.load(key)
+        entry = self._load(key)
         return entry if entry is not None and entry.note_use() else None
 
-    def load(self, key: str) -> Entry | None:
-        """Return an entry as :meth:`find` does, without using it."""
+    def _load(self, key: str) -> Entry | None:
         folder = self.root / "entries" / key
         manifest = read_manifest(folder)
         if manifest is None or not self.is_trusted():
             return None
+        entry = Entry(folder, manifest)
         try:
-            for name, size in manifest["files"].items():
-                if os.stat(folder / name).st_size != size:
-                    return None
+            return entry if self._is_intact(entry) else None
         except OSError:
             return None
-        return Entry(folder, manifest)
+
+    def _is_intact(self, entry: Entry) -> bool:
+        """Whether files have the sizes, and linked ones the content, they were published with.
+
+        Raises:
+            OSError: If a file is missing.
+        """
+        links = entry.manifest["links"]
+        for name, size in entry.manifest["files"].items():
+            status = os.stat(entry.folder / name)
+            if status.st_size != size:
+                return False
+            # Copied with the whole cache? Or written to, through its other name?
+            if (
+                name in links
+                and link_status(status) != links[name]["status"]
+                and self.sources.file_digest(entry.folder / name)
+                != entry.manifest["digests"][name]
+            ):
+                return False
+        return True
+
+    def is_published(self, key: str) -> bool:
+        """Whether :meth:`find` finds an entry; the entry is not used."""
+        return self._load(key) is not None
 
     def entries(self) -> list[Entry]:
-        """Return all published entries, the newest first."""
-        paths = self.own("entries")
-        found = [entry for path in paths if (entry := self.load(path.name)) is not None]
+        """Return all published entries, the newest first; their files are not looked at."""
+        if not self.is_trusted():
+            return []
+        found = [
+            Entry(path, manifest)
+            for path in self.own("entries")
+            if (manifest := read_manifest(path)) is not None
+        ]
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     @contextlib.contextmanager
@@ -76,20 +109,20 @@ class ArtifactCache(CacheDirectory):
         import tempfile
 
         building = self.make("building")
-        with self.lock(key):
+        with self.lock(key) as is_alone:
             if (entry := self.find(key)) is not None and is_usable(entry):
                 yield entry
                 return
-            # The lock is ours: whatever else builds this key was killed.
-            for dead in building.glob(f"{key}.*"):
-                remove_tree(dead)
+            if is_alone:  # whatever else builds this key was killed
+                for dead in building.glob(f"{key}.*"):
+                    remove_tree(dead)
             folder = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=building))
             try:
                 yield folder
             finally:
                 remove_tree(folder)
 
-    def one_at_a_time(self, digest: str) -> contextlib.AbstractContextManager[None]:
+    def one_at_a_time(self, digest: str) -> contextlib.AbstractContextManager[bool]:
         """Let one process at a time have an entry of a model built.
 
         Raises:
@@ -98,16 +131,24 @@ class ArtifactCache(CacheDirectory):
         return self.lock(f"{digest[:40]}.model")
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
-        """Make a built folder the entry of its key.
+        """Make a built folder the entry of its key, and keep the cache below its limit.
 
         Raises:
             OSError: If it can't be renamed.
         """
-        complete = write_manifest(folder, manifest)
+        # A pass may have put a file of its own in the place of a linked one.
+        linked = [name for name in manifest.get("links", {}) if (folder / name).exists()]
+        digests = {name: self.sources.file_digest(folder / name) for name in linked}
+        complete = write_manifest(folder, manifest, digests)
         final = self.make("entries") / key
-        if final.exists():  # damaged
-            remove_tree(self.move_aside(key))
+        if (old := read_manifest(final)) is not None or final.exists():  # damaged
+            self.delete(self.move_aside(key), old)
         os.replace(folder, final)
+        if self.limit is not None:
+            from ortplugins.artifacts.maintenance import prune
+
+            with contextlib.suppress(OSError):  # what is too much goes at another time
+                prune(self, max_size=self.limit)
         return Entry(final, complete)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
@@ -123,7 +164,13 @@ class ArtifactCache(CacheDirectory):
         """
         with self.lock(key), contextlib.suppress(FileNotFoundError):
             if read_manifest(self.root / "entries" / key) == seen:
-                remove_tree(self.move_aside(key))
+                self.delete(self.move_aside(key), seen)
+
+    def delete(self, aside: Path, manifest: dict[str, Any] | None) -> None:
+        """Remove an entry that was moved aside, and had this manifest."""
+        links = manifest["links"].values() if manifest else ()
+        with self.sources.keep_digests(link["source"] for link in links):
+            remove_tree(aside)
 
     def move_aside(self, key: str) -> Path:
         """Take an entry out of readers' sight by one rename; return where it is now.

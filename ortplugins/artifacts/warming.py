@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-__all__ = ["WarmResult", "expected_bytes", "warm"]
+__all__ = ["WarmResult", "expected_bytes", "explain_miss", "warm"]
 
 import dataclasses
 import os
-import shlex
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 import onnxruntime
 
 import session_options
-from ortplugins.artifacts.directory import cache_root
+from ortplugins.artifacts.build import cache_of, session_key_content
+from ortplugins.artifacts.directory import disk_size
+from ortplugins.artifacts.explain import Explanation, explain
 from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.artifacts.maintenance import share
 from ortplugins.artifacts.store import ArtifactCache
@@ -48,14 +49,12 @@ class WarmResult:
         report: As ``InferenceSession.ortplugins_report``; None if it failed.
         size: Bytes of the entry; 0 where the original runs as it is.
         error: Why it failed; empty if it did not.
-        notes: What will keep sessions elsewhere from finding the entry.
     """
 
     model: str
     report: Report | None = None
     size: int = 0
     error: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def expected_bytes(model: str | os.PathLike[str]) -> int:
@@ -76,7 +75,7 @@ def warm(
     passes: Sequence[Pass | str] = DEFAULT_PASSES,
     *,
     options: Mapping[str, Any] | None = None,
-    output: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     session_entries: Mapping[str, str] | None = None,
     optimization_level: str = "all",
     disabled_optimizers: Collection[str] = (),
@@ -92,7 +91,7 @@ def warm(
         models: Paths of .onnx files.
         passes: Pass objects, or names with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
-        output: A cache directory to be read by every user, for an image; by default the
+        cache_dir: A cache directory to be read by every user, for an image; by default the
             cache that a session here would use.
         session_entries: Further entries of the sessions' options.
         optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
@@ -106,24 +105,58 @@ def warm(
     Raises:
         OptionError: If a pass, an option, an entry or the level is unknown.
     """
-    prepared = _session_options(passes, options or {}, session_entries or {})
-    prepared.graph_optimization_level = _level(optimization_level)
-    if output is not None:
-        prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(output))
-    plan = read_plan(prepared)
-    if not plan:
-        raise OptionError("no pass is switched on, so there is nothing to build")
-    cache = ArtifactCache(cache_root(plan.cache_dir))
+    prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
+    cache = cache_of(plan)
     results = []
     for model in models:
         result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
-        if output is not None and not result.error:
+        if cache_dir is not None and not result.error:
             share(cache)
-            result = dataclasses.replace(result, notes=_image_notes(model, cache))
         results.append(result)
         if done is not None:
             done(result)
     return results
+
+
+def explain_miss(
+    model: str | os.PathLike[str],
+    passes: Sequence[Pass | str] = DEFAULT_PASSES,
+    *,
+    options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    session_entries: Mapping[str, str] | None = None,
+    optimization_level: str = "all",
+) -> Explanation:
+    """Find out what of a session's key differs from the nearest entry.
+
+    The arguments are those of :func:`warm`.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model or its data can't be used.
+        OptionError: If a pass, an option, an entry or the level is unknown.
+    """
+    prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
+    cache = cache_of(plan)
+    request = read_request(model, plan, prepared, ["CPUExecutionProvider"], ())
+    return explain(cache, session_key_content(request, cache))
+
+
+def _prepare(
+    passes: Sequence[Pass | str],
+    options: Mapping[str, Any] | None,
+    session_entries: Mapping[str, str] | None,
+    optimization_level: str,
+    cache_dir: str | os.PathLike[str] | None,
+) -> tuple[onnxruntime.SessionOptions, Plan]:
+    """Return the options of the sessions to come, and their plan."""
+    prepared = _session_options(passes, options or {}, session_entries or {})
+    prepared.graph_optimization_level = _level(optimization_level)
+    if cache_dir is not None:
+        prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(cache_dir))
+    plan = read_plan(prepared)
+    if not plan:
+        raise OptionError("no pass is switched on, so there is nothing to build")
+    return prepared, plan
 
 
 def _warm_one(
@@ -152,7 +185,7 @@ def _warm_one(
     size = 0
     if artifact.model is not None:
         folder = Path(artifact.model).parent
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        size = disk_size(folder)
     return WarmResult(name, artifact.report, size)
 
 
@@ -192,19 +225,3 @@ def _level(name: str) -> onnxruntime.GraphOptimizationLevel:
             f"optimization level {name!r}: one of {', '.join(known)} is expected"
         )
     return getattr(levels, known[name])
-
-
-def _image_notes(model: str | os.PathLike[str], cache: ArtifactCache) -> tuple[str, ...]:
-    """Tell which data files will look changed once they are in an image."""
-    folder = Path(model).absolute().parent
-    notes = []
-    for location in cache.sources.data_locations(cache.sources.file_digest(model)) or ():
-        path = Path(os.path.realpath(folder / location))
-        seconds, fraction = divmod(path.stat().st_mtime_ns if path.is_file() else 0, 10**9)
-        if fraction:
-            notes.append(
-                f"{path}: changed at a fraction of a second, which image layers cut off, and "
-                f"then no session finds the entry; before warming: touch -d @{seconds} "
-                f"{shlex.quote(str(path))}"
-            )
-    return tuple(notes)

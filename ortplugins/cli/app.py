@@ -42,8 +42,7 @@ COMMANDS = {
     "quantize-static": "Quantise weights and activations, some activations to 16 bits.",
     "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
     "run": "Run a Python program with passes enabled for every session that it opens.",
-    "warm": "Build ahead what sessions on the CPU will look for in the cache.",
-    "cache": "Show, check or empty the cache of sessions.",
+    "cache": "Fill, show, check or empty the cache of sessions.",
     "passes": "List the passes and their options, as session keys.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }

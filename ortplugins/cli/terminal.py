@@ -25,16 +25,12 @@ from rich.table import Table
 
 from ortplugins.cli.options import ReportFormat
 from rewrite_rules.remarks import Outcome
+from session_options import keys
 
 if TYPE_CHECKING:
     from ortplugins.report import Report
 
 _REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
-_SIZES = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -47,7 +43,10 @@ def _quantity(text: str, units: dict[str, int], expected: str) -> float:
 
 def parse_size(text: str) -> int:
     """Read a size as bytes: 500MB, 10GB, 1GiB."""
-    return int(_quantity(text, _SIZES, "a size such as 500MB, 10GB or 1GiB"))
+    try:
+        return keys.parse_size("size", text)
+    except keys.OptionError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_age(text: str) -> float:

@@ -10,6 +10,7 @@ __all__ = [
     "check_output",
     "needs_data_file",
     "output_data_path",
+    "relocated",
     "save_with_data",
 ]
 
@@ -65,6 +66,7 @@ def save_with_data(
     keep_in_place: bool = False,
     inline: bool = False,
     overwrite: bool = False,
+    link: Callable[[ir.Model, Path], None] | None = None,
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -79,6 +81,8 @@ def save_with_data(
             already; nothing of them is copied.
         inline: Keep all tensors inside the .onnx file.
         overwrite: Whether the files may exist.
+        link: Called with the model and the folder of its own in which it is saved; tensors
+            that it leaves in files there stay in them.
         finish: Called with the saved model, in a folder of its own with all its files, before
             they appear; may change them and add others.
         progress: Called before each tensor.
@@ -93,20 +97,25 @@ def save_with_data(
     """
     folder = Path(os.path.realpath(output.parent))
     data = output_data_path(model, output)
-    to_write = []
-    for value, tensor in initializer_tensors(model):
-        if isinstance(tensor, AliasTensor):
-            tensor = _under(_original(tensor), tensor)
-        if keep_in_place and isinstance(tensor, ir.ExternalTensor):
-            path = Path(os.path.realpath(tensor.path))
-            if path.is_relative_to(folder):
-                value.const_value = _moved(tensor, path.relative_to(folder), folder)
-                continue
-        if not inline and stored_bytes(tensor) >= DATA_THRESHOLD:
-            to_write.append(value)
-        elif isinstance(tensor, ir.ExternalTensor):
-            (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
     with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
+        if link is not None:
+            link(model, Path(scratch))
+        to_write = []
+        for value, tensor in initializer_tensors(model):
+            if isinstance(tensor, AliasTensor):
+                tensor = _under(_original(tensor), tensor)
+            if isinstance(tensor, ir.ExternalTensor):
+                path = Path(os.path.realpath(tensor.path))
+                if path.parent == Path(scratch):
+                    value.const_value = tensor
+                    continue
+                if keep_in_place and path.is_relative_to(folder):
+                    value.const_value = relocated(tensor, path.relative_to(folder), folder)
+                    continue
+            if not inline and stored_bytes(tensor) >= DATA_THRESHOLD:
+                to_write.append(value)
+            elif isinstance(tensor, ir.ExternalTensor):
+                (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
         if to_write:
             check_absent([data], overwrite)
             _write_tensors(to_write, Path(scratch), data.name, progress)
@@ -124,9 +133,9 @@ def save_with_data(
         check_absent(written, overwrite)
         for path in written:
             os.replace(Path(scratch, path.name), path)
-    for value in to_write:
-        assert isinstance(value.const_value, ir.ExternalTensor)
-        value.const_value.base_dir = str(folder)
+    for _, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == scratch:
+            tensor.base_dir = str(folder)
     return written
 
 
@@ -189,7 +198,8 @@ def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
     return tensor
 
 
-def _moved(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
+def relocated(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
+    """Return a tensor that lies at the same offset of another file, within a folder."""
     return ir.ExternalTensor(
         location.as_posix(),
         tensor.offset,

@@ -18,6 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortplugins.errors import OrtpluginsWarning, PassError
+from ortplugins.model_io.linked_data import link_data
 from ortplugins.model_io.loading import LoadedModel
 from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
 from ortplugins.optimization.probe import write_probe
@@ -124,7 +125,7 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
 
     Returns:
         The manifest: whether the model is baked, settings for the session, the report, what
-        failed.
+        failed, what is linked.
 
     Raises:
         PassError: If a pass fails and the plan is strict.
@@ -132,10 +133,20 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
         OSError: If the folder can't be written.
     """
     failed: list[str] = []
+    links: dict[str, str] = {}
+    copied: list[str] = []
+
+    def link(model: ir.Model, target: Path) -> None:
+        nonlocal links, copied
+        links, copied = link_data(model, target)
+
     while True:
         probe = write_probe(loaded.model, folder)
         try:
-            result = build(request, loaded, folder / "model.onnx", only_if_modified=True)
+            links, copied = {}, []
+            result = build(
+                request, loaded, folder / "model.onnx", only_if_modified=True, link=link
+            )
             break
         except FailedPass as error:
             if request.plan.strict:
@@ -150,13 +161,14 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
                 path.unlink()
     for text in result.provisional:
         warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
-    notes = (*result.report.notes, *failed)
+    notes = (*result.report.notes, *copied, *failed)
     return {
         "baked": result.baked,
         "session_settings": dict(result.session_settings),
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),
         "provisional": list(result.provisional),
         "failed": failed,
+        "links": links,
         **probe,
     }
 
