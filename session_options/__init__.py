@@ -16,6 +16,7 @@ __all__ = [
     "PrepackedWeights",
     "ShapeSizeReorder",
     "TrimPadding",
+    "TransformerFusion",
     "configure",
     "enable_key",
     "option",
@@ -29,6 +30,7 @@ from session_options.builtin_passes import (
     MixedPrecisionBoundaries,
     PrepackedWeights,
     ShapeSizeReorder,
+    TransformerFusion,
     TrimPadding,
 )
 from session_options.keys import OptionError, enable_key, option, option_key

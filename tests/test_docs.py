@@ -235,6 +235,7 @@ PAGE_OF = {
     "mixed_precision_boundaries": "mixed-precision.md",
     "dq_matmulnbits_fusion": "dq-matmulnbits-fusion.md",
     "shape_size_reorder": "shape-size-reorder.md",
+    "transformer_fusion": "transformer-fusion.md",
     "prepacked_weights": "prepacked-weights.md",
     "weight_only_quantization": "quantization.md",
 }

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT
+"""One MatMul for all query heads that share a key or value head, instead of repeated heads.
+
+    MatMul(L[B, G * r, S, X], repeat(K[B, G, X, N], r))
+        -> Reshape(MatMul(Reshape(L, [B, G, r * S, X]), K), [B, G * r, S, N])
+    MatMul(L[..., r, S, X], K[..., 1, X, N])
+        -> Reshape(MatMul(Reshape(L, [..., 1, r * S, X]), K), [..., r, S, N])
+
+The first is attention on repeated keys and on repeated values; the second is the same where
+MatMul's broadcasting repeats. Each sum has the same terms in the same order. Keys and values
+are read once for r heads and never copied: at long contexts, copying them takes half of the
+time of a token.
+"""
+
+from __future__ import annotations
+
+__all__ = ["GroupQueries"]
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import Remarks
+from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.repeated_heads import (
+    RepeatedHeads,
+    read_repeated_heads,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Grouping:
+    """What is known of a match.
+
+    Attributes:
+        heads: What the right operand repeats.
+        leading: Axes of the left operand before its heads.
+        proved: Whether the left operand has as many heads, or may have one for all.
+        inner: X, where it is a number.
+        columns: N, where it is a number.
+    """
+
+    heads: RepeatedHeads
+    leading: int
+    proved: bool
+    inner: int | None
+    columns: int | None
+
+
+class GroupQueries(RewriteRuleClassBase):
+    """MatMul(left, repeated heads) -> Reshape(MatMul(Reshape(left), heads))."""
+
+    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
+        super().__init__(remove_nodes=False)
+        self._facts = facts
+        self._remarks = remarks
+        self._grouping: _Grouping | None = None
+
+    def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
+        return op.MatMul(left, right, _outputs=["out"])
+
+    def check(
+        self, context: MatchContext, left: ir.Value, right: ir.Value, out: ir.Value
+    ) -> MatchResult:
+        """Find what the right operand repeats; a repetition that stays is a remark."""
+        del context  # Unused
+        result, node = MatchResult(), out.producer()
+        assert node is not None
+        with self._remarks.at(label(node)):
+            try:
+                self._grouping = self._read(left, right)
+            except Refusal as refusal:
+                self._remarks.refused(label(node), f"heads stay repeated: {refusal}")
+                return result.fail(str(refusal), node)
+        return result if self._grouping else result.fail("repeats no heads", node)
+
+    def rewrite(self, op: Any, left: ir.Value, out: ir.Value, **_: object) -> Any:
+        """Emit the MatMul of all rows of a group, and the Reshapes around it."""
+        grouping, node = self._grouping, out.producer()
+        assert grouping is not None and node is not None
+        heads = grouping.heads
+        right = _emit_source(op, heads)
+        as_before = [0] * grouping.leading
+        inner = grouping.inner or op.Shape(right, start=-2, end=-1)
+        columns = grouping.columns or op.Shape(right, start=-1)
+        # One row per query would fit a single head for all as well; its own number does not.
+        queries = -1 if grouping.proved else op.Shape(left, start=-2, end=-1)
+        rows = op.Reshape(left, _sizes(op, *as_before, heads.groups, -1, inner))
+        product = op.MatMul(rows, right, _name=node.name)
+        self._remarks.fired(
+            label(node),
+            f"{heads.repeats} query heads share each of {heads.groups} heads of "
+            f"{heads.source.name!r}",
+        )
+        query_heads = heads.groups * heads.repeats
+        return op.Reshape(product, _sizes(op, *as_before, query_heads, queries, columns))
+
+    def _read(self, left: ir.Value, right: ir.Value) -> _Grouping | None:
+        rows, columns = self._facts.shape(left), self._facts.shape(right)
+        if not isinstance(columns, tuple) or len(columns) < 4:
+            return None
+        heads = read_repeated_heads(right, self._facts) or _broadcast(rows, right, columns)
+        if heads is None:
+            return None
+        query_heads = heads.groups * heads.repeats
+        if not isinstance(rows, tuple) or len(rows) != len(columns):
+            raise Refusal(f"the rank of {left.name!r} is not known to be {len(columns)}")
+        proved = number(rows[-3]) == query_heads
+        if number(rows[-3]) not in (query_heads, None):
+            raise Refusal(f"{left.name!r} has {number(rows[-3])} heads, not {query_heads}")
+        return _Grouping(heads, len(rows) - 3, proved, number(rows[-1]), number(columns[-1]))
+
+
+def _broadcast(rows: Dims | int, right: ir.Value, columns: Dims) -> RepeatedHeads | None:
+    """One head that MatMul itself repeats; None where there is no such."""
+    if not isinstance(rows, tuple) or len(rows) != len(columns) or number(columns[-3]) != 1:
+        return None
+    repeats = number(rows[-3])
+    if repeats is None or repeats < 2:
+        return None
+    return RepeatedHeads(right, 1, repeats)
+
+
+def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:
+    """The MatMul's new right operand: each head once, laid out and scaled as before."""
+    value = heads.source
+    if heads.merge is not None:
+        repeats = op.Constant(value_ints=[1, heads.repeats, 1, 1])
+        once = op.Div(heads.merge.inputs[1], repeats)
+        value = op.Reshape(value, once, **heads.merge.attributes)
+    if heads.transposed:
+        value = op.Transpose(value, perm=[0, 1, 3, 2])
+    for node, index in heads.scalings:
+        operands: list[ir.Value | None] = [*node.inputs]
+        operands[index] = value
+        value = getattr(op, node.op_type)(*operands)
+    return value
+
+
+def _sizes(op: Any, *sizes: int | ir.Value) -> Any:
+    """A Reshape's sizes, of numbers and of tensors that hold one each."""
+    if all(isinstance(size, int) for size in sizes):
+        return op.Constant(value_ints=list(sizes))
+    parts = [op.Constant(value_ints=[s]) if isinstance(s, int) else s for s in sizes]
+    return op.Concat(*parts, axis=0)

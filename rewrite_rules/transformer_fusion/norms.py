@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""Normalisation by the root of the mean square, in whatever spelling, as one node.
+
+    x * (1 / sqrt(mean(x**2, -1) + epsilon)) * weight
+        -> SimplifiedLayerNormalization(x, weight)
+    SimplifiedLayerNormalization(a + b, weight)
+        -> SkipSimplifiedLayerNormalization(a, b, weight), and a + b from its last output
+    LayerNormalization(a + b, weight, bias)
+        -> SkipLayerNormalization(a, b, weight, bias), and a + b from its last output
+
+The square is ``Pow(x, 2)`` or ``Mul(x, x)``; the inverse is ``Reciprocal(Sqrt)``,
+``Div(1, Sqrt)`` or a division by the root; factors stand in any order, and what is computed in
+float32 may be cast back to a narrower type before the weight.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RmsNorm", "SkipNorm"]
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter.pattern import OrValue
+
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant, constant_ints
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.remarks import Remarks
+
+_MICROSOFT = "com.microsoft"
+
+
+class RmsNorm(RewriteRuleClassBase):
+    """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
+
+    def __init__(self, remarks: Remarks) -> None:
+        super().__init__(remove_nodes=False)
+        self._remarks = remarks
+
+    def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
+        square = _either("square", op.Pow(x, 2.0), op.Mul(x, x))
+        mean = op.ReduceMean(
+            square, _allow_other_inputs=True, _allow_other_attributes=True, _outputs=["mean"]
+        )
+        root = op.Sqrt(op.Add(mean, epsilon))
+        inverse = _either("inverse", op.Reciprocal(root), op.Div(1.0, root))
+        normal = _either("normal", op.Mul(x, inverse), op.Div(x, root))
+        narrow = op.Cast(normal, _allow_other_attributes=True)
+        return op.Mul(_either("factor", normal, narrow), weight, _outputs=["out"])
+
+    def check(  # type: ignore[override]
+        self,
+        context: MatchContext,
+        x: ir.Value,
+        weight: ir.Value,
+        epsilon: ir.Value,
+        mean: ir.Value,
+        out: ir.Value,
+        **_: object,
+    ) -> MatchResult:
+        """Check the axis, the shapes of the constants and the types."""
+        del context  # Unused
+        result = MatchResult()
+        tensor, small = constant(weight), constant(epsilon)
+        reduce = producer(mean)
+        if tensor is None or len(tensor.shape.numpy()) != 1:
+            return result.fail("the weight is not a constant vector", weight)
+        if small is None or small.size != 1:
+            return result.fail("epsilon is not a constant", epsilon)
+        attribute = reduce.attributes.get("axes")
+        stored = constant_ints(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
+        axes = [*(stored or ())] if attribute is None else [*attribute.as_ints()]
+        if axes != [-1] or not int_attribute(reduce, "keepdims", 1):
+            return result.fail("the mean is not over the last axis", reduce)
+        if _source(x, out) is None:
+            return result.fail("the type is not known", x)
+        return result
+
+    def rewrite(
+        self,
+        op: Any,
+        x: ir.Value,
+        weight: ir.Value,
+        epsilon: ir.Value,
+        out: ir.Value,
+        **_: object,
+    ) -> Any:
+        """Emit the node; its sums are in float32 whatever its input's type."""
+        node, small = producer(out), constant(epsilon)
+        assert small is not None
+        self._remarks.fired(label(node), "SimplifiedLayerNormalization")
+        return op.SimplifiedLayerNormalization(
+            _source(x, out),
+            weight,
+            axis=-1,
+            epsilon=float(small.numpy().reshape(-1)[0]),
+            stash_type=1,
+            _name=node.name,
+        )
+
+
+def _has_unknown(shape: ir.Shape) -> bool:
+    return any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in shape)
+
+
+def _either(tag: str, *patterns: Any) -> Any:
+    """Any of some patterns; onnxscript 0.7 commutes only those that have a tag."""
+    return OrValue(patterns, tag_var=tag, tag_values=range(len(patterns)))
+
+
+def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
+    """What is normalised, before a Cast that only makes the computation wider."""
+    maker = x.producer()
+    if maker is not None and maker.op_type == "Cast" and maker.inputs[0] is not None:
+        before = maker.inputs[0]
+        if before.dtype is not None and before.dtype == out.dtype:
+            return before
+    return x if x.dtype is not None and x.dtype == out.dtype else None
+
+
+class SkipNorm(RewriteRuleClassBase):
+    """``Norm(a + b) -> SkipNorm(a, b)``, with the sum as a second result."""
+
+    def __init__(self, operator: str, remarks: Remarks) -> None:
+        super().__init__(f"Skip{operator}", remove_nodes=False)
+        self._operator = operator
+        self._remarks = remarks
+
+    def pattern(self, op, a, b, weight):  # type: ignore[no-untyped-def]
+        total = op.Add(a, b, _outputs=["total"])
+        normal = getattr(op, self._operator)(
+            total,
+            weight,
+            _allow_other_inputs=True,
+            _allow_other_attributes=True,
+            _outputs=["normal"],
+        )
+        return normal, total
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, a: ir.Value, b: ir.Value, normal: ir.Value, **_: object
+    ) -> MatchResult:
+        """Check that the kernel takes the sizes, and that only the norm is read."""
+        del context  # Unused
+        result, node = MatchResult(), producer(normal)
+        if int_attribute(node, "axis", -1) != -1 or int_attribute(node, "stash_type", 1) != 1:
+            return result.fail("the norm is not over the last axis in float32", node)
+        if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+            return result.fail("its mean or deviation is read", node)
+        # Sizes that differ only in a run make the kernel fail; it never broadcasts in silence.
+        if a.shape is None or a.shape != b.shape or len(a.shape) != 3 or _has_unknown(a.shape):
+            return result.fail("the terms are not known to have one shape [B, S, D]", node)
+        return result
+
+    def rewrite(
+        self, op: Any, a: ir.Value, b: ir.Value, normal: ir.Value, **_: object
+    ) -> tuple[Any, Any]:
+        """Emit the node; its second and third results are for training."""
+        node = producer(normal)
+        self._remarks.fired(label(node), f"Skip{self._operator}")
+        results = getattr(op, f"Skip{self._operator}")(
+            a,
+            b,
+            *node.inputs[1:],
+            epsilon=node.attributes.get_float("epsilon", 1e-5),
+            _outputs=4,
+            _domain=_MICROSOFT,
+            _name=node.name,
+        )
+        return results[0], results[3]

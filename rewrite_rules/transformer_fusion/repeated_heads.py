@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: MIT
+"""Reads a MatMul operand that repeats each key or value head for several query heads.
+
+    Reshape(Expand(Unsqueeze(K[B, G, T, D], 2), [B, G, r, T, D]), [B, G * r, T, D])
+    Reshape(Tile(Unsqueeze(K, 2), [1, 1, r, 1, 1]), ...)
+    Reshape(Concat(Unsqueeze(K, 2), ... r times, axis=2), ...)
+    Gather(K, [0, 0, ..., 1, 1, ...], axis=1)
+    Expand(K[B, 1, T, D], [B, r, T, D])
+
+and behind it, on the way to the MatMul: Transpose, Reshapes that only merge and split axes,
+Mul and Div by a scalar. All of these commute with the repetition.
+
+Exporters take the sizes of Expand from whatever tensor was at hand, the batch of another
+layer's cache for instance, and no run checks that it is this one's. Where the sizes cannot be
+proved to be K's own, K is reshaped to them: that costs nothing, and fails where Expand would
+have stretched another axis as well.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RepeatedHeads", "read_repeated_heads"]
+
+import dataclasses
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.constants import constant
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+_HEADS = 1
+_RANK = 4
+_MAX_CHAIN = 12
+# Operators that scale, and which of their inputs may be scaled.
+_SCALINGS = {"Mul": (0, 1), "Div": (0,)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RepeatedHeads:
+    """Heads, each of which several query heads share.
+
+    Attributes:
+        source: ``[B, G, T, D]``, each head once.
+        groups: G.
+        repeats: How many query heads share a head, r.
+        merge: The Reshape to ``[B, G * r, T, D]``, where its sizes are not proved to be those
+            of ``source``; else None.
+        transposed: Whether the MatMul reads ``[B, G * r, D, T]``.
+        scalings: Mul and Div nodes by a scalar on the way to the MatMul, in order, each with
+            the index of the input that it scales.
+    """
+
+    source: ir.Value
+    groups: int
+    repeats: int
+    merge: ir.Node | None = None
+    transposed: bool = False
+    scalings: tuple[tuple[ir.Node, int], ...] = ()
+
+
+def read_repeated_heads(operand: ir.Value, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Read the right operand of a MatMul; None where it repeats no head.
+
+    Raises:
+        Refusal: If heads are repeated in a way that can't be taken apart; says where.
+    """
+    chain: list[tuple[ir.Node, int]] = []
+    value: ir.Value | None = operand
+    while value is not None and len(chain) < _MAX_CHAIN:
+        node = value.producer()
+        if node is None or node.domain:
+            return None
+        if (found := _repetition(node, facts)) is not None:
+            transposed = _is_transposed(value, [node for node, _ in chain[::-1]], facts)
+            scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
+            return dataclasses.replace(found, transposed=transposed, scalings=scalings)
+        index = _followed_input(node)
+        if index is None:
+            return None
+        chain.append((node, index))
+        value = node.inputs[index]
+    return None
+
+
+def _repetition(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Read the node that ends a repetition; None where it is not one."""
+    if node.op_type == "Gather":
+        return _gathered(node, facts)
+    if node.op_type == "Expand":
+        return _expanded_single_head(node, facts)
+    if node.op_type == "Reshape":
+        return _merged(node, facts)
+    return None
+
+
+def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads."""
+    maker = None if node.inputs[0] is None else node.inputs[0].producer()
+    if maker is None or maker.domain or maker.op_type not in ("Concat", "Expand", "Tile"):
+        return None
+    source = _unsqueezed(maker, facts)
+    repeated = None if source is None else _repeated_sizes(maker, facts.shape(source), facts)
+    if source is None or repeated is None:
+        return None
+    groups, repeats = number(repeated[1]), number(repeated[2])
+    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    if groups is None or repeats is None or repeats < 2 or target is None:
+        return None
+    heads_once = (repeated[0], (groups, ()), *repeated[3:])
+    if target.numbers != (repeated[0], (groups * repeats, ()), *repeated[3:]):
+        raise Refusal(f"Reshape {label(node)!r} does not merge each head with its repeats")
+    same = facts.shape(source) == heads_once
+    return RepeatedHeads(source, groups, repeats, None if same else node)
+
+
+def _unsqueezed(node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
+    """``K[B, G, T, D]`` of a node that repeats ``[B, G, 1, T, D]`` on the third axis."""
+    values = set(node.inputs if node.op_type == "Concat" else node.inputs[:1])
+    value = values.pop()
+    maker = None if values or value is None else value.producer()
+    if maker is None or maker.domain or maker.op_type not in ("Unsqueeze", "Reshape"):
+        return None
+    source = maker.inputs[0]
+    before = None if source is None else facts.shape(source)
+    if not isinstance(before, tuple) or len(before) != _RANK or value is None:
+        return None
+    return source if facts.shape(value) == (*before[:2], (1, ()), *before[2:]) else None
+
+
+def _repeated_sizes(
+    node: ir.Node, before: Shape, facts: ProvedShapes
+) -> tuple[Dim | None, ...] | None:
+    """``[B, G, r, T, D]`` as Expand is asked for it, or as Tile and Concat make it."""
+    assert isinstance(before, tuple)
+    if node.op_type == "Concat":
+        on_repeats = int_attribute(node, "axis", 0) in (2, -3)
+        return (*before[:2], (len(node.inputs), ()), *before[2:]) if on_repeats else None
+    asked = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    if asked is None or len(asked.numbers) != _RANK + 1:
+        return None
+    if node.op_type == "Expand":
+        return asked.numbers
+    once = (1, ())
+    if (*asked.numbers[:2], *asked.numbers[3:]) != (once,) * _RANK:
+        return None
+    return (*before[:2], asked.numbers[2], *before[2:])
+
+
+def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Gather(K, [0, 0, ..., 1, 1, ...], axis=1): repeat_interleave."""
+    source, indices = node.inputs[0], node.inputs[1]
+    shape = None if source is None else facts.shape(source)
+    tensor = constant(indices)
+    if source is None or not isinstance(shape, tuple) or tensor is None:
+        return None
+    groups = number(shape[_HEADS]) if len(shape) == _RANK else None
+    if groups is None or int_attribute(node, "axis", 0) % _RANK != _HEADS:
+        return None
+    array = tensor.numpy()
+    repeats, rest = divmod(array.size, groups)
+    if array.ndim != 1 or rest or repeats < 2:
+        return None
+    if array.tolist() != [head for head in range(groups) for _ in range(repeats)]:
+        return None
+    return RepeatedHeads(source, groups, repeats)
+
+
+def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Expand(K[B, 1, T, D], [B, r, T, D])."""
+    source = node.inputs[0]
+    before = None if source is None else facts.shape(source)
+    after = facts.shape(node.outputs[0])
+    if source is None or not isinstance(before, tuple) or not isinstance(after, tuple):
+        return None
+    if len(before) != _RANK or len(after) != _RANK or number(before[_HEADS]) != 1:
+        return None
+    repeats = number(after[_HEADS])
+    if repeats is None or repeats < 2:
+        return None
+    others = [axis for axis in range(_RANK) if axis != _HEADS]
+    if any(before[axis] != after[axis] for axis in others):
+        raise Refusal(f"Expand {label(node)!r} may stretch more than the heads")
+    return RepeatedHeads(source, 1, repeats)
+
+
+def _followed_input(node: ir.Node) -> int | None:
+    """The input that a node lays out or scales; None for any other node."""
+    if node.op_type in ("Transpose", "Reshape"):
+        return 0
+    for index in _SCALINGS.get(node.op_type, ()):
+        tensor = constant(node.inputs[1 - index])
+        if tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1:
+            return index
+    return None
+
+
+def _is_transposed(repeated: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> bool:
+    """Follow the axes of the repeated heads to the MatMul.
+
+    Raises:
+        Refusal: If they do not arrive as ``[B, H, T, D]`` or ``[B, H, D, T]``.
+    """
+    dims = facts.shape(repeated)
+    if not isinstance(dims, tuple):
+        raise Refusal(f"the rank of {repeated.name!r} is not known")
+    axes: list[list[int]] = [[axis] for axis in range(len(dims))]
+    for node in chain:
+        if node.op_type == "Transpose":
+            attribute = node.attributes.get("perm")
+            perm = range(len(axes))[::-1] if attribute is None else attribute.as_ints()
+            axes = [axes[axis] for axis in perm]
+        elif node.op_type == "Reshape":
+            axes = _regrouped(axes, dims, node, facts)
+    order = [atom for axis in axes for atom in axis]
+    if [len(axis) for axis in axes] != [1] * _RANK or order[:2] != [0, _HEADS]:
+        raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
+    return order == [0, 1, 3, 2]
+
+
+def _regrouped(
+    axes: Sequence[Sequence[int]], dims: Dims, node: ir.Node, facts: ProvedShapes
+) -> list[list[int]]:
+    """Which of the repeated heads' axes each axis of a Reshape's output holds."""
+    atoms = [atom for axis in axes for atom in axis]
+    sizes = [facts.unknowns.product(dims[atom] for atom in axis) for axis in axes]
+    found: list[list[int]] = []
+    for size in _asked(node, sizes, facts):
+        group: list[int] = []
+        total: Dim = (1, ())
+        while total != size and atoms:
+            group.append(atoms.pop(0))
+            total = facts.unknowns.product(dims[atom] for atom in group)
+        if total != size:
+            raise Refusal(f"Reshape {label(node)!r} splits an axis")
+        found.append(group)
+    if atoms:
+        raise Refusal(f"Reshape {label(node)!r} splits an axis")
+    return found
+
+
+def _asked(node: ir.Node, sizes: Sequence[Dim], facts: ProvedShapes) -> Dims:
+    """The sizes that a Reshape asks for; a size that turns out 0 makes everything empty.
+
+    Raises:
+        Refusal: If one is not known.
+    """
+    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    known = None if target is None else target.known
+    if known is None:
+        raise Refusal(f"the sizes that Reshape {label(node)!r} asks for are not known")
+    literal = int_attribute(node, "allowzero", 0)
+    asked = [
+        sizes[i] if size == (0, ()) and not literal and i < len(sizes) else size
+        for i, size in enumerate(known)
+    ]
+    if (rest := (-1, ())) in asked:
+        hole = asked.index(rest)
+        others = facts.unknowns.product(asked[:hole] + asked[hole + 1 :])
+        asked[hole] = facts.unknowns.quotient(facts.unknowns.product(sizes), others)
+    return tuple(asked)

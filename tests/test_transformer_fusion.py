@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT
+"""Attention on shared heads, and norms, are fused whoever spelled them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common
+import onnxruntime
+import pytest
+from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds
+from builders.dequantized_models import op_types, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ortplugins
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+
+def fused(model: onnx.ModelProto) -> tuple[ir.Model, dict[str, list[str]]]:
+    """The rewritten model, and the reasons of its remarks by outcome."""
+    result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
+    onnx_ir.passes.common.ShapeInferencePass()(result)
+    onnx_ir.passes.common.LiftConstantsToInitializersPass(lift_all_constants=True)(result)
+    fuse_transformer(result, TransformerOptions(), PassContext(remarks))
+    found: dict[str, list[str]] = {"fired": [], "refused": []}
+    for remark in remarks:
+        found[remark.outcome.value].append(remark.reason)
+    return result, found
+
+
+def check(result: ir.Model, model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> None:
+    """Compare first outputs without onnxruntime's optimisers."""
+    actual, expected = run(result, inputs)[0], run(model, inputs)[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("repeat", REPEATS)
+def test_heads_are_read_once(repeat: str, layout: str):
+    model = attention(repeat, layout)
+    result, remarks = fused(model)
+    assert len(remarks["fired"]) == 2
+    assert not remarks["refused"]
+    assert not {"Expand", "Tile", "Gather"} & set(op_types(result))
+    for batch, queries, keys in ((1, 1, 9), (2, 3, 5), (3, 1, 1)):
+        inputs = feeds(batch, queries, keys)
+        check(result, model, inputs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(REPEATS)),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 7)),
+    st.integers(0, 99),
+)
+def test_any_sizes(repeat: str, layout: str, sizes: tuple[int, int, int], seed: int):
+    model, inputs = attention(repeat, layout), feeds(*sizes, seed=seed)
+    result, _ = fused(model)
+    check(result, model, inputs)
+
+
+def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
+    """Sizes of another layer's cache that stretched the keys must not go unseen."""
+    model = attention("expand elsewhere")
+    result, _ = fused(model)
+    inputs = feeds(1, 1, 1) | {"other": feeds(1, 1, 3)["other"]}
+    assert run(model, inputs)[0].shape == (1, H, 1, D)
+    with pytest.raises(Exception, match="reshape"):
+        run(result, inputs)
+
+
+def test_heads_that_matmul_repeats_itself():
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k) => (float[B, {H}, S, T] y) {{
+        y = MatMul(q, k)
+    }}""")
+    result, remarks = fused(model)
+    assert remarks["fired"] == [f"{H} query heads share each of 1 heads of 'k'"]
+    rng = np.random.default_rng(0)
+    inputs = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in (("q", (2, H, 3, D)), ("k", (2, 1, D, 5)))
+    }
+    check(result, model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        # Heads in turn, 0 1 0 1 ..., are not the repetition of attention.
+        ("interleaved = {0, 0, 0, 1, 1, 1}", "interleaved = {0, 1, 0, 1, 0, 1}", None),
+        # The batch and the heads change places.
+        ("perm = [0, 1, 3, 2]>(k_all)", "perm = [1, 0, 3, 2]>(k_all)", "mixes heads"),
+    ],
+)  # fmt: skip
+def test_what_stays(old: str, new: str, reason: str | None):
+    repeat = "gather" if "interleaved" in old else "expand"
+    result, remarks = fused(attention(repeat, change=(old, new)))
+    assert op_types(result).count("MatMul") == 2
+    assert [reason in text for text in remarks["refused"]] == ([True] if reason else [])
+
+
+# Norms.
+
+SQUARES = {"power": "square = Pow(x, two)", "product": "square = Mul(x, x)"}
+INVERSES = {
+    "reciprocal": "inverse = Reciprocal(root) normal = Mul(x, inverse)",
+    "one over": "inverse = Div(one, root) normal = Mul(inverse, x)",
+    "division": "normal = Div(x, root)",
+}
+WEIGHTS = {"behind": "y = Mul(normal, weight)", "before": "y = Mul(weight, normal)"}
+
+
+def rms_norm(
+    square: str, inverse: str, weight: str, change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    norm (float[B, S, 8] a, float[B, S, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
+    <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
+     float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
+        x = Add(a, b)
+        {SQUARES[square]}
+        mean = ReduceMean<keepdims = 1>(square, last)
+        shifted = Add(mean, epsilon)
+        root = Sqrt(shifted)
+        {INVERSES[inverse]}
+        {WEIGHTS[weight]}
+    }}"""
+    assert change[0] in text
+    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("square", SQUARES)
+def test_a_norm_and_its_residual_are_one_node(square: str, inverse: str, weight: str):
+    model = rms_norm(square, inverse, weight)
+    result, _ = fused(model)
+    assert op_types(result) == ["SkipSimplifiedLayerNormalization"]
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((2, 3, 8)).astype(np.float32) for name in "ab"}
+    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ("last = {-1}", "last = {1}", "ReduceMean"),
+        ("float two = {2}", "float two = {3}", "ReduceMean"),
+        ("float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}", "float weight = {3}", "ReduceMean"),
+        # A sum that broadcasts has no kernel.
+        ("float[B, S, 8] b)", "float[8] b)", "SimplifiedLayerNormalization"),
+    ],
+)
+def test_norms_that_stay(old: str, new: str, left: str):
+    result, _ = fused(rms_norm("power", "division", "behind", (old, new)))
+    assert left in op_types(result)
+
+
+def test_a_session_fuses_and_says_what():
+    so = onnxruntime.SessionOptions()
+    ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)
+    content = attention().SerializeToString()
+    session = ortplugins.InferenceSession(content, so, providers=["CPUExecutionProvider"])
+    (report,) = session.ortplugins_report.passes
+    assert [remark.reason for remark in report.remarks] == [
+        f"{R} query heads share each of {G} heads of {name!r}" for name in ("k", "v")
+    ]
+    inputs = feeds(2, 3, 5)
+    expected = run(attention(), inputs)[0]
+    np.testing.assert_allclose(session.run(None, inputs)[0], expected, rtol=1e-5, atol=1e-6)
