@@ -145,7 +145,7 @@ def fused(proto: onnx.ModelProto, slow: str) -> tuple[ir.Model, list[Remark]]:
 
 def optimised(path: Path, output: Path | None, slow: str) -> ortplugins.OptimizeResult:
     with time_limit(SECONDS):
-        options = {f"{PASS}.slow_kernels": slow}
+        options = {f"{PASS}.slow_kernels": slow, f"{PASS}.accuracy_level": 0}
         return ortplugins.optimize(path, output, options=options, overwrite=True)
 
 

@@ -857,7 +857,10 @@ def look_at(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
     damage = Damage(seed, folder)
     before = peak_bytes(reset=True)
     slow = random.Random(seed).choice(("float", "fuse", "keep"))
-    arguments = {"options": {"dq_matmulnbits_fusion.slow_kernels": slow}}
+    options = {"slow_kernels": slow, "accuracy_level": 0}
+    arguments = {
+        "options": {f"dq_matmulnbits_fusion.{key}": value for key, value in options.items()}
+    }
     output = folder / "optimised" / "out.onnx"
     output.parent.mkdir()
     result = None
