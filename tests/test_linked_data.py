@@ -44,7 +44,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
 
 def start(path: Path) -> ortplugins.InferenceSession:
     so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion())
+    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(accuracy_level=0))
     return ortplugins.InferenceSession(path, so, providers=CPU)
 
 
