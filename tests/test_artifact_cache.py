@@ -35,7 +35,7 @@ START = """
 import sys, hashlib, numpy as np, onnxruntime as ort, ortplugins
 so = ort.SessionOptions()
 so.intra_op_num_threads = 1
-ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), strict=True)
+ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(accuracy_level=0), strict=True)
 session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
 x = np.linspace(-1, 1, 2 * 512, dtype=np.float32).reshape(2, 512)
 y = session.run(None, {"x": x})[0]
@@ -57,7 +57,7 @@ def spawn(path: Path) -> subprocess.Popen[str]:
 
 def start(path: Path, **general: bool | str) -> ortplugins.InferenceSession:
     so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), **general)
+    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(accuracy_level=0), **general)
     return ortplugins.InferenceSession(path, so, providers=CPU)
 
 

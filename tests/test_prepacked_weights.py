@@ -693,7 +693,7 @@ def options(*passes: ortplugins.Pass, **general: Any) -> ort.SessionOptions:
     so = ort.SessionOptions()
     so.intra_op_num_threads = 1
     ortplugins.configure(
-        so, *(passes or (DqMatMulNBitsFusion(), PrepackedWeights())), **general
+        so, *(passes or (DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights())), **general
     )
     return so
 
@@ -805,7 +805,10 @@ def test_a_model_without_weights_to_pack(tmp_path: Path, cache_dir: Path):
 
 
 def test_without_baking_there_is_a_remark(model_path: Path):
-    session = start(model_path, options(DqMatMulNBitsFusion(), PrepackedWeights(), bake=False))
+    session = start(
+        model_path,
+        options(DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights(), bake=False),
+    )
     outcome, reason = said(session)
     assert outcome is Outcome.REFUSED
     assert "ortplugins.bake=1" in reason
@@ -833,7 +836,7 @@ def test_above_the_limit_nothing_is_written(tmp_path: Path, cache_dir: Path):
 
 @pytest.mark.parametrize("bake", [True, False])
 def test_sessions_that_disable_all_optimisers(model_path: Path, bake: bool):
-    so = options(DqMatMulNBitsFusion(), PrepackedWeights(), bake=bake)
+    so = options(DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights(), bake=bake)
     so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = start(model_path, so)
     assert all_in_use(said(session)[1]) == 1
@@ -882,7 +885,7 @@ ENTRIES = (
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_options_come_back_as_they_went_in(model_path: Path, parallel: bool):
-    so = options(DqMatMulNBitsFusion(), PrepackedWeights(parallel=parallel))
+    so = options(DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights(parallel=parallel))
     so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     so.intra_op_num_threads = 2
     so.enable_mem_pattern = False
@@ -899,7 +902,7 @@ def test_options_come_back_as_they_went_in(model_path: Path, parallel: bool):
 
 
 def test_an_intact_entry_passes_the_check_of_digests(model_path: Path):
-    so = options(DqMatMulNBitsFusion(), PrepackedWeights(verify="digest"))
+    so = options(DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights(verify="digest"))
     assert [start(model_path, so).ortplugins_report.source for _ in range(2)] == [
         "built",
         "cache",
@@ -916,7 +919,10 @@ def test_a_file_says_what_its_sessions_need(model_path: Path, tmp_path: Path, na
     output = tmp_path / "out" / f"{name}.onnx"
     output.parent.mkdir()
     result = ortplugins.optimize(
-        model_path, output, passes=[DqMatMulNBitsFusion(), PrepackedWeights()], bake=True
+        model_path,
+        output,
+        passes=[DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights()],
+        bake=True,
     )
     (note,) = (item for item in result.report.notes if "graph_optimization_level" in item)
     assert "need graph_optimization_level = ORT_DISABLE_ALL" in note
@@ -933,7 +939,7 @@ def test_a_file_says_what_its_sessions_need(model_path: Path, tmp_path: Path, na
 def test_a_file_that_is_not_baked_has_no_blobs(model_path: Path, tmp_path: Path):
     output = tmp_path / "out.onnx"
     result = ortplugins.optimize(
-        model_path, output, passes=[DqMatMulNBitsFusion(), PrepackedWeights()]
+        model_path, output, passes=[DqMatMulNBitsFusion(accuracy_level=0), PrepackedWeights()]
     )
     assert "have to run first" in str(result.report.to_text())
     assert read_records(onnx.load(output, load_external_data=False)) == {}
@@ -947,7 +953,7 @@ import ctypes, json, re, sys, warnings
 import onnxruntime as ort, ortplugins
 so = ort.SessionOptions()
 so.intra_op_num_threads = 1
-passes = [ortplugins.DqMatMulNBitsFusion()]
+passes = [ortplugins.DqMatMulNBitsFusion(accuracy_level=0)]
 if sys.argv[2] == "blobs":
     passes.append(ortplugins.PrepackedWeights())
 ortplugins.configure(so, *passes)
