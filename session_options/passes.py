@@ -85,9 +85,12 @@ class Pass:
     def opened(self) -> None:
         """Do what is left to do once a session on the result is open."""
 
-    def child_seconds(self) -> int:
-        """Return how many seconds the child process that builds the model may take."""
-        return 3600
+    def child_seconds(self) -> int | None:
+        """Return how many seconds the child process that builds the model may take.
+
+        The greatest of the passes' limits counts; None, the default, sets none.
+        """
+        return None
 
     def checks_digests(self) -> bool:
         """Whether a start has to compare the files with the digests kept of them."""

@@ -28,6 +28,7 @@ from session_options.caller_warnings import warn_caller
 
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError)}
 _ERROR_CHARACTERS = 500
+_SECONDS = 3600  # where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
@@ -44,7 +45,8 @@ def build_in_child(request: BuildRequest, spare: Path) -> Built | None:
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":
         return None
-    seconds = max(item.child_seconds() for item in request.plan.passes)
+    limits = (item.child_seconds() for item in request.plan.passes)
+    seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
     job = {"request": request.as_json(), "spare": os.fspath(spare)}
     content = request.source if isinstance(request.source, bytes) else b""
     code = "from ortplugins.artifacts.build_process import main; main()"
