@@ -154,6 +154,8 @@ def test_a_norm_and_its_residual_are_one_node(square: str, inverse: str, weight:
         ("last = {-1}", "last = {1}", "ReduceMean"),
         ("float two = {2}", "float two = {3}", "ReduceMean"),
         ("float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}", "float weight = {3}", "ReduceMean"),
+        # The kernel wants a weight for each element of the axis, and does not broadcast one.
+        ("float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}", "float[1] weight = {3}", "ReduceMean"),
         # A sum that broadcasts has no kernel.
         ("float[B, S, 8] b)", "float[8] b)", "SimplifiedLayerNormalization"),
     ],

@@ -64,7 +64,7 @@ class RmsNorm(RewriteRuleClassBase):
         result = MatchResult()
         tensor, small = constant(weight), constant(epsilon)
         reduce = producer(mean)
-        if tensor is None or len(tensor.shape.numpy()) != 1:
+        if tensor is None or len(tensor.shape.numpy()) != 1 or tensor.size == 1:
             return result.fail("the weight is not a constant vector", weight)
         if small is None or small.size != 1:
             return result.fail("epsilon is not a constant", epsilon)
