@@ -6,13 +6,12 @@ That the words are true is measured by ``make test-versions``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.layout_matrix import Drawing, Quantized
+from builders.layout_matrix import MATMUL, LayoutCase, Quantized
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 from typer.testing import CliRunner
 
@@ -28,8 +27,6 @@ from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
 
 VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
-
-Draw = Callable[[Drawing], None]
 
 
 # Versions.
@@ -65,54 +62,33 @@ def test_no_version(text: str):
 # inspect.
 
 
-def matmul(storage: str, dtype: type = np.float32, zero_points: str = "none") -> Draw:
-    spec = Quantized((64, 8), storage, 0, 32, zero_points=zero_points, scale_dtype=dtype)
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (3, 64), dtype)
-        g.output(g.matmul(x, g.dequantize(spec)), dtype=dtype)
-
-    return draw
+def matmul(storage: str, dtype: type = np.float32, zero_points: str = "none") -> LayoutCase:
+    w = Quantized((64, 8), storage, zero_points=zero_points, scale_dtype=dtype)
+    return LayoutCase("matmul", MATMUL, w, (3, 64), dtype=dtype)
 
 
-def matmul_in_body(storage: str, zero_points: str, where: str) -> Draw:
+def matmul_in_body(storage: str, zero_points: str, where: str) -> LayoutCase:
     """``x @ W`` in both branches of an If, W's constants in them or outside."""
-    spec = Quantized((64, 8), storage, 0, 32, zero_points=zero_points)
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (3, 64))
-        condition = g.feed("condition", np.array(True), [])
-        tensors = g.quantized(spec) if where == "outside" else None
-        branches, array = {}, None
-        for name in ("then", "else"):
-            body = g.body()
-            y = body.matmul(x, body.dequantize(spec, tensors, name), f"matmul_{name}")
-            body.output(y, f"y_{name}")
-            branches[f"{name}_branch"] = body.graph()
-            array = y.array if array is None else array
-        assert array is not None
-        g.output(g.node("If", [condition], array, branches))
-
-    return draw
+    text = """y = If (condition) <
+        then_branch = then () => (a) { V = $v  a = MatMul (x, V) },
+        else_branch = other () => (b) { W = $w  b = MatMul (x, W) }>"""
+    weights = dict.fromkeys("vw", Quantized((64, 8), storage, zero_points=zero_points))
+    place = "graph" if where == "outside" else "body"
+    inputs = {"condition": np.array(True)}
+    return LayoutCase("body", text, weights, (3, 64), inputs=inputs, place=place)
 
 
-def gather(storage: str, zero_points: str = "random", block: int = 32) -> Draw:
+def gather(storage: str, zero_points: str = "random", block: int = 32) -> LayoutCase:
     """Rows of a table that is stored the other way round: uint8 is the form that fits."""
-    spec = Quantized((64, 8), storage, 0, block, zero_points=zero_points)
-
-    def draw(g: Drawing) -> None:
-        ids = g.feed("ids", np.int64([0, 7, 3]), ["tokens"])
-        g.output(g.gather(g.transpose(g.dequantize(spec)), ids))
-
-    return draw
+    table = Quantized((64, 8), storage, 0, block, zero_points)
+    text = "V = $w  W = Transpose <perm = [1, 0]> (V)  y = Gather (W, ids)"
+    return LayoutCase("gather", text, table, None, inputs={"ids": np.int64([0, 7, 3])})
 
 
-def inspect(folder: Path, draw: Draw, version: str, *arguments: str) -> list[str]:
+def inspect(folder: Path, case: LayoutCase, version: str, *arguments: str) -> list[str]:
     """Lines of ``ortplugins inspect --onnxruntime VERSION``."""
-    drawing = Drawing("kernel_support")
-    draw(drawing)
     path = folder / "model.onnx"
-    ir.save(drawing.model(), path)
+    ir.save(case.build(), path)
     command = ["inspect", str(path), "--onnxruntime", version, *arguments]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -171,14 +147,16 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(
-    ("draw", "level", "words", "first"),
+    ("case", "level", "words", "first"),
     [item[1:] for item in REFUSALS],
     ids=[item[0] for item in REFUSALS],
 )
 @pytest.mark.parametrize("version", VERSIONS)
-def test_refusal(tmp_path: Path, draw: Draw, level: int, words: str, first: str, version: str):
+def test_refusal(
+    tmp_path: Path, case: LayoutCase, level: int, words: str, first: str, version: str
+):
     options = settings(accuracy_level=level, slow_kernels="fuse")
-    counts, *refusals = inspect(tmp_path, draw, version, *options)
+    counts, *refusals = inspect(tmp_path, case, version, *options)
     if parse_version(version) >= parse_version(first):
         assert not refusals
         assert counts.endswith("refused 0")
@@ -188,7 +166,7 @@ def test_refusal(tmp_path: Path, draw: Draw, level: int, words: str, first: str,
 
 
 @pytest.mark.parametrize(
-    ("draw", "words"),
+    ("case", "words"),
     [
         (
             matmul("int2", np.float16),
@@ -217,10 +195,10 @@ def test_refusal(tmp_path: Path, draw: Draw, level: int, words: str, first: str,
     ],
     ids=["float16-int2", "table2", "table4-odd_blocks", "table4-no_zero_points"],
 )
-def test_refusals_that_change(tmp_path: Path, draw: Draw, words: dict[str, str]):
+def test_refusals_that_change(tmp_path: Path, case: LayoutCase, words: dict[str, str]):
     for version in VERSIONS:
         options = settings(slow_kernels="fuse", accuracy_level=0)
-        counts, *refusals = inspect(tmp_path, draw, version, *options)
+        counts, *refusals = inspect(tmp_path, case, version, *options)
         if version in words:
             (refusal,) = refusals
             assert words[version].format(version=version) in refusal
@@ -235,15 +213,12 @@ def test_float_constant_says_why(tmp_path: Path):
     assert "onnxruntime 1.22 has no kernel for 2-bit weights: 1.24 has" in fired
 
 
-def tied(g: Drawing) -> None:
-    """One table for Gather and MatMul; a scale for each row, which is an odd number."""
-    spec = Quantized((40, 64), "int4", 1, 64, zero_points="random")
-    ids = g.feed("ids", np.int64([0, 39, 3]), ["tokens"])
-    table = g.dequantize(spec)
-    g.output(g.matmul(g.gather(table, ids), g.transpose(table)))
-
-
 def test_table_that_cannot_share_says_why(tmp_path: Path):
+    # One table for Gather and MatMul; a scale for each row, which is an odd number.
+    text = """W = $w  embedded = Gather (W, ids)
+        V = Transpose <perm = [1, 0]> (W)  y = MatMul (embedded, V)"""
+    table = Quantized((40, 64), "int4", 1, 64)
+    tied = LayoutCase("tied", text, table, None, inputs={"ids": np.int64([0, 39, 3])})
     for version in VERSIONS:
         counts, *fired = inspect(tmp_path, tied, version, "--verbose")
         assert counts == "fired 2, refused 0"
@@ -253,10 +228,8 @@ def test_table_that_cannot_share_says_why(tmp_path: Path):
 
 
 def test_words_are_about_the_cpu():
-    drawing = Drawing("kernel_support")
-    matmul("int8")(drawing)
     result = ortplugins.optimize(
-        drawing.model(), providers=["CUDAExecutionProvider"], onnxruntime_version="1.22"
+        matmul("int8").build(), providers=["CUDAExecutionProvider"], onnxruntime_version="1.22"
     )
     assert not result.report.refused
     assert "MatMulNBits" in str(result.report.fired[0])
@@ -316,12 +289,9 @@ def test_types_that_the_fusion_writes_have_kernels():
 
 def fused_for_cuda(version: tuple[int, int] | None, storage: str) -> list[str]:
     """Operators after the fusion of MatMul + Add for CUDA."""
-    drawing = Drawing("cuda")
-    x = drawing.input("x", (3, 64))
-    y = drawing.matmul(x, drawing.dequantize(Quantized((64, 8), storage, 0, 32)))
-    bias = drawing.constant("bias", np.arange(8, dtype=np.float32))
-    drawing.output(drawing.node("Add", [y, bias], y.array + bias.array))
-    model = drawing.model()
+    text = "W = $w  p = MatMul (x, W)  y = Add (p, b)"
+    w = Quantized((64, 8), storage, zero_points="none")
+    model = LayoutCase("cuda", text, w, (3, 64), constants={"b": (8,)}).build()
     context = PassContext(Remarks("test"), ("CUDAExecutionProvider",), version)
     fuse(model, FusionOptions(0, "float"), context)
     return [node.op_type for node in model.graph]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Every layout of a quantised weight that exporters write, with the numbers it must give.
 
-``layout_cases()`` returns the matrix. A case is drawn with a :class:`Drawing`, which writes
-each node and computes in float64 what it must give, independently of any runtime.
+``layout_cases()`` returns the matrix, a function for each row. In the text of a case, ``$w``
+stands for DequantizeLinear of the weight ``w``, ``$v/w_scale`` for that of v with w's scales.
 """
 
 from __future__ import annotations
@@ -10,37 +10,125 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
+from onnx import helper, numpy_helper
 
-from .dequantized_models import STORAGE, make_model
+from .dequantized_models import STORAGE
+from .text_models import FUNCTIONS, float64_outputs, text_model
 
 EXACT = 1e-5  # float32 throughout
 HALF = 2e-3  # float16 somewhere
-FUNCTIONS = "test.functions"  # domain of the model-local functions
-FUSED = {"MatMulNBits": 1, "DequantizeLinear": 0}
-GATHERED = {"GatherBlockQuantized": 1, "DequantizeLinear": 0}
-
 STORAGES = tuple(STORAGE)
 ZERO_POINTS = ("none", "random", "default")
+
+FUSED = {"MatMulNBits": 1, "DequantizeLinear": 0}
+FUSED_GEMM = {**FUSED, "Gemm": 0}
+TWO = {**FUSED, "MatMulNBits": 2}
+MACRO = r"\$(\w+)(?:/(\w+))?"
+GATHERED = {"GatherBlockQuantized": 1, "DequantizeLinear": 0}
+WITHOUT_ADD = {**FUSED, "Add": 0}
+WITH_ADD = {**FUSED, "Add": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A constant as DequantizeLinear reads it.
+
+    Attributes:
+        shape: Of the codes.
+        storage: Key of ``STORAGE``.
+        axis: The attribute; None leaves it out, which stands for 1.
+        block: Block size along ``axis``, for ``"blocks"``.
+        zero_points: ``"none"``, ``"random"``, ``"default"`` (all ``2**(bits-1)``, as unsigned)
+            or ``"one_other"`` (all but one of them).
+        scaled: ``"blocks"``, ``"channel"``, ``"tensor"`` (a scalar) or ``"tensor1"`` (shape
+            [1]).
+        scale_dtype: float32, float16 or bfloat16.
+        output_dtype: The attribute; 0 leaves it out.
+    """
+
+    shape: tuple[int, ...]
+    storage: str = "uint4"
+    axis: int | None = 0
+    block: int = 32
+    zero_points: str = "random"
+    scaled: str = "blocks"
+    scale_dtype: npt.DTypeLike = np.float32
+    output_dtype: int = 0
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        axis = (1 if self.axis is None else self.axis) % len(self.shape)
+        if self.scaled in ("tensor", "tensor1"):
+            return (1,) if self.scaled == "tensor1" else ()
+        if self.scaled == "channel":
+            return (self.shape[axis],)
+        blocks = -(-self.shape[axis] // self.block)
+        return (*self.shape[:axis], blocks, *self.shape[axis + 1 :])
+
+    @property
+    def needs_zero_points(self) -> bool:
+        """Whether MatMulNBits, whose default is ``2**(bits-1)``, needs them written."""
+        signed = STORAGE[self.storage][1]
+        return not (self.zero_points == "default" or (self.zero_points == "none" and signed))
+
+    def node(self, name: str, scale: str | None = None) -> str:
+        """Return DequantizeLinear as text; with the scales of another weight if given."""
+        given = {"axis": self.axis, "output_dtype": self.output_dtype or None}
+        if self.scaled == "blocks":
+            given["block_size"] = self.block
+        inputs = [name, scale or f"{name}_scale", f"{name}_zero_point"]
+        inputs = inputs[: 2 if self.zero_points == "none" else 3]
+        return f"DequantizeLinear {_attributes(**given)} ({', '.join(inputs)})"
+
+    def tensors(self, name: str, rng: np.random.Generator) -> list[onnx.TensorProto]:
+        """Draw codes, scales and zero points; scales such that the weights are about 1."""
+        bits, signed, _, numpy_dtype = STORAGE[self.storage]
+        low = -(1 << (bits - 1)) if signed else 0
+        middle = low + (1 << (bits - 1))
+        shape = self.scale_shape
+        codes = rng.integers(low, low + (1 << bits), self.shape)
+        scales = rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape)
+        scales = np.asarray(scales / (1 << (bits - 1))).astype(self.scale_dtype)
+        points = np.full(shape, middle)
+        if self.zero_points == "random":
+            points = np.asarray(rng.integers(low, low + (1 << bits), shape))
+        if self.zero_points in ("random", "one_other") and (points == middle).all():
+            points.flat[-1] = low
+        offset = 0 if self.zero_points == "none" else points.flat[0]
+        if codes.flat[0] == offset:  # a weight of nothing but 0 shows no error
+            codes.flat[0] = low if offset != low else low + 1
+        arrays = [codes.astype(numpy_dtype), scales, points.astype(numpy_dtype)]
+        names = [name, f"{name}_scale", f"{name}_zero_point"]
+        count = 2 if self.zero_points == "none" else 3
+        return [
+            numpy_helper.from_array(np.asarray(array), text)
+            for array, text in list(zip(arrays, names, strict=True))[:count]
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayoutCase:
-    """One model, its numbers, and its fate.
+    """One model, its numbers, and what must become of it.
 
     Attributes:
-        name: Unique.
-        row: Row of the issue's table of layouts.
-        build: Makes the model, anew at each call.
-        feeds: One set of inputs.
-        reference: The outputs: float64, or the exact type where they are no floats.
-        expect: Operator types with their counts in the fused model, bodies and functions
+        name: Unique; the first two digits are the row of the issue's table of layouts.
+        text: The nodes.
+        weights: By the name that the text has for them; one alone is ``w``.
+        x: Shape of the input x.
+        static: Axes of x whose sizes are declared.
+        inputs: Other inputs by name: arrays, whose sizes are not declared, or a shape.
+        constants: Other constants: arrays, or shapes of random ones.
+        dtype: Of x, the constants and the output.
+        expect: Operator types with their counts in the fused model, subgraphs and functions
             included. Empty for a model that must stay as it is.
         refusal: Text that a refusal must hold; None where nothing is refused.
         tolerance: Greatest error over the greatest output.
@@ -52,475 +140,201 @@ class LayoutCase:
     """
 
     name: str
-    row: int
-    build: Callable[[], ir.Model]
-    feeds: dict[str, npt.NDArray]
-    reference: list[npt.NDArray]
-    expect: dict[str, int]
-    refusal: str | None
-    tolerance: float
+    text: str
+    weights: Quantized | Mapping[str, Quantized]
+    x: tuple[int, ...] | None = (3, 70)
+    expect: Mapping[str, int] = dataclasses.field(default_factory=lambda: FUSED)
+    refusal: str | None = None
+    tolerance: float = EXACT
+    _: dataclasses.KW_ONLY
+    static: Sequence[int] = (-1,)
+    inputs: Mapping[str, npt.NDArray | tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    constants: Mapping[str, npt.NDArray | tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    outputs: Sequence[str] = ("y",)
+    functions: str = ""
+    place: str = "graph"
+    dtype: npt.DTypeLike = np.float32
+    opset: int = 21
     zero_points: bool | None = None
     block_sizes: tuple[int, ...] = ()
     stored_weights: int | None = None
     runs: bool = True
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tensor:
-    """A value of the graph and the numbers that it must hold, floats in float64."""
-
-    value: ir.Value
-    array: npt.NDArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """A constant as DequantizeLinear reads it.
-
-    Attributes:
-        shape: Of the codes.
-        storage: Key of ``STORAGE``.
-        axis: The attribute; None leaves it out, which stands for 1.
-        block: Block size along ``axis``; 0 for one of the two others.
-        scaled: ``"blocks"``, ``"channel"``, ``"tensor"`` (a scalar) or ``"tensor1"`` (shape
-            [1]).
-        zero_points: ``"none"``, ``"random"``, ``"default"`` (all ``2**(bits-1)``, as unsigned)
-            or ``"one_other"`` (all but one of them).
-        scale_dtype: float32, float16 or bfloat16.
-    """
-
-    shape: tuple[int, ...]
-    storage: str = "int4"
-    axis: int | None = 0
-    block: int = 0
-    scaled: str = "blocks"
-    zero_points: str = "none"
-    scale_dtype: npt.DTypeLike = np.float32
-
     @property
-    def resolved_axis(self) -> int:
-        return (1 if self.axis is None else self.axis) % len(self.shape)
+    def row(self) -> int:
+        return int(self.name[:2])
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        if self.scaled == "tensor":
-            return ()
-        if self.scaled == "tensor1":
-            return (1,)
-        along = self.shape[self.resolved_axis]
-        if self.scaled == "channel":
-            return (along,)
-        shape = list(self.shape)
-        shape[self.resolved_axis] = -(-along // self.block)
-        return tuple(shape)
+    @functools.cached_property
+    def proto(self) -> onnx.ModelProto:
+        return self._drawn[0]
 
-    def spread(self, array: npt.NDArray) -> npt.NDArray:
-        """Scales or zero points, one for each code or ready to broadcast."""
-        axis = self.resolved_axis
-        if self.scaled in ("tensor", "tensor1"):
-            return array.reshape(())
-        if self.scaled == "channel":
-            return array.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
-        return np.repeat(array, self.block, axis).take(range(self.shape[axis]), axis)
+    @functools.cached_property
+    def feeds(self) -> dict[str, npt.NDArray]:
+        return self._drawn[1]
 
-    @property
-    def needs_zero_points(self) -> bool:
-        """Whether MatMulNBits, whose default is ``2**(bits-1)``, needs them written."""
-        signed = STORAGE[self.storage][1]
-        return not (self.zero_points == "default" or (self.zero_points == "none" and signed))
+    @functools.cached_property
+    def reference(self) -> list[npt.NDArray]:
+        """The outputs: float64, or the exact type where they are no floats."""
+        return float64_outputs(self.proto, self.feeds)
 
+    def build(self) -> ir.Model:
+        """Make the model, anew at each call."""
+        return ir.from_proto(onnx.ModelProto.FromString(self.proto.SerializeToString()))
 
-class Drawing:
-    """A graph, a body or a function in the making, with its numbers."""
+    @functools.cached_property
+    def _drawn(self) -> tuple[onnx.ModelProto, dict[str, npt.NDArray]]:
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
 
-    def __init__(self, name: str, parent: Drawing | None = None) -> None:
-        self.name = name
-        self.parent = parent
-        self.rng = parent.rng if parent else np.random.default_rng(zlib.crc32(name.encode()))
-        self.used = parent.used if parent else set[str]()
-        self.inputs: list[ir.Value] = []
-        self.nodes: list[ir.Node] = []
-        self.initializers: list[ir.Value] = []
-        self.outputs: dict[str, Tensor] = {}
-        self.feeds: dict[str, npt.NDArray] = {}
-        self.functions: list[ir.Function] = []
-        self.constant_nodes = False  # write constants as Constant nodes
-        self.opset = 21
-        self.opset_imports: dict[str, int] = {}  # besides ONNX's own
+        def array(given: npt.NDArray | tuple[int, ...]) -> npt.NDArray:
+            random = isinstance(given, tuple)
+            return (
+                np.asarray(rng.standard_normal(given)).astype(self.dtype) if random else given
+            )
 
-    # Inputs, constants, outputs.
-
-    def input(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: npt.DTypeLike = np.float32,
-        static: Sequence[int] = (-1,),
-    ) -> Tensor:
-        """A run-time input of random numbers; sizes are declared for the static axes only."""
-        array = self.rng.standard_normal(shape).astype(dtype)
-        known = {axis % max(len(shape), 1) for axis in static}
-        dims = [size if i in known else f"{name}_{i}" for i, size in enumerate(shape)]
-        return self.feed(name, array, dims)
-
-    def feed(
-        self, name: str, array: npt.NDArray, dims: Sequence[int | str] | None = None
-    ) -> Tensor:
-        dtype = ir.DataType.from_numpy(array.dtype)
-        value = ir.val(name, dtype, array.shape if dims is None else dims)
-        self.inputs.append(value)
-        self.feeds[name] = array
-        return Tensor(value, _numbers(array))
-
-    def constant(
-        self, name: str, array: npt.NDArray, dtype: ir.DataType | None = None
-    ) -> Tensor:
-        tensor = ir.Tensor(array, dtype=dtype, name=name)
-        if self.constant_nodes:
-            node = ir.node("Constant", [], {"value": tensor}, name=f"constant_{name}")
-            node.outputs[0].name = name
-            self.nodes.append(node)
-            return Tensor(node.outputs[0], _numbers(array))
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        self.initializers.append(value)
-        return Tensor(value, _numbers(array))
-
-    def floats(
-        self, name: str, shape: Sequence[int], dtype: npt.DTypeLike = np.float32
-    ) -> Tensor:
-        return self.constant(name, np.asarray(self.rng.standard_normal(shape)).astype(dtype))
-
-    def output(
-        self, tensor: Tensor, name: str = "y", dtype: npt.DTypeLike = np.float32
-    ) -> None:
-        tensor.value.name = name
-        tensor.value.dtype = ir.DataType.from_numpy(np.dtype(dtype))
-        self.outputs[name] = tensor
-
-    # Nodes.
-
-    def node(
-        self,
-        op_type: str,
-        inputs: Sequence[Tensor | None],
-        array: npt.NDArray,
-        attributes: Mapping[str, object] | None = None,
-        name: str | None = None,
-        domain: str = "",
-    ) -> Tensor:
-        base = name = name or op_type.lower()
-        for number in itertools.count(2):
-            if name not in self.used:
-                break
-            name = f"{base}{number}"
-        self.used.add(name)
-        values = [None if tensor is None else tensor.value for tensor in inputs]
-        node = ir.node(op_type, values, attributes, name=name, domain=domain)  # type: ignore[arg-type]
-        node.outputs[0].name = f"{name}_out"
-        self.nodes.append(node)
-        return Tensor(node.outputs[0], array)
-
-    def matmul(self, a: Tensor, b: Tensor, name: str = "matmul") -> Tensor:
-        return self.node("MatMul", [a, b], np.matmul(a.array, b.array), name=name)
-
-    def fused_matmul(self, a: Tensor, b: Tensor, **attributes: float) -> Tensor:
-        """onnxruntime's own: MatMul with transposed operands and a factor."""
-        self.root.opset_imports["com.microsoft"] = 1
-        left = np.swapaxes(a.array, -1, -2) if attributes.get("transA") else a.array
-        right = np.swapaxes(b.array, -1, -2) if attributes.get("transB") else b.array
-        array = attributes.get("alpha", 1.0) * np.matmul(left, right)
-        return self.node("FusedMatMul", [a, b], array, attributes, "matmul", "com.microsoft")
-
-    def gemm(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, **attributes: float
-    ) -> Tensor:
-        left = a.array.T if attributes.get("transA") else a.array
-        right = b.array.T if attributes.get("transB") else b.array
-        array = attributes.get("alpha", 1.0) * (left @ right)
-        if c is not None:
-            array = array + attributes.get("beta", 1.0) * c.array
-        inputs = [a, b] if c is None else [a, b, c]
-        return self.node("Gemm", inputs, array, attributes, "gemm")
-
-    def transpose(self, a: Tensor, perm: Sequence[int] | None = (1, 0)) -> Tensor:
-        attributes = {} if perm is None else {"perm": list(perm)}
-        return self.node("Transpose", [a], np.transpose(a.array, perm), attributes)
-
-    def reshape(self, a: Tensor, shape: Sequence[int], written: Sequence[int] = ()) -> Tensor:
-        """Reshape to ``shape``, written with -1 and 0 where ``written`` has them."""
-        target = self.constant(self._unique("shape"), np.int64(written or shape))
-        return self.node("Reshape", [a, target], a.array.reshape(shape))
-
-    def cast(self, a: Tensor, dtype: npt.DTypeLike) -> Tensor:
-        to = int(ir.DataType.from_numpy(np.dtype(dtype)))
-        return self.node("Cast", [a], a.array, {"to": to})
-
-    def identity(self, a: Tensor) -> Tensor:
-        return self.node("Identity", [a], a.array)
-
-    def add(self, a: Tensor, b: Tensor, name: str = "add") -> Tensor:
-        return self.node("Add", [a, b], a.array + b.array, name=name)
-
-    def relu(self, a: Tensor) -> Tensor:
-        return self.node("Relu", [a], np.maximum(a.array, 0))
-
-    def gather(self, a: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-        array = np.take(a.array, indices.array, axis)
-        attributes = {"axis": axis} if axis else {}
-        return self.node("Gather", [a, indices], array, attributes, "gather")
-
-    # Quantised constants.
-
-    def quantized(self, spec: Quantized, name: str = "w") -> list[Tensor]:
-        """Codes, scales and zero points; scales such that the weights are about 1."""
-        bits, signed, dtype, numpy_dtype = STORAGE[spec.storage]
-        low = -(1 << (bits - 1)) if signed else 0
-        middle = low + (1 << (bits - 1))
-        if bits == 2:
-            self.root.opset = 25
-        codes = self.rng.integers(low, low + (1 << bits), spec.shape)
-        shape = spec.scale_shape
-        scales = self.rng.uniform(0.5, 2.0, shape) * self.rng.choice([-1, 1], shape)
-        scales = np.asarray(scales / (1 << (bits - 1))).astype(spec.scale_dtype)
-        zero_points = np.full(shape, middle)
-        if spec.zero_points == "random":
-            zero_points = np.asarray(self.rng.integers(low, low + (1 << bits), shape))
-        if spec.zero_points in ("random", "one_other") and (zero_points == middle).all():
-            zero_points.flat[-1] = low
-        offset = 0 if spec.zero_points == "none" else spec.spread(zero_points)
-        if not (codes - offset).any():
-            codes.flat[0] = low + 1 if codes.flat[0] == low else low
-        tensors = [
-            self.constant(name, codes.astype(numpy_dtype), dtype),
-            self.constant(f"{name}_scale", scales),
+        shapes = {"x": self.x} if self.x is not None else {}
+        feeds = {name: array(given) for name, given in {**shapes, **self.inputs}.items()}
+        inputs = {}
+        for name, given in feeds.items():
+            rank = max(given.ndim, 1)
+            known = {axis % rank for axis in (self.static if name == "x" else ())}
+            if isinstance(self.inputs.get(name), tuple):
+                known = set(range(rank))
+            dims = [
+                size if i in known else f"{name}_{i}" for i, size in enumerate(given.shape)
+            ]
+            inputs[name] = (helper.np_dtype_to_tensor_dtype(given.dtype), dims)
+        weights = self.weights
+        weights = {"w": weights} if isinstance(weights, Quantized) else weights
+        tensors = [t for name, spec in weights.items() for t in spec.tensors(name, rng)]
+        tensors += [
+            numpy_helper.from_array(array(given), name)
+            for name, given in self.constants.items()
         ]
-        if spec.zero_points != "none":
-            stored = zero_points.astype(numpy_dtype)
-            tensors.append(self.constant(f"{name}_zero_point", stored, dtype))
-        return tensors
-
-    def dequantize(
-        self, spec: Quantized, tensors: Sequence[Tensor] | None = None, name: str = "w"
-    ) -> Tensor:
-        """DequantizeLinear, named ``dq_<name>``."""
-        tensors = self.quantized(spec, name) if tensors is None else tensors
-        attributes = {} if spec.axis is None else {"axis": spec.axis}
-        if spec.block:
-            attributes["block_size"] = spec.block
-        codes, scales = (tensor.array for tensor in tensors[:2])
-        offset = spec.spread(tensors[2].array) if len(tensors) > 2 else 0
-        array = (codes - offset) * spec.spread(scales)
-        return self.node("DequantizeLinear", tensors, array, attributes, f"dq_{name}")
-
-    # Bodies, functions, the whole.
-
-    def body(self, inputs: Sequence[ir.Value] = ()) -> Drawing:
-        """A body that may read this graph's values."""
-        drawing = Drawing(self._unique("body"), parent=self)
-        drawing.inputs += inputs
-        return drawing
-
-    def graph(self) -> ir.Graph:
-        """The body as an attribute."""
-        return ir.Graph(
-            self.inputs,
-            [tensor.value for tensor in self.outputs.values()],
-            nodes=self.nodes,
-            initializers=self.initializers,
-            name=self.name,
+        write = lambda found: weights[found[1]].node(*found.groups())  # noqa: E731
+        nodes, functions = (re.sub(MACRO, write, text) for text in (self.text, self.functions))
+        read = set(re.findall(r"\w+", nodes + functions))
+        two_bit = any(spec.storage.endswith("int2") for spec in weights.values())
+        opset = 25 if two_bit else self.opset
+        proto = text_model(
+            nodes,
+            [tensor for tensor in tensors if tensor.name in read],
+            inputs,
+            self.outputs,
+            functions=functions.replace("OPSET", str(opset)),
+            opset=opset,
+            place=self.place,
+            output_type=helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype)),
         )
-
-    def function(self, name: str) -> None:
-        """Register a body as a model-local function, and call it with :meth:`call`."""
-        graph = ir.Graph(
-            self.inputs,
-            [tensor.value for tensor in self.outputs.values()],
-            nodes=self.nodes,
-            opset_imports={"": self.root.opset, FUNCTIONS: 1},
-            name=name,
-        )
-        self.root.functions.append(ir.Function(FUNCTIONS, name, graph=graph, attributes=[]))
-        self.root.opset_imports[FUNCTIONS] = 1
-
-    def call(self, function: str, inputs: Sequence[Tensor], array: npt.NDArray) -> Tensor:
-        return self.node(function, inputs, array, name=f"call_{function}", domain=FUNCTIONS)
-
-    @property
-    def root(self) -> Drawing:
-        return self.parent.root if self.parent else self
-
-    def model(self) -> ir.Model:
-        outputs = {name: tensor.value for name, tensor in self.outputs.items()}
-        model = make_model(self.inputs, self.nodes, self.initializers, outputs, self.opset)
-        model.graph.opset_imports.update(self.opset_imports)
-        for function in self.functions:
-            model.functions[function.identifier()] = function
-        return model
-
-    def _unique(self, base: str) -> str:
-        name = next(
-            name
-            for name in (f"{base}_{number}" for number in itertools.count())
-            if name not in self.used
-        )
-        self.used.add(name)
-        return name
+        return proto, feeds
 
 
-def _numbers(array: npt.NDArray) -> npt.NDArray:
-    """Floats as float64, small integers as int64."""
-    if array.dtype == bool:
-        return array
-    whole = array.dtype.kind in "iu" or array.dtype.name in STORAGE
-    return array.astype(np.int64 if whole else np.float64)
+def _attributes(**given: object) -> str:
+    """Attributes as text, without those that are None."""
+    pairs = [f"{name} = {value}" for name, value in given.items() if value is not None]
+    return f"<{', '.join(pairs)}>" if pairs else ""
 
 
-Draw = Callable[[Drawing], None]
+def _left(refusal: str) -> dict[str, object]:
+    """What a case that stays as it is has besides."""
+    return {"expect": {}, "refusal": refusal}
 
 
-def _case(
-    row: int,
-    name: str,
-    draw: Draw,
-    expect: Mapping[str, int] = FUSED,
-    refusal: str | None = None,
-    tolerance: float = EXACT,
+Q, Case, product = Quantized, LayoutCase, itertools.product
+N, K = 6, 70
+MATMUL = "W = $w  y = MatMul (x, W)"
+FORMS = ("axis0", "transposed")
+
+
+def _stored(
+    form: str,
+    k: int,
+    n: int,
+    storage: str = "uint4",
+    block: int = 32,
+    zero_points: str = "random",
     **more: object,
-) -> LayoutCase:
-    """Draw once for the numbers, and again for every model."""
-    name = f"{row:02d}-{name}"
-
-    def drawn() -> Drawing:
-        drawing = Drawing(name)
-        draw(drawing)
-        return drawing
-
-    first = drawn()
-    reference = [tensor.array for tensor in first.outputs.values()]
-    return LayoutCase(
-        name,
-        row,
-        lambda: drawn().model(),
-        first.feeds,
-        reference,
-        dict(expect),
-        refusal,
-        tolerance,
-        **more,  # type: ignore[arg-type]
-    )
+) -> Quantized:
+    """A weight [K, N] or, transposed, [N, K]."""
+    shape, axis = ((n, k), 1) if form == "transposed" else ((k, n), 0)
+    return Q(shape, storage, axis, block, zero_points, **more)
 
 
-def _refused(row: int, name: str, draw: Draw, refusal: str, **more: object) -> LayoutCase:
-    return _case(row, name, draw, {}, refusal, **more)  # type: ignore[arg-type]
+def _transposed(text: str) -> str:
+    """The same through a Transpose of each weight, which is stored [N, K]."""
+    through = r"\1_stored = \2  \1 = Transpose <perm = [1, 0]> (\1_stored)"
+    return re.sub(r"(\w+) = (\$[\w/]+)", through, text)
+
+
+def _written(form: str, text: str) -> str:
+    return _transposed(text) if form == "transposed" else text
 
 
 # One weight, one consumer.
 
 
-def _matmul(
-    spec: Quantized,
-    lead: tuple[int, ...] = (3,),
-    transposed: bool = False,
-    perm: Sequence[int] | None = (1, 0),
-    dtype: npt.DTypeLike = np.float32,
-) -> Draw:
-    """``x @ W``, through a Transpose where W is stored [N, K]."""
-
-    def draw(g: Drawing) -> None:
-        k = spec.shape[1 if transposed else 0]
-        x = g.input("x", (*lead, k), dtype)
-        w = g.dequantize(spec)
-        if transposed:
-            w = g.transpose(w, perm)
-        g.output(g.matmul(x, w), dtype=dtype)
-
-    return draw
-
-
-def _shapes(block: int) -> list[tuple[int, int]]:
-    """[K, N] that a kernel may get wrong: ragged, odd, short."""
-    return [
-        (2 * block, 8),
-        (block + 7, 5),
-        (block - 3, 6),
-        (3 * block, 7),
-        (1, 4),
-        (2 * block + 1, 1),
-        (1, 1),
-    ]
-
-
-BLOCKS = (16, 32, 64, 128, 256)
-
-
-def _blockwise(row: int, transposed: bool, blocks: Sequence[int]) -> Iterator[LayoutCase]:
-    choices = itertools.product(blocks, STORAGES, ZERO_POINTS)
+def _blockwise(form: str, blocks: Sequence[int]) -> Iterator[LayoutCase]:
+    choices = product(blocks, STORAGES, ZERO_POINTS)
     for number, (block, storage, zero_points) in enumerate(choices):
-        shapes = _shapes(block)
+        shapes = (  # [K, N] that a kernel may get wrong: ragged, odd, short
+            (2 * block, 8),
+            (block + 7, 5),
+            (block - 3, 6),
+            (3 * block, 7),
+            (1, 4),
+            (2 * block + 1, 1),
+            (1, 1),
+        )
         # 7 shapes against 3 zero points and 6 types: every pair comes up.
         k, n = shapes[number % len(shapes)]
-        spec = Quantized(
-            (n, k) if transposed else (k, n),
-            storage,
-            1 if transposed else 0,
-            block,
-            zero_points=zero_points,
-        )
+        w = _stored(form, k, n, storage, block, zero_points)
         name = f"{storage}-block{block}-k{k}-n{n}-zp_{zero_points}"
-        yield _case(
-            row,
-            name,
-            _matmul(spec, transposed=transposed),
-            zero_points=spec.needs_zero_points,
-            stored_weights=1,
-        )
+        checks = {"zero_points": w.needs_zero_points, "stored_weights": 1}
+        yield Case(name, _written(form, MATMUL), w, (3, k), **checks)
+
+
+LEADS = ((), (1,), (2, 3), (2, 1, 3))
 
 
 def _row_1() -> Iterator[LayoutCase]:
-    yield from _blockwise(1, False, BLOCKS)
-    leads = ((), (1,), (2, 3), (2, 1, 3))
-    for lead, storage in itertools.product(leads, ("int4", "uint4", "uint8")):
-        spec = Quantized((70, 9), storage, 0, 32, zero_points="random")
-        yield _case(1, f"rank{len(lead) + 1}-{storage}", _matmul(spec, lead))
+    yield from _blockwise("axis0", (16, 32, 64, 128, 256))
+    for lead, storage in product(LEADS, ("int4", "uint4", "uint8")):
+        yield Case(f"rank{len(lead) + 1}-{storage}", MATMUL, Q((70, 9), storage), (*lead, 70))
     for storage in ("int4", "uint8", "int2"):
-        spec = Quantized((70, 9), storage, -2, 32, zero_points="random")
-        yield _case(1, f"axis_minus_2-{storage}", _matmul(spec))
+        yield Case(f"axis_minus_2-{storage}", MATMUL, Q((70, 9), storage, -2))
     for storage in ("int4", "uint8", "uint2"):
-        spec = Quantized((32, 32), storage, 1, 16)
-        yield _refused(1, f"blocks_across_columns-{storage}", _matmul(spec), "matmul")
+        w = Q((32, 32), storage, 1, 16, "none")
+        name = f"blocks_across_columns-{storage}"
+        yield Case(name, MATMUL, w, (3, 32), **_left("matmul"))
 
 
 def _row_2() -> Iterator[LayoutCase]:
-    yield from _blockwise(2, True, (16, 32, 128))
-    for axis, perm in ((1, None), (-1, (1, 0)), (-1, None)):
-        for storage in ("int4", "uint4", "int8"):
-            spec = Quantized((9, 70), storage, axis, 32, zero_points="random")
-            written = "default" if perm is None else "given"
-            yield _case(
-                2,
-                f"axis_{axis}-perm_{written}-{storage}".replace("-1", "minus_1"),
-                _matmul(spec, transposed=True, perm=perm),
-            )
-    leads = ((), (1,), (2, 3), (2, 1, 3))
-    for lead, storage in itertools.product(leads, ("uint4", "int8")):
-        spec = Quantized((9, 64), storage, 1, 32, zero_points="random")
-        yield _case(2, f"rank{len(lead) + 1}-{storage}", _matmul(spec, lead, True))
+    yield from _blockwise("transposed", (16, 32, 128))
+    default = "T = $w  W = Transpose (T)  y = MatMul (x, W)"
+    given = _transposed(MATMUL)
+    for (axis, perm), storage in product(
+        ((1, "default"), ("minus_1", "given"), ("minus_1", "default")),
+        ("int4", "uint4", "int8"),
+    ):
+        text = default if perm == "default" else given
+        w = Q((9, 70), storage, 1 if axis == 1 else -1)
+        yield Case(f"axis_{axis}-perm_{perm}-{storage}", text, w)
+    for lead, storage in product(LEADS, ("uint4", "int8")):
+        w = Q((9, 64), storage, 1)
+        yield Case(f"rank{len(lead) + 1}-{storage}", given, w, (*lead, 64))
     for storage in ("int4", "uint8"):
-        spec = Quantized((32, 32), storage, 0, 16)
-        draw = _matmul(spec, transposed=True)
-        yield _refused(2, f"blocks_across_columns-{storage}", draw, "matmul")
-        spec = Quantized((32, 32), storage, 0, 16, zero_points="random")
-        draw = _matmul(spec, transposed=True, perm=(0, 1))
-        yield _case(2, f"perm_that_keeps-{storage}", draw)
-    for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
-        spec = Quantized((6, 70), storage, 1, 32, zero_points=zero_points)
-        draw = _fused_matmul(spec, transB=1)
-        yield _case(2, f"fusedmatmul-transb-{storage}-zp_{zero_points}", draw)
+        w = Q((32, 32), storage, 0, 16, "none")
+        yield Case(f"blocks_across_columns-{storage}", given, w, (3, 32), **_left("matmul"))
+        keeps = given.replace("[1, 0]", "[0, 1]")
+        w = Q((32, 32), storage, 0, 16)
+        yield Case(f"perm_that_keeps-{storage}", keeps, w, (3, 32))
+    for storage, zero_points in product(STORAGES, ("none", "random")):
+        w = Q((6, 70), storage, 1, zero_points=zero_points)
+        name = f"fusedmatmul-transb-{storage}-zp_{zero_points}"
+        yield Case(name, _fused_matmul(transB=1), w)
     for attributes in (
         {"transB": 1, "alpha": 0.5},
         {"transB": 1, "alpha": 0.3},
@@ -529,192 +343,123 @@ def _row_2() -> Iterator[LayoutCase]:
         {"transB": 0, "transA": 1},
         {"transB": 1, "transA": 1, "alpha": 2.0},
     ):
-        spec = Quantized((6, 64) if attributes["transB"] else (64, 6), "uint4", 0, 32)
-        spec = dataclasses.replace(spec, axis=attributes["transB"], zero_points="random")
         name = "-".join(f"{key}_{value}" for key, value in attributes.items())
-        yield _case(2, f"fusedmatmul-{name}", _fused_matmul(spec, **attributes))
-    spec = Quantized((64, 6), "int4", 0, 32)
-    yield _case(2, "fusedmatmul-nothing_transposed", _fused_matmul(spec))
-    spec = Quantized((6, 64), "int4", 1, 32)
-    yield _case(2, "fusedmatmul-transb-rank3", _fused_matmul(spec, (2, 3), transB=1))
+        w = _stored(FORMS[int(attributes["transB"])], 64, 6)
+        x, static = ((64, 3), (0,)) if "transA" in attributes else ((3, 64), (-1,))
+        yield Case(f"fusedmatmul-{name}", _fused_matmul(**attributes), w, x, static=static)
+    w = Q((64, 6), "int4", zero_points="none")
+    yield Case("fusedmatmul-nothing_transposed", _fused_matmul(), w, (3, 64))
+    w = Q((6, 64), "int4", 1, zero_points="none")
+    yield Case("fusedmatmul-transb-rank3", _fused_matmul(transB=1), w, (2, 3, 64))
 
 
-def _fused_matmul(spec: Quantized, lead: tuple[int, ...] = (3,), **attributes: float) -> Draw:
-    def draw(g: Drawing) -> None:
-        k = spec.shape[1 if attributes.get("transB") else 0]
-        if attributes.get("transA"):
-            x = g.input("x", (k, 3), static=(0,))
-        else:
-            x = g.input("x", (*lead, k))
-        g.output(g.fused_matmul(x, g.dequantize(spec), **attributes))
+def _fused_matmul(**attributes: float) -> str:
+    return f"W = $w  y = com.microsoft.FusedMatMul {_attributes(**attributes)} (x, W)"
 
-    return draw
+
+THREE_AXES = Q((6, 3, 32), axis=2)
+BLOCK_AXIS = {
+    "matmul": "V = $w  R = Reshape (V, shape)  W = Transpose <perm = [1, 0]> (R)"
+    "  y = MatMul (x, W)",
+    "gemm": "V = $w  R = Reshape (V, shape)  W = Transpose <perm = [1, 0]> (R)"
+    "  y = Gemm (x, W)",
+    "gemm_transb": "V = $w  R = Reshape (V, shape)  y = Gemm <transB = 1> (x, R)",
+}
 
 
 def _row_3() -> Iterator[LayoutCase]:
     """Blocks as an axis of their own."""
-    for storage, zero_points in itertools.product(STORAGES, ZERO_POINTS):
-        spec = Quantized((6, 3, 32), storage, 2, 32, zero_points=zero_points)
-        for consumer in ("matmul", "gemm"):
-            yield _case(
-                3,
-                f"{consumer}-{storage}-zp_{zero_points}",
-                _three_dimensional(spec, consumer),
-                zero_points=spec.needs_zero_points,
-            )
-    written = ((6, -1), (-1, 96), (0, 96), (0, -1))
-    for shape, storage in itertools.product(written, ("uint4", "int8")):
-        spec = Quantized((6, 3, 32), storage, -1, 32, zero_points="random")
+
+    def case(
+        name: str, consumer: str = "matmul", w: Quantized = THREE_AXES, **more
+    ) -> LayoutCase:
+        n, blocks, block = w.shape
+        shape = more.pop("shape", (n, blocks * block))
+        more.setdefault("x", (3, blocks * block))
+        more.setdefault("text", BLOCK_AXIS[consumer])
+        return Case(name, weights=w, constants={"shape": np.int64(shape)}, **more)
+
+    for storage, zero_points, consumer in product(STORAGES, ZERO_POINTS, ("matmul", "gemm")):
+        w = Q((6, 3, 32), storage, 2, zero_points=zero_points)
+        name = f"{consumer}-{storage}-zp_{zero_points}"
+        yield case(name, consumer, w, zero_points=w.needs_zero_points)
+    for shape, storage in product(((6, -1), (-1, 96), (0, 96), (0, -1)), ("uint4", "int8")):
         text = "_".join("rest" if size == -1 else str(size) for size in shape)
-        draw = _three_dimensional(spec, written=shape)
-        yield _case(3, f"reshape_{text}-{storage}", draw)
+        yield case(f"reshape_{text}-{storage}", w=Q((6, 3, 32), storage, -1), shape=shape)
     for block, blocks, n in ((16, 1, 5), (16, 5, 7), (64, 2, 1), (128, 1, 3), (256, 1, 2)):
-        spec = Quantized((n, blocks, block), "uint4", 2, block, zero_points="random")
-        yield _case(3, f"block{block}-blocks{blocks}-n{n}", _three_dimensional(spec))
-    half = Quantized((6, 3, 32), "uint4", 2, 32, zero_points="random", scale_dtype=np.float16)
-    for cast in ("before", "after"):
-        for consumer in ("matmul", "gemm"):
-            draw = _three_dimensional(half, consumer, cast=cast)
-            yield _case(3, f"cast_{cast}-{consumer}", draw, tolerance=HALF)
-    spec = Quantized((6, 3, 32), "int4", 2, 32, zero_points="random")
-    yield _case(3, "gemm-transb", _three_dimensional(spec, "gemm_transb"))
-    spec = Quantized((6, 4, 16), "uint4", 2, 16, zero_points="random")
-    yield _case(3, "rank3", _three_dimensional(spec, lead=(2, 3)))
-    yield _case(3, "reshape_that_splits_rows", _split_rows)
-    yield _case(3, "blocks_first", _blocks_first)
-
-
-def _three_dimensional(
-    spec: Quantized,
-    consumer: str = "matmul",
-    written: Sequence[int] = (),
-    cast: str = "",
-    lead: tuple[int, ...] = (3,),
-) -> Draw:
-    n, blocks, block = spec.shape
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (*lead, blocks * block))
-        w = g.dequantize(spec)
-        if cast == "before":
-            w = g.cast(w, np.float32)
-        w = g.reshape(w, (n, blocks * block), written)
-        if consumer == "gemm_transb":
-            return g.output(g.gemm(x, w, transB=1))
-        w = g.transpose(w)
-        if cast == "after":
-            w = g.cast(w, np.float32)
-        return g.output(g.matmul(x, w) if consumer == "matmul" else g.gemm(x, w))
-
-    return draw
-
-
-def _split_rows(g: Drawing) -> None:
-    x = g.input("x", (3, 64))
-    w = g.dequantize(Quantized((4, 4, 32), "uint4", 2, 32, zero_points="random"))
-    g.output(g.matmul(x, g.transpose(g.reshape(w, (8, 64)))))
-
-
-def _blocks_first(g: Drawing) -> None:
-    """Codes [blocks, block, N], scales [blocks, 1, N]: axis 1."""
-    x = g.input("x", (3, 64))
-    w = g.dequantize(Quantized((2, 32, 6), "uint4", 1, 32, zero_points="random"))
-    g.output(g.matmul(x, g.reshape(w, (64, 6))))
+        w = Q((n, blocks, block), axis=2, block=block)
+        yield case(f"block{block}-blocks{blocks}-n{n}", w=w)
+    half = Q((6, 3, 32), axis=2, scale_dtype=np.float16)
+    for where, consumer in product(("before", "after"), ("matmul", "gemm")):
+        text = BLOCK_AXIS[consumer]
+        if where == "before":
+            text = text.replace("V = $w", "H = $w  V = Cast <to = 1> (H)")
+        else:
+            text = text.replace("W = T", "H = T").replace("  y", "  W = Cast <to = 1> (H)  y")
+        yield case(f"cast_{where}-{consumer}", text=text, w=half, tolerance=HALF)
+    yield case("gemm-transb", "gemm_transb", Q((6, 3, 32), "int4", 2))
+    yield case("rank3", w=Q((6, 4, 16), axis=2, block=16), x=(2, 3, 64))
+    yield case("reshape_that_splits_rows", w=Q((4, 4, 32), axis=2), shape=(8, 64), x=(3, 64))
+    # Codes [blocks, block, N], scales [blocks, 1, N].
+    text = "V = $w  W = Reshape (V, shape)  y = MatMul (x, W)"
+    yield case("blocks_first", text=text, w=Q((2, 32, 6), axis=1), shape=(64, 6), x=(3, 64))
 
 
 # Gemm and bias.
 
-FUSED_GEMM = {**FUSED, "Gemm": 0}
-ROWS, K, N = 3, 70, 6
 
-
-def _bias(g: Drawing, kind: str, n: int = N) -> Tensor | None:
-    """A bias as its name says; codes of a dequantised one in int32 or int8."""
-    shapes = {
-        "n": (n,),
-        "1_n": (1, n),
-        "1": (1,),
-        "scalar": (),
-        "m_n": (ROWS, n),
-        "m_1": (ROWS, 1),
-    }
+def _bias(kind: str, n: int = N) -> tuple[str, dict[str, object]]:
+    """Nodes before the one with the bias b, and what the case has besides."""
+    shapes = {"n": (n,), "1_n": (1, n), "1": (1,), "scalar": (), "m_n": (3, n), "m_1": (3, 1)}
     if kind == "absent":
-        return None
+        return "", {}
     if kind == "runtime":
-        return g.input("bias", (n,))
+        return "", {"inputs": {"b": (n,)}}
     if kind in shapes:
-        return g.floats("bias", shapes[kind])
+        return "", {"constants": {"b": shapes[kind]}}
+    # Codes of a dequantised one in int32 or int8.
     storage, scaled, *zero_point = kind.split("_")
-    dtype = np.dtype(storage)
-    codes = g.rng.integers(-100, 100, n).astype(dtype)
-    scales = g.rng.uniform(0.005, 0.02, (n,) if scaled == "channel" else ())
-    tensors = [
-        g.constant("bias", codes),
-        g.constant("bias_scale", np.asarray(scales, np.float32)),
-    ]
-    offset = np.zeros(scales.shape if scaled == "channel" else (), dtype)
+    shape = (n,) if scaled == "channel" else ()
+    scales = np.linspace(0.005, 0.02, n) if shape else 0.0125
+    constants = {
+        "bias": np.linspace(-100, 90, n).astype(storage),
+        "bias_scale": np.asarray(scales, np.float32),
+    }
     if zero_point:
         # onnxruntime takes no other zero point than 0 for int32.
-        offset = offset if storage == "int32" else offset + dtype.type(17)
-        tensors.append(g.constant("bias_zero_point", np.asarray(offset, dtype)))
-    array = (tensors[0].array - offset.astype(np.int64)) * tensors[1].array
-    attributes = {"axis": 0} if scaled == "channel" else {}
-    return g.node("DequantizeLinear", tensors, array, attributes, "dq_bias")
+        constants["bias_zero_point"] = np.full(shape, 0 if storage == "int32" else 17, storage)
+    axis = "<axis = 0>" if scaled == "channel" else ""
+    return f"b = DequantizeLinear {axis} ({', '.join(constants)})", {"constants": constants}
 
 
 def _gemm(
-    bias: str = "absent",
-    storage: str = "uint4",
-    zero_points: str = "random",
-    scaled: str = "blocks",
-    **attributes: float,
-) -> Draw:
-    def draw(g: Drawing) -> None:
-        trans_a, trans_b = attributes.get("transA"), attributes.get("transB")
-        x = g.input("x", (K, ROWS), static=(0,)) if trans_a else g.input("x", (ROWS, K))
-        shape = (N, K) if trans_b else (K, N)
-        axis = 1 if trans_b else 0
-        if scaled == "channel":
-            spec = Quantized(shape, storage, 1 - axis, 0, scaled, zero_points)
-        else:
-            block = 32 if scaled == "blocks" else 0
-            spec = Quantized(shape, storage, axis, block, scaled, zero_points)
-        w = g.dequantize(spec)
-        g.output(g.gemm(x, w, _bias(g, bias), **attributes))
-
-    return draw
+    name: str, bias: str = "absent", w: Quantized | None = None, **attributes: float
+) -> LayoutCase:
+    before, more = _bias(bias)
+    operands = "x, W" if bias == "absent" else "x, W, b"
+    text = f"{before}  W = $w  y = Gemm {_attributes(**attributes)} ({operands})"
+    w = w or _stored(FORMS[int(attributes.get("transB", 0))], K, N)
+    x, static = ((K, 3), (0,)) if attributes.get("transA") else ((3, K), (-1,))
+    return Case(name, text, w, x, FUSED_GEMM, static=static, **more)
 
 
 def _row_4() -> Iterator[LayoutCase]:
-    for storage, zero_points, trans_b in itertools.product(
-        STORAGES, ("none", "random"), (0, 1)
-    ):
-        draw = _gemm("n", storage, zero_points, transB=trans_b)
-        name = f"transb{trans_b}-{storage}-zp_{zero_points}"
-        yield _case(4, name, draw, FUSED_GEMM)
-    for alpha, trans_b in itertools.product((0.5, 2.0, 0.3, -1.7), (0, 1)):
-        for bias in ("absent", "n"):
-            draw = _gemm(bias, alpha=alpha, transB=trans_b)
-            name = f"alpha_{alpha}-transb{trans_b}-bias_{bias}"
-            if alpha in (0.5, 2.0):
-                yield _case(4, name, draw, FUSED_GEMM)
-            else:
-                yield _case(4, name, draw, FUSED_GEMM)
-    for number, (beta, bias) in enumerate(
-        itertools.product((1.0, 0.0, 0.5, 0.3), ("n", "1_n", "1", "scalar"))
-    ):
-        draw = _gemm(bias, beta=beta, transB=number % 2)
-        yield _case(4, f"beta_{beta}-bias_{bias}", draw, FUSED_GEMM)
-    for beta, bias in itertools.product((1.0, 0.5, 0.0), ("m_n", "m_1", "runtime")):
-        draw = _gemm(bias, beta=beta, transB=1)
-        yield _case(4, f"beta_{beta}-bias_{bias}", draw, FUSED_GEMM)
-    for trans_b, bias in itertools.product((0, 1), ("absent", "n", "1")):
-        draw = _gemm(bias, transA=1, transB=trans_b)
-        yield _case(4, f"transa-transb{trans_b}-bias_{bias}", draw, FUSED_GEMM)
-    draw = _gemm("n", alpha=0.5, beta=0.3, transB=1, storage="int8")
-    yield _case(4, "alpha_0.5-beta_0.3", draw, FUSED_GEMM)
-    draw = _gemm("1", alpha=2.0, beta=0.5, storage="int2")
-    yield _case(4, "alpha_2-beta_0.5", draw, FUSED_GEMM)
+    for storage, zero_points, trans_b in product(STORAGES, ("none", "random"), (0, 1)):
+        w = _stored(FORMS[trans_b], K, N, storage, zero_points=zero_points)
+        yield _gemm(f"transb{trans_b}-{storage}-zp_{zero_points}", "n", w, transB=trans_b)
+    for alpha, trans_b, bias in product((0.5, 2.0, 0.3, -1.7), (0, 1), ("absent", "n")):
+        name = f"alpha_{alpha}-transb{trans_b}-bias_{bias}"
+        yield _gemm(name, bias, alpha=alpha, transB=trans_b)
+    choices = product((1.0, 0.0, 0.5, 0.3), ("n", "1_n", "1", "scalar"))
+    for number, (beta, bias) in enumerate(choices):
+        yield _gemm(f"beta_{beta}-bias_{bias}", bias, beta=beta, transB=number % 2)
+    for beta, bias in product((1.0, 0.5, 0.0), ("m_n", "m_1", "runtime")):
+        yield _gemm(f"beta_{beta}-bias_{bias}", bias, beta=beta, transB=1)
+    for trans_b, bias in product((0, 1), ("absent", "n", "1")):
+        yield _gemm(f"transa-transb{trans_b}-bias_{bias}", bias, transA=1, transB=trans_b)
+    w = Q((N, K), "int8", 1)
+    yield _gemm("alpha_0.5-beta_0.3", "n", w, alpha=0.5, beta=0.3, transB=1)
+    yield _gemm("alpha_2-beta_0.5", "1", Q((K, N), "int2"), alpha=2.0, beta=0.5)
     kinds = (
         "int32_tensor",
         "int32_tensor_zp",
@@ -722,344 +467,228 @@ def _row_4() -> Iterator[LayoutCase]:
         "int8_tensor",
         "int8_tensor_zp",
     )
-    for bias, trans_b in itertools.product(kinds, (0, 1)):
-        draw = _gemm(bias, transB=trans_b, storage="int8", scaled="channel")
-        yield _case(4, f"bias_{bias}-transb{trans_b}", draw, FUSED_GEMM)
-    draw = _gemm("int32_tensor", beta=0.5, transB=1)
-    yield _case(4, "bias_int32_tensor-beta_0.5", draw, FUSED_GEMM)
-    for scaled, trans_b in itertools.product(("tensor", "tensor1", "channel"), (0, 1)):
-        draw = _gemm("n", "uint8", "random", scaled, transB=trans_b)
-        yield _case(4, f"{scaled}-transb{trans_b}", draw, FUSED_GEMM)
-    yield _case(4, "shared_bias", _gemms_with_one_bias, {**FUSED_GEMM, "MatMulNBits": 2})
-
-
-def _gemms_with_one_bias(g: Drawing) -> None:
-    x, bias = g.input("x", (ROWS, K)), g.floats("bias", (N,))
-    for name in ("first", "second"):
-        w = g.dequantize(Quantized((K, N), "int4", 0, 32), name=name)
-        beta = 1.0 if name == "first" else 0.5
-        g.output(g.gemm(x, w, bias, beta=beta), f"y_{name}")
-
-
-WITHOUT_ADD = {**FUSED, "Add": 0}
-WITH_ADD = {**FUSED, "Add": 1}
+    for bias, trans_b in product(kinds, (0, 1)):
+        w = Q((N, K) if trans_b else (K, N), "int8", 1 - trans_b, scaled="channel")
+        yield _gemm(f"bias_{bias}-transb{trans_b}", bias, w, transB=trans_b)
+    yield _gemm("bias_int32_tensor-beta_0.5", "int32_tensor", beta=0.5, transB=1)
+    for scaled, trans_b in product(("tensor", "tensor1", "channel"), (0, 1)):
+        w = Q((N, K) if trans_b else (K, N), "uint8", 1 - trans_b, scaled=scaled)
+        yield _gemm(f"{scaled}-transb{trans_b}", "n", w, transB=trans_b)
+    text = "V = $v  a = Gemm (x, V, b)  W = $w  c = Gemm <beta = 0.5> (x, W, b)"
+    weights = dict.fromkeys("vw", Q((K, N), "int4", zero_points="none"))
+    expect = {**FUSED_GEMM, "MatMulNBits": 2}
+    more = {"constants": {"b": (N,)}, "outputs": ("a", "c")}
+    yield Case("shared_bias", text, weights, (3, K), expect, **more)
 
 
 def _row_5() -> Iterator[LayoutCase]:
     kept = {"1", "scalar", "runtime"}  # shapes that MatMulNBits' bias [N] does not take as is
-    for bias, first in itertools.product(
-        ("n", "1_n", "1", "scalar", "runtime", "int32_tensor", "int8_tensor_zp"),
-        ("product_first", "bias_first"),
-    ):
-        for transposed in (False, True):
-            draw = _matmul_add(bias, first == "bias_first", transposed=transposed)
-            layout = "transposed" if transposed else "axis0"
-            expect = FUSED if bias in kept else WITHOUT_ADD
-            yield _case(5, f"bias_{bias}-{first}-{layout}", draw, expect)
+    kinds = ("n", "1_n", "1", "scalar", "runtime", "int32_tensor", "int8_tensor_zp")
+    orders = {"product_first": "p, b", "bias_first": "b, p"}
+    for bias, (order, operands), form in product(kinds, orders.items(), FORMS):
+        before, more = _bias(bias)
+        text = f"{before}  W = $w  p = MatMul (x, W)  y = Add ({operands})"
+        expect = FUSED if bias in kept else WITHOUT_ADD
+        name = f"bias_{bias}-{order}-{form}"
+        yield Case(name, _written(form, text), _stored(form, K, N), (3, K), expect, **more)
+
+    def added(
+        name: str, shape: tuple[int, ...] = (N,), lead: tuple[int, ...] = (3,), **more
+    ) -> LayoutCase:
+        text = f"W = $w  p = MatMul (x, W)  y = Add (p, b)  {more.pop('text', '')}"
+        more = {"weights": Q((K, N)), "expect": WITH_ADD} | more
+        return Case(name, text, x=(*lead, K), constants={"b": shape}, **more)
+
     for storage in STORAGES:
-        yield _case(5, f"bias_n-{storage}", _matmul_add("n", storage=storage), WITHOUT_ADD)
+        yield added(f"bias_n-{storage}", expect=WITHOUT_ADD, weights=Q((K, N), storage))
     for shape in ((N,), (1, N), (1, 1, N)):
-        draw = _matmul_add(shape, lead=(2, 3))
-        name = "_".join(map(str, shape))
-        yield _case(5, f"rank3-bias_{name}", draw, WITHOUT_ADD)
+        name = f"rank3-bias_{'_'.join(map(str, shape))}"
+        yield added(name, shape, (2, 3), expect=WITHOUT_ADD)
     # Where the bias would change the shape or differs by row, the Add is no bias.
     for shape, lead in (
-        ((1, 1, N), (ROWS,)),
+        ((1, 1, N), (3,)),
         ((1, N), ()),
-        ((ROWS, N), (ROWS,)),
-        ((ROWS, 1), (ROWS,)),
+        ((3, N), (3,)),
+        ((3, 1), (3,)),
         ((2, 1, N), (2, 3)),
-        ((2, ROWS, N), (ROWS,)),
+        ((2, 3, N), (3,)),
     ):
-        name = "_".join(map(str, shape))
-        draw = _matmul_add(shape, lead=lead)
-        yield _case(5, f"add_stays-rank{len(lead) + 1}-bias_{name}", draw, WITH_ADD)
-    draw = _matmul_add((5,), n=1)
-    yield _case(5, "add_stays-one_column-bias_5", draw, WITH_ADD)
-    yield _case(5, "add_stays-second_consumer", _matmul_add("n", second="relu"), WITH_ADD)
-    yield _case(5, "add_stays-graph_output", _matmul_add("n", second="output"), WITH_ADD)
-    yield _case(5, "sum_of_two_products", _sum_of_products, {**WITH_ADD, "MatMulNBits": 2})
-    yield _case(5, "two_adds", _two_adds, {**FUSED, "Add": 1})
-
-
-def _matmul_add(
-    bias: str | tuple[int, ...],
-    bias_first: bool = False,
-    storage: str = "uint4",
-    transposed: bool = False,
-    lead: tuple[int, ...] = (ROWS,),
-    second: str = "",
-    n: int = N,
-) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (*lead, K))
-        shape = (n, K) if transposed else (K, n)
-        axis = 1 if transposed else 0
-        w = g.dequantize(Quantized(shape, storage, axis, 32, zero_points="random"))
-        y = g.matmul(x, g.transpose(w) if transposed else w)
-        b = _bias(g, bias, n) if isinstance(bias, str) else g.floats("bias", bias)
-        assert b is not None
-        if second == "relu":
-            g.output(g.relu(y), "other")
-        elif second == "output":
-            g.output(y, "other")
-        g.output(g.add(b, y) if bias_first else g.add(y, b))
-
-    return draw
-
-
-def _sum_of_products(g: Drawing) -> None:
-    x = g.input("x", (ROWS, K))
-    a, b = (
-        g.matmul(x, g.dequantize(Quantized((K, N), "int4", 0, 32), name=name))
-        for name in ("first", "second")
-    )
-    g.output(g.add(a, b))
-
-
-def _two_adds(g: Drawing) -> None:
-    x = g.input("x", (ROWS, K))
-    y = g.matmul(x, g.dequantize(Quantized((K, N), "int4", 0, 32)))
-    g.output(g.add(g.add(y, g.floats("bias", (N,))), g.floats("offset", (N,))))
+        name = f"add_stays-rank{len(lead) + 1}-bias_{'_'.join(map(str, shape))}"
+        yield added(name, shape, lead)
+    yield added("add_stays-one_column-bias_5", (5,), weights=Q((K, 1)))
+    second = {"text": "other = Relu (p)", "outputs": ("other", "y")}
+    yield added("add_stays-second_consumer", **second)
+    yield added("add_stays-graph_output", outputs=("p", "y"))
+    text = "V = $v  p = MatMul (x, V)  W = $w  q = MatMul (x, W)  y = Add (p, q)"
+    plain = Q((K, N), "int4", zero_points="none")
+    expect = {**WITH_ADD, "MatMulNBits": 2}
+    yield Case("sum_of_two_products", text, dict.fromkeys("vw", plain), (3, K), expect)
+    text = "W = $w  p = MatMul (x, W)  q = Add (p, b)  y = Add (q, offset)"
+    biases = {"b": (N,), "offset": (N,)}
+    yield Case("two_adds", text, plain, (3, K), WITH_ADD, constants=biases)
 
 
 def _row_6() -> Iterator[LayoutCase]:
     """Types that differ between scales and activations."""
     half, single = np.float16, np.float32
-    for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
+    types = {half: 10, single: 1}
+    cast = "D = $w  W = Cast <to = {}> (D)  y = MatMul (x, W)"
+
+    def case(
+        name: str, scale_dtype: type, dtype: type, text: str = MATMUL, form: str = "axis0", *,
+        storage: str = "uint4", zero_points: str = "random", **more,
+    ) -> LayoutCase:  # fmt: skip
+        w = _stored(form, K, N, storage, 32, zero_points, scale_dtype=scale_dtype)
+        more.setdefault("weights", w)
+        more.setdefault("tolerance", HALF)
+        return Case(name, text.format(types[dtype]), dtype=dtype, **more)
+
+    for storage, zero_points in product(STORAGES, ("none", "random")):
+        codes = {"storage": storage, "zero_points": zero_points}
         name = f"{storage}-zp_{zero_points}"
-        for transposed in (False, True):
-            shape, axis = ((N, K), 1) if transposed else ((K, N), 0)
-            spec = Quantized(shape, storage, axis, 32, "blocks", zero_points, half)
-            layout = "transposed" if transposed else "axis0"
-            draw = _matmul(spec, transposed=transposed, dtype=half)
-            yield _case(6, f"float16-{layout}-{name}", draw, tolerance=HALF)
-        draw = _cast_matmul(
-            Quantized((K, N), storage, 0, 32, "blocks", zero_points, half), single
-        )
-        yield _case(6, f"float16_cast_float32-{name}", draw, tolerance=HALF)
-        draw = _cast_matmul(Quantized((K, N), storage, 0, 32, "blocks", zero_points), half)
-        yield _case(6, f"float32_cast_float16-{name}", draw, tolerance=HALF)
-    for order in ("cast_transpose", "transpose_cast"):
-        for scale_dtype, dtype in ((half, single), (single, half)):
-            spec = Quantized((N, K), "uint4", 1, 32, "blocks", "random", scale_dtype)
-            name = f"{order}-to_{np.dtype(dtype).name}"
-            yield _case(6, name, _cast_matmul(spec, dtype, order), tolerance=HALF)
-    spec = Quantized((K, N), "int4", 0, 32, zero_points="random")
-    yield _case(6, "cast_that_keeps_the_type", _cast_matmul(spec, single))
-    for scale_dtype, dtype in ((single, half), (half, single), (single, single)):
-        spec = Quantized((K, N), "uint4", 0, 32, "blocks", "random", scale_dtype)
-        name = f"output_dtype-{np.dtype(scale_dtype).name}-{np.dtype(dtype).name}"
-        tolerance = EXACT if scale_dtype is dtype else HALF
-        yield _case(6, name, _output_dtype(spec, dtype), tolerance=tolerance)
-    spec = Quantized((K, N), "uint4", 0, 32, "blocks", "random", half)
-    yield _case(6, "float16-bias", _float16_bias(spec), WITHOUT_ADD, tolerance=HALF)
-    yield _case(6, "float16-gemm", _float16_gemm(spec), FUSED_GEMM, tolerance=HALF)
-    spec = Quantized((K, N), "int8", None, 0, "channel", "none", half)
-    yield _case(6, "float16-channel", _matmul(spec, dtype=half), tolerance=HALF)
-
-
-def _cast_matmul(spec: Quantized, dtype: npt.DTypeLike, order: str = "cast") -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, K), dtype)
-        w = g.dequantize(spec)
-        for step in order.split("_"):
-            w = g.cast(w, dtype) if step == "cast" else g.transpose(w)
-        g.output(g.matmul(x, w), dtype=dtype)
-
-    return draw
-
-
-def _output_dtype(spec: Quantized, dtype: npt.DTypeLike) -> Draw:
-    def draw(g: Drawing) -> None:
-        g.opset = 23
-        x = g.input("x", (ROWS, K), dtype)
-        w = g.dequantize(spec)
-        node = w.value.producer()
-        assert node is not None
-        to = int(ir.DataType.from_numpy(np.dtype(dtype)))
-        node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", to)
-        g.output(g.matmul(x, w), dtype=dtype)
-
-    return draw
-
-
-def _float16_bias(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        y = g.matmul(g.input("x", (ROWS, K), np.float16), g.dequantize(spec))
-        g.output(g.add(y, g.floats("bias", (N,), np.float16)), dtype=np.float16)
-
-    return draw
-
-
-def _float16_gemm(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, bias = g.input("x", (ROWS, K), np.float16), g.floats("bias", (N,), np.float16)
-        g.output(g.gemm(x, g.dequantize(spec), bias, alpha=0.5), dtype=np.float16)
-
-    return draw
+        for form in FORMS:
+            text = _written(form, MATMUL)
+            yield case(f"float16-{form}-{name}", half, half, text, form, **codes)
+        yield case(f"float16_cast_float32-{name}", half, single, cast, **codes)
+        yield case(f"float32_cast_float16-{name}", single, half, cast, **codes)
+    through = "<perm = [1, 0]>"
+    orders = {
+        "cast_transpose": f"D = $w  C = Cast <to = {{}}> (D)  W = Transpose {through} (C)",
+        "transpose_cast": f"D = $w  C = Transpose {through} (D)  W = Cast <to = {{}}> (C)",
+    }
+    for (order, text), (scales, dtype) in product(
+        orders.items(), ((half, single), (single, half))
+    ):
+        name = f"{order}-to_{np.dtype(dtype).name}"
+        yield case(name, scales, dtype, f"{text}  y = MatMul (x, W)", "transposed")
+    yield case(
+        "cast_that_keeps_the_type", single, single, cast, storage="int4", tolerance=EXACT
+    )
+    for scales, dtype in ((single, half), (half, single), (single, single)):
+        w = Q((K, N), scale_dtype=scales, output_dtype=types[dtype])
+        name = f"output_dtype-{np.dtype(scales).name}-{np.dtype(dtype).name}"
+        tolerance = EXACT if scales is dtype else HALF
+        yield case(name, scales, dtype, weights=w, opset=23, tolerance=tolerance)
+    bias = {"constants": {"b": (N,)}}
+    text = "W = $w  p = MatMul (x, W)  y = Add (p, b)"
+    yield case("float16-bias", half, half, text, expect=WITHOUT_ADD, **bias)
+    text = "W = $w  y = Gemm <alpha = 0.5> (x, W, b)"
+    yield case("float16-gemm", half, half, text, expect=FUSED_GEMM, **bias)
+    w = Q((K, N), "int8", None, 0, "none", "channel", half)
+    yield case("float16-channel", half, half, weights=w)
 
 
 def _row_7() -> Iterator[LayoutCase]:
     """One scale, or one for each column."""
     sizes = ((256, 6), (128, 5), (70, 6), (33, 3), (1, 4), (300, 1))
-    scaled = ("tensor", "tensor1", "channel")
-    choices = itertools.product(STORAGES, scaled, ("none", "random"), (False, True))
-    for number, (storage, kind, zero_points, transposed) in enumerate(choices):
+    choices = product(STORAGES, ("tensor", "tensor1", "channel"), ("none", "random"), FORMS)
+    for number, (storage, scaled, zero_points, form) in enumerate(choices):
         k, n = sizes[number % len(sizes)]
+        w = _stored(form, k, n, storage, 0, zero_points, scaled=scaled)
         axis = None
-        if kind == "channel":
-            axis = 0 if transposed else (1, None, -1)[number % 3]
-        shape = (n, k) if transposed else (k, n)
-        spec = Quantized(shape, storage, axis, 0, kind, zero_points)
-        layout = "transposed" if transposed else "axis0"
-        yield _case(
-            7,
-            f"{kind}-{layout}-{storage}-k{k}-n{n}-zp_{zero_points}",
-            _matmul(spec, transposed=transposed),
-            zero_points=spec.needs_zero_points,
+        if scaled == "channel":
+            axis = 0 if form == "transposed" else (1, None, -1)[number % 3]
+        w = dataclasses.replace(w, axis=axis)
+        yield Case(
+            f"{scaled}-{form}-{storage}-k{k}-n{n}-zp_{zero_points}",
+            _written(form, MATMUL),
+            w,
+            (3, k),
+            zero_points=w.needs_zero_points,
             block_sizes=(128, 256) if k % 128 == 0 else (),
         )
-    for storage in ("int4", "uint8", "int2"):
-        spec = Quantized((64, 6), storage, 0, 0, "channel")
-        yield _refused(7, f"channels_along_k-{storage}", _matmul(spec), "matmul")
-        spec = Quantized((6, 64), storage, 1, 0, "channel", "random")
-        draw = _matmul(spec, transposed=True)
-        yield _refused(7, f"channels_along_k-transposed-{storage}", draw, "matmul")
-    spec = Quantized((64, 64), "uint8", 0, 0, "channel", "random")
-    yield _refused(7, "channels_along_k-square", _matmul(spec), "matmul")
-    spec = Quantized((256, 6), "int8", -2, 0, "channel")
-    yield _refused(7, "channels_along_k-axis_minus_2", _matmul(spec), "matmul")
+    along_k = [
+        (
+            f"{through}{storage}",
+            _written(form, MATMUL),
+            _stored(form, 64, 6, storage, 0, points),
+        )
+        for storage in ("int4", "uint8", "int2")
+        for form, points, through in (
+            ("axis0", "none", ""),
+            ("transposed", "random", "transposed-"),
+        )
+    ]
+    along_k.append(("square", MATMUL, Q((64, 64), "uint8")))
+    along_k.append(("axis_minus_2", MATMUL, Q((256, 6), "int8", -2, zero_points="none")))
+    for name, text, w in along_k:
+        w = dataclasses.replace(w, scaled="channel")
+        x = (3, 256 if name == "axis_minus_2" else 64)
+        yield Case(f"channels_along_k-{name}", text, w, x, **_left("matmul"))
 
 
 # Sharing, embeddings.
 
 
 def _row_8() -> Iterator[LayoutCase]:
-    two = {**FUSED, "MatMulNBits": 2}
-    for storage, transposed in itertools.product(("int4", "uint4", "uint8", "int2"), (0, 1)):
-        shape, axis = ((6, 70), 1) if transposed else ((70, 6), 0)
-        spec = Quantized(shape, storage, axis, 32, zero_points="random")
-        layout = f"{storage}-{'transposed' if transposed else 'axis0'}"
-        for name, draw, stored in (
-            ("one_dequantize_two_matmuls", _two_consumers(spec), 1),
-            ("two_dequantizes_one_weight", _two_dequantizes(spec), 1),
-            ("one_scale_two_weights", _one_scale(spec), 2),
-        ):
-            yield _case(8, f"{name}-{layout}", draw, two, stored_weights=stored)
-    spec = Quantized((6, 70), "uint4", 1, 32, zero_points="random")
-    yield _case(8, "two_transposes", _two_transposes(spec), two, stored_weights=1)
-    spec = Quantized((70, 6), "uint4", 0, 32, zero_points="random")
-    gemm = {**two, "Gemm": 0}
-    yield _case(8, "matmul_and_gemm", _matmul_and_gemm(spec), gemm, stored_weights=1)
-    yield _case(
-        8,
-        "dequantize_is_an_output_too",
-        _dequantize_is_output(spec),
-        {"MatMulNBits": 1, "DequantizeLinear": 1},
-        "dq_w",
-    )
-    yield _case(8, "one_square_weight_both_ways", _both_ways, two)
-    for storage, tied in itertools.product(STORAGES, ("matmul", "gemm")):
-        for scaled in ("blocks", "channel"):
-            if scaled == "channel":
-                spec = Quantized((9, 64), storage, 0, 0, "channel", "random")
-            else:
-                spec = Quantized((9, 64), storage, 1, 32, zero_points="random")
-            expect = {**GATHERED, "MatMulNBits": 1}
-            name = f"tied_embedding-{tied}-{scaled}-{storage}"
-            yield _case(8, name, _tied(spec, tied), expect)
+    for storage, form in product(("int4", "uint4", "uint8", "int2"), FORMS):
+        w = _stored(form, 70, 6, storage)
+        cases = {
+            "one_dequantize_two_matmuls": "r = Relu (x)  b = MatMul (r, W)",
+            "two_dequantizes_one_weight": "V = $w  b = MatMul (x, V)",
+            "one_scale_two_weights": "V = $v/w_scale  b = MatMul (x, V)",
+        }
+        for name, text in cases.items():
+            yield Case(
+                f"{name}-{storage}-{form}",
+                _written(form, f"W = $w  a = MatMul (x, W)  {text}"),
+                {"w": w, "v": w},
+                (3, 70),
+                TWO,
+                stored_weights=2 if "$v" in text else 1,
+                outputs=("a", "b"),
+            )
+    text = "D = $w  V = Transpose <perm = [1, 0]> (D)  a = MatMul (x, V)"
+    text += "  W = Transpose <perm = [1, 0]> (D)  b = MatMul (x, W)"
+    more = {"outputs": ("a", "b"), "stored_weights": 1}
+    yield Case("two_transposes", text, Q((6, 70), axis=1), (3, 70), TWO, **more)
+    text = "W = $w  a = MatMul (x, W)  b = Gemm (x, W, c)"
+    gemm = {**TWO, "Gemm": 0}
+    w = Q((70, 6))
+    yield Case("matmul_and_gemm", text, w, (3, 70), gemm, constants={"c": (6,)}, **more)
+    expect = {"MatMulNBits": 1, "DequantizeLinear": 1}
+    name = "dequantize_is_an_output_too"
+    yield Case(name, MATMUL, w, (3, 70), expect, "dequantizelinear", outputs=("W", "y"))
+    # The same bytes as [K, N] and as [N, K]: two different weights.
+    plain = Q((32, 32), "int4", zero_points="none")
+    text = "V = $w  a = MatMul (x, V)  D = DequantizeLinear <axis = 1, block_size = 32> (w, s)"
+    text += "  W = Transpose <perm = [1, 0]> (D)  b = MatMul (x, W)"
+    more = {"outputs": ("a", "b"), "constants": {"s": (32, 1)}}
+    yield Case("one_square_weight_both_ways", text, plain, (3, 32), TWO, **more)
+    heads = {
+        "matmul": "V = Transpose <perm = [1, 0]> (W)  logits = MatMul (x, V)",
+        "gemm": "logits = Gemm <transB = 1> (x, W)",
+    }
+    for storage, head, scaled in product(STORAGES, heads, ("blocks", "channel")):
+        w = Q((9, 64), storage, 0 if scaled == "channel" else 1, scaled=scaled)
+        yield Case(
+            f"tied_embedding-{head}-{scaled}-{storage}",
+            f"W = $w  embedded = Gather (W, ids)  {heads[head]}",
+            w,
+            (3, 64),
+            {**GATHERED, "MatMulNBits": 1},
+            inputs={"ids": np.int64([[0, 8, 3]])},
+            outputs=("embedded", "logits"),
+        )
 
 
-def _two_consumers(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 70))
-        w = g.dequantize(spec)
-        if spec.axis == 1:
-            w = g.transpose(w)
-        g.output(g.matmul(x, w, "first"), "y_first")
-        g.output(g.matmul(g.relu(x), w, "second"), "y_second")
-
-    return draw
-
-
-def _two_dequantizes(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, tensors = g.input("x", (ROWS, 70)), g.quantized(spec)
-        for name in ("first", "second"):
-            w = g.dequantize(spec, tensors, name)
-            w = g.transpose(w) if spec.axis == 1 else w
-            g.output(g.matmul(x, w, name), f"y_{name}")
-
-    return draw
-
-
-def _one_scale(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, tensors = g.input("x", (ROWS, 70)), g.quantized(spec)
-        other = g.quantized(spec, "v")
-        g.initializers = [v for v in g.initializers if v is not other[1].value]
-        for name, codes in (("first", tensors[0]), ("second", other[0])):
-            zero_points = tensors[2] if name == "first" else other[2]
-            w = g.dequantize(spec, [codes, tensors[1], zero_points], name)
-            w = g.transpose(w) if spec.axis == 1 else w
-            g.output(g.matmul(x, w, name), f"y_{name}")
-
-    return draw
-
-
-def _two_transposes(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, w = g.input("x", (ROWS, 70)), g.dequantize(spec)
-        for name in ("first", "second"):
-            g.output(g.matmul(x, g.transpose(w), name), f"y_{name}")
-
-    return draw
-
-
-def _matmul_and_gemm(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, w = g.input("x", (ROWS, 70)), g.dequantize(spec)
-        g.output(g.matmul(x, w), "y_matmul")
-        g.output(g.gemm(x, w, g.floats("bias", (6,))), "y_gemm")
-
-    return draw
-
-
-def _dequantize_is_output(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, w = g.input("x", (ROWS, 70)), g.dequantize(spec)
-        g.output(w, "w_float")
-        g.output(g.matmul(x, w))
-
-    return draw
-
-
-def _both_ways(g: Drawing) -> None:
-    """The same bytes as [K, N] and as [N, K]: two different weights."""
-    x = g.input("x", (ROWS, 32))
-    columns = Quantized((32, 32), "int4", 0, 32)
-    rows = Quantized((32, 32), "int4", 1, 32)
-    codes, scale = g.quantized(columns)
-    row_scale = g.constant("row_scale", np.ascontiguousarray(scale.array.T, np.float32))
-    first = g.dequantize(columns, [codes, scale], "first")
-    second = g.dequantize(rows, [codes, row_scale], "second")
-    g.output(g.matmul(x, first, "first"), "y_first")
-    g.output(g.matmul(x, g.transpose(second), "second"), "y_second")
-
-
-def _tied(spec: Quantized, head: str) -> Draw:
-    def draw(g: Drawing) -> None:
-        ids = g.feed("ids", np.int64([[0, 8, 3]]), ["batch", "tokens"])
-        x = g.input("x", (ROWS, 64))
-        w = g.dequantize(spec)
-        g.output(g.gather(w, ids), "embedded")
-        if head == "matmul":
-            g.output(g.matmul(x, g.transpose(w)), "logits")
-        else:
-            g.output(g.gemm(x, w, transB=1), "logits")
-
-    return draw
+def _gather(
+    name: str,
+    w: Quantized,
+    axis: int = 0,
+    indices: npt.NDArray | None = None,
+    fused: bool = True,
+    cast: bool = False,
+    **more: object,
+) -> LayoutCase:
+    size = w.shape[axis]
+    if indices is None:
+        indices = np.int64([[0, size - 1, 2], [1, 1, size // 2]])
+    text = f"W = $w  y = Gather {_attributes(axis=axis or None)} (W, ids)"
+    if cast:
+        text = text.replace("y =", "h =") + "  y = Cast <to = 1> (h)"
+    more |= {"expect": GATHERED} if fused else _left("gather")
+    return Case(name, text, w, None, inputs={"ids": np.asarray(indices)}, **more)
 
 
 def _row_9() -> Iterator[LayoutCase]:
@@ -1068,48 +697,28 @@ def _row_9() -> Iterator[LayoutCase]:
     GatherBlockQuantized takes 4-bit types on any axis. It takes 8 and 2 bits only as uint8:
     rows gathered, blocks along the last axis, whole bytes in each row.
     """
-    shape = (40, 72)
-    for storage, zero_points in itertools.product(STORAGES, ZERO_POINTS):
-        spec = Quantized(shape, storage, 1, 32, zero_points=zero_points)
-        yield _case(9, f"axis0-last-{storage}-zp_{zero_points}", _gather(spec), GATHERED)
-    four = ("int4", "uint4")
-    for storage, blocked, axis in itertools.product(STORAGES, (0, 1), (0, 1, -1)):
-        if (blocked, axis) == (1, 0):
-            continue
-        spec = Quantized(shape, storage, blocked, 16, zero_points="random")
+    four, shape, case = ("int4", "uint4"), (40, 72), _gather
+    for storage, zero_points in product(STORAGES, ZERO_POINTS):
+        w = Q(shape, storage, 1, zero_points=zero_points)
+        yield case(f"axis0-last-{storage}-zp_{zero_points}", w)
+    axes = ((0, 0), (0, 1), (0, -1), (1, 1), (1, -1))
+    for storage, (blocked, axis) in product(STORAGES, axes):
         name = f"axis{axis}-blocked{blocked}-{storage}".replace("-1", "_minus_1")
-        draw = _gather(spec, axis)
-        if storage in four:
-            yield _case(9, name, draw, GATHERED)
-        else:
-            yield _refused(9, name, draw, "gather")
-    for storage, scaled in itertools.product(
-        STORAGES, ("tensor", "tensor1", "rows", "columns")
-    ):
+        yield case(name, Q(shape, storage, blocked, 16), axis, fused=storage in four)
+    for storage, scaled in product(STORAGES, ("tensor", "tensor1", "rows", "columns")):
         kind = "channel" if scaled in ("rows", "columns") else scaled
-        axis = 0 if scaled == "rows" else None
-        spec = Quantized((40, 64), storage, axis, 0, kind, "random")
-        name = f"{scaled}-{storage}"
-        if scaled == "columns" and storage not in four:
-            yield _refused(9, name, _gather(spec), "gather")
-        else:
-            yield _case(9, name, _gather(spec), GATHERED)
-    for block, storage in itertools.product((64, 128, 256), ("uint4", "int8", "uint2")):
-        spec = Quantized((9, 300), storage, -1, block, zero_points="random")
-        yield _case(9, f"block{block}-{storage}", _gather(spec), GATHERED)
+        w = Q((40, 64), storage, 0 if scaled == "rows" else None, scaled=kind)
+        yield case(f"{scaled}-{storage}", w, fused=scaled != "columns" or storage in four)
+    for block, storage in product((64, 128, 256), ("uint4", "int8", "uint2")):
+        yield case(f"block{block}-{storage}", Q((9, 300), storage, -1, block))
     for storage in ("int4", "uint8"):
-        spec = Quantized((9, 32), storage, 1, 8, zero_points="random")
-        yield _refused(9, f"block8-{storage}", _gather(spec), "gather")
+        yield case(f"block8-{storage}", Q((9, 32), storage, 1, 8), fused=False)
         for block in (512, 1024):
-            spec = Quantized((9, 600), storage, 1, block, zero_points="random")
-            yield _case(9, f"block{block}-{storage}", _gather(spec), GATHERED)
-    half = np.float16
+            yield case(f"block{block}-{storage}", Q((9, 600), storage, 1, block))
     for storage in ("int4", "uint4", "uint8", "int2"):
-        spec = Quantized(shape, storage, 1, 32, "blocks", "random", half)
-        draw = _gather(spec, dtype=half)
-        yield _case(9, f"float16-{storage}", draw, GATHERED, tolerance=HALF)
-        draw = _gather(spec, cast=True)
-        yield _case(9, f"float16_cast-{storage}", draw, GATHERED, tolerance=HALF)
+        w = Q(shape, storage, 1, scale_dtype=np.float16)
+        yield case(f"float16-{storage}", w, dtype=np.float16, tolerance=HALF)
+        yield case(f"float16_cast-{storage}", w, cast=True, tolerance=HALF)
     indices = {
         "scalar": np.int64(7),
         "rank1_int32": np.int32([3, 0, 39]),
@@ -1117,540 +726,312 @@ def _row_9() -> Iterator[LayoutCase]:
         "negative_int32": np.int32([-1]),
         "repeated": np.int64([5, 5, 5]),
     }
-    for name, array in indices.items():
-        for storage in ("uint4", "int8"):
-            spec = Quantized(shape, storage, 1, 32, zero_points="random")
-            draw = _gather(spec, indices=np.asarray(array))
-            yield _case(9, f"indices_{name}-{storage}", draw, GATHERED)
+    for name, storage in product(indices, ("uint4", "int8")):
+        yield case(f"indices_{name}-{storage}", Q(shape, storage, 1), indices=indices[name])
     for storage in STORAGES:
-        spec = Quantized((5, 33), storage, 1, 32, zero_points="random")
-        draw = _gather(spec, indices=np.int64([0, 4, 2]))
-        if STORAGE[storage][0] == 2:
-            yield _refused(9, f"odd_columns-{storage}", draw, "gather")
-        else:
-            yield _case(9, f"odd_columns-{storage}", draw, GATHERED)
-    for storage, axis in itertools.product(("uint4", "uint8"), (0, 1)):
-        spec = Quantized((4, 6, 64), storage, 2, 32, zero_points="random")
-        draw = _gather(spec, axis, np.int64([3, 0]))
+        w, fused = Q((5, 33), storage, 1), STORAGE[storage][0] != 2
+        yield case(f"odd_columns-{storage}", w, indices=np.int64([0, 4, 2]), fused=fused)
+    for storage, axis in product(("uint4", "uint8"), (0, 1)):
         name = f"three_dimensional-axis{axis}-{storage}"
-        if storage == "uint8" and axis:
-            yield _refused(9, name, draw, "gather")
-        else:
-            yield _case(9, name, draw, GATHERED)
-    spec = Quantized(shape, "uint4", 1, 32, zero_points="random")
-    yield _case(9, "two_gathers", _two_gathers(spec), {**GATHERED, "GatherBlockQuantized": 2})
-
-
-def _gather(
-    spec: Quantized,
-    axis: int = 0,
-    indices: npt.NDArray | None = None,
-    dtype: npt.DTypeLike = np.float32,
-    cast: bool = False,
-) -> Draw:
-    def draw(g: Drawing) -> None:
-        size = spec.shape[axis]
-        array = np.int64([[0, size - 1, 2], [1, 1, size // 2]]) if indices is None else indices
-        ids = g.feed("ids", array, [f"ids_{i}" for i in range(array.ndim)])
-        y = g.gather(g.dequantize(spec), ids, axis)
-        g.output(g.cast(y, np.float32) if cast else y, dtype=dtype)
-
-    return draw
-
-
-def _two_gathers(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        w = g.dequantize(spec)
-        for name in ("first", "second"):
-            ids = g.feed(f"ids_{name}", g.rng.integers(0, 40, 3), ["tokens"])
-            g.output(g.gather(w, ids), f"y_{name}")
-
-    return draw
+        fused = storage == "uint4" or axis == 0
+        yield case(name, Q((4, 6, 64), storage, 2), axis, np.int64([3, 0]), fused=fused)
+    text = "W = $w  y = Gather (W, ids)  z = Gather (W, others)"
+    inputs = {"ids": np.int64([3, 0, 39]), "others": np.int64([1, 2, 0])}
+    expect = {**GATHERED, "GatherBlockQuantized": 2}
+    outputs = ("y", "z")
+    w = Q(shape, axis=1)
+    yield Case("two_gathers", text, w, None, expect, inputs=inputs, outputs=outputs)
 
 
 # Where the weight is.
 
+PLACES = {
+    "body": "body",
+    "body_constants": "nodes",
+    "outer": "graph",
+    "outer_dequantize": "graph",
+}
+BODIES = {
+    "if": """{w}{v} y = If (condition) <
+        then_branch = then () => (y_then) {{ {t} y_then = MatMul (x, W) }},
+        else_branch = other () => (y_else) {{ {e} p = MatMul (x, V) y_else = Relu (p) }}>""",
+    "loop": """{w} y = Loop (trips, , x) <
+        body = body (int64 i, bool go_in, float[rows, 32] state) => (go_on, state_out)
+        {{ {t} go_on = Identity (go_in) state_out = MatMul (state, W) }}>""",
+    "scan": """{w} total_sum, products = Scan (zeros, x) <num_scan_inputs = 1,
+        body = body (float[3, 32] total, float[3, 32] element) => (total_out, product)
+        {{ {t} p = MatMul (element, W) total_out = Add (total, p) product = Identity (p) }}
+    >""",
+}
+
+
+def _body(operator: str, where: str, w: Quantized, **more: object) -> LayoutCase:
+    """``x @ W`` in each branch, twice in a loop, or for each element and summed up."""
+    inside = where != "outer_dequantize"
+    second = "$v" if operator == "if" and where.startswith("body") else "$w"
+    wholes = {"w": "W = $w", "v": f"V = {second}"}
+    if w.axis == 1:
+        wholes = {name: _transposed(text) for name, text in wholes.items()}
+    parts = {"w": "", "v": "", "t": wholes["w"], "e": wholes["v"]}
+    if not inside:
+        parts = {"w": wholes["w"], "v": "", "t": "", "e": ""}
+    text = BODIES[operator].format(**parts)
+    if not inside:
+        text = text.replace("(x, V)", "(x, W)")
+    given: dict[str, object] = {"place": PLACES[where]}
+    if operator == "if":
+        given["inputs"] = {"condition": np.array(len(w.storage) % 2 == 0)}
+        given["expect"] = {"MatMulNBits": 2, "DequantizeLinear": 0}
+    elif operator == "loop":
+        given["constants"] = {"trips": np.int64(2)}
+    else:
+        given |= {"constants": {"zeros": np.zeros((3, 32), np.float32)}, "x": (2, 3, 32)}
+        given["outputs"] = ("total_sum", "products")
+    weights = {"w": w, "v": w} if second == "$v" else {"w": w}
+    given = {"x": (3, 32)} | given | more
+    return Case("", text, weights, **given)
+
+
+FUNCTION = f'<domain: "{FUNCTIONS}", opset_import: ["" : OPSET]>'
+
 
 def _row_10() -> Iterator[LayoutCase]:
-    for storage, transposed in itertools.product(STORAGES, (False, True)):
-        shape, axis = ((6, 70), 1) if transposed else ((70, 6), 0)
-        spec = Quantized(shape, storage, axis, 32, zero_points="random")
-        layout = f"{storage}-{'transposed' if transposed else 'axis0'}"
-        yield _case(10, f"constant_nodes-{layout}", _constant_nodes(spec))
-    for storage, where in itertools.product(
-        ("int4", "uint4", "uint8", "int2"), ("codes", "scale", "zero_point", "output")
-    ):
-        spec = Quantized((70, 6), storage, 0, 32, zero_points="random")
+    for storage, form in product(STORAGES, FORMS):
+        w = _stored(form, 70, 6, storage)
+        text = _written(form, MATMUL)
+        yield Case(f"constant_nodes-{storage}-{form}", text, w, place="nodes")
+    parts = {"codes": "w", "scale": "w_scale", "zero_point": "w_zero_point"}
+    for storage, where in product(("int4", "uint4", "uint8", "int2"), (*parts, "output")):
+        w = Q((70, 6), storage)
+        node = w.node("w")
+        text = "D = $w  W = Identity (D)  y = MatMul (x, W)"
+        if where in parts:
+            read = re.sub(rf"\b{parts[where]}\b", "part", node)
+            text = f"part = Identity ({parts[where]})  W = {read}  y = MatMul (x, W)"
         # onnxruntime has no Identity kernel for less than 8 bits.
         runs = storage == "uint8" or where in ("scale", "output")
-        yield _case(10, f"identity_of_{where}-{storage}", _identity(spec, where), runs=runs)
-    spec = Quantized((40, 70), "uint4", 1, 32, zero_points="random")
-    yield _case(10, "identity_and_gather", _identity_and_gather(spec), GATHERED)
-    drawers = {"if": _if, "loop": _loop, "scan": _scan}
-    for name, draw_in in drawers.items():
-        count = 2 if name == "if" else 1
-        expect = {"MatMulNBits": count, "DequantizeLinear": 0}
-        for storage, where in itertools.product(
-            ("int4", "uint4", "uint8"), ("body", "body_constants", "outer", "outer_dequantize")
-        ):
-            spec = Quantized((32, 32), storage, 0, 16, zero_points="random")
-            yield _case(10, f"{name}-{where}-{storage}", draw_in(spec, where), expect)
+        yield Case(f"identity_of_{where}-{storage}", text, w, runs=runs)
+    text = "D = $w  W = Identity (D)  y = Gather (W, ids)"
+    ids = {"ids": np.int64([0, 39, 7])}
+    yield Case("identity_and_gather", text, Q((40, 70), axis=1), None, GATHERED, inputs=ids)
+    choices = product(BODIES, ("int4", "uint4", "uint8"), PLACES)
+    for operator, storage, where in choices:
+        case = _body(operator, where, Q((32, 32), storage, 0, 16))
+        yield dataclasses.replace(case, name=f"{operator}-{where}-{storage}")
     for where in ("body", "outer"):
-        spec = Quantized((32, 32), "uint4", 1, 16, zero_points="random")
-        yield _case(10, f"loop-{where}-transposed", _loop(spec, where))
-    yield _case(10, "if_inside_loop", _if_inside_loop)
-    spec = Quantized((32, 6), "uint4", 0, 16, zero_points="random")
-    draw = _if_shares_with_graph(spec)
-    yield _case(10, "if_shares_with_graph", draw, {**FUSED, "MatMulNBits": 3})
-    for storage, transposed in itertools.product(("int4", "uint4", "int8", "uint2"), (0, 1)):
-        shape, axis = ((6, 70), 1) if transposed else ((70, 6), 0)
-        spec = Quantized(shape, storage, axis, 32, zero_points="random")
-        layout = f"{storage}-{'transposed' if transposed else 'axis0'}"
-        draw = _function_of_weights(spec, 1)
-        yield _case(10, f"function_of_weights-{layout}", draw)
-        yield _case(10, f"function_with_constants-{layout}", _function_with_constants(spec))
-    spec = Quantized((70, 6), "uint4", 0, 32, zero_points="random")
-    draw = _function_of_weights(spec, 2)
-    yield _case(10, "function_called_twice", draw, {**FUSED, "MatMulNBits": 2})
-    yield _case(10, "function_of_a_dequantized_weight", _function_of_dequantized(spec))
+        case = _body("loop", where, Q((32, 32), "uint4", 1, 16))
+        yield dataclasses.replace(case, name=f"loop-{where}-transposed")
+    text = """y = Loop (trips, , x) <
+        body = body (int64 i, bool go_in, float[rows, 32] state) => (go_on, state_out) {
+          state_out = If (condition) <
+            then_branch = then () => (a) { W = $w a = MatMul (state, W) },
+            else_branch = other () => (b) { b = Identity (state) }>
+          go_on = Identity (go_in) }>"""
+    more = {"inputs": {"condition": np.array(True)}, "constants": {"trips": np.int64(2)}}
+    yield Case("if_inside_loop", text, Q((32, 32), block=16), (3, 32), **more)
+    text = """W = $w y_outer = MatMul (x, W) y = If (condition) <
+        then_branch = then () => (a) { T = $w r = Relu (x) a = MatMul (r, T) },
+        else_branch = otherwise () => (b) { E = $w s = Relu (x) b = MatMul (s, E) }>"""
+    more = {"inputs": {"condition": np.array(False)}, "outputs": ("y_outer", "y")}
+    expect = {**FUSED, "MatMulNBits": 3}
+    yield Case("if_shares_with_graph", text, Q((32, 6), block=16), (3, 32), expect, **more)
+    call, arguments = f"y = {FUNCTIONS}.Linear", "w, w_scale, w_zero_point"
+    for storage, form in product(("int4", "uint4", "int8", "uint2"), FORMS):
+        w, text = _stored(form, 70, 6, storage), _written(form, MATMUL)
+        linear = f"{FUNCTION} Linear (x, {arguments}) => (y) {{ {text} }}"
+        name = f"function_of_weights-{storage}-{form}"
+        yield Case(name, f"{call} (x, {arguments})", w, functions=linear)
+        linear = f"{FUNCTION} Linear (x) => (y) {{ {text} }}"
+        name = f"function_with_constants-{storage}-{form}"
+        yield Case(name, f"{call} (x)", w, functions=linear, place="nodes")
+    linear = f"{FUNCTION} Linear (x, {arguments}) => (y) {{ {MATMUL} }}"
+    others = arguments.replace("w", "v")
+    text = f"{call} (x, {arguments})  z = {FUNCTIONS}.Linear (x, {others})"
+    weights = dict.fromkeys("wv", Q((70, 6)))
+    more = {"outputs": ("y", "z"), "functions": linear}
+    yield Case("function_called_twice", text, weights, (3, 70), TWO, **more)
+    linear = f"{FUNCTION} Linear (x, W) => (y) {{ y = MatMul (x, W) }}"
+    text = f"W = $w  {call} (x, W)"
+    yield Case("function_of_a_dequantized_weight", text, Q((70, 6)), functions=linear)
     # A function in a function takes no 4-bit argument in onnxruntime.
-    spec = Quantized((70, 6), "uint8", 0, 32, zero_points="random")
-    yield _case(10, "function_in_function", _function_in_function(spec))
-
-
-def _constant_nodes(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 70))
-        g.constant_nodes = True
-        w = g.dequantize(spec)
-        g.output(g.matmul(x, g.transpose(w) if spec.axis == 1 else w))
-
-    return draw
-
-
-def _identity(spec: Quantized, where: str) -> Draw:
-    def draw(g: Drawing) -> None:
-        x, tensors = g.input("x", (ROWS, 70)), g.quantized(spec)
-        if where != "output":
-            index = ("codes", "scale", "zero_point").index(where)
-            tensors[index] = g.identity(tensors[index])
-        w = g.dequantize(spec, tensors)
-        g.output(g.matmul(x, g.identity(w) if where == "output" else w))
-
-    return draw
-
-
-def _identity_and_gather(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        ids = g.feed("ids", np.int64([0, 39, 7]), ["tokens"])
-        g.output(g.gather(g.identity(g.dequantize(spec)), ids))
-
-    return draw
-
-
-def _place(g: Drawing, spec: Quantized, where: str) -> Callable[[Drawing, str], Tensor]:
-    """Write the weight's outer part; return what writes its part in a body."""
-    tensors = g.quantized(spec) if where.startswith("outer") else None
-    outer = g.dequantize(spec, tensors) if where == "outer_dequantize" else None
-
-    def weight(body: Drawing, name: str) -> Tensor:
-        if outer is not None:
-            return outer
-        body.constant_nodes = where == "body_constants"
-        w = body.dequantize(spec, tensors, name)
-        return body.transpose(w) if spec.axis == 1 else w
-
-    return weight
-
-
-def _if(spec: Quantized, where: str) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 32))
-        condition = g.feed("condition", np.array(bool(zlib.crc32(g.name.encode()) % 2)), [])
-        weight = _place(g, spec, where)
-        branches, chosen = {}, None
-        for branch in ("then", "else"):
-            body = g.body()
-            y = body.matmul(x, weight(body, branch), f"matmul_{branch}")
-            if branch == "else":
-                y = body.relu(y)
-            body.output(y, f"y_{branch}")
-            branches[f"{branch}_branch"] = body.graph()
-            if chosen is None or not condition.array:
-                chosen = y
-        assert chosen is not None
-        g.output(g.node("If", [condition], chosen.array, branches))
-
-    return draw
-
-
-def _loop(spec: Quantized, where: str) -> Draw:
-    """``x @ W`` twice; scales are about 1/8 of a code, so that the numbers stay near 1."""
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 32))
-        trips = g.constant("trips", np.int64(2))
-        weight = _place(g, spec, where)
-        body, state, condition = _loop_body(g)
-        w = weight(body, "w")
-        product = body.matmul(state, w)
-        body.output(body.identity(condition), "go_on", np.bool_)
-        body.output(product, "state_out")
-        array = x.array @ w.array @ w.array
-        g.output(g.node("Loop", [trips, None, x], array, {"body": body.graph()}))
-
-    return draw
-
-
-def _loop_body(g: Drawing) -> tuple[Drawing, Tensor, Tensor]:
-    iteration = ir.val("iteration", ir.DataType.INT64, [])
-    go_on = ir.val("go_on_in", ir.DataType.BOOL, [])
-    state = ir.val("state", ir.DataType.FLOAT, ["rows", 32])
-    body = g.body([iteration, go_on, state])
-    # What the state holds differs by iteration: the caller computes the result itself.
-    return body, Tensor(state, np.zeros((ROWS, 32))), Tensor(go_on, np.array(True))
-
-
-def _scan(spec: Quantized, where: str) -> Draw:
-    """``x[t] @ W`` for each t, and their running sum."""
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (2, ROWS, 32))
-        zeros = g.constant("zeros", np.zeros((ROWS, 32), np.float32))
-        weight = _place(g, spec, where)
-        total = ir.val("total", ir.DataType.FLOAT, [ROWS, 32])
-        element = ir.val("element", ir.DataType.FLOAT, [ROWS, 32])
-        body = g.body([total, element])
-        blank = np.zeros((ROWS, 32))
-        w = weight(body, "w")
-        product = body.matmul(Tensor(element, blank), w)
-        body.output(body.add(Tensor(total, blank), product), "total_out")
-        body.output(body.identity(product), "product_out")
-        products = x.array @ w.array
-        attributes = {"body": body.graph(), "num_scan_inputs": 1}
-        node = ir.node("Scan", [zeros.value, x.value], attributes, num_outputs=2, name="scan")
-        g.nodes.append(node)
-        g.output(Tensor(node.outputs[0], products.sum(0)), "total_sum")
-        g.output(Tensor(node.outputs[1], products))
-
-    return draw
-
-
-def _if_inside_loop(g: Drawing) -> None:
-    x = g.input("x", (ROWS, 32))
-    condition = g.feed("condition", np.array(True), [])
-    trips = g.constant("trips", np.int64(2))
-    spec = Quantized((32, 32), "uint4", 0, 16, zero_points="random")
-    tensors = g.quantized(spec)
-    body, state, go_on = _loop_body(g)
-    then, other = body.body(), body.body()
-    w = then.dequantize(spec, tensors)
-    then.output(then.matmul(state, w), "y_then")
-    other.output(other.identity(state), "y_else")
-    branches = {"then_branch": then.graph(), "else_branch": other.graph()}
-    chosen = body.node("If", [condition], state.array, branches)
-    body.output(body.identity(go_on), "go_on", np.bool_)
-    body.output(chosen, "state_out")
-    array = x.array @ w.array @ w.array
-    g.output(g.node("Loop", [trips, None, x], array, {"body": body.graph()}))
-
-
-def _if_shares_with_graph(spec: Quantized) -> Draw:
-    """One weight used by the graph and, dequantised once more, by both branches."""
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 32))
-        condition = g.feed("condition", np.array(False), [])
-        tensors = g.quantized(spec)
-        g.output(g.matmul(x, g.dequantize(spec, tensors)), "y_outer")
-        branches, y = {}, None
-        for branch in ("then", "else"):
-            body = g.body()
-            w = body.dequantize(spec, tensors, branch)
-            y = body.matmul(body.relu(x), w, f"matmul_{branch}")
-            body.output(y, f"y_{branch}")
-            branches[f"{branch}_branch"] = body.graph()
-        assert y is not None
-        g.output(g.node("If", [condition], y.array, branches))
-
-    return draw
-
-
-def _function_of_weights(spec: Quantized, calls: int) -> Draw:
-    """``Linear(x, codes, scale, zero_point)``, the weights passed in."""
-
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 70))
-        for number in range(calls):
-            tensors = g.quantized(spec, "wv"[number])
-            # The first call's function is everybody's; each is drawn for its numbers.
-            inputs = [ir.val(name) for name in ("fx", "fw", "fs", "fz")]
-            inner = g.body(inputs)
-            parts = [x, *tensors]
-            fx, *weights = (Tensor(v, p.array) for v, p in zip(inputs, parts, strict=True))
-            w = inner.dequantize(spec, weights)
-            y = inner.matmul(fx, inner.transpose(w) if spec.axis == 1 else w)
-            inner.output(y, "fy")
-            if number == 0:
-                inner.function("Linear")
-            g.output(g.call("Linear", parts, y.array), f"y_{number}")
-
-    return draw
-
-
-def _function_with_constants(spec: Quantized) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", (ROWS, 70))
-        inner = g.body([ir.val("fx")])
-        inner.constant_nodes = True
-        w = inner.dequantize(spec)
-        fx = Tensor(inner.inputs[0], x.array)
-        y = inner.matmul(fx, inner.transpose(w) if spec.axis == 1 else w)
-        inner.output(y, "fy")
-        inner.function("Linear")
-        g.output(g.call("Linear", [x], y.array))
-
-    return draw
-
-
-def _function_in_function(spec: Quantized) -> Draw:
-    """``Block`` calls ``Linear`` with the weights and applies Relu."""
-
-    def draw(g: Drawing) -> None:
-        x, tensors = g.input("x", (ROWS, 70)), g.quantized(spec)
-        parts = [x, *tensors]
-        inner = g.body([ir.val(name) for name in ("fx", "fw", "fs", "fz")])
-        fx, *weights = (Tensor(v, p.array) for v, p in zip(inner.inputs, parts, strict=True))
-        y = inner.matmul(fx, inner.dequantize(spec, weights))
-        inner.output(y, "fy")
-        inner.function("Linear")
-        outer = g.body([ir.val(name) for name in ("bx", "bw", "bs", "bz")])
-        passed = [Tensor(v, p.array) for v, p in zip(outer.inputs, parts, strict=True)]
-        z = outer.relu(outer.call("Linear", passed, y.array))
-        outer.output(z, "by")
-        outer.function("Block")
-        g.output(g.call("Block", parts, z.array))
-
-    return draw
-
-
-def _function_of_dequantized(spec: Quantized) -> Draw:
-    """DequantizeLinear outside, MatMul inside."""
-
-    def draw(g: Drawing) -> None:
-        x, w = g.input("x", (ROWS, 70)), g.dequantize(spec)
-        inner = g.body([ir.val("fx"), ir.val("fw")])
-        fx, fw = (Tensor(v, p.array) for v, p in zip(inner.inputs, (x, w), strict=True))
-        y = inner.matmul(fx, fw)
-        inner.output(y, "fy")
-        inner.function("Linear")
-        g.output(g.call("Linear", [x, w], y.array))
-
-    return draw
+    outer = FUNCTION.replace("]", f', "{FUNCTIONS}" : 1]')
+    functions = f"""{FUNCTION} Linear (x, {arguments}) => (y) {{ {MATMUL} }}
+        {outer} Block (x, {arguments}) => (z) {{ {call} (x, {arguments}) z = Relu (y) }}"""
+    text = f"y = {FUNCTIONS}.Block (x, {arguments})"
+    yield Case("function_in_function", text, Q((70, 6), "uint8"), functions=functions)
 
 
 # The weight's place in the product.
 
+LEFT = "W = $w  y = MatMul (W, x)"
+
 
 def _row_11() -> Iterator[LayoutCase]:
     """``W[M, K] @ x``."""
-    for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
-        spec = Quantized((6, 70), storage, 1, 32, zero_points=zero_points)
-        yield _case(11, f"left-{storage}-zp_{zero_points}", _left(spec, (70, 3)))
+
+    def case(
+        name: str, w: Quantized, x: tuple[int, ...], text: str = LEFT, **more
+    ) -> LayoutCase:
+        return Case(f"left-{name}", text, w, x, static=(max(-2, -len(x)),), **more)
+
+    for storage, zero_points in product(STORAGES, ("none", "random")):
+        w = Q((6, 70), storage, 1, 32, zero_points)
+        yield case(f"{storage}-zp_{zero_points}", w, (70, 3))
     for storage in ("int4", "uint8"):
-        spec = Quantized((6, 64), storage, 1, 32, zero_points="random")
-        yield _case(11, f"left-rank3-{storage}", _left(spec, (2, 64, 3)))
-        yield _case(11, f"left-rank4-{storage}", _left(spec, (2, 1, 64, 3)))
-        yield _case(11, f"left-rank1-{storage}", _left(spec, (64,)))
-        spec = Quantized((64, 6), storage, 0, 32, zero_points="random")
-        yield _case(11, f"left-through_transpose-{storage}", _left(spec, (64, 3), True))
-        spec = Quantized((32, 32), storage, 0, 16)
-        draw = _left(spec, (32, 3))
-        yield _refused(11, f"left-blocks_across_rows-{storage}", draw, "matmul")
-        spec = Quantized((6, 64), storage, 0, 0, "channel", "random")
-        yield _case(11, f"left-channel-{storage}", _left(spec, (64, 3)))
-        spec = Quantized((6, 64), storage, None, 0, "tensor", "random")
-        yield _case(11, f"left-tensor-{storage}", _left(spec, (64, 3)))
-    for trans_a, trans_b in itertools.product((0, 1), (0, 1)):
-        draw = _left_gemm(trans_a, trans_b, with_bias=bool(trans_b))
+        w = Q((6, 64), storage, 1)
+        yield case(f"rank3-{storage}", w, (2, 64, 3))
+        yield case(f"rank4-{storage}", w, (2, 1, 64, 3))
+        yield case(f"rank1-{storage}", w, (64,))
+        yield case(
+            f"through_transpose-{storage}", Q((64, 6), storage), (64, 3), _transposed(LEFT)
+        )
+        across = Q((32, 32), storage, 0, 16, "none")
+        yield case(f"blocks_across_rows-{storage}", across, (32, 3), **_left("matmul"))
+        yield case(f"channel-{storage}", Q((6, 64), storage, 0, scaled="channel"), (64, 3))
+        yield case(f"tensor-{storage}", Q((6, 64), storage, None, scaled="tensor"), (64, 3))
+    for trans_a, trans_b in product((0, 1), (0, 1)):
+        operands, bias = ("W, x, b", {"b": (3,)}) if trans_b else ("W, x", {})
+        text = f"W = $w  y = Gemm <transA = {trans_a}, transB = {trans_b}> ({operands})"
+        w = _stored(FORMS[1 - trans_a], 64, 6)
+        x = (3, 64) if trans_b else (64, 3)
         name = f"left-gemm-transa{trans_a}-transb{trans_b}"
-        yield _case(11, name, draw, FUSED_GEMM)
-    yield _case(11, "vector_and_matrix", _matmul(Quantized((64, 6), "uint4", 0, 32), ()))
-
-
-def _left(spec: Quantized, shape: tuple[int, ...], transposed: bool = False) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", shape, static=(-2 if len(shape) > 1 else 0,))
-        w = g.dequantize(spec)
-        g.output(g.matmul(g.transpose(w) if transposed else w, x))
-
-    return draw
-
-
-def _left_gemm(trans_a: int, trans_b: int, with_bias: bool) -> Draw:
-    def draw(g: Drawing) -> None:
-        shape = (64, 6) if trans_a else (6, 64)
-        spec = Quantized(shape, "uint4", 0 if trans_a else 1, 32, zero_points="random")
-        x = g.input("x", (3, 64) if trans_b else (64, 3), static=(0, 1))
-        bias = g.floats("bias", (3,)) if with_bias else None
-        g.output(g.gemm(g.dequantize(spec), x, bias, transA=trans_a, transB=trans_b))
-
-    return draw
+        yield Case(name, text, w, x, FUSED_GEMM, static=(0, 1), constants=bias)
+    yield Case("vector_and_matrix", MATMUL, Q((64, 6), zero_points="none"), (64,))
 
 
 def _row_12() -> Iterator[LayoutCase]:
     """``W[G, K, N]``."""
     groups = 3
-    expect = {**FUSED, "MatMulNBits": groups}
-    for storage, zero_points in itertools.product(STORAGES, ("none", "random")):
-        spec = Quantized((groups, 48, 6), storage, 1, 16, zero_points=zero_points)
+    batched = {**FUSED, "MatMulNBits": groups}
+    through = _transposed(MATMUL).replace("[1, 0]", "[0, 2, 1]")
+
+    def case(
+        name: str, w: Quantized, x: tuple[int, ...], text: str = MATMUL, **more
+    ) -> LayoutCase:
+        return Case(name, text, w, x, static=range(len(x)), **more)
+
+    x = (groups, 2, 48)
+    for storage, zero_points in product(STORAGES, ("none", "random")):
         name = f"{storage}-zp_{zero_points}"
-        yield _case(12, f"batched-{name}", _batched(spec, (groups, 2, 48)), expect)
-        spec = Quantized((groups, 6, 48), storage, 2, 16, zero_points=zero_points)
-        draw = _batched(spec, (groups, 2, 48), transposed=True)
-        yield _case(12, f"batched-transposed-{name}", draw, expect)
-    spec = Quantized((groups, 48, 6), "uint4", 1, 16, zero_points="random")
-    yield _refused(12, "broadcast_rank2", _batched(spec, (2, 48)), "matmul")
-    yield _refused(12, "broadcast_rank3", _batched(spec, (1, 2, 48)), "matmul")
-    yield _refused(12, "broadcast_rank4", _batched(spec, (2, groups, 2, 48)), "matmul")
-    spec = Quantized((1, 48, 6), "uint4", 1, 16, zero_points="random")
-    yield _case(12, "one_group", _batched(spec, (1, 2, 48)))
-    yield _case(12, "one_group-rank2", _batched(spec, (2, 48)))
-    yield _case(12, "one_group-many_activations", _batched(spec, (4, 2, 48)))
-    spec = Quantized((groups, 48, 6), "int8", None, 0, "tensor", "random")
-    yield _case(12, "batched-tensor", _batched(spec, (groups, 2, 48)), expect)
-    spec = Quantized((groups, 48, 6), "int8", 2, 0, "channel", "random")
-    yield _case(12, "batched-channel", _batched(spec, (groups, 2, 48)), expect)
-    spec = Quantized((groups, 48, 6), "int8", 0, 0, "channel", "random")
-    yield _case(12, "batched-one_scale_each", _batched(spec, (groups, 2, 48)), expect)
-    spec = Quantized((groups, 32, 32), "uint4", 2, 16)
-    draw = _batched(spec, (groups, 2, 32))
-    yield _refused(12, "batched-blocks_across_columns", draw, "matmul")
-    spec = Quantized((groups, 32, 6), "uint4", 0, 16)
-    yield _refused(12, "batched-blocks_of_groups", _batched(spec, (groups, 2, 32)), "matmul")
-
-
-def _batched(spec: Quantized, shape: tuple[int, ...], transposed: bool = False) -> Draw:
-    def draw(g: Drawing) -> None:
-        x = g.input("x", shape, static=range(len(shape)))
-        w = g.dequantize(spec)
-        g.output(g.matmul(x, g.transpose(w, (0, 2, 1)) if transposed else w))
-
-    return draw
+        w = Q((groups, 48, 6), storage, 1, 16, zero_points)
+        yield case(f"batched-{name}", w, x, expect=batched)
+        w = Q((groups, 6, 48), storage, 2, 16, zero_points)
+        yield case(f"batched-transposed-{name}", w, x, through, expect=batched)
+    w, one = (Q((size, 48, 6), axis=1, block=16) for size in (groups, 1))
+    for rank, lead in enumerate(((2,), (1, 2), (2, groups, 2)), 2):
+        yield case(f"broadcast_rank{rank}", w, (*lead, 48), **_left("matmul"))
+    yield case("one_group", one, (1, 2, 48))
+    yield case("one_group-rank2", one, (2, 48))
+    yield case("one_group-many_activations", one, (4, 2, 48))
+    scaled = {
+        "tensor": (None, "tensor"),
+        "channel": (2, "channel"),
+        "one_scale_each": (0, "channel"),
+    }
+    for name, (axis, kind) in scaled.items():
+        w = Q((groups, 48, 6), "int8", axis, scaled=kind)
+        yield case(f"batched-{name}", w, x, expect=batched)
+    for name, n, axis in (("columns", 32, 2), ("groups", 6, 0)):
+        w = Q((groups, 32, n), "uint4", axis, 16, "none")
+        name = "batched-blocks_" + ("across_columns" if name == "columns" else "of_groups")
+        yield case(name, w, (groups, 2, 32), **_left("matmul"))
 
 
 # Corners.
 
 
 def _row_13() -> Iterator[LayoutCase]:
-    for storage, n in itertools.product(("int2", "uint2"), range(1, 10)):
-        spec = Quantized((64, n), storage, 0, 32, zero_points="random")
-        yield _case(13, f"{storage}-n{n}", _matmul(spec), zero_points=True)
-    for storage, blocks in itertools.product(STORAGES, (1, 3, 5)):
-        spec = Quantized((16 * blocks, 3), storage, 0, 16, zero_points="random")
-        yield _case(13, f"odd_blocks-{storage}-{blocks}", _matmul(spec), zero_points=True)
-    for storage, transposed in itertools.product(STORAGES, (False, True)):
-        layout = f"{storage}-{'transposed' if transposed else 'axis0'}"
-        for name, k, n in (("one_row", 1, 5), ("one_column", 70, 1), ("short", 9, 7)):
-            shape = (n, k) if transposed else (k, n)
-            axis = 1 if transposed else 0
-            spec = Quantized(shape, storage, axis, 32, zero_points="random")
-            yield _case(13, f"{name}-{layout}", _matmul(spec, transposed=transposed))
+    points = {"zero_points": True}
+    for storage, n in product(("int2", "uint2"), range(1, 10)):
+        yield Case(f"{storage}-n{n}", MATMUL, Q((64, n), storage), (3, 64), **points)
+    for storage, blocks in product(STORAGES, (1, 3, 5)):
+        w = Q((16 * blocks, 3), storage, 0, 16)
+        yield Case(f"odd_blocks-{storage}-{blocks}", MATMUL, w, (3, 16 * blocks), **points)
+    sizes = {"one_row": (1, 5), "one_column": (70, 1), "short": (9, 7)}
+    for storage, form, (name, (k, n)) in product(STORAGES, FORMS, sizes.items()):
+        w = _stored(form, k, n, storage)
+        yield Case(f"{name}-{storage}-{form}", _written(form, MATMUL), w, (3, k))
 
 
 def _row_14() -> Iterator[LayoutCase]:
     """Zero points that are what MatMulNBits takes for granted."""
-    for storage, scaled in itertools.product(
-        STORAGES, ("blocks", "tensor", "tensor1", "channel")
-    ):
-        axis, block = (0, 32) if scaled == "blocks" else (None, 0)
-        spec = Quantized((70, 6), storage, axis, block, scaled, "default")
-        yield _case(14, f"{scaled}-{storage}", _matmul(spec), zero_points=False)
+    for storage, scaled in product(STORAGES, ("blocks", "tensor", "tensor1", "channel")):
+        axis = 0 if scaled == "blocks" else None
+        w = Q((70, 6), storage, axis, 32, "default", scaled)
+        yield Case(f"{scaled}-{storage}", MATMUL, w, zero_points=False)
     for storage in STORAGES:
-        spec = Quantized((70, 6), storage, 0, 32, zero_points="one_other")
-        yield _case(14, f"all_but_one-{storage}", _matmul(spec), zero_points=True)
+        w = Q((70, 6), storage, zero_points="one_other")
+        yield Case(f"all_but_one-{storage}", MATMUL, w, zero_points=True)
     for storage in ("uint4", "uint2", "uint8"):
-        spec = Quantized((70, 6), storage, 0, 32)
-        yield _case(14, f"unsigned_without-{storage}", _matmul(spec), zero_points=True)
-        spec = Quantized((6, 3, 32), storage, 2, 32, zero_points="default")
-        draw = _three_dimensional(spec)
-        yield _case(14, f"three_dimensional-{storage}", draw, zero_points=False)
+        w = Q((70, 6), storage, zero_points="none")
+        yield Case(f"unsigned_without-{storage}", MATMUL, w, zero_points=True)
+        w = Q((6, 3, 32), storage, 2, zero_points="default")
+        shape = {"shape": np.int64([6, 96])}
+        name, text = f"three_dimensional-{storage}", BLOCK_AXIS["matmul"]
+        yield Case(name, text, w, (3, 96), zero_points=False, constants=shape)
 
 
 def _row_15() -> Iterator[LayoutCase]:
     legal = (16, 32, 64, 128, 256)
-    for block, storage in itertools.product((512, 1024), STORAGES):
-        for number, k in enumerate((100, block, block + 300)):
-            transposed = bool((block // 512 + number) % 2)
-            shape, axis = ((3, k), 1) if transposed else ((k, 3), 0)
-            spec = Quantized(shape, storage, axis, block, zero_points="random")
-            draw = _matmul(spec, transposed=transposed)
-            yield _case(15, f"block{block}-k{k}-{storage}", draw, block_sizes=legal)
+    for block, storage, number in product((512, 1024), STORAGES, range(3)):
+        k, form = (100, block, block + 300)[number], FORMS[(block // 512 + number) % 2]
+        w = _stored(form, k, 3, storage, block)
+        name = f"block{block}-k{k}-{storage}"
+        yield Case(name, _written(form, MATMUL), w, (3, k), block_sizes=legal)
     for block, k in ((8, 32), (24, 48), (48, 96)):
+        left = _left(f"block_size {block}")
         for storage in ("int4", "uint8", "uint2"):
-            spec = Quantized((k, 6), storage, 0, block, zero_points="random")
-            yield _refused(15, f"block{block}-{storage}", _matmul(spec), f"block_size {block}")
-        spec = Quantized((6, k), "int4", 1, block, zero_points="random")
-        draw = _matmul(spec, transposed=True)
-        yield _refused(15, f"block{block}-transposed", draw, f"block_size {block}")
+            w = Q((k, 6), storage, 0, block)
+            yield Case(f"block{block}-{storage}", MATMUL, w, (3, k), **left)
+        w = Q((6, k), "int4", 1, block)
+        yield Case(f"block{block}-transposed", _transposed(MATMUL), w, (3, k), **left)
     for storage in ("int4", "uint8", "int2"):
-        spec = Quantized((64, 6), storage, 0, 32, scale_dtype=ml_dtypes.bfloat16)
-        draw = _matmul(spec, dtype=ml_dtypes.bfloat16)
-        yield _refused(15, f"bfloat16-{storage}", draw, "bfloat16", runs=False)
-    four = {**FUSED, "MatMulNBits": 4}
-    for storage, activation in itertools.product(
-        ("int4", "uint4", "int8", "int2"), ("Relu", "Clip", "Tanh")
-    ):
-        name = f"chain_of_{activation.lower()}-{storage}"
-        yield _case(15, name, _chain(storage, activation), four, stored_weights=4)
-    yield _case(15, "chain_of_gemm_relu", _chain("uint4", "Relu", "Gemm"), four)
-    yield _case(15, "chain_of_matmul_add_relu", _chain("uint4", "Relu", "Add"), four)
+        bfloat16 = ml_dtypes.bfloat16
+        w = Q((64, 6), storage, zero_points="none", scale_dtype=bfloat16)
+        more = {**_left("bfloat16"), "dtype": bfloat16, "runs": False}
+        yield Case(f"bfloat16-{storage}", MATMUL, w, (3, 64), **more)
+    for storage, activation in product(("int4", "uint4", "int8", "int2"), ACTIVATIONS):
+        case = _chain(storage, activation, stored_weights=4)
+        yield dataclasses.replace(case, name=f"chain_of_{activation.lower()}-{storage}")
+    for layer, name in (("Gemm", "gemm_relu"), ("Add", "matmul_add_relu")):
+        yield dataclasses.replace(_chain("uint4", "Relu", layer), name=f"chain_of_{name}")
 
 
-def _chain(storage: str, activation: str, layer: str = "MatMul") -> Draw:
+ACTIVATIONS = {"Relu": "Relu ({})", "Clip": "Clip ({}, low, high)", "Tanh": "Tanh ({})"}
+
+
+def _chain(storage: str, activation: str, layer: str = "MatMul", **more: int) -> LayoutCase:
     """Four layers; native fusion skips those whose only consumer is Relu or Clip."""
-
-    def draw(g: Drawing) -> None:
-        value = g.input("x", (ROWS, 32))
-        limits = [g.constant(f"limit_{i}", np.float32(v)) for i, v in enumerate((-3, 3))]
-        for name in ("a", "b", "c", "d"):
-            spec = Quantized((32, 32), storage, 0, 16, zero_points="random")
-            w = g.dequantize(spec, name=name)
-            bias = g.floats(f"bias_{name}", (32,)) if layer != "MatMul" else None
-            value = g.gemm(value, w, bias) if layer == "Gemm" else g.matmul(value, w)
-            if layer == "Add":
-                assert bias is not None
-                value = g.add(value, bias)
-            array = value.array
-            if activation == "Relu":
-                value = g.relu(value)
-            elif activation == "Clip":
-                value = g.node("Clip", [value, *limits], np.clip(array, -3, 3))
-            else:
-                value = g.node("Tanh", [value], np.tanh(array))
-        g.output(value)
-
-    return draw
+    layers = {
+        "MatMul": "p{0} = MatMul ({1}, W{0})",
+        "Gemm": "p{0} = Gemm ({1}, W{0}, c{0})",
+        "Add": "m{0} = MatMul ({1}, W{0})  p{0} = Add (m{0}, c{0})",
+    }
+    text, value = "", "x"
+    for name in "abcd":
+        text += f"W{name} = ${name}  {layers[layer].format(name, value)}  "
+        value = "y" if name == "d" else f"r{name}"
+        text += f"{value} = {ACTIVATIONS[activation].format('p' + name)}  "
+    constants: dict[str, npt.NDArray | tuple[int, ...]] = {
+        "low": np.float32(-3),
+        "high": np.float32(3),
+    }
+    if layer != "MatMul":
+        constants |= {f"c{name}": (32,) for name in "abcd"}
+    weights = dict.fromkeys("abcd", Q((32, 32), storage, 0, 16))
+    expect = {**FUSED, "MatMulNBits": 4}
+    return Case("", text, weights, (3, 32), expect, constants=constants, **more)
 
 
 @functools.cache
 def layout_cases() -> tuple[LayoutCase, ...]:
-    """The whole matrix, by row."""
+    """Return the whole matrix, by row."""
     rows = (
-        _row_1,
-        _row_2,
-        _row_3,
-        _row_4,
-        _row_5,
-        _row_6,
-        _row_7,
-        _row_8,
-        _row_9,
-        _row_10,
-        _row_11,
-        _row_12,
-        _row_13,
-        _row_14,
-        _row_15,
+        _row_1, _row_2, _row_3, _row_4, _row_5, _row_6, _row_7, _row_8, _row_9, _row_10,
+        _row_11, _row_12, _row_13, _row_14, _row_15,
+    )  # fmt: skip
+    return tuple(
+        dataclasses.replace(case, name=f"{number:02d}-{case.name}")
+        for number, row in enumerate(rows, 1)
+        for case in row()
     )
-    return tuple(case for row in rows for case in row())

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.layout_matrix import Drawing, LayoutCase, Quantized, Tensor, layout_cases
+from builders.layout_matrix import LayoutCase, Quantized, layout_cases
 
 import ortplugins
 
@@ -102,36 +102,21 @@ def all_cases() -> Iterator[LayoutCase]:
     yield from layout_cases()
     choices = itertools.product(("int4", "uint4", "int8", "uint8"), ("none", "random"), (1, 2))
     for storage, zero_points, depth in choices:
-        spec = Quantized((64, 64), storage, 0, 32, zero_points=zero_points)
-        yield captured_case(f"captured-{storage}-zp_{zero_points}-depth{depth}", spec, depth)
-
-
-def captured_case(name: str, spec: Quantized, depth: int) -> LayoutCase:
-    """``x @ W`` in ``depth`` nested If bodies, with W's constants in the main graph."""
-
-    def drawn() -> Drawing:
-        g = Drawing(name)
-        x = g.input("x", (3, 64))
-        condition = g.feed("condition", np.array(True), [])
-        tensors = g.quantized(spec)
-
-        def product(graph: Drawing, depth: int) -> Tensor:
-            if depth == 0:
-                return graph.matmul(x, graph.dequantize(spec, tensors))
-            then, other = graph.body(), graph.body()
-            y = product(then, depth - 1)
-            then.output(y, f"y_then_{depth}")
-            other.output(other.identity(x), f"y_else_{depth}")
-            branches = {"then_branch": then.graph(), "else_branch": other.graph()}
-            return graph.node("If", [condition], y.array, branches)
-
-        g.output(product(g, depth))
-        return g
-
-    first = drawn()
-    reference = [tensor.array for tensor in first.outputs.values()]
-    build = lambda: drawn().model()  # noqa: E731
-    return LayoutCase(name, 10, build, first.feeds, reference, {}, None, 1e-5)
+        # x @ W in nested If subgraphs, with W's constants in the main graph.
+        text = "W = $w  y0 = MatMul (x, W)"
+        for i in range(depth):
+            text = f"""y{i + 1} = If (condition) <
+                then_branch = then () => (y{i}) {{ {text} }},
+                else_branch = other () => (z{i}) {{ z{i} = Identity (x) }}>"""
+        yield LayoutCase(
+            f"10-captured-{storage}-zp_{zero_points}-depth{depth}",
+            text,
+            Quantized((64, 64), storage, zero_points=zero_points),
+            (3, 64),
+            {},
+            inputs={"condition": np.array(True)},
+            outputs=(f"y{depth}",),
+        )
 
 
 def write_case(corpus: Corpus, case: LayoutCase) -> None:
