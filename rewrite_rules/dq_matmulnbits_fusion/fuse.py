@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """DequantizeLinear on a constant -> MatMulNBits, GatherBlockQuantized or a float constant.
 
-The rules are in :mod:`.product_rules` and :mod:`.gather_rule`, the
+The rules are in :mod:`.matmul_rules` and :mod:`.gather_rule`, the
 layouts that they take in :mod:`.dequantized_operand`. Each candidate that stays as
 it is gets a remark that says why.
 """
@@ -18,7 +18,7 @@ from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
-from rewrite_rules.dq_matmulnbits_fusion.product_rules import (
+from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     AddBias,
     FusedMatMulToMatMulNBits,
     GemmToMatMulNBits,
