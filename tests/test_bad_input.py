@@ -476,12 +476,12 @@ def test_huge_blocks(tmp_path: Path, size: int, consumer):  # type: ignore[no-un
 @pytest.mark.parametrize("axis", [2, -3, 7, 1 << 62, -(1 << 63)])
 def test_axes_out_of_range(tmp_path: Path, axis: int):
     proto = linear(dq=dequantize(axis=axis))
-    refused(proto, tmp_path, f"axis {axis} is out of range for weight 'w' of rank 2")
+    refused(proto, tmp_path, f"axis {axis} is out of range for rank 2")
 
 
 def test_a_weight_without_axes(tmp_path: Path):
     proto = linear(w=codes(()), s=scales(()))
-    refused(proto, tmp_path, "axis 0 is out of range for weight 'w' of rank 0")
+    refused(proto, tmp_path, "axis 0 is out of range for rank 0")
 
 
 @pytest.mark.parametrize("slow", ["fuse", "float", "keep"])
@@ -661,14 +661,14 @@ def test_shapes_and_axes_that_are_damaged(tmp_path: Path, op_type: str, bad: onn
 def test_squeezes_of_what_is_not_one(tmp_path: Path, axes: list[int]):
     between = node("Squeeze", ["d", "a"], ["e"], "between")
     proto = linear(between, more=[tensor("a", axes, np.int64)])
-    refused(proto, tmp_path, "Squeeze 'between' does not give [64, 8] a constant shape")
+    refused(proto, tmp_path, "Squeeze 'between'")
 
 
 @pytest.mark.parametrize("axes", [[0, 0], [0, -4], [9], [-4], [1 << 62], []])
 def test_unsqueezes_at_no_axis(tmp_path: Path, axes: list[int]):
     between = node("Unsqueeze", ["d", "a"], ["e"], "between")
     proto = linear(between, more=[tensor("a", axes, np.int64)])
-    refused(proto, tmp_path, "Unsqueeze 'between' does not give [64, 8] a constant shape")
+    refused(proto, tmp_path, "Unsqueeze 'between'")
 
 
 @pytest.mark.parametrize("consumer", [matmul, gather])
@@ -749,7 +749,7 @@ def test_squeeze_with_its_axes_as_attribute(tmp_path: Path):
 @pytest.mark.parametrize("axis", [2, -3, 7, 1 << 62, -(1 << 63)])
 def test_gather_along_no_axis(tmp_path: Path, axis: int):
     proto = linear(consumer=gather(axis=axis))
-    refused(proto, tmp_path, f"axis {axis} is out of range for a table of rank 2")
+    refused(proto, tmp_path, f"axis {axis} is out of range for rank 2")
 
 
 @pytest.mark.parametrize("axis", ["0", 0.0, [0]])

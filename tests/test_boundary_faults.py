@@ -73,7 +73,7 @@ DAMAGED = {
     "an attribute of another kind": (
         "DequantizeLinear(q, s, z)",
         'DequantizeLinear<block_size = "2">(q, s, z)',
-        "is string, no int",
+        "is string, not int",
     ),
 }
 

@@ -129,7 +129,7 @@ def test_a_constant_of_both_serves_both():
     [
         (("(w, s, z)", "(w, s, z)"), "above what float_limit_mb=0 leaves"),
         (("int32[2] b = {70000, -5}, float[2] t", "int32[2] b = {70000, -5}, float[1, 2] t"),
-         "2 scales for codes of shape"),
+         "needs [], [1] or, for axis 0, [2]"),
     ],
 )  # fmt: skip
 def test_what_stays_is_told(change, reason):

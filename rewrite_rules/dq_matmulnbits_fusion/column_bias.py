@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Constant biases that are the same for every row of a product, as MatMulNBits takes them."""
+"""Constant biases that are the same for every row of a MatMul, as MatMulNBits takes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import check_payload, constant, source_of
+from rewrite_rules.graph.constants import require_constant, source_of
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
-from rewrite_rules.weights.dequantized_bias import read_dequantized_bias
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.weights.dequantized_operand import read_operand
 
-_QUANTISED = (ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
@@ -42,28 +42,30 @@ class ColumnBias:
 
 
 def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
-    """Read a bias of shape [N], [1, N], [1], [1, 1] ... or a scalar; None for any other.
+    """Read a float or dequantised bias of shape [N], [1, N], [1], [1, 1] ... or a scalar.
 
-    Raises:
-        Refusal: If its data is damaged.
+    None for any other, and where its data is damaged: it stays as it is.
     """
-    value = source_of(value)
-    node = value.producer()
-    if node is not None and is_dequantize_linear(node):
-        bias = read_dequantized_bias(node, _QUANTISED)
-        if bias is None:
-            return None
-        anchor, numbers, key = bias.codes, bias.numbers(), bias.parameters
-    else:
-        tensor = constant(value)
-        if tensor is None or tensor.dtype not in _FLOATS:
-            return None
-        check_payload(tensor, f"bias {tensor.name!r}")
-        node, anchor, numbers, key = None, value, tensor.numpy(), ()
-    if not _is_column_shape(numbers.shape, columns):
+    node = source_of(value).producer()
+    try:
+        if node is not None and is_dequantize_linear(node):
+            operand = read_operand([node])
+            shape, anchor = operand.shape, operand.codes
+            key: Hashable = (operand.axes, operand.scales, operand.zero_points)
+        else:
+            node, key = None, ()
+            anchor, tensor = require_constant(value, "bias")
+            shape = tuple(tensor.shape.numpy())
+    except Refusal:
         return None
+    # One number for each column, or one for all.
+    if math.prod(shape) not in (1, columns) or (shape and shape[-1] != math.prod(shape)):
+        return None
+    if node is None and tensor.dtype not in _FLOATS:
+        return None
+    numbers = tensor.numpy() if node is None else np.concatenate(list(operand.rows()))
     per_column = np.broadcast_to(numbers.astype(np.float64).reshape(-1), (columns,))
-    return ColumnBias(anchor, per_column, numbers.ndim, node, key)
+    return ColumnBias(anchor, per_column, len(shape), node, key)
 
 
 def write_column_bias(
@@ -88,8 +90,3 @@ def write_column_bias(
     return initializers.get(
         bias.anchor, ".bias", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
     )
-
-
-def _is_column_shape(shape: tuple[int, ...], columns: int) -> bool:
-    """Whether there is one number for each column, or one for all."""
-    return math.prod(shape) in (1, columns) and (not shape or shape[-1] == math.prod(shape))

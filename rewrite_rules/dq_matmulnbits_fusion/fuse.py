@@ -20,27 +20,30 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, Fusion
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     AddBias,
-    FusedMatMulToMatMulNBits,
-    GemmToMatMulNBits,
-    MatMulToMatMulNBits,
+    LeftOperand,
+    RightOperand,
 )
 from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import remark_unfused
 from rewrite_rules.graph.functions import check_inlined_size
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 
+# One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
 _RULES: dict[str, Callable[[FusionRun], list[RewriteRule]]] = {
-    "MatMul": lambda run: [MatMulToMatMulNBits.rule(run)],
-    "FusedMatMul": lambda run: [FusedMatMulToMatMulNBits.rule(run)],
-    "Gemm": lambda run: [GemmToMatMulNBits.rule(run)],
     "Gather": lambda run: [GatherToGatherBlockQuantized.rule(run)],
-    # One sweep is enough: an Add comes after its product, which is a MatMulNBits by then.
     "Add": lambda run: AddBias.rule(run).commute(),
+    **{
+        op_type: lambda run, op_type=op_type: [  # type: ignore[misc]
+            RightOperand.rule(run, op_type),
+            LeftOperand.rule(run, op_type),
+        ]
+        for op_type in ("MatMul", "FusedMatMul", "Gemm")
+    },
 }
 
 
 def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
-    """Fuse in place; ``context.remarks`` tells the fate of every candidate.
+    """Fuse in place; ``context.remarks`` reports every candidate.
 
     Raises:
         RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.

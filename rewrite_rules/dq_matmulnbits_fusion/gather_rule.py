@@ -11,118 +11,57 @@ from __future__ import annotations
 
 __all__ = ["GatherToGatherBlockQuantized"]
 
-from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun, check_type
-from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import (
-    TableInputs,
-    table_writer,
-)
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import table_writer
+from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
+from rewrite_rules.graph.attributes import axis_of, int_attribute
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.weights.block_quantized_weight import Unrepresentable
-from rewrite_rules.weights.dequantized_operand import (
-    DequantizedOperand,
-    dequantize_chain,
-    is_layout_op,
-    read_operand,
-)
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
 
 
-class GatherToGatherBlockQuantized(RewriteRuleClassBase):
-    """Gather(table, indices) -> GatherBlockQuantized."""
+class GatherToGatherBlockQuantized(OperandRule):
+    """Gather(W, indices) -> GatherBlockQuantized(codes, indices).
 
-    def __init__(self, run: FusionRun) -> None:
-        super().__init__(remove_nodes=False)
-        self._run = run
-        self._operand: DequantizedOperand | None = None
-        self._write: Callable[[], TableInputs] | None = None
-        self._to_float = ""
+    Refused where QuantizeLinear alone reads the rows of 8-bit codes.
+    """
 
-    def pattern(self, op, table, indices):  # type: ignore[no-untyped-def]
-        return op.Gather(table, indices, _outputs=["out"])
+    index = 0
 
-    def check(  # type: ignore[override]
-        self, context: MatchContext, table: ir.Value, out: ir.Value, **_: object
-    ) -> MatchResult:
-        """Read the table and decide its form; every refusal is a remark."""
-        del context  # Unused
-        result, node = MatchResult(), producer(out)
-        trail = dequantize_chain(table)
-        if trail is None:
-            return result.fail("the table is no dequantised constant", node)
-        with self._run.context.remarks.at(label(node)):
-            try:
-                self._run.check_providers()
-                self._operand, self._write = read_operand(trail), None
-                if self._operand.bits == 8 and _is_quantized_again(node):
-                    raise Refusal(
-                        "only QuantizeLinear reads the rows: onnxruntime gathers the codes "
-                        "themselves"
-                    )
-                try:
-                    check_type(self._operand)
-                    self._write = table_writer(
-                        self._run.initializers,
-                        self._operand,
-                        _axis(node, len(self._operand.shape)),
-                        self._run.context.onnxruntime,
-                        tied=_is_tied(self._operand),
-                    )
-                except (NoKernel, Unrepresentable) as refusal:
-                    self._run.float_fits(self._operand, str(refusal))
-                    self._to_float = str(refusal)
-            except Refusal as refusal:
-                self._run.refused(node, trail[0], refusal)
-                return result.fail(str(refusal), node)
-        return result
+    def pattern(self, op, w, indices):  # type: ignore[no-untyped-def]
+        return op.Gather(w, indices, _outputs=["out"])
 
-    def rewrite(self, op: Any, indices: ir.Value, out: ir.Value, **_: object) -> ir.Value:
-        """Emit GatherBlockQuantized, or Gather from a float constant."""
-        operand, node = self._operand, producer(out)
-        assert operand is not None
-        with self._run.context.remarks.at(label(node)):
-            if self._write is None:
-                constant = self._run.write_float(operand)
-                value: ir.Value = op.Gather(
-                    constant, indices, _name=node.name, **node.attributes
-                )
-                assert constant.const_value is not None
-                size = constant.const_value.nbytes / 1e6
-                fate = f"float constant ({size:.1f} MB): {self._to_float}"
-            else:
-                table = self._write()
-                optional = [] if table.zero_points is None else [table.zero_points]
-                value = op.GatherBlockQuantized(
-                    table.data,
-                    indices,
-                    table.scales,
-                    *optional,
-                    **table.attributes,
-                    _domain="com.microsoft",
-                    _name=node.name,
-                )
-                if table.scales.dtype != operand.dtype:
-                    value = op.Cast(value, to=int(operand.dtype))
-                fate = f"GatherBlockQuantized, block {table.attributes['block_size']}"
-                if table.note:
-                    fate += f" ({table.note})"
-            self._run.fired(node, operand.dequantize, f"{operand.layout} -> {fate}")
-        return value
+    def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
+        if operand.bits == 8 and _is_quantized_again(node):
+            raise Refusal(
+                "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves"
+            )
+        check_type(operand)
+        write, note = table_writer(
+            operand,
+            axis_of(int_attribute(node, "axis", 0), len(operand.shape)),
+            self._run.context.onnxruntime,
+            tied=_is_tied(operand),
+        )
 
+        def emit(op: Any) -> tuple[ir.Value, str]:
+            table = write(self._run.initializers)
+            value = op.GatherBlockQuantized(
+                table.codes,
+                node.inputs[1],
+                *table.scales_and_zero_points,
+                **table.attributes,
+                _domain="com.microsoft",
+                _name=node.name,
+            )
+            if table.scales.dtype != operand.dtype:
+                value = op.Cast(value, to=int(operand.dtype))
+            return value, f"GatherBlockQuantized, block {table.attributes['block_size']}{note}"
 
-def _axis(node: ir.Node, rank: int) -> int:
-    axis = int_attribute(node, "axis", 0)
-    if not -rank <= axis < rank:
-        raise Refusal(f"axis {axis} is out of range for a table of rank {rank}")
-    return axis % rank
+        return emit
 
 
 def _is_quantized_again(node: ir.Node) -> bool:

@@ -52,6 +52,14 @@ class Product:
         return self.node.inputs[1 - self.index]
 
     @property
+    def x_rank(self) -> int | None:
+        """Rank of the other operand; None where it isn't known."""
+        if not self.batched:
+            return 2
+        shape = None if self.x is None else self.x.shape
+        return None if shape is None else len(shape)
+
+    @property
     def bias(self) -> ir.Value | None:
         """Gemm's third input; None where it adds nothing."""
         if self.node.op_type != "Gemm" or len(self.node.inputs) < 3 or self.beta == 0:

@@ -15,10 +15,11 @@ written out.
 from __future__ import annotations
 
 __all__ = [
-    "MatMulNBitsInputs",
+    "KernelInputs",
     "fitting_block_size",
     "fold_into_scales",
     "kernel_block_size",
+    "repacked",
     "slow_kernel",
     "write_codes",
     "write_matmulnbits",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ import onnx_ir as ir
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
-from rewrite_rules.weights.bit_packing import SIGN_BITS, pack_rows
+from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows
 from rewrite_rules.weights.block_quantized_weight import (
     BlockQuantizedWeight,
     ScaleLayout,
@@ -54,20 +55,25 @@ _CHUNK_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MatMulNBitsInputs:
-    """The constant inputs of one MatMulNBits node and the attributes that describe them.
+class KernelInputs:
+    """The constant inputs of a MatMulNBits or GatherBlockQuantized node and its attributes.
 
     Attributes:
-        codes: Input ``B``.
+        codes: Input ``B``, or ``data``.
         scales: Input ``scales``.
         zero_points: Input ``zero_points``; None where the operator's default is meant.
-        attributes: ``K``, ``N``, ``bits`` and ``block_size``.
+        attributes: Those that describe the inputs.
     """
 
     codes: ir.Value
     scales: ir.Value
     zero_points: ir.Value | None
     attributes: dict[str, int]
+
+    @property
+    def scales_and_zero_points(self) -> list[ir.Value]:
+        """Those that there are, as both operators take them."""
+        return [value for value in (self.scales, self.zero_points) if value is not None]
 
 
 def kernel_block_size(weight: BlockQuantizedWeight) -> int:
@@ -79,13 +85,13 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
     Raises:
         NoKernel: If none does.
     """
-    size = fitting_block_size(weight.bits, weight.block_size, weight.K)
+    size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
     if size is None:
         sizes = ", ".join(map(str, _COST))
         what = (
-            f"block_size {weight.block_size} of weight {weight.codes.name!r}"
+            f"block_size {weight.block_size} of weight {weight.operand.codes.name!r}"
             if weight.block_size > 1
-            else f"weight {weight.codes.name!r}, with a scale for each index of K,"
+            else f"weight {weight.operand.codes.name!r}, with a scale for each index of K,"
         )
         raise NoKernel(f"{what} has no kernel: {sizes} and their multiples have one")
     return size
@@ -128,7 +134,7 @@ def write_matmulnbits(
     block_size: int,
     dtype: ir.DataType,
     factor: float = 1.0,
-) -> MatMulNBitsInputs:
+) -> KernelInputs:
     """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
 
     Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
@@ -141,14 +147,14 @@ def write_matmulnbits(
         dtype: Type of the activations.
         factor: What all scales are multiplied by.
     """
-    return MatMulNBitsInputs(
+    return KernelInputs(
         codes=write_codes(initializers, weight, block_size),
         scales=write_scales(initializers, weight, block_size, dtype, factor),
         zero_points=write_zero_points(initializers, weight, block_size),
         attributes={
             "K": weight.K,
             "N": weight.N,
-            "bits": weight.bits,
+            "bits": weight.operand.bits,
             "block_size": block_size,
         },
     )
@@ -160,7 +166,7 @@ def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: f
     A product in float32 is rounded to 24 bits, as any other of the computation is; float16
     scales must stay exact. Neither may overflow or lose bits near zero.
     """
-    stored = weight.stored_scales()
+    stored = weight.operand.stored_scales()
     element = dtype.numpy()
     limits = np.finfo(element)
     for start in range(0, stored.size, _CHUNK_BYTES):
@@ -173,37 +179,43 @@ def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: f
     return True
 
 
+def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
+    """Yield the codes of successive columns, unsigned, in blocks padded to ``block_size``.
+
+    Yields:
+        uint8 ``[columns, blocks * block_size * bits / 8]``; N columns in all.
+    """
+    bits, first = weight.operand.bits, weight.offset * weight.operand.bits // 8
+    length = -(-weight.K * weight.N * bits // 8)
+    return repack(
+        packed_bytes(weight.operand.code_tensor)[first : first + length],
+        bits=bits,
+        signed=weight.operand.signed,
+        k=weight.K,
+        n=weight.N,
+        block_size=block_size,
+        k_axis=weight.k_axis,
+    )
+
+
 def write_codes(
     initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
 ) -> ir.Value:
     """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``."""
-    source = weight.code_tensor
-    blocks = weight.blocks(block_size)
-    shape = (weight.N, blocks, block_size * weight.bits // 8)
-    first = weight.offset * weight.bits // 8
-    length = -(-weight.K * weight.N * weight.bits // 8)
-
-    def chunks() -> Iterator[npt.NDArray[np.uint8]]:
-        return repack(
-            packed_bytes(source)[first : first + length],
-            bits=weight.bits,
-            signed=weight.signed,
-            k=weight.K,
-            n=weight.N,
-            block_size=block_size,
-            k_axis=weight.k_axis,
-        )
-
-    def make(name: str) -> ir.TensorProtocol:
-        fits = weight.k_axis == 1 and not weight.signed and weight.K % block_size == 0
-        fits = fits and source.size == weight.K * weight.N  # no group of a larger one
-        if fits and isinstance(source, ir.ExternalTensor):
-            return relabel(source, ir.DataType.UINT8, shape, name)
-        return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
-
-    suffix = f".nbits{block_size}" if weight.k_axis else f".T.nbits{block_size}"
-    key = (weight.K, weight.N, weight.offset)
-    return initializers.get(weight.codes, suffix, make, key)
+    operand, source = weight.operand, weight.operand.code_tensor
+    shape = (weight.N, weight.blocks(block_size), block_size * operand.bits // 8)
+    fits = weight.k_axis == 1 and not operand.signed and weight.K % block_size == 0
+    fits = fits and source.size == weight.K * weight.N  # no group of a larger one
+    return _register(
+        initializers,
+        operand.codes,
+        f".nbits{block_size}" if weight.k_axis else f".T.nbits{block_size}",
+        (weight.K, weight.N, weight.offset),
+        lambda: repacked(weight, block_size),
+        ir.DataType.UINT8,
+        shape,
+        source if fits else None,
+    )
 
 
 def write_scales(
@@ -222,7 +234,7 @@ def write_scales(
         dtype: Their type, as wide as the stored one at least.
         factor: What they are multiplied by.
     """
-    source = weight.scale_tensor
+    source = weight.operand.scale_tensor
     blocks = weight.blocks(block_size)
     shape = (weight.N, blocks)
     grid, repeat = weight.grid, weight.cuts(block_size)
@@ -236,24 +248,26 @@ def write_scales(
     )
     unchanged = in_order and factor == 1.0 and dtype == source.dtype
     if unchanged and tuple(source.shape.numpy()) == shape:
-        return weight.scales
+        return weight.operand.scales
 
     def chunks() -> Iterator[npt.NDArray[Any]]:
-        stored = weight.stored_scales()
+        stored = weight.operand.stored_scales()
         for start, stop in _columns(weight.N, blocks * dtype.bitwidth // 8):
             scales = grid.expand(stored, blocks, repeat, start, stop)
             if factor != 1.0:
                 scales = scales.astype(np.float64) * factor
             yield scales.astype(dtype.numpy())
 
-    def make(name: str) -> ir.TensorProtocol:
-        if unchanged and isinstance(source, ir.ExternalTensor):
-            return relabel(source, dtype, shape, name)
-        return ChunkedTensor(chunks, dtype, shape, name)
-
-    suffix = ".nbits" if weight.k_axis else ".T.nbits"
-    key = (shape, grid, repeat, factor, dtype)
-    return initializers.get(weight.scales, suffix, make, key)
+    return _register(
+        initializers,
+        weight.operand.scales,
+        ".nbits" if weight.k_axis else ".T.nbits",
+        (shape, grid, repeat, factor, dtype),
+        chunks,
+        dtype,
+        shape,
+        source if unchanged else None,
+    )
 
 
 def write_zero_points(
@@ -265,59 +279,74 @@ def write_zero_points(
     smaller, and keeps clear of a defect that onnxruntime has with zero points on processors
     without AVX-512 (onnxruntime issue #29853).
     """
-    blocks = weight.blocks(block_size)
-    row_bytes = -(-blocks * weight.bits // 8)
-    shape = (weight.N, row_bytes)
-    source = weight.zero_point_tensor
-    if source is None or weight.zero_points is None:
-        if weight.signed:
+    operand, bits, blocks = weight.operand, weight.operand.bits, weight.blocks(block_size)
+    shape = (weight.N, -(-blocks * bits // 8))
+    source = operand.zero_point_tensor
+    if source is None or operand.zero_points is None:
+        if operand.signed:
             return None
-        return initializers.get(
-            weight.codes,
+        return _register(
+            initializers,
+            operand.codes,
             f".zero_points{block_size}",
-            lambda name: ir.LazyTensor(
-                lambda: ir.Tensor(np.zeros(shape, np.uint8), name=name),
-                ir.DataType.UINT8,
-                ir.Shape(shape),
-                name=name,
-            ),
+            shape,
+            lambda: iter([np.zeros(shape, np.uint8)]),
+            ir.DataType.UINT8,
             shape,
         )
-    if _all_default(weight):
+    middle = 0 if operand.signed else 1 << (bits - 1)
+    if (operand.stored_zero_points() == middle).all():
         return None
 
     grid, repeat = weight.grid, weight.cuts(block_size)
-    flip = np.uint8(SIGN_BITS[weight.bits] & ((1 << weight.bits) - 1) if weight.signed else 0)
+    flip = np.uint8(SIGN_BITS[bits] & ((1 << bits) - 1) if operand.signed else 0)
 
-    def chunks() -> Iterator[npt.NDArray[np.uint8]]:
-        stored = weight.stored_zero_points()
+    def chunks() -> Iterator[Bytes]:
+        stored = operand.stored_zero_points()
         for start, stop in _columns(weight.N, blocks):
             rows = grid.expand(stored, blocks, repeat, start, stop)
-            yield pack_rows(rows ^ flip, weight.bits)
+            yield pack_rows(rows ^ flip, bits)
 
     fits = (
-        not weight.signed
+        not operand.signed
         and repeat == 1
         and grid == ScaleLayout(0, 1, blocks)
-        and blocks * weight.bits % 8 == 0
+        and blocks * bits % 8 == 0
         and source.size == weight.N * blocks
     )
+    return _register(
+        initializers,
+        operand.zero_points,
+        ".nbits" if weight.k_axis else ".T.nbits",
+        (shape, grid, repeat),
+        chunks,
+        ir.DataType.UINT8,
+        shape,
+        source if fits else None,
+    )
+
+
+def _register(
+    initializers: DerivedInitializers,
+    anchor: ir.Value,
+    suffix: str,
+    key: Hashable,
+    chunks: Callable[[], Iterator[npt.NDArray[Any]]],
+    dtype: ir.DataType,
+    shape: tuple[int, ...],
+    same: ir.TensorProtocol | None = None,
+) -> ir.Value:
+    """Register what ``chunks`` makes; where it is the bytes of ``same`` in a file, those."""
 
     def make(name: str) -> ir.TensorProtocol:
-        if fits and isinstance(source, ir.ExternalTensor):
-            return relabel(source, ir.DataType.UINT8, shape, name)
-        return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
+        if isinstance(same, ir.ExternalTensor):
+            return relabel(same, dtype, shape, name)
+        return ChunkedTensor(chunks, dtype, shape, name)
 
-    suffix = ".nbits" if weight.k_axis else ".T.nbits"
-    return initializers.get(weight.zero_points, suffix, make, (shape, grid, repeat))
+    return initializers.get(anchor, suffix, make, key)
 
 
 def _columns(columns: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, columns, step):
         yield start, min(start + step, columns)
-
-
-def _all_default(weight: BlockQuantizedWeight) -> bool:
-    middle = 0 if weight.signed else 1 << (weight.bits - 1)
-    return bool((weight.stored_zero_points() == middle).all())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["axes_of", "axis_of", "float_attribute", "int_attribute"]
+__all__ = ["axes_of", "axis_of", "float_attribute", "int_attribute", "ints_attribute"]
 
 import math
 from collections.abc import Sequence
@@ -19,12 +19,18 @@ def int_attribute(node: ir.Node, name: str, default: int) -> int:
     Raises:
         Refusal: If it is there and no int.
     """
-    attribute = node.attributes.get(name)
-    if attribute is None:
-        return default
-    if attribute.type is not ir.AttributeType.INT or attribute.is_ref():
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no int")
-    return attribute.as_int()
+    attribute = _attribute(node, name, ir.AttributeType.INT)
+    return default if attribute is None else attribute.as_int()
+
+
+def ints_attribute(node: ir.Node, name: str) -> list[int] | None:
+    """Read an attribute; None where it is left out.
+
+    Raises:
+        Refusal: If it is there and no list of ints.
+    """
+    attribute = _attribute(node, name, ir.AttributeType.INTS)
+    return None if attribute is None else list(attribute.as_ints())
 
 
 def float_attribute(node: ir.Node, name: str, default: float) -> float:
@@ -33,14 +39,11 @@ def float_attribute(node: ir.Node, name: str, default: float) -> float:
     Raises:
         Refusal: If it is there and no finite float.
     """
-    attribute = node.attributes.get(name)
-    if attribute is None:
-        return default
-    if attribute.type is not ir.AttributeType.FLOAT or attribute.is_ref():
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {_kind(attribute)}, no float")
-    if not math.isfinite(attribute.as_float()):
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {attribute.as_float()}")
-    return attribute.as_float()
+    attribute = _attribute(node, name, ir.AttributeType.FLOAT)
+    number = default if attribute is None else attribute.as_float()
+    if not math.isfinite(number):
+        raise Refusal(f"attribute {name!r} of {node.op_type} is {number}")
+    return number
 
 
 def axis_of(axis: int, rank: int) -> int:
@@ -66,5 +69,11 @@ def axes_of(axes: Sequence[int], rank: int) -> set[int]:
     return found
 
 
-def _kind(attribute: ir.Attr) -> str:
-    return "a reference" if attribute.is_ref() else attribute.type.name.lower()
+def _attribute(node: ir.Node, name: str, expected: ir.AttributeType) -> ir.Attr | None:
+    attribute = node.attributes.get(name)
+    if attribute is not None and (attribute.is_ref() or attribute.type is not expected):
+        kind = "a reference" if attribute.is_ref() else attribute.type.name.lower()
+        raise Refusal(
+            f"attribute {name!r} of {node.op_type} is {kind}, not {expected.name.lower()}"
+        )
+    return attribute

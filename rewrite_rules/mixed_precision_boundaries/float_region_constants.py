@@ -27,12 +27,8 @@ from rewrite_rules.graph.nodes import label, remove_node
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.weights.dequantized_bias import read_dequantized_bias
 from rewrite_rules.weights.dequantized_operand import read_operand
-from rewrite_rules.weights.float_constant import float_bytes, write_float
-
-# A bias, whose codes are sums of products.
-_BIAS = ir.DataType.INT32
+from rewrite_rules.weights.float_constant import FloatConstants
 
 
 def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> None:
@@ -43,47 +39,14 @@ def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> No
         limit_mb: Megabytes that all of them may take.
         context: Gets a remark for each operator.
     """
-    budget = _Budget(limit_mb)
-    initializers = DerivedInitializers(model)
+    floats = FloatConstants(DerivedInitializers(model), limit_mb)
     for graph in model.graphs():
         for node in list(graph):
             if is_dequantize_linear(node) and len(node.outputs) == 1:
-                _unpack(node, budget, initializers, context)
+                _unpack(node, floats, context)
 
 
-class _Budget:
-    """Counts bytes; what was made once costs nothing again."""
-
-    def __init__(self, megabytes: int) -> None:
-        self._limit = megabytes
-        self._left = megabytes * 10**6
-        self._made: set[ir.Value] = set()
-
-    def check(self, size: int) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            Refusal: With sizes in megabytes.
-        """
-        if size > self._left:
-            raise Refusal(
-                f"as a float constant it would take {size / 1e6:.0f} MB, above what "
-                f"float_limit_mb={self._limit} leaves ({self._left / 1e6:.0f} MB)"
-            )
-
-    def spend(self, value: ir.Value, size: int) -> None:
-        """Count a constant that was made."""
-        if value not in self._made:
-            self._made.add(value)
-            self._left -= size
-
-
-def _unpack(
-    dequantize: ir.Node,
-    budget: _Budget,
-    initializers: DerivedInitializers,
-    context: PassContext,
-) -> None:
+def _unpack(dequantize: ir.Node, floats: FloatConstants, context: PassContext) -> None:
     codes = dequantize.inputs[0]
     if codes is None or ir.convenience.get_const_tensor(source_of(codes)) is None:
         return
@@ -96,24 +59,23 @@ def _unpack(
     ]
     if not readers:
         return
+    what = f"DequantizeLinear {label(dequantize)!r}"
     try:
-        value = _float_bias(dequantize, budget, initializers)
-        if value is None:
-            value = _float_weight(dequantize, budget, initializers)
+        operand = read_operand([dequantize])
+        if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
+            raise Refusal(f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion")
+        floats.check(operand)
     except Refusal as reason:
         for use in readers:
             context.remarks.refused(
-                label(use.node),
-                f"DequantizeLinear {label(dequantize)!r}: {reason}; it runs at every "
-                "inference",
+                label(use.node), f"{what}: {reason}; it runs at every inference"
             )
         return
+    value = floats.write(operand)
     for use in readers:
         use.node.replace_input_with(use.idx, value)
         context.remarks.fired(
-            label(use.node),
-            f"DequantizeLinear {label(dequantize)!r}: a float constant, as this computes in "
-            "float",
+            label(use.node), f"{what}: a float constant, as this computes in float"
         )
     if not old.uses() and not old.is_graph_output():
         remove_node(dequantize)
@@ -138,35 +100,3 @@ def _is_activation(value: ir.Value | None) -> bool:
         and is_dequantize_linear(node)
         and (not node.inputs or constant(node.inputs[0]) is None)
     )
-
-
-def _float_weight(
-    dequantize: ir.Node, budget: _Budget, initializers: DerivedInitializers
-) -> ir.Value:
-    operand = read_operand([dequantize])
-    if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
-        raise Refusal(f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion")
-    size = float_bytes(operand)
-    budget.check(size)
-    value = write_float(initializers, operand)
-    budget.spend(value, size)
-    return value
-
-
-def _float_bias(
-    dequantize: ir.Node, budget: _Budget, initializers: DerivedInitializers
-) -> ir.Value | None:
-    """Dequantise int32 codes; None where it has others."""
-    bias = read_dequantized_bias(dequantize, (_BIAS,))
-    if bias is None:
-        return None
-    size = bias.code_tensor.size * bias.dtype.bitwidth // 8
-    budget.check(size)
-    value = initializers.get(
-        bias.codes,
-        ".float",
-        lambda name: ir.Tensor(bias.numbers(), name=name),
-        bias.parameters,
-    )
-    budget.spend(value, size)
-    return value

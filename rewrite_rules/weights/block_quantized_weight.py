@@ -16,15 +16,16 @@ from __future__ import annotations
 __all__ = ["BlockQuantizedWeight", "ScaleLayout", "Unrepresentable"]
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.lazy_tensors import packed_bytes
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.weights.bit_packing import unpack
+
+if TYPE_CHECKING:
+    from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 
 class Unrepresentable(Refusal):
@@ -83,46 +84,28 @@ class BlockQuantizedWeight:
     """A constant weight ``[K, N]`` in blocks along K; tensors by reference, never unpacked.
 
     Attributes:
-        codes: Value of the stored codes; int2, uint2, int4, uint4, int8 or uint8.
-        scales: Value of the scales; float32 or float16.
-        zero_points: Value of the zero points, shape of ``scales``, type of ``codes``; None
-            stands for 0.
-        code_tensor: Tensor of ``codes``.
-        scale_tensor: Tensor of ``scales``.
-        zero_point_tensor: Tensor of ``zero_points``.
-        bits: 2, 4 or 8.
-        signed: Whether codes and zero points are in two's complement.
+        operand: The dequantised operand that it is, or is a part of: codes, scales, types.
         K: Size of the reduced dimension.
         N: Number of output columns.
         block_size: Neighbours along K that share one scale; K where a column has only one.
         k_axis: 0 when the codes lie as ``[K, N]``, row-major; 1 when as ``[N, K]``.
         grid: Where the scales and zero points lie.
-        offset: Elements of ``codes`` before the weight's first one.
-        dtype: Type that the consumer computes in: float32 or float16.
-        layout: The stored layout in a few words, for remarks.
+        offset: Elements of the codes before the weight's first one.
     """
 
-    codes: ir.Value
-    scales: ir.Value
-    zero_points: ir.Value | None
-    code_tensor: ir.TensorProtocol
-    scale_tensor: ir.TensorProtocol
-    zero_point_tensor: ir.TensorProtocol | None
-    bits: int
-    signed: bool
+    operand: DequantizedOperand
     K: int
     N: int
     block_size: int
     k_axis: int
     grid: ScaleLayout
     offset: int
-    dtype: ir.DataType
-    layout: str
 
     @property
     def lossless_dtype(self) -> ir.DataType:
         """The wider type of the consumer's and the scales': no scale loses bits in it."""
-        return max(self.dtype, self.scale_tensor.dtype, key=lambda dtype: dtype.bitwidth)
+        types = (self.operand.dtype, self.operand.scale_tensor.dtype)
+        return max(types, key=lambda dtype: dtype.bitwidth)
 
     @property
     def one_block(self) -> bool:
@@ -134,26 +117,5 @@ class BlockQuantizedWeight:
         return -(-self.K // block_size)
 
     def cuts(self, block_size: int) -> int:
-        """How many blocks of ``block_size`` each stored block is cut into.
-
-        Raises:
-            ValueError: If it does not divide.
-        """
-        if self.one_block:
-            return self.blocks(block_size)
-        if self.block_size % block_size:
-            raise ValueError(f"{block_size} does not divide {self.block_size}")
-        return self.block_size // block_size
-
-    def stored_scales(self) -> npt.NDArray[Any]:
-        """The scales, flat, as they are stored."""
-        element = ir.DataType(self.scale_tensor.dtype).numpy()
-        return packed_bytes(self.scale_tensor).view(element)
-
-    def stored_zero_points(self) -> npt.NDArray[np.uint8]:
-        """The zero points, flat, a byte each, not yet unsigned; there must be some."""
-        assert self.zero_point_tensor is not None
-        count = self.zero_point_tensor.size
-        return unpack(
-            packed_bytes(self.zero_point_tensor), self.bits, np.arange(count, dtype=np.int64)
-        )
+        """How many blocks of ``block_size``, a divisor, each stored block is cut into."""
+        return self.blocks(block_size) if self.one_block else self.block_size // block_size

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.attributes import axes_of, axis_of, int_attribute, ints_attribute
 from rewrite_rules.graph.constants import constant_ints, require_constant, source_of
 from rewrite_rules.graph.lazy_tensors import packed_bytes
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
@@ -43,14 +43,13 @@ from rewrite_rules.weights.strided_axes import (
     row_major,
 )
 
-_STORAGE = {
-    ir.DataType.INT2: (2, True),
-    ir.DataType.UINT2: (2, False),
-    ir.DataType.INT4: (4, True),
-    ir.DataType.UINT4: (4, False),
-    ir.DataType.INT8: (8, True),
-    ir.DataType.UINT8: (8, False),
-}
+# What weights are stored as, and biases besides.
+_CODE_TYPES = frozenset(
+    {
+        *(ir.DataType.INT2, ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT32),
+        *(ir.DataType.UINT2, ir.DataType.UINT4, ir.DataType.UINT8),
+    }
+)
 _RENAMING = frozenset(
     {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"},
 )
@@ -66,7 +65,11 @@ class DequantizedOperand:
 
     Attributes:
         dequantize: The DequantizeLinear node.
-        codes: Value of the stored codes, and so on for scales and zero points.
+        codes: Value of the stored codes, of 2, 4 or 8 bits, or int32.
+        scales: Value of the scales; float32 or float16.
+        zero_points: Value of the zero points, shape of ``scales``, type of ``codes``; None
+            stands for 0.
+        code_tensor: Tensor of ``codes``, and so on for scales and zero points.
         axes: Where the numbers of each axis of the operand lie.
         renamed: Whether its axes differ from DequantizeLinear's.
         casts: Types that its numbers pass through, DequantizeLinear's own first.
@@ -80,12 +83,20 @@ class DequantizedOperand:
     code_tensor: ir.TensorProtocol
     scale_tensor: ir.TensorProtocol
     zero_point_tensor: ir.TensorProtocol | None
-    bits: int
-    signed: bool
     axes: tuple[Axis, ...]
     casts: tuple[ir.DataType, ...]
     layout: str
     renamed: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.code_tensor.dtype.bitwidth
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes and zero points are in two's complement."""
+        return self.code_tensor.dtype.is_signed()
 
     @property
     def dtype(self) -> ir.DataType:
@@ -136,36 +147,29 @@ class DequantizedOperand:
             column_block=n_run.block,
         )
         return BlockQuantizedWeight(
-            codes=self.codes,
-            scales=self.scales,
-            zero_points=self.zero_points,
-            code_tensor=self.code_tensor,
-            scale_tensor=self.scale_tensor,
-            zero_point_tensor=self.zero_point_tensor,
-            bits=self.bits,
-            signed=self.signed,
-            K=K,
-            N=N,
-            block_size=block_size,
-            k_axis=order,
-            grid=grid,
-            offset=index * batch_run.codes,
-            dtype=self.dtype,
-            layout=self.layout,
+            self, K, N, block_size, order, grid, offset=index * batch_run.codes
         )
+
+    def stored_scales(self) -> npt.NDArray[Any]:
+        """The scales, flat, as they are stored."""
+        return packed_bytes(self.scale_tensor).view(self.scale_tensor.dtype.numpy())
+
+    def stored_zero_points(self) -> npt.NDArray[np.uint8]:
+        """The zero points, flat, a byte each, not yet signed; there must be some."""
+        assert self.zero_point_tensor is not None
+        count = np.arange(self.zero_point_tensor.size, dtype=np.int64)
+        return unpack(packed_bytes(self.zero_point_tensor), self.bits, count)
 
     def rows(self) -> Iterator[npt.NDArray[Any]]:
         """Yield the operand's numbers in order, in chunks ``[rows, last axis]``.
 
         They are DequantizeLinear's own: one float32 product, rounded once, then cast.
         """
-        codes = packed_bytes(self.code_tensor)
-        scales = packed_bytes(self.scale_tensor).view(self.scale_tensor.dtype.numpy())
+        scales = self.stored_scales()
         zero_points = None
         if self.zero_point_tensor is not None:
             count = np.arange(self.zero_point_tensor.size, dtype=np.int64)
-            stored = unpack(packed_bytes(self.zero_point_tensor), self.bits, count)
-            zero_points = _in_sign(stored, self.bits, self.signed)
+            zero_points = _integers(self.zero_point_tensor, count)
         row_codes, row_scales = offsets(self.axes[:-1])
         codes_along, scales_along = offsets(self.axes[-1:])
         step = max(1, _CHUNK_ELEMENTS // codes_along.size)
@@ -173,7 +177,7 @@ class DequantizedOperand:
             rows = slice(start, start + step)
             at = row_codes[rows, None] + codes_along
             scale_at = row_scales[rows, None] + scales_along
-            steps = _in_sign(unpack(codes, self.bits, at), self.bits, self.signed)
+            steps = _integers(self.code_tensor, at)
             if zero_points is not None:
                 steps -= zero_points[scale_at]
             product = steps.astype(np.float32) * scales[scale_at].astype(np.float32)
@@ -232,11 +236,10 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     if inputs[2] is not None:
         zero_points, zero_point_tensor = _input(inputs[2], "zero point")
 
-    if code_tensor.dtype not in _STORAGE:
+    if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
             f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 2, 4 or 8 bits fuse"
         )
-    bits, signed = _STORAGE[code_tensor.dtype]
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
         raise Refusal(f"weight {codes.name!r} of shape {list(shape)} is empty")
@@ -257,12 +260,16 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
                 f"zero point {zero_points.name!r} is {_type_name(zero_point_tensor)} but "
                 f"weight {codes.name!r} is {_type_name(code_tensor)}"
             )
-        expected = list(scale_tensor.shape.numpy())
-        if list(zero_point_tensor.shape.numpy()) != expected:
+        found, expected = (
+            list(tensor.shape.numpy()) for tensor in (zero_point_tensor, scale_tensor)
+        )
+        # [] and [1] both stand for a single one.
+        if found != expected and found + expected != [1]:
             raise Refusal(
-                f"zero point {zero_points.name!r} has shape "
-                f"{list(zero_point_tensor.shape.numpy())}: {expected} is needed"
+                f"zero point {zero_points.name!r} has shape {found}: {expected} is needed"
             )
+        if code_tensor.dtype is ir.DataType.INT32 and zero_point_tensor.numpy().any():
+            raise Refusal(f"zero point {zero_points.name!r} of int32 codes is not 0")
     zero = "" if zero_points is None else ", zero points"
     operand = DequantizedOperand(
         dequantize=dq,
@@ -272,8 +279,6 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         code_tensor=code_tensor,
         scale_tensor=scale_tensor,
         zero_point_tensor=zero_point_tensor,
-        bits=bits,
-        signed=signed,
         axes=axes,
         casts=(dtype,),
         layout=f"{_type_name(code_tensor)} {list(shape)}, {blocks}{zero}",
@@ -298,11 +303,7 @@ def _axes(
     if block_size == 0 and math.prod(scale_shape) == 1 and len(scale_shape) <= 1:
         return tuple(plain), "one scale"
 
-    rank = len(shape)
-    axis = int_attribute(dq, "axis", 1)
-    if not -rank <= axis < rank:
-        raise Refusal(f"axis {axis} is out of range for weight {codes.name!r} of rank {rank}")
-    axis %= rank
+    axis = axis_of(int_attribute(dq, "axis", 1), len(shape))
     if block_size == 0:
         if scale_shape != (shape[axis],):
             raise Refusal(
@@ -341,18 +342,17 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
         dtype = _data_type(int_attribute(node, "to", 0))
         return dataclasses.replace(operand, casts=(*operand.casts, dtype))
     if node.op_type == "Transpose":
-        rank = len(operand.axes)
-        attribute = node.attributes.get("perm")
-        perm = list(range(rank))[::-1]
-        if attribute is not None:
-            if attribute.type is not ir.AttributeType.INTS or attribute.is_ref():
-                raise Refusal(f"{label} has a perm that is no list of ints")
-            perm = list(attribute.as_ints())
-        if sorted(perm) != list(range(rank)):
-            raise Refusal(f"{label} has perm {perm}: the weight has rank {rank}")
+        order = list(range(len(operand.axes)))
+        given = ints_attribute(node, "perm")
+        perm = order[::-1] if given is None else given
+        if sorted(perm) != order:
+            raise Refusal(f"{label} has perm {perm}: the weight has rank {len(order)}")
         axes = tuple(operand.axes[i] for i in perm)
         return dataclasses.replace(operand, axes=axes, renamed=True)
-    shape = _new_shape(operand.shape, node)
+    try:
+        shape = _new_shape(operand.shape, node)
+    except Refusal as reason:
+        raise Refusal(f"{label}: {reason}") from None
     if shape is None or math.prod(shape) != math.prod(operand.shape):
         raise Refusal(f"{label} does not give {list(operand.shape)} a constant shape")
     if len(shape) > _MOST_AXES:
@@ -367,34 +367,26 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
 
 def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
     """Shape after Reshape, Squeeze or Unsqueeze; None where it isn't constant."""
-    wanted = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
-    attribute = node.attributes.get("axes")  # before opset 13
-    if attribute is not None and attribute.type is ir.AttributeType.INTS:
-        wanted = list(attribute.as_ints())
-    if node.op_type == "Reshape":
-        if wanted is None:
-            return None
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    # An attribute before opset 13.
+    wanted = ints_attribute(node, "axes") if given is None else constant_ints(given)
+    if node.op_type == "Reshape" and wanted is not None:
         if not int_attribute(node, "allowzero", 0):
-            if any(size == 0 and i >= len(old) for i, size in enumerate(wanted)):
-                return None
-            wanted = [old[i] if size == 0 else size for i, size in enumerate(wanted)]
+            kept = dict(enumerate(old))
+            wanted = [kept.get(i, 0) if size == 0 else size for i, size in enumerate(wanted)]
         if wanted.count(-1) == 1:
             known = math.prod(size for size in wanted if size != -1)
             wanted[wanted.index(-1)] = math.prod(old) // known if known else 0
         return wanted if all(size > 0 for size in wanted) else None
-    if len(node.inputs) > 1 and node.inputs[1] is not None and wanted is None:
-        return None
-    rank = len(old) + (len(wanted) if wanted and node.op_type == "Unsqueeze" else 0)
-    if wanted is not None and any(not -rank <= axis < rank for axis in wanted):
-        return None
-    at = {axis % rank for axis in wanted or ()}
-    if len(at) != len(wanted or ()):
-        return None
+    if not wanted:
+        squeezed = node.op_type == "Squeeze" and (given is None or wanted is not None)
+        return [size for size in old if size != 1] if squeezed else None
     if node.op_type == "Squeeze":
-        dropped = at or {i for i, size in enumerate(old) if size == 1}
+        dropped = axes_of(wanted, len(old))
         return [size for i, size in enumerate(old) if i not in dropped]
-    sizes = iter(old)
-    return [1 if i in at else next(sizes) for i in range(rank)] if at else None
+    rank = len(old) + len(wanted)
+    added, sizes = axes_of(wanted, rank), iter(old)
+    return [1 if i in added else next(sizes) for i in range(rank)]
 
 
 def _check_scales(operand: DequantizedOperand) -> None:
@@ -403,7 +395,7 @@ def _check_scales(operand: DequantizedOperand) -> None:
     A scale of 0 is what quantizers write for a block of zeros, and is right there: all its
     codes are the zero point.
     """
-    scales = packed_bytes(operand.scale_tensor).view(operand.scale_tensor.dtype.numpy())
+    scales = operand.stored_scales()
     any_zero = False
     for start in range(0, scales.size, _CHUNK_ELEMENTS):
         chunk = scales[start : start + _CHUNK_ELEMENTS]
@@ -449,10 +441,15 @@ def _order(k_run: Run, n_run: Run, K: int, N: int) -> int | None:
     return None
 
 
-def _in_sign(codes: npt.NDArray[np.uint8], bits: int, signed: bool) -> npt.NDArray[np.int16]:
-    """Unsigned bytes as the integers they stand for."""
-    values = codes.astype(np.int16)
-    if signed:
+def _integers(
+    tensor: ir.TensorProtocol, at: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int16 | np.int32]:
+    """The codes at flat positions, as integers wide enough for their differences."""
+    bits = tensor.dtype.bitwidth
+    if bits > 8:
+        return packed_bytes(tensor).view(np.int32)[at]
+    values = unpack(packed_bytes(tensor), bits, at).astype(np.int16)
+    if tensor.dtype.is_signed():
         values -= (values >> (bits - 1)) << bits
     return values
 

@@ -7,7 +7,7 @@ every inference. The numbers are DequantizeLinear's own, bit for bit.
 
 from __future__ import annotations
 
-__all__ = ["float_bytes", "write_float"]
+__all__ = ["FloatConstants"]
 
 import math
 
@@ -15,20 +15,51 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 
-def float_bytes(operand: DequantizedOperand) -> int:
-    """Bytes that the operand takes as a float constant."""
+class FloatConstants:
+    """The float constants of one run over one model; what was made once costs nothing again.
+
+    Args:
+        initializers: Those of the run.
+        limit_mb: Megabytes that all of them may take.
+    """
+
+    def __init__(self, initializers: DerivedInitializers, limit_mb: int) -> None:
+        self._initializers = initializers
+        self._limit_mb = limit_mb
+        self._made: set[ir.Value] = set()
+        self._bytes = 0
+
+    def check(self, operand: DequantizedOperand) -> None:
+        """Refuse an operand that exceeds the limit.
+
+        Raises:
+            Refusal: With sizes in megabytes.
+        """
+        used, size = self._bytes / 1e6, _size(operand) / 1e6
+        if used + size > self._limit_mb:
+            raise Refusal(
+                f"as a float constant it would take {size:.0f} MB, above what "
+                f"float_limit_mb={self._limit_mb} leaves ({used:.0f} MB used): raise it"
+            )
+
+    def write(self, operand: DequantizedOperand) -> ir.Value:
+        """Register the operand as a float constant of its own shape and type."""
+
+        def make(name: str) -> ir.TensorProtocol:
+            return ChunkedTensor(operand.rows, operand.dtype, operand.shape, name)
+
+        # Values and not their names: sibling subgraphs may give theirs the same.
+        key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
+        value = self._initializers.get(operand.codes, ".float", make, key)
+        if value not in self._made:
+            self._made.add(value)
+            self._bytes += _size(operand)
+        return value
+
+
+def _size(operand: DequantizedOperand) -> int:
     return math.prod(operand.shape) * operand.dtype.bitwidth // 8
-
-
-def write_float(initializers: DerivedInitializers, operand: DequantizedOperand) -> ir.Value:
-    """Register the operand as a float constant of its own shape and type."""
-
-    def make(name: str) -> ir.TensorProtocol:
-        return ChunkedTensor(operand.rows, operand.dtype, operand.shape, name)
-
-    # Values and not their names: sibling subgraphs may give theirs the same.
-    key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
-    return initializers.get(operand.codes, ".float", make, key)
