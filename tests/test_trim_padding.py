@@ -366,7 +366,7 @@ def test_a_result_that_differs_is_withdrawn(monkeypatch):
     """With a rule that is wrong, the trial finds what the proof overlooked."""
 
     def reckless(site):
-        return [operator_rules.Tokens((*site.axes(0)[:1], *site.axes(0)[2:]))]
+        return (*site.tokens(0)[:1], *site.tokens(0)[2:])
 
     monkeypatch.setitem(operator_rules.RULES, ("", "ReduceMean"), reckless)
     reason = refusal(encoder(head=MIXING["ReduceMean"]))

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Site:
         """
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         if value is None:
-            raise Refusal(f"{self.node.op_type} lacks input {index}")
+            raise Refusal(f"lacks input {index}")
         return value
 
     def shape(self, index: int) -> Shape:
@@ -122,7 +122,7 @@ class Site:
         """
         shape = self.shape(index)
         if isinstance(shape, int):
-            raise Refusal(f"the rank of {self.input(index).name!r} is not known")
+            raise Refusal(f"reads {self.input(index).name!r}, whose rank is not known")
         return shape
 
     def numbers(self, index: int) -> tuple[Dim | None, ...]:
@@ -137,7 +137,7 @@ class Site:
         shape = self.shape(index)
         count = number(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else None
         if count is None or count > 64:
-            raise Refusal(f"the length of {self.input(index).name!r} is not known")
+            raise Refusal(f"reads {self.input(index).name!r}, whose length is not known")
         return (None,) * count
 
     def constants(self, index: int) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Site:
         integers = self.facts.integers(self.input(index))
         constants = None if integers is None else integers.constants
         if constants is None:
-            raise Refusal(f"{self.input(index).name!r} is no constant")
+            raise Refusal(f"reads {self.input(index).name!r}, which is not constant")
         return constants
 
     def integer(self, name: str, default: int) -> int:
@@ -185,3 +185,26 @@ class Site:
     def axes(self, index: int, name: str = "axes") -> tuple[int, ...] | None:
         """Axes, given as an attribute or, by newer opsets, as an input; None where absent."""
         return self.constants(index) if self.has(index) else self.ints(name)
+
+    def slices(
+        self,
+    ) -> tuple[Sequence[Dim | None], Sequence[Dim | None], Sequence[int], Sequence[int]]:
+        """The starts, ends, axes and steps of a Slice, as many of each.
+
+        Raises:
+            Refusal: If axes or steps are not known.
+        """
+        starts: Sequence[Dim | None]
+        ends: Sequence[Dim | None]
+        if self.opset < 10:
+            starts = [known(n) for n in self.ints("starts") or ()]
+            ends = [known(n) for n in self.ints("ends") or ()]
+            axes, steps = self.ints("axes"), None
+        else:
+            starts, ends, axes = self.numbers(1), self.numbers(2), self.axes(3)
+            steps = self.constants(4) if self.has(4) else None
+        axes = tuple(range(len(starts))) if axes is None else axes
+        steps = (1,) * len(axes) if steps is None else steps
+        if not len(starts) == len(ends) == len(axes) == len(steps):
+            raise Refusal("has starts, ends, axes and steps of different lengths")
+        return starts, ends, axes, steps

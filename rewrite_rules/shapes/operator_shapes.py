@@ -192,6 +192,9 @@ def _split(site: Site) -> Sequence[Shape]:
         sizes = site.numbers(1)
     elif dims[axis][0] % count == 0:
         sizes = [site.unknowns.quotient(dims[axis], known(count))] * count
+    elif (size := number(dims[axis])) is not None:
+        part = -(-size // count)
+        sizes = [known(max(min(part, size - i * part), 0)) for i in range(count)]
     else:  # the last part may be smaller
         sizes = [site.unknowns.remembered("Split", dims[axis], count, i) for i in range(count)]
     if len(sizes) != count:
@@ -204,22 +207,8 @@ def _split(site: Site) -> Sequence[Shape]:
 
 def _slice(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    unknowns = site.unknowns
-    starts: Sequence[Dim | None]
-    ends: Sequence[Dim | None]
-    if site.opset < 10:
-        starts = [known(n) for n in site.ints("starts") or ()]
-        ends = [known(n) for n in site.ints("ends") or ()]
-        axes, steps = site.ints("axes"), None
-    else:
-        starts, ends = site.numbers(1), site.numbers(2)
-        axes = site.axes(3)
-        steps = site.constants(4) if site.has(4) else None
-    axes = tuple(range(len(starts))) if axes is None else axes
+    starts, ends, axes, steps = site.slices()
     axes_of(axes, len(dims))
-    steps = (1,) * len(axes) if steps is None else steps
-    if not len(starts) == len(ends) == len(axes) == len(steps):
-        return []
     result = list(dims)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         dim = dims[axis]
@@ -231,9 +220,9 @@ def _slice(site: Site) -> Sequence[Shape]:
         elif step == 1 and first == 0 and (end == dim or (last or 0) >= _BEYOND):
             continue
         elif start is None or end is None:
-            result[axis] = unknowns.fresh_dim()
+            result[axis] = site.unknowns.fresh_dim()
         else:
-            result[axis] = unknowns.remembered("Slice", dim, start, end, step)
+            result[axis] = site.unknowns.remembered("Slice", dim, start, end, step)
     return [tuple(result)]
 
 

@@ -98,18 +98,13 @@ def _gather(site: Site) -> Integers | None:
 
 
 def _slice(site: Site) -> Integers | None:
-    if site.opset < 10:
-        starts, ends = site.ints("starts") or (), site.ints("ends") or ()
-        axes, steps = site.ints("axes"), None
-    else:
-        starts, ends = site.constants(1), site.constants(2)
-        axes = site.axes(3)
-        steps = site.constants(4) if site.has(4) else None
-    axes = tuple(range(len(starts))) if axes is None else axes
-    steps = (1,) * len(starts) if steps is None else steps
+    starts, ends, axes, steps = site.slices()
 
     def move(places: _Places) -> _Places:
-        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        for *ends_of, axis, step in zip(starts, ends, axes, steps, strict=True):
+            start, end = map(number, ends_of)
+            if start is None or end is None:
+                raise Refusal("starts or ends where only a run tells")
             # Going backwards from before the front, Python takes nothing and ONNX the first.
             if step < 0 and start < -places.shape[axis]:
                 raise Refusal("backwards from before the front")

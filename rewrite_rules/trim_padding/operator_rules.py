@@ -1,543 +1,288 @@
 # SPDX-License-Identifier: MIT
 """What operators do to tokens: work on each by itself, or mix them under a mask.
 
-A rule returns what its node's outputs are, or refuses. An operator without a rule is refused
-where it reads the sequence.
+A rule returns the axes of its node's outputs, or refuses. Where only sizes change, they are
+those of :mod:`rewrite_rules.shapes`. An operator without a rule is refused where it reads the
+sequence.
 """
 
 from __future__ import annotations
 
 __all__ = ["RULES"]
 
-import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
-from rewrite_rules.graph.attributes import axis_of
+from rewrite_rules.graph.attributes import axes_of, axis_of
 from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.trim_padding.token_axes import (
+    UNFIT,
     Axes,
     Axis,
     Sequence,
-    Sizes,
     marked,
+    plain,
     sequences_of,
     split_axes,
 )
-from rewrite_rules.trim_padding.token_flow import (
-    Evaluated,
-    Rule,
-    Site,
-    Tokens,
-    Value,
-    has_sequence,
-    stand_in,
-)
+from rewrite_rules.trim_padding.token_flow import Evaluated, Rule, Site, flagged, has_sequence
 
 _MICROSOFT = "com.microsoft"
-
-
-def _exact(site: Site) -> bool:
-    return all(site.tokens(i).exact for i in range(len(site.node.inputs)) if site.has(i))
-
+_UNSURE = "takes positions that may be padding: only the first is sure to be real"
 
 # Every token by itself
 
+# Whether a result is zero (or low) at padded positions, from whether its operands are.
+_Join = Callable[[list[bool]], bool]
 
-def _merge_axis(
-    parts: list[Axis], join_zero: Callable[..., bool], join_low: Callable[..., bool]
+
+def _never(_: list[bool]) -> bool:
+    return False
+
+
+def _first(flags: list[bool]) -> bool:
+    return flags[0]
+
+
+def _merged(
+    parts: Collection[Axis], beside: Collection[Sequence], zero: _Join, low: _Join
 ) -> Axis:
-    """The axis that broadcasting makes; an operand without it has no flag of it."""
+    """Return the axis that broadcasting makes; ``beside`` are flags of operands without it."""
     longest = [part for part in parts if part]
     if not longest:
         return ()
-    shapes = {marked(part, zero=False, low=False) for part in longest}
-    if len(shapes) != 1:
-        raise Refusal("has sizes that do not follow from the length")
-    columns = zip(*longest, strict=True)
-    result: list[int | str | Sequence] = []
-    for column in columns:
-        flags = [factor for factor in column if isinstance(factor, Sequence)]
-        if not flags:
-            result.append(column[0])
-            continue
-        result.append(
-            Sequence(join_zero(f.zero for f in flags), join_low(f.low for f in flags))
-        )
+    if len(set(plain(longest))) != 1:
+        raise Refusal(UNFIT)
+    result = list(longest[0])
+    for i, factor in enumerate(result):
+        if isinstance(factor, Sequence):
+            pairs = zip(parts, beside, strict=True)
+            flags: list[Any] = [part[i] if part else own for part, own in pairs]
+            result[i] = Sequence(zero([f.zero for f in flags]), low([f.low for f in flags]))
     return tuple(result)
 
 
 def _broadcast(
-    operands: list[Axes],
-    join_zero: Callable[..., bool] = lambda flags: False,
-    join_low: Callable[..., bool] = lambda flags: False,
+    operands: Collection[Axes],
+    zero: _Join = _never,
+    low: _Join = _never,
+    beside: Collection[Sequence] = (),
 ) -> Axes:
     rank = max(map(len, operands))
-    return tuple(
-        _merge_axis(
-            [axes[i - rank] for axes in operands if rank - i <= len(axes)], join_zero, join_low
-        )
-        for i in range(rank)
-    )
+    padded = [((),) * (rank - len(axes)) + axes for axes in operands]
+    beside = beside or [Sequence()] * len(operands)
+    return tuple(_merged(parts, beside, zero, low) for parts in zip(*padded, strict=True))
 
 
-def _joined(
-    join_zero: Callable[..., bool] = lambda flags: False,
-    join_low: Callable[..., bool] = lambda flags: False,
-) -> Rule:
-    """An elementwise operator.
+def _elementwise(zero: _Join = _never, low: _Join = _never) -> Callable[[Site], Axes]:
+    """Broadcast; an operand that is 0 everywhere is zero along all axes."""
 
-    Args:
-        join_zero: Whether the result is zero where some of the operands are; operands that
-            lack the axis are not among them.
-        join_low: The same for low values.
-    """
-
-    def rule(site: Site) -> list[Value]:
-        operands = [site.axes(i) for i in range(len(site.node.inputs)) if site.has(i)]
-        axes = _broadcast(operands, join_zero, join_low)
-        return [Tokens(axes, _exact(site))] * len(site.node.outputs)
+    def rule(site: Site) -> Axes:
+        present = [i for i in range(len(site.node.inputs)) if site.has(i)]
+        beside = [Sequence(zero=site.is_zero(i)) for i in present]
+        return _broadcast(site.operands(), zero, low, beside)
 
     return rule
 
 
-def _all_present(site: Site, joined: Axes) -> Axes:
-    """Clear zero flags along axes that one operand lacks: it is not zero there."""
-    rank = len(joined)
-    operands = [site.axes(i) for i in range(len(site.node.inputs)) if site.has(i)]
-    result = []
-    for i, axis in enumerate(joined):
-        parts = [axes[i - rank] if rank - i <= len(axes) else () for axes in operands]
-        result.append(axis if all(map(has_sequence, parts)) else marked(axis, zero=False))
-    return tuple(result)
+def _keeps_flags(site: Site) -> Axes:
+    return site.operands()[0]
 
 
-def _add(site: Site) -> list[Value]:
-    axes = _all_present(site, _broadcast([site.axes(0), site.axes(1)], all, any))
-    return [Tokens(axes, _exact(site))]
+def _keeps_zero(site: Site) -> Axes:
+    return tuple(marked(axis, low=False) for axis in site.operands()[0])
 
 
-def _subtract(site: Site) -> list[Value]:
-    first, second = site.axes(0), site.axes(1)
-    plain = tuple(marked(axis, low=False) for axis in second)
-    axes = _all_present(site, _broadcast([first, plain], all, any))
-    return [Tokens(axes, _exact(site))]
+def _keeps_axes(site: Site) -> Axes:
+    return plain(site.operands()[0])
 
 
-def _multiply(site: Site) -> list[Value]:
-    axes = _broadcast([site.axes(0), site.axes(1)], any)
-    return [Tokens(axes, _exact(site))]
+def _where(site: Site) -> Axes:
+    """Flags follow from the condition's numbers, if they are known."""
+    axes = _elementwise(zero=lambda flags: all(flags[1:]))(site)
+    condition, one, other = site.evaluated(0), site.stand_in(1), site.stand_in(2)
+    if condition is None or one is None or other is None:
+        return axes
+    chosen = [np.where(*each) for each in zip(condition.arrays, one, other, strict=True)]
+    return flagged(chosen, axes, site.runs)
 
 
-def _divide(site: Site) -> list[Value]:
-    plain = tuple(marked(axis, zero=False, low=False) for axis in site.axes(1))
-    return [Tokens(_broadcast([site.axes(0), plain], any), _exact(site))]
+# Along axes, under a mask where those hold the sequence
 
 
-def _first_kept(site: Site) -> list[Value]:
-    """Elementwise, and 0 stays 0 and low stays low."""
-    return [dataclasses.replace(site.tokens(0), exact=_exact(site))] * len(site.node.outputs)
-
-
-def _first_zero_kept(site: Site) -> list[Value]:
-    axes = tuple(marked(axis, low=False) for axis in site.axes(0))
-    return [Tokens(axes, _exact(site))] * len(site.node.outputs)
-
-
-def _first_plain(site: Site) -> list[Value]:
-    axes = tuple(marked(axis, zero=False, low=False) for axis in site.axes(0))
-    return [Tokens(axes, _exact(site))] * len(site.node.outputs)
-
-
-def _where(site: Site) -> list[Value]:
-    """Where(condition, x, y): flags follow from the condition's numbers, if they are known."""
-    axes = _broadcast([site.axes(0), site.axes(1), site.axes(2)])
-    exact = _exact(site)
-    condition = site.evaluated(0)
-    if condition is None:
-        return [Tokens(_zero_in_both(site, axes), exact)]
-    zero = _chosen(site, condition, lambda one: one.zero, 1.0, 0.0)
-    low = _chosen(site, condition, lambda one: one.low, 0.0, -np.inf)
-    if zero is None or low is None:
-        return [Tokens(axes, exact)]
-    result = []
-    for axis, with_zero, with_low in zip(axes, zero, low, strict=True):
-        flags = zip(sequences_of(with_zero), sequences_of(with_low), strict=True)
-        found = iter([Sequence(a.zero, b.low) for a, b in flags])
-        result.append(tuple(next(found) if isinstance(f, Sequence) else f for f in axis))
-    return [Tokens(tuple(result), exact)]
-
-
-def _zero_in_both(site: Site, axes: Axes) -> Axes:
-    """Mark axes along which both branches of a Where are zero at padded positions."""
-    result = []
-    for i, axis in enumerate(axes):
-        zero = True
-        for index in (1, 2):
-            branch, value = site.axes(index), site.evaluated(index)
-            place = i - len(axes) + len(branch)
-            own = sequences_of(branch[place]) if place >= 0 else []
-            everywhere = value is not None and _is_everywhere(value, 0)
-            zero = zero and (everywhere or (bool(own) and all(one.zero for one in own)))
-        result.append(marked(axis, zero=zero, low=False))
-    return tuple(result)
-
-
-def _is_everywhere(value: Evaluated, number: float) -> bool:
-    return all((array == number).all() for array in value.arrays)
-
-
-def _chosen(
-    site: Site,
-    condition: Evaluated,
-    is_flagged: Callable[[Sequence], bool],
-    ordinary: float,
-    padded: float,
-) -> Axes | None:
-    """The axes of a Where with their flags, from numbers that stand in for tokens."""
-    arrays = []
-    for run in range(len(site.runs)):
-        branches = []
-        for index in (1, 2):
-            value = site.evaluated(index)
-            if value is not None:
-                branches.append(value.arrays[run])
-                continue
-            made = stand_in(site.axes(index), site.runs, run, is_flagged, ordinary, padded)
-            if made is None:
-                return None
-            branches.append(made)
-        arrays.append(np.where(condition.arrays[run], *branches))
-    return site.flow.compared(Evaluated(tuple(arrays)), "its choice").axes
-
-
-# Under a mask
-
-
-def _softmax(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    first = site.axis(-1 if site.opset >= 13 else 1)
-    last = first + 1 if site.opset >= 13 else len(axes)
-    found = [s for axis in axes[first:last] for s in sequences_of(axis)]
-    if not found:
-        return [Tokens(tuple(marked(a, low=False, zero=False) for a in axes), _exact(site))]
-    if not all(s.low for s in found):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    site.masked()
+def _softmax(site: Site) -> Axes:
+    axes = site.tokens()
+    last_only = site.opset >= 13
+    along = range(len(axes))[site.axis(-1 if last_only else 1) :][: 1 if last_only else None]
+    mixes = site.mixes([axes[i] for i in along], "low")
     is_log = site.node.op_type == "LogSoftmax"
-    result = list(axes)
-    for i, axis in enumerate(axes):
-        inside = first <= i < last
-        result[i] = marked(axis, zero=inside and not is_log, low=inside and is_log)
-    return [Tokens(tuple(result), exact=False)]
+    inside = [mixes and i in along for i in range(len(axes))]
+    return tuple(
+        marked(axis, zero=here and not is_log, low=here and is_log)
+        for axis, here in zip(axes, inside, strict=True)
+    )
 
 
-def _contract(site: Site, one: Axis, other: Axis) -> bool:
-    """Check the axes that a product sums over; return whether they hold the sequence."""
-    plain = [marked(axis, zero=False, low=False) for axis in (one, other)]
-    if plain[0] != plain[1] and site.runs.size(one) != site.runs.size(other):
-        raise Refusal("has sizes that do not follow from the length")
-    pairs = list(zip(sequences_of(one), sequences_of(other), strict=False))
-    if not pairs:
-        return False
-    if plain[0] != plain[1] or not all(a.zero or b.zero for a, b in pairs):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    site.masked()
-    return True
+def _product(site: Site, one: Axes, other: Axes) -> Axes:
+    """Multiply stacks of matrices; a zero row makes zeros."""
+    pairs = zip(sequences_of(one[-1]), sequences_of(other[-2]), strict=False)
+    both = [Sequence(zero=a.zero or b.zero) for a, b in pairs]
+    if plain([one[-1]]) != plain([other[-2]]):
+        if site.runs.size(one[-1]) != site.runs.size(other[-2]):
+            raise Refusal(UNFIT)
+        both = [Sequence()] * len(both)
+    site.mixes([tuple(both)], "zero")
+    lead = _broadcast([one[:-2], other[:-2]], any)
+    return (*lead, marked(one[-2], low=False), marked(other[-1], low=False))
 
 
-def _matmul(site: Site) -> list[Value]:
-    first, second = site.axes(0), site.axes(1)
-    one, other = first, second
-    if len(one) == 1:
-        one = ((), *one)
-    if len(other) == 1:
-        other = (*other, ())
-    mixes = _contract(site, one[-1], other[-2])
-    # A zero row makes zeros.
-    lead = _broadcast([one[:-2], other[:-2]], any) if len(one) + len(other) > 4 else ()
-    rows = () if len(first) == 1 else (marked(one[-2], low=False),)
-    columns = () if len(second) == 1 else (marked(other[-1], low=False),)
-    return [Tokens((*lead, *rows, *columns), _exact(site) and not mixes)]
+def _matmul(site: Site) -> Axes:
+    one, other = site.tokens(0), site.tokens(1)
+    rows, columns = len(one) > 1, len(other) > 1
+    *lead, row, column = _product(
+        site, one if rows else ((), *one), other if columns else (*other, ())
+    )
+    return (*lead, *[row] * rows, *[column] * columns)
 
 
-def _gemm(site: Site) -> list[Value]:
-    one, other = site.axes(0), site.axes(1)
+def _gemm(site: Site) -> Axes:
+    one, other = site.tokens(0), site.tokens(1)
+    if len(one) != 2 or len(other) != 2:
+        raise Refusal(UNFIT)
     one = one[::-1] if site.integer("transA", 0) else one
     other = other[::-1] if site.integer("transB", 0) else other
-    if len(one) != 2 or len(other) != 2:
-        raise Refusal("has sizes that do not follow from the length")
-    mixes = _contract(site, one[1], other[0])
-    rows, columns = one[0], other[1]
-    result: Axes = (marked(rows, low=False), marked(columns, low=False))
-    if site.has(2):
-        result = _broadcast([result, site.axes(2)])
-    return [Tokens(result, _exact(site) and not mixes)]
+    result = _product(site, one, other)
+    return _broadcast([result, site.tokens(2)]) if site.has(2) else result
 
 
-def _matmul_nbits(site: Site) -> list[Value]:
-    *rows, last = site.axes(0)
-    if has_sequence(last):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    plain = tuple(marked(axis, low=False, zero=False) for axis in rows)
-    return [Tokens((*plain, (site.integer("N", 1),)), site.tokens(0).exact)]
+def _matmul_nbits(site: Site) -> Axes:
+    *rows, last = site.tokens()
+    site.mixes([last])
+    return (*plain(rows), (site.integer("N", 1),))
 
 
-def _reduce(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    given = site.constants(1, "axes")
-    if not given:
-        if site.integer("noop_with_empty_axes", 0):
-            return _first_plain(site)
-        given = tuple(range(len(axes)))
-    gone = {axis_of(axis, len(axes)) for axis in given}
-    flags = [one for i in gone for one in sequences_of(axes[i])]
-    mixes = bool(flags)
-    op_type = site.node.op_type
-    if mixes:
-        by_low = op_type in ("ReduceMax", "ReduceLogSumExp")
-        by_zero = op_type in ("ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare")
-        if by_low and not all(one.low for one in flags):
-            raise Refusal("mixes positions, and no mask leaves padding out")
-        if not by_low and not by_zero:
-            raise Refusal("mixes positions, and no mask leaves padding out")
-        if by_zero and not all(one.zero for one in flags):
-            raise Refusal("mixes positions, and no mask leaves padding out")
-        site.masked()
+def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
+    axes = site.tokens()
+    site.mixes([axes[i] for i in gone], flag)
     keep = site.integer("keepdims", 1)
-    result = [
-        () if i in gone else marked(axis, zero=False, low=False)
-        for i, axis in enumerate(axes)
+    return tuple(
+        () if i in gone else axis
+        for i, axis in enumerate(plain(axes))
         if keep or i not in gone
-    ]
-    return [Tokens(tuple(result), site.tokens(0).exact and not mixes)]
+    )
 
 
-def _cumulative_sum(site: Site) -> list[Value]:
-    given = site.constants(1)
-    axes = site.axes(0)
-    axis = axis_of(given[0] if given else 0, len(axes))
-    in_order = not site.integer("reverse", 0) and len(axes[axis]) == 1
-    if has_sequence(axes[axis]) and not (in_order and site.tokens(0).exact):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    return _first_plain(site)
+def _reduce(flag: str) -> Rule:
+    def rule(site: Site) -> Axes:
+        rank, given = len(site.tokens()), site.axes(1)
+        if not given and site.integer("noop_with_empty_axes", 0):
+            return plain(site.tokens())
+        return _reduced(site, axes_of(given or range(rank), rank), flag)
+
+    return rule
 
 
-def _normalization(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    if any(map(has_sequence, axes[site.axis(-1) :])):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    plain = tuple(marked(axis, zero=False, low=False) for axis in axes)
-    return [Tokens(plain, _exact(site))] * len(site.node.outputs)
+def _arg_reduce(site: Site) -> Axes:
+    return _reduced(site, {site.axis(0)}, "")
 
 
-def _skip_normalization(site: Site) -> list[Value]:
-    axes = _broadcast([site.axes(0), site.axes(1)])
-    if has_sequence(axes[-1]):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    return [Tokens(axes, _exact(site))] * len(site.node.outputs)
+def _cumulative_sum(site: Site) -> Axes:
+    axes, (number, *_) = site.tokens(), site.constants(1)
+    axis = axes[axis_of(number, len(axes))]
+    if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
+        site.mixes([axis])
+    return plain(axes)
 
 
-def _arg_reduce(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    axis = site.axis(0)
-    if has_sequence(axes[axis]):
-        raise Refusal("mixes positions, and no mask leaves padding out")
-    rest = list(axes)
-    rest[axis : axis + 1] = [()] if site.integer("keepdims", 1) else []
-    plain = tuple(marked(axis, zero=False, low=False) for axis in rest)
-    return [Tokens(plain, site.tokens(0).exact)]
+def _normalization(site: Site) -> Axes:
+    axes = site.operands()[0]
+    site.mixes(axes[site.axis(-1) :])
+    return plain(axes)
+
+
+def _skip_normalization(site: Site) -> Axes:
+    axes = _elementwise()(site)
+    site.mixes(axes[-1:])
+    return axes
 
 
 # Moving tokens
 
 
-def _transpose(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    attribute = site.node.attributes.get("perm")
-    perm = list(range(len(axes)))[::-1] if attribute is None else list(attribute.as_ints())
-    if sorted(perm) != list(range(len(axes))):
-        raise Refusal("has sizes that do not follow from the length")
-    return [Tokens(tuple(axes[i] for i in perm), site.tokens(0).exact)]
+def _transpose(site: Site) -> Axes:
+    axes = site.tokens()
+    perm = site.ints("perm") or range(len(axes))[::-1]
+    if len(axes_of(perm, len(axes))) != len(axes):
+        raise Refusal(UNFIT)
+    return tuple(axes[i] for i in perm)
 
 
-def _reshape(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    wanted = site.numbers(1, "shape")
-    if len({len(numbers) for numbers in wanted}) != 1:
-        raise Refusal("has sizes that do not follow from the length")
-    literal = bool(site.integer("allowzero", 0))
-    shapes = []
-    for run, numbers in enumerate(wanted):
-        before = [site.runs.size(axis)[run] for axis in axes]
-        shape = [
-            before[i] if n == 0 and not literal and i < len(before) else n
-            for i, n in enumerate(numbers)
-        ]
-        if shape.count(-1) == 1:
-            rest = math.prod(n for n in shape if n != -1)
-            if not rest or math.prod(before) % rest:
-                raise Refusal("has sizes that do not follow from the length")
-            shape[shape.index(-1)] = math.prod(before) // rest
-        if math.prod(shape) != math.prod(before):
-            raise Refusal("has sizes that do not follow from the length")
-        shapes.append(shape)
-    targets: list[Sizes] = list(zip(*shapes, strict=True))
-    return [Tokens(split_axes(axes, targets, site.runs), site.tokens(0).exact)]
+def _reshaped(site: Site) -> Axes:
+    return split_axes(site.tokens(), site.sizes()[0], site.runs)
 
 
-def _flatten(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    axis = site.integer("axis", 1)
-    axis = axis if axis == len(axes) else axis_of(axis, len(axes))
-    parts = (axes[:axis], axes[axis:])
-    joined = tuple(tuple(f for a in part for f in a) for part in parts)
-    return [Tokens(joined, site.tokens(0).exact)]
-
-
-def _squeeze(site: Site) -> list[Value]:
-    axes, given = site.axes(0), site.constants(1, "axes")
-    if given is None:
-        if any(has_sequence(axis) for axis in axes):
-            raise Refusal("changes the axis of the sequence")
-        gone = {i for i, axis in enumerate(axes) if set(site.runs.size(axis)) == {1}}
-    else:
-        gone = {axis_of(axis, len(axes)) for axis in given}
-    if any(axes[i] for i in gone):
-        raise Refusal("has sizes that do not follow from the length")
-    kept = tuple(axis for i, axis in enumerate(axes) if i not in gone)
-    return [Tokens(kept, site.tokens(0).exact)]
-
-
-def _unsqueeze(site: Site) -> list[Value]:
-    axes, given = site.axes(0), site.constants(1, "axes") or ()
-    rank = len(axes) + len(given)
-    new, old = {axis_of(axis, rank) for axis in given}, iter(axes)
-    made = tuple(() if i in new else next(old) for i in range(rank))
-    return [Tokens(made, site.tokens(0).exact)]
-
-
-def _expand(site: Site) -> list[Value]:
-    axes, wanted = site.axes(0), site.numbers(1)
-    if len({len(numbers) for numbers in wanted}) != 1:
-        raise Refusal("has sizes that do not follow from the length")
-    targets = list(zip(*wanted, strict=True))
-    rank = max(len(axes), len(targets))
+def _repeated(site: Site) -> Axes:
+    """Expand or Tile: an axis several times, or as it is."""
+    (after,) = site.sizes()
+    axes = site.tokens()
     result = []
-    for i in range(rank):
-        axis = axes[i - rank] if rank - i <= len(axes) else ()
-        target = targets[i - rank] if rank - i <= len(targets) else (1,) * len(site.runs)
-        if axis:
-            fits = zip(target, site.runs.size(axis), strict=True)
-            if not all(size in (1, own) for size, own in fits):
-                raise Refusal("has sizes that do not follow from the length")
-            result.append(axis)
-            continue
-        made = site.runs.axis(target)
-        if made is None:
-            raise Refusal("has sizes that do not follow from the length")
-        result.append(made)
-    return [Tokens(tuple(result), site.tokens(0).exact)]
-
-
-def _tile(site: Site) -> list[Value]:
-    result = []
-    times = list(zip(*site.numbers(1), strict=True))
-    for axis, repeats in zip(site.axes(0), times, strict=True):
-        if set(repeats) == {1}:
-            result.append(axis)
-            continue
-        made = site.runs.axis(repeats)
-        if made is None or has_sequence(axis):
+    for axis, size in zip(((),) * (len(after) - len(axes)) + axes, after, strict=True):
+        pairs = zip(size, site.runs.size(axis), strict=True)
+        times = site.runs.axis(tuple(n // own if own else 1 for n, own in pairs))
+        if times and has_sequence(axis):
             raise Refusal("changes the axis of the sequence")
-        result.append((*made, *axis))
-    return [Tokens(tuple(result), site.tokens(0).exact)]
+        result.append((*times, *axis))
+    return tuple(result)
 
 
-def _concat(site: Site) -> list[Value]:
-    parts = [site.axes(i) for i in range(len(site.node.inputs))]
-    rank = len(parts[0])
-    axis = axis_of(site.integer("axis", 0), rank)
-    if any(len(axes) != rank for axes in parts):
-        raise Refusal("has sizes that do not follow from the length")
+def _concat(site: Site) -> Axes:
+    parts, axis = site.operands(), site.axis(0)
+    (after,) = site.sizes()
     if any(has_sequence(axes[axis]) for axes in parts):
         raise Refusal("changes the axis of the sequence")
-    total = [
-        sum(sizes) for sizes in zip(*(site.runs.size(a[axis]) for a in parts), strict=True)
-    ]
-    made = site.runs.axis(tuple(total))
-    if made is None:
-        raise Refusal("has sizes that do not follow from the length")
-    result = [_merge_axis([axes[i] for axes in parts], all, all) for i in range(rank)]
-    result[axis] = made
-    return [Tokens(tuple(result), _exact(site))]
+    made = site.runs.axis(after[axis])
+    joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], all, all)
+    return (*joined[:axis], made, *joined[axis + 1 :])
 
 
-def _split(site: Site) -> list[Value]:
-    axes, axis, count = site.axes(0), site.axis(0), len(site.node.outputs)
+def _split(site: Site) -> list[Axes]:
+    axes, axis = site.tokens(), site.axis(0)
     if has_sequence(axes[axis]):
         raise Refusal("changes the axis of the sequence")
-    size = site.runs.size(axes[axis])[0]
-    sizes = site.constants(1, "split") or [
-        min(-(-size // count), size - i * -(-size // count)) for i in range(count)
-    ]
     return [
-        Tokens((*axes[:axis], (n,) if n != 1 else (), *axes[axis + 1 :]), site.tokens(0).exact)
-        for n in sizes
+        (*axes[:axis], site.runs.axis(sizes[axis]), *axes[axis + 1 :])
+        for sizes in site.sizes()
     ]
 
 
-def _slice(site: Site) -> list[Value]:
-    axes = list(site.axes(0))
-    starts, ends = site.numbers(1, "starts"), site.numbers(2, "ends")
-    along = site.constants(3, "axes") or tuple(range(len(starts[0])))
-    steps = site.constants(4) if site.has(4) else None
-    for i, axis in enumerate(along):
+def _slice(site: Site) -> Axes:
+    axes, (after,) = list(site.tokens()), site.sizes()
+    starts, _, along, steps = site.slices()
+    for start, axis, step in zip(starts, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
-        step = 1 if steps is None else steps[i]
-        before = site.runs.size(axes[axis])
-        ranges = [
-            slice(start[i], end[i], step).indices(size)
-            for start, end, size in zip(starts, ends, before, strict=True)
-        ]
-        sizes = tuple(len(range(*each)) for each in ranges)
-        if has_sequence(axes[axis]):
-            if all(each == (0, n, 1) for each, n in zip(ranges, before, strict=True)):
-                continue
-            if any(each[:2] != (0, 1) for each in ranges) or len(axes[axis]) != 1:
-                raise Refusal(
-                    "takes positions that may be padding: only the first is sure to be real"
-                )
+        in_front = start == known(0) and step == 1
+        if not has_sequence(axes[axis]):
+            axes[axis] = site.runs.axis(after[axis])
+            if has_sequence(axes[axis]) and not in_front:
+                raise Refusal(UNFIT)
+        elif not in_front or after[axis] != site.runs.size(axes[axis]):
+            if not in_front or set(after[axis]) != {1} or len(axes[axis]) != 1:
+                raise Refusal(_UNSURE)
             axes[axis] = ()
-            continue
-        made = site.runs.axis(sizes)
-        if made is None or (has_sequence(made) and any(e[0] or e[2] != 1 for e in ranges)):
-            raise Refusal("has sizes that do not follow from the length")
-        axes[axis] = made
-    return [Tokens(tuple(axes), site.tokens(0).exact)]
+    return tuple(axes)
 
 
-def _gather(site: Site) -> list[Value]:
-    axes = site.axes(0)
-    axis = site.axis(0)
-    return [_gathered(site, axes, axis)]
-
-
-def _gathered(site: Site, axes: Axes, axis: int) -> Tokens:
+def _gather(site: Site) -> Axes:
+    axes, axis = site.tokens(), site.axis(0)
     if has_sequence(axes[axis]):
-        numbers = site.evaluated(1)
-        if numbers is None or len(axes[axis]) != 1 or not _is_everywhere(numbers, 0):
-            raise Refusal(
-                "takes positions that may be padding: only the first is sure to be real"
-            )
-        shape = [numbers.arrays[0].shape]
-        indices: Axes = tuple((n,) if n != 1 else () for n in shape[0])
+        if len(axes[axis]) != 1 or not site.is_zero(1):
+            raise Refusal(_UNSURE)
     else:
-        indices = site.axes(1)
         _limit_index(site, axes[axis])
-    return Tokens((*axes[:axis], *indices, *axes[axis + 1 :]), _exact(site))
+    return (*axes[:axis], *site.tokens(1), *axes[axis + 1 :])
 
 
 def _limit_index(site: Site, axis: Axis) -> None:
@@ -549,113 +294,107 @@ def _limit_index(site: Site, axis: Axis) -> None:
             return
         value = source
     if value.is_graph_input():
-        limit = site.runs.size(axis)[0]
-        known = site.flow.index_limits.get(value, limit)
-        site.flow.index_limits[value] = min(limit, known)
+        limits, limit = site.flow.index_limits, site.runs.size(axis)[0]
+        limits[value] = min(limit, limits.get(value, limit))
 
 
-def _gather_block_quantized(site: Site) -> list[Value]:
-    shape = site.node.outputs[0].shape
-    if shape is None or not isinstance(shape[-1], int):
-        raise Refusal("has sizes that do not follow from the length")
-    return [Tokens((*site.axes(1), (shape[-1],)), _exact(site))]
+def _gather_block_quantized(site: Site) -> Axes:
+    _, indices, *_ = site.operands()
+    (after,) = site.sizes()
+    if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
+        raise Refusal(UNFIT)
+    return (*indices, site.runs.axis(after[-1]))
 
 
-def _gather_elements(site: Site) -> list[Value]:
-    data, indices = site.axes(0), site.axes(1)
-    axis = site.axis(0)
+def _gather_elements(site: Site) -> Axes:
+    data, indices, axis = plain(site.tokens(0)), plain(site.tokens(1)), site.axis(0)
     if has_sequence(data[axis]):
-        raise Refusal("takes positions that may be padding: only the first is sure to be real")
-    rest = zip(data, indices, strict=True)
-    for i, (own, other) in enumerate(rest):
-        if i != axis and marked(own, zero=False, low=False) != marked(
-            other, zero=False, low=False
-        ):
-            raise Refusal("has sizes that do not follow from the length")
-    plain = tuple(marked(a, zero=False, low=False) for a in indices)
-    return [Tokens(plain, _exact(site))]
+        raise Refusal(_UNSURE)
+    if (*data[:axis], *data[axis + 1 :]) != (*indices[:axis], *indices[axis + 1 :]):
+        raise Refusal(UNFIT)
+    return indices
 
 
-def _gather_nd(site: Site) -> list[Value]:
-    data, indices = site.axes(0), site.axes(1)
-    depth = site.runs.size(indices[-1])[0]
-    batch_dims = site.integer("batch_dims", 0)
-    if any(map(has_sequence, data[: batch_dims + depth])):
-        raise Refusal("takes positions that may be padding: only the first is sure to be real")
-    return [Tokens((*indices[:-1], *data[batch_dims + depth :]), _exact(site))]
+def _gather_nd(site: Site) -> Axes:
+    data, indices = site.tokens(0), site.tokens(1)
+    picked = site.integer("batch_dims", 0) + site.runs.size(indices[-1])[0]
+    if any(map(has_sequence, data[:picked])):
+        raise Refusal(_UNSURE)
+    return (*indices[:-1], *data[picked:])
 
 
-def _shape(site: Site) -> list[Value]:
-    sizes = list(zip(*map(site.runs.size, site.axes(0)), strict=True)) or [()] * len(site.runs)
-    start, end = site.integer("start", 0), site.integer("end", len(site.axes(0)))
-    return [Evaluated(tuple(np.array(each[start:end], np.int64) for each in sizes))]
+def _shape(site: Site) -> Evaluated:
+    axes = site.tokens()
+    span = slice(site.integer("start", 0), site.integer("end", len(axes)))
+    sizes = [site.runs.size(axis) for axis in axes][span]
+    return Evaluated(
+        tuple(np.array([n[run] for n in sizes], np.int64) for run in range(len(site.runs)))
+    )
 
 
-def _size(site: Site) -> list[Value]:
-    sizes = zip(*map(site.runs.size, site.axes(0)), strict=True)
-    return [Evaluated(tuple(np.array(math.prod(each), np.int64) for each in sizes))]
+def _size(site: Site) -> Evaluated:
+    sizes = site.runs.size(tuple(factor for axis in site.tokens() for factor in axis))
+    return Evaluated(tuple(np.array(size, np.int64) for size in sizes))
 
 
-_ZERO_KEPT = (
-    *("Abs", "Ceil", "Celu", "Elu", "Erf", "Floor", "Gelu", "HardSwish", "LeakyRelu", "Mish"),
-    *("Relu", "Round", "Selu", "Sign", "Sin", "Softsign", "Sqrt", "Swish", "Tan", "Tanh"),
-)
-_PLAIN = (
-    *("Acos", "Asin", "Atan", "Cos", "Exp", "HardSigmoid", "IsInf", "IsNaN", "Log", "Neg"),
-    *("Not", "Reciprocal", "Sigmoid", "Softplus", "Clip", "BitwiseNot", "QuantizeLinear"),
-    *("DequantizeLinear",),
-)
-_NORMALIZATIONS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
-_REDUCTIONS = (
-    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
-    *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
-)
-_BROADCASTS = (
-    *("And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Equal", "Greater", "GreaterOrEqual"),
-    *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Or", "PRelu", "Pow", "Sum", "Xor"),
-)
+def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
+    return dict.fromkeys(operators.split(), rule)
+
+
 _STANDARD: dict[str, Rule] = {
-    **dict.fromkeys(("Cast", "CastLike", "Identity", "Dropout"), _first_kept),
-    **dict.fromkeys(_ZERO_KEPT, _first_zero_kept),
-    **dict.fromkeys(_PLAIN, _first_plain),
-    **dict.fromkeys(_BROADCASTS, _joined()),
-    **dict.fromkeys(_NORMALIZATIONS, _normalization),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(("ArgMax", "ArgMin"), _arg_reduce),
-    **dict.fromkeys(("LogSoftmax", "Softmax"), _softmax),
-    "Add": _add,
-    "Concat": _concat,
+    # Elementwise: what keeps padded positions 0, and far below the others.
+    **_rows(_keeps_flags, "Cast CastLike Dropout Identity"),
+    **_rows(
+        _keeps_zero,
+        "Abs Ceil Celu Elu Erf Floor Gelu HardSwish LeakyRelu Mish Relu Round Selu Sign Sin "
+        "Softsign Sqrt Swish Tan Tanh",
+    ),
+    **_rows(
+        _keeps_axes,
+        "Acos Asin Atan BitwiseNot Clip Cos DequantizeLinear Exp HardSigmoid IsInf IsNaN Log "
+        "Neg Not QuantizeLinear Reciprocal Sigmoid Softplus",
+    ),
+    **_rows(
+        _elementwise(),
+        "And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual "
+        "Max Mean Min Mod Or PRelu Pow Sum Xor",
+    ),
+    "Add": _elementwise(zero=all, low=any),
+    "Sub": _elementwise(zero=all, low=_first),
+    "Mul": _elementwise(zero=any),
+    "Div": _elementwise(zero=_first),
+    "Where": _where,
+    # Along axes: which flag leaves padding out.
+    **_rows(_softmax, "LogSoftmax Softmax"),
+    **_rows(_reduce("zero"), "ReduceL1 ReduceL2 ReduceSum ReduceSumSquare"),
+    **_rows(_reduce("low"), "ReduceLogSumExp ReduceMax"),
+    **_rows(_reduce(""), "ReduceLogSum ReduceMean ReduceMin ReduceProd"),
+    **_rows(_arg_reduce, "ArgMax ArgMin"),
+    **_rows(
+        _normalization, "LayerNormalization RMSNormalization SimplifiedLayerNormalization"
+    ),
     "CumSum": _cumulative_sum,
-    "Div": _divide,
-    "Expand": _expand,
-    "Flatten": _flatten,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    # Moving tokens.
+    **_rows(_reshaped, "Flatten Reshape Squeeze Unsqueeze"),
+    **_rows(_repeated, "Expand Tile"),
+    "Concat": _concat,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "Gemm": _gemm,
-    "MatMul": _matmul,
-    "Mul": _multiply,
-    "Reshape": _reshape,
     "Shape": _shape,
     "Size": _size,
     "Slice": _slice,
     "Split": _split,
-    "Squeeze": _squeeze,
-    "Sub": _subtract,
-    "Tile": _tile,
     "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
-    "Where": _where,
 }
 _CONTRIBUTED: dict[str, Rule] = {
-    **dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "QuickGelu"), _joined()),
-    **dict.fromkeys(
-        ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_normalization
-    ),
-    "DequantizeLinear": _first_plain,
+    **_rows(_elementwise(), "BiasGelu FastGelu Gelu QuickGelu"),
+    **_rows(_keeps_axes, "DequantizeLinear QuantizeLinear"),
+    **_rows(_skip_normalization, "SkipLayerNormalization SkipSimplifiedLayerNormalization"),
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulNBits": _matmul_nbits,
-    "QuantizeLinear": _first_plain,
 }
 RULES: dict[tuple[str, str], Rule] = {
     **{("", op_type): rule for op_type, rule in _STANDARD.items()},

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 __all__ = [
     "BATCH",
+    "UNFIT",
     "Axes",
     "Axis",
+    "Factor",
     "Runs",
     "Sequence",
     "Sizes",
     "flat_sequences",
+    "marked",
+    "plain",
     "sequences_of",
     "split_axes",
 ]
@@ -26,7 +30,6 @@ __all__ = [
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +54,7 @@ class Sequence:
 
 
 BATCH = "batch"
+UNFIT = "has sizes that do not follow from the length"
 Factor = int | str | Sequence
 # The factors in row-major order, without ones.
 Axis = tuple[Factor, ...]
@@ -94,28 +98,28 @@ class Runs:
             return self.length
         return self.batch if isinstance(factor, str) else (factor,) * len(self)
 
-    def axis(self, sizes: Sizes) -> Axis | None:
-        """The factors of an axis of these sizes; None where the order can't be told.
+    def axis(self, sizes: Sizes) -> Axis:
+        """Return the factors of an axis of these sizes; a batch is taken to stand first.
 
-        A batch is taken to stand before a sequence.
+        Raises:
+            Refusal: If the order can't be told, or the sizes follow from something else.
         """
-        for symbols in ((), (Sequence(),), (BATCH,), (BATCH, Sequence())):
+        if len(set(sizes)) == 1:
+            return sizes[:1] if sizes[0] != 1 else ()
+        for symbols in ((Sequence(),), (BATCH,), (BATCH, Sequence())):
             unit = self.size(symbols)
-            if all(
-                size % one == 0 if one else size == 0
-                for size, one in zip(sizes, unit, strict=True)
-            ):
-                counts = {size // one for size, one in zip(sizes, unit, strict=True) if one}
-                if len(counts) == 1:
-                    count = counts.pop()
-                    if count == 1:
-                        return symbols
-                    if Sequence() not in symbols:
-                        return (*symbols, count)
-        return None
+            counts = {divmod(size, one) for size, one in zip(sizes, unit, strict=True)}
+            ((count, rest), *others) = counts
+            if others or rest or count < 1:
+                continue
+            if count == 1:
+                return symbols
+            if symbols == (BATCH,):
+                return BATCH, count
+        raise Refusal(UNFIT)
 
 
-def split_axes(axes: Axes, targets: list[Sizes], runs: Runs) -> Axes:
+def split_axes(axes: Axes, targets: Iterable[Sizes], runs: Runs) -> Axes:
     """Return the axes that a Reshape to given sizes makes.
 
     Raises:
@@ -125,46 +129,46 @@ def split_axes(axes: Axes, targets: list[Sizes], runs: Runs) -> Axes:
     result: list[Axis] = []
     for target in targets:
         axis: list[Factor] = []
-        while (product := runs.size(tuple(axis))) != target:
+        while set(target) != {1}:
             if not factors:
-                raise Refusal("has sizes that do not follow from the length")
+                raise Refusal(UNFIT)
             factor = factors.pop(0)
-            rest = _quotient(target, product)
-            if rest is None:
-                raise Refusal("has sizes that do not follow from the length")
-            common = None
-            if isinstance(factor, int) and len(set(rest)) == 1 and factor != rest[0]:
-                common = math.gcd(factor, rest[0])
-            if common is not None and isinstance(factor, int) and common < factor:
-                if common == 1:
-                    raise Refusal("has sizes that do not follow from the length")
-                factors.insert(0, factor // common)
+            if isinstance(factor, int):
+                common = math.gcd(factor, *target)
+                if common < factor:
+                    factors.insert(0, factor // common)
                 factor = common
+            parts = runs.factor(factor)
+            if factor == 1 or any(n % part for n, part in zip(target, parts, strict=True)):
+                raise Refusal(UNFIT)
+            target = tuple(n // part for n, part in zip(target, parts, strict=True))
             axis.append(factor)
         result.append(tuple(axis))
-    if any(size != 1 for size in runs.size(tuple(factors))):
-        raise Refusal("has sizes that do not follow from the length")
+    if set(runs.size(tuple(factors))) != {1}:
+        raise Refusal(UNFIT)
     return tuple(result)
 
 
-def _quotient(total: Sizes, part: Sizes) -> Sizes | None:
-    if any(not b or a % b for a, b in zip(total, part, strict=True)):
-        return None
-    return tuple(a // b for a, b in zip(total, part, strict=True))
-
-
 def sequences_of(axis: Axis) -> list[Sequence]:
-    """The sequence factors of an axis."""
+    """Return the sequence factors of an axis."""
     return [factor for factor in axis if isinstance(factor, Sequence)]
 
 
 def flat_sequences(axes: Iterable[Axis]) -> list[Sequence]:
-    """The sequence factors of all axes."""
+    """Return the sequence factors of all axes."""
     return [factor for axis in axes for factor in sequences_of(axis)]
 
 
-def marked(axis: Axis, **flags: Any) -> Axis:
-    """Return an axis with flags of its sequence factors replaced."""
+def marked(axis: Axis, zero: bool | None = None, low: bool | None = None) -> Axis:
+    """Return an axis with flags of its sequence factors replaced; None leaves a flag."""
     return tuple(
-        dataclasses.replace(f, **flags) if isinstance(f, Sequence) else f for f in axis
+        Sequence(f.zero if zero is None else zero, f.low if low is None else low)
+        if isinstance(f, Sequence)
+        else f
+        for f in axis
     )
+
+
+def plain(axes: Iterable[Axis]) -> Axes:
+    """Return axes without any flag."""
+    return tuple(marked(axis, zero=False, low=False) for axis in axes)

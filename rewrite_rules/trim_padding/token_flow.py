@@ -17,21 +17,26 @@ from __future__ import annotations
 __all__ = ["Evaluated", "Site", "Stopped", "TokenFlow", "Tokens", "Value"]
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.attributes import axis_of, int_attribute
+from rewrite_rules.graph.attributes import axis_of
 from rewrite_rules.graph.constants import check_payload, constant
 from rewrite_rules.graph.nodes import label, subgraphs
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.shapes import node_facts
+from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
+from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
+    UNFIT,
     Axes,
     Axis,
     Runs,
@@ -42,9 +47,11 @@ from rewrite_rules.trim_padding.token_axes import (
 )
 
 Array = NDArray[Any]
+Mask = NDArray[np.bool_]
 # Constants up to this size take part in evaluation; longer ones are weights and tables.
 _MAX_CONSTANT = 1 << 16
 _MAX_STAND_IN = 1 << 22
+_MAX_INTEGERS = 64
 # exp(-1000) is 0 in every float type, also after other scores of ordinary size were added.
 _LOW = -1000.0
 
@@ -62,11 +69,6 @@ class Tokens:
     axes: Axes | None
     exact: bool = True
 
-    @property
-    def has_sequence(self) -> bool:
-        """Whether an axis holds the sequence."""
-        return self.axes is not None and bool(flat_sequences(self.axes))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluated:
@@ -80,7 +82,8 @@ class Evaluated:
 
 
 Value = Tokens | Evaluated
-Rule = Callable[["Site"], "list[Value]"]
+# The axes of all outputs, of each, or numbers.
+Rule = Callable[["Site"], Axes | list[Axes] | Evaluated]
 
 
 class Stopped(Refusal):
@@ -100,12 +103,18 @@ class TokenFlow:
 
     Attributes:
         runs: What is compared.
+        opset: Version of the default domain.
+        values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
         index_limits: Graph inputs -> the length of the shortest table that they index.
     """
 
     def __init__(
-        self, model: ir.Model, inputs: Mapping[ir.Value, Value], runs: Runs, rules: Rules
+        self,
+        model: ir.Model,
+        inputs: Mapping[ir.Value, Value],
+        runs: Runs,
+        rules: Mapping[tuple[str, str], Rule],
     ) -> None:
         """Walk over the model.
 
@@ -119,37 +128,37 @@ class TokenFlow:
             Stopped: If real positions may depend on padding; it names the node.
         """
         self.runs = runs
+        self.opset = model.opset_imports.get("", 0)
+        self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
         self.index_limits: dict[ir.Value, int] = {}
         self._rules = rules
-        self._opset = model.opset_imports.get("", 0)
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
-        self._values: dict[ir.Value, Value] = dict(inputs)
-        self._as_tokens: dict[ir.Value, Tokens] = {}
+        self._compared: dict[ir.Value, Tokens] = {}
         for i, node in enumerate(model.graph):
             try:
                 outputs = self._outputs(node)
             except Refusal as refusal:
                 raise Stopped(f"{node.op_type} {label(node)!r} {refusal}", i) from None
-            self._values.update(zip(node.outputs, outputs, strict=False))
+            self.values.update(zip(node.outputs, outputs, strict=False))
 
     def value(self, value: ir.Value) -> Value:
-        """What is known of a value.
+        """Return what is known of a value.
 
         Raises:
             Refusal: If nothing is.
         """
-        found = self._values.get(value)
+        found = self.values.get(value)
         if found is None:
             tensor = constant(value)
             if tensor is None:
                 raise Refusal(f"reads {value.name!r}, which is not computed before it")
-            found = self._values[value] = self._constant(tensor)
+            found = self.values[value] = self._constant(tensor)
         return found
 
     def tokens(self, value: ir.Value) -> Tokens:
-        """A value as one that rules look at; the numbers of an evaluated one are compared.
+        """Return a value as one that rules look at; an evaluated one's numbers are compared.
 
         Raises:
             Refusal: If its numbers at real positions change with the padding.
@@ -157,62 +166,27 @@ class TokenFlow:
         found = self.value(value)
         if isinstance(found, Tokens):
             return found
-        result = self._as_tokens.get(value)
-        if result is None:
-            result = self._as_tokens[value] = self.compared(found, f"{value.name!r}")
-        return result
+        if value not in self._compared:
+            axes = tuple(map(self.runs.axis, self.sizes(found) or ()))
+            exact = _same_where_real(found.arrays, axes, self.runs)
+            if exact is None:
+                raise Refusal(f"reads {value.name!r}, which changes with the padding")
+            self._compared[value] = Tokens(flagged(found.arrays, axes, self.runs), exact)
+        return self._compared[value]
 
-    def alias(self, new: ir.Value, value: ir.Value) -> None:
-        """Take down that a new value stands for another."""
-        self._values[new] = self.value(value)
-
-    def compared(self, value: Evaluated, name: str) -> Tokens:
-        """Compare the numbers of all pairs of runs.
+    def sizes(self, value: Value | None) -> list[Sizes] | None:
+        """Return the size of each axis in every run; None where they are not known.
 
         Raises:
-            Refusal: If those at real positions differ.
+            Refusal: If an evaluated value has another number of axes from run to run.
         """
-        axes = self._axes_of(value, name)
-        axes = _with_flags(value, axes, self.runs)
-        exact = True
-        for run in range(0, len(self.runs), 2):
-            whole, cut = value.arrays[run : run + 2]
-            whole = _expanded(whole, axes, self.runs, run)
-            cut = _expanded(cut, axes, self.runs, run + 1)
-            whole = whole[tuple(slice(size) for size in cut.shape)]
-            same = (whole == cut) | ((whole != whole) & (cut != cut))
-            if same.all():
-                continue
-            exact = False
-            real = _real(axes, self.runs, run + 1)
-            if (
-                real is None
-                or not np.broadcast_to(same, same.shape)[
-                    np.broadcast_to(real, same.shape)
-                ].all()
-            ):
-                raise Refusal(f"reads {name}, which changes with the padding")
-        return Tokens(axes, exact)
-
-    def sizes(self, value: ir.Value) -> list[Sizes] | None:
-        """The size of each axis in every run; None where they are not known."""
-        found = self._values.get(value)
-        if isinstance(found, Tokens):
-            return None if found.axes is None else list(map(self.runs.size, found.axes))
-        if found is None or len({array.ndim for array in found.arrays}) != 1:
-            return None
-        return list(zip(*(array.shape for array in found.arrays), strict=True))
-
-    def _axes_of(self, value: Evaluated, name: str) -> Axes:
-        if len({array.ndim for array in value.arrays}) != 1:
-            raise Refusal(f"reads {name}, whose sizes do not follow from the length")
-        result: list[Axis] = []
-        for sizes in zip(*(array.shape for array in value.arrays), strict=True):
-            axis = self.runs.axis(sizes)
-            if axis is None:
-                raise Refusal(f"reads {name}, whose sizes do not follow from the length")
-            result.append(axis)
-        return tuple(result)
+        if isinstance(value, Evaluated):
+            if len({array.ndim for array in value.arrays}) != 1:
+                raise Refusal(UNFIT)
+            return list(zip(*(array.shape for array in value.arrays), strict=True))
+        return (
+            None if value is None or value.axes is None else [*map(self.runs.size, value.axes)]
+        )
 
     def _constant(self, tensor: ir.TensorProtocol) -> Value:
         numeric = tensor.dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
@@ -220,263 +194,305 @@ class TokenFlow:
             check_payload(tensor, f"constant {tensor.name!r}")
             array = self._evaluator.intern(tensor.numpy())
             return Evaluated((array,) * len(self.runs))
-        return Tokens(tuple((int(n),) if n != 1 else () for n in tensor.shape.numpy()))
+        return Tokens(_static_axes(ir.Shape(tensor.shape.numpy())))
 
     def _outputs(self, node: ir.Node) -> list[Value]:
         if node.op_type == "Constant" and node.domain == "":
             return []  # looked at where it is needed
-        known = [None if value is None else self.value(value) for value in node.inputs]
-        for subgraph in subgraphs(node):
-            if self._reads_sequence(subgraph):
-                raise Refusal("reads the sequence inside of a subgraph")
-        if all(value is None or isinstance(value, Evaluated) for value in known):
+        inputs = [None if value is None else self.value(value) for value in node.inputs]
+        if any(map(self._reads_sequence, subgraphs(node))):
+            raise Refusal("reads the sequence inside of a subgraph")
+        if not any(isinstance(value, Tokens) for value in inputs):
             try:
-                return list(self._evaluate(node, known))
+                return self._evaluate(node, inputs)
             except CannotEvaluate:
                 pass
-        site = Site(node, self)
-        rule = self._rules.get((node.domain, node.op_type))
-        changing = [value for value in known if value is not None and self._changes(value)]
         try:
-            if (node.domain, node.op_type) in self._functions:
-                raise Refusal("is a function of the model: inline it")
-            if rule is None:
-                raise Refusal("is not known to work token by token")
-            return list(rule(site))
+            return self._by_rule(node)
         except Refusal:
-            if changing:
+            if any(map(self._changes, inputs)):
                 raise
             # What goes in is the same in both runs, and so is what comes out.
-            return [Tokens(self._annotated(output)) for output in node.outputs]
+            return [
+                Tokens(
+                    _static_axes(out.shape) if out.shape and out.shape.is_static() else None
+                )
+                for out in node.outputs
+            ]
 
-    def _evaluate(self, node: ir.Node, known: list[Value | None]) -> list[Evaluated]:
-        results = []
-        for run in range(len(self.runs)):
-            arrays = [v.arrays[run] if isinstance(v, Evaluated) else None for v in known]
-            results.append(self._evaluator.run(node, self._opset, arrays))
-        return [Evaluated(arrays) for arrays in zip(*results, strict=True)]
+    def _by_rule(self, node: ir.Node) -> list[Value]:
+        if (node.domain, node.op_type) in self._functions:
+            raise Refusal("is a function of the model: inline it")
+        rule = self._rules.get((node.domain, node.op_type))
+        if rule is None:
+            raise Refusal("is not known to work token by token")
+        site = Site(node, self)
+        found = rule(site)
+        if isinstance(found, Evaluated):
+            return [found]
+        each = found if isinstance(found, list) else [found] * len(node.outputs)
+        return [Tokens(axes, site.exact) for axes in each]
 
-    def _changes(self, value: Value) -> bool:
+    def _evaluate(self, node: ir.Node, inputs: Iterable[Value | None]) -> list[Value]:
+        arrays = [
+            v.arrays if isinstance(v, Evaluated) else (None,) * len(self.runs) for v in inputs
+        ]
+        runs = zip(*arrays, strict=True) if arrays else [()] * len(self.runs)
+        results = [self._evaluator.run(node, self.opset, each) for each in runs]
+        return [Evaluated(each) for each in zip(*results, strict=True)]
+
+    def _changes(self, value: Value | None) -> bool:
         """Whether a value may differ between the two runs of a pair."""
-        if isinstance(value, Tokens):
-            return value.has_sequence
+        if not isinstance(value, Evaluated):
+            return value is not None and bool(flat_sequences(value.axes or ()))
         pairs = zip(value.arrays[::2], value.arrays[1::2], strict=True)
-        return any(
-            one is not other and not (one.shape == other.shape and np.array_equal(one, other))
-            for one, other in pairs
-        )
+        return any(one is not other and not np.array_equal(one, other) for one, other in pairs)
 
     def _reads_sequence(self, graph: ir.Graph) -> bool:
-        inside = {output for node in graph.all_nodes() for output in node.outputs}
         return any(
-            self._changes(found)
+            self._changes(self.values.get(value))
             for node in graph.all_nodes()
             for value in node.inputs
-            if value is not None and value not in inside
-            if (found := self._values.get(value)) is not None
+            if value is not None
         )
 
-    def _annotated(self, value: ir.Value) -> Axes | None:
-        """The axes of a value that has no sequence, if its shape is static."""
-        if value.shape is None or not value.shape.is_static():
+
+class _Facts(node_facts.Facts):
+    """What :mod:`rewrite_rules.shapes` asks: what is the same in some of the runs."""
+
+    estimates = False
+
+    def __init__(self, flow: TokenFlow, runs: Collection[int]) -> None:
+        self.unknowns = Unknowns()
+        self._flow = flow
+        self._runs = runs
+
+    def shape(self, value: ir.Value) -> Shape:
+        sizes = self._flow.sizes(self._flow.value(value))
+        if sizes is None:
+            return self.unknowns.fresh()
+        return tuple(self._same(size) or self.unknowns.fresh_dim() for size in sizes)
+
+    def count(self, value: ir.Value) -> Dim:
+        shape = self.shape(value)
+        return (
+            self.unknowns.fresh_dim()
+            if isinstance(shape, int)
+            else self.unknowns.product(shape)
+        )
+
+    def integers(self, value: ir.Value) -> node_facts.Integers | None:
+        found = self._flow.value(value)
+        if not isinstance(found, Evaluated):
             return None
-        return tuple((int(n),) if n != 1 else () for n in value.shape.numpy())
+        shapes = {array.shape for array in found.arrays}
+        if found.arrays[0].dtype.kind not in "iu" or found.arrays[0].size > _MAX_INTEGERS:
+            return None
+        if len(shapes) != 1:
+            return None
+        numbers = zip(*(array.reshape(-1).tolist() for array in found.arrays), strict=True)
+        return node_facts.Integers(tuple(map(self._same, numbers)), shapes.pop())
+
+    def _same(self, sizes: Sizes) -> Dim | None:
+        first, *others = {sizes[run] for run in self._runs}
+        return None if others else known(first)
 
 
-class Site:
+class Site(node_facts.Site):
     """A node as the rules see it.
 
     Attributes:
-        node: The node.
         flow: What is known of values.
         runs: The runs that are compared.
+        exact: Whether all tokens that were looked at are exact, and none was left out.
     """
 
     def __init__(self, node: ir.Node, flow: TokenFlow) -> None:
-        self.node = node
+        super().__init__(node, _Facts(flow, range(len(flow.runs))), flow.opset)
         self.flow = flow
         self.runs = flow.runs
-        self.opset: int = flow._opset
+        self.exact = True
 
-    def has(self, index: int) -> bool:
-        """Whether an optional input is there."""
-        return index < len(self.node.inputs) and self.node.inputs[index] is not None
-
-    def input(self, index: int = 0) -> ir.Value:
-        """An input.
+    def tokens(self, index: int = 0) -> Axes:
+        """Return the axes of an input.
 
         Raises:
-            Refusal: If it is missing.
+            Refusal: If they are not known, or its numbers change with the padding.
         """
-        value = self.node.inputs[index] if index < len(self.node.inputs) else None
-        if value is None:
-            raise Refusal(f"lacks input {index}")
-        return value
-
-    def tokens(self, index: int = 0) -> Tokens:
-        """An input as tokens."""
-        return self.flow.tokens(self.input(index))
-
-    def axes(self, index: int = 0) -> Axes:
-        """The axes of an input.
-
-        Raises:
-            Refusal: If they are not known.
-        """
-        axes = self.tokens(index).axes
-        if axes is None:
+        found = self.flow.tokens(self.input(index))
+        if found.axes is None:
             raise Refusal(f"reads {self.input(index).name!r}, whose shape is not known")
-        return axes
+        self.exact = self.exact and found.exact
+        return found.axes
+
+    def operands(self) -> list[Axes]:
+        """Return the axes of all inputs that are there."""
+        return [self.tokens(i) for i in range(len(self.node.inputs)) if self.has(i)]
 
     def evaluated(self, index: int) -> Evaluated | None:
-        """The numbers of an input, if they are known."""
+        """Return the numbers of an input, if they are known."""
         value = self.flow.value(self.input(index))
         return value if isinstance(value, Evaluated) else None
 
-    def numbers(self, index: int, name: str = "") -> list[tuple[int, ...]]:
-        """The ints of an input in every run, or those of an attribute of older opsets.
+    def is_zero(self, index: int) -> bool:
+        """Whether an input is 0 everywhere."""
+        value = self.evaluated(index)
+        return value is not None and not any(array.any() for array in value.arrays)
+
+    def stand_in(self, index: int) -> Collection[Array] | None:
+        """Return an input's numbers, or others with the same flags; None if too many."""
+        value = self.evaluated(index)
+        return value.arrays if value else _stand_in(self.tokens(index), self.runs)
+
+    def sizes(self) -> list[list[Sizes]]:
+        """Return the sizes that each output's axes have in every run.
 
         Raises:
-            Refusal: If they depend on what is fed.
+            Refusal: If one is not known.
         """
-        if not self.has(index) and name:
-            attribute = self.node.attributes.get(name)
-            if attribute is None or attribute.is_ref():
-                raise Refusal(f"lacks {name!r}")
-            return [tuple(attribute.as_ints())] * len(self.runs)
-        value = self.evaluated(index)
-        if value is None:
-            raise Refusal(f"has sizes that {self.input(index).name!r} gives, which is fed")
-        return [tuple(int(n) for n in array.reshape(-1)) for array in value.arrays]
+        try:
+            found = [
+                output_shapes(node_facts.Site(self.node, _Facts(self.flow, [run]), self.opset))
+                for run in range(len(self.runs))
+            ]
+            outputs = list(zip(*found, strict=True))
+            return [[self._numbers(dims) for dims in zip(*o, strict=True)] for o in outputs]
+        except (IndexError, TypeError, ValueError):
+            raise Refusal(UNFIT) from None
 
-    def constants(self, index: int, name: str = "") -> tuple[int, ...] | None:
-        """The ints of an input or attribute that are the same in all runs; None if absent."""
-        if not self.has(index) and name not in self.node.attributes:
-            return None
-        numbers = self.numbers(index, name)
-        if len(set(numbers)) != 1:
-            raise Refusal("has sizes that do not follow from the length")
-        return numbers[0]
+    def _numbers(self, dims: Iterable[Dim]) -> Sizes:
+        sizes = tuple(size for size, unknowns in dims if not unknowns and size >= 0)
+        if len(sizes) != len(self.runs):
+            raise Refusal(UNFIT)
+        return sizes
 
-    def integer(self, name: str, default: int) -> int:
-        """An int attribute."""
-        return int_attribute(self.node, name, default)
+    def axis(self, default: int) -> int:
+        """Return the attribute for an axis of the first input, counted from the front."""
+        return axis_of(self.integer("axis", default), len(self.tokens()))
 
-    def axis(self, default: int, index: int = 0, name: str = "axis") -> int:
-        """The attribute for an axis of an input, counted from the front."""
-        return axis_of(self.integer(name, default), len(self.axes(index)))
+    def mixes(self, axes: Iterable[Axis], flag: str = "") -> bool:
+        """Take down that the node works along axes; return whether they hold the sequence.
 
-    def masked(self) -> None:
-        """Take down that this node leaves padded positions out."""
-        self.flow.masked_by.append(self.node)
+        Args:
+            axes: The axes.
+            flag: What leaves padding out: ``zero`` or ``low``; empty if nothing does.
 
-
-def _expanded(array: Array, axes: Axes, runs: Runs, run: int) -> Array:
-    """One dimension per factor."""
-    return array.reshape([runs.factor(factor)[run] for axis in axes for factor in axis])
-
-
-def _dims(axes: Axes) -> tuple[int | None, list[int]]:
-    """Where the batch is and where the sequences are, with one dimension per factor."""
-    factors = [factor for axis in axes for factor in axis]
-    batch = [i for i, factor in enumerate(factors) if factor == BATCH]
-    sequence = [i for i, factor in enumerate(factors) if isinstance(factor, Sequence)]
-    return (batch[0] if batch else None), sequence
+        Raises:
+            Refusal: If it mixes padding into real positions.
+        """
+        found = flat_sequences(axes)
+        if not all(flag and getattr(one, flag) for one in found):
+            raise Refusal("mixes positions, and no mask leaves padding out")
+        if found:
+            self.flow.masked_by.append(self.node)
+            self.exact = False
+        return bool(found)
 
 
-def _real_along(dim: int, axes: Axes, runs: Runs, run: int) -> NDArray[np.bool_] | None:
-    """Which entries of one sequence dimension are real, to be broadcast."""
-    batch, _ = _dims(axes)
-    mask = runs.masks[run]
-    shape = [1] * sum(map(len, axes))
-    shape[dim] = mask.shape[1]
-    if batch is not None:
-        shape[batch] = mask.shape[0]
-    elif set(runs.batch) != {1}:
+def _static_axes(shape: ir.Shape | None) -> Axes | None:
+    if shape is None or not shape.is_static():
         return None
-    along: NDArray[np.bool_] = mask if batch is None or batch < dim else mask.T
-    return along.reshape(shape)
+    return tuple((int(n),) if n != 1 else () for n in shape.numpy())
 
 
-def _real(axes: Axes, runs: Runs, run: int) -> NDArray[np.bool_] | None:
-    """Which entries are real along every sequence dimension; None where rows can't be told."""
-    result: NDArray[np.bool_] = np.ones([1] * sum(map(len, axes)), np.bool_)
-    for dim in _dims(axes)[1]:
-        along = _real_along(dim, axes, runs, run)
-        if along is None:
-            return None
-        result = result & along
+# Which entries are real
+
+
+def _real_along(axes: Axes, runs: Runs, run: int) -> dict[int, Mask] | None:
+    """Return for each sequence factor which entries are real; None where rows can't be told.
+
+    Masks are to be broadcast to one dimension per factor.
+    """
+    factors = [factor for axis in axes for factor in axis]
+    sequences = [i for i, factor in enumerate(factors) if isinstance(factor, Sequence)]
+    batch = factors.index(BATCH) if BATCH in factors else None
+    if sequences and batch is None and set(runs.batch) != {1}:
+        return None
+    result = {}
+    for dim in sequences:
+        shape = [1] * len(factors)
+        shape[dim] = runs.length[run]
+        if batch is not None:
+            shape[batch] = runs.batch[run]
+        mask = runs.masks[run]
+        result[dim] = (mask if batch is None or batch < dim else mask.T).reshape(shape)
     return result
 
 
-def _with_flags(value: Evaluated, axes: Axes, runs: Runs) -> Axes:
+def _all_of(masks: Iterable[Mask]) -> Mask:
+    return functools.reduce(operator.and_, masks, np.asarray(True))
+
+
+def _by_factor(arrays: Collection[Array], axes: Axes, runs: Runs) -> list[Array]:
+    """Return the arrays with one dimension per factor."""
+    factors = [runs.factor(factor) for axis in axes for factor in axis]
+    return [array.reshape([size[run] for size in factors]) for run, array in enumerate(arrays)]
+
+
+def _same_where_real(arrays: Collection[Array], axes: Axes, runs: Runs) -> bool | None:
+    """Compare the two runs of each pair; None if not even what is real is the same."""
+    arrays = _by_factor(arrays, axes, runs)
+    exact = True
+    for run in range(1, len(runs), 2):
+        whole, cut = arrays[run - 1][tuple(map(slice, arrays[run].shape))], arrays[run]
+        same = (whole == cut) | ((whole != whole) & (cut != cut))
+        if not same.all():
+            exact = False
+            real = _real_along(axes, runs, run)
+            if real is None or not (same | ~_all_of(real.values())).all():
+                return None
+    return exact
+
+
+def flagged(arrays: Collection[Array], axes: Axes, runs: Runs) -> Axes:
     """Mark the sequence factors along which padded positions are zero, or low."""
-    factors = [factor for axis in axes for factor in axis]
-    _, sequence_dims = _dims(axes)
-    flags: dict[int, Sequence] = {}
-    for dim in sequence_dims:
-        zero = low = True
-        for run, array in enumerate(value.arrays):
-            along = _real_along(dim, axes, runs, run)
-            if along is None:
-                zero = low = False
-                break
-            others: NDArray[np.bool_] = np.ones([1] * len(factors), np.bool_)
-            for other in sequence_dims:
-                real = _real_along(other, axes, runs, run)
-                if other != dim and real is not None:
-                    others = others & real
-            expanded = _expanded(array, axes, runs, run)
-            padded = expanded[np.broadcast_to(others & ~along, expanded.shape)]
-            zero = zero and bool((padded == 0).all())
-            low = low and bool((padded <= _LOW).all()) and _is_open(expanded, axes, runs, run)
-        flags[dim] = Sequence(zero, low)
-    places = iter(range(len(factors)))
-    return tuple(tuple(flags.get(next(places), factor) for factor in axis) for axis in axes)
+    arrays = _by_factor(arrays, axes, runs)
+    masks = [_real_along(axes, runs, run) for run in range(len(runs))]
+    flags = iter([_flags_of(dim, arrays, masks) for dim in masks[0] or ()])
+    return tuple(
+        tuple(next(flags, f) if isinstance(f, Sequence) else f for f in axis) for axis in axes
+    )
 
 
-def stand_in(
-    axes: Axes,
-    runs: Runs,
-    run: int,
-    is_flagged: Callable[[Sequence], bool],
-    ordinary: float,
-    padded: float,
-) -> Array | None:
-    """Return numbers in place of tokens: special ones at padded positions of flagged axes.
-
-    None where they would take too much memory.
-    """
-    factors = [factor for axis in axes for factor in axis]
-    shape = [runs.factor(factor)[run] for factor in factors]
-    if math.prod(shape) > _MAX_STAND_IN:
-        return None
-    result = np.full(shape, ordinary)
-    for dim in _dims(axes)[1]:
-        factor = factors[dim]
-        along = _real_along(dim, axes, runs, run)
-        if isinstance(factor, Sequence) and is_flagged(factor) and along is not None:
-            result[np.broadcast_to(~along, result.shape)] = padded
-    return result.reshape([runs.size(axis)[run] for axis in axes])
+def _flags_of(dim: int, arrays: list[Array], masks: list[dict[int, Mask] | None]) -> Sequence:
+    zero = low = True
+    for array, real in zip(arrays, masks, strict=True):
+        assert real is not None
+        others = _all_of(mask for other, mask in real.items() if other != dim)
+        padded = array[np.broadcast_to(others & ~real[dim], array.shape)]
+        zero = zero and bool((padded == 0).all())
+        low = low and bool((padded <= _LOW).all()) and _is_open(array, real)
+    return Sequence(zero, low)
 
 
-def _is_open(expanded: Array, axes: Axes, runs: Runs, run: int) -> bool:
+def _is_open(array: Array, real: dict[int, Mask]) -> bool:
     """Whether every real position sees itself."""
-    real = _real(axes, runs, run)
-    if real is None:
-        return False
-    sequence_dims = _dims(axes)[1]
-    length = runs.length[run]
-    same: NDArray[np.bool_] = np.ones([1] * expanded.ndim, np.bool_)
-    for dim in sequence_dims[1:]:
-        shape = [1] * expanded.ndim
-        shape[sequence_dims[0]] = shape[dim] = length
-        same = same & np.eye(length, dtype=np.bool_).reshape(shape)
-    chosen = np.broadcast_to(real & same, expanded.shape)
-    return bool((expanded[chosen] > _LOW).all())
+    first, *others = real
+    length = array.shape[first]
+    itself = _all_of(real.values())
+    for dim in others:
+        shape = [1] * array.ndim
+        shape[first] = shape[dim] = length
+        itself = itself & np.eye(length, dtype=np.bool_).reshape(shape)
+    return bool((array[np.broadcast_to(itself, array.shape)] > _LOW).all())
 
 
-Rules = Mapping[tuple[str, str], Rule]
+def _stand_in(axes: Axes, runs: Runs) -> list[Array] | None:
+    """Return 1 but at padded positions of flagged axes; None if that were too much."""
+    factors = [factor for axis in axes for factor in axis]
+    result = []
+    for run in range(len(runs)):
+        array = np.ones([runs.factor(factor)[run] for factor in factors])
+        if array.size > _MAX_STAND_IN:
+            return None
+        for dim, real in (_real_along(axes, runs, run) or {}).items():
+            factor = factors[dim]
+            assert isinstance(factor, Sequence)
+            if factor.zero or factor.low:
+                padded = np.broadcast_to(~real, array.shape)
+                array[padded] = 0 if factor.zero else -np.inf
+        result.append(array.reshape([runs.size(axis)[run] for axis in axes]))
+    return result
 
 
 def has_sequence(axis: Axis) -> bool:

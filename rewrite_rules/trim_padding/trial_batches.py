@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["trial_batches"]
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.trials import Trial
-from rewrite_rules.trim_padding.token_axes import BATCH, Axis, Sequence
+from rewrite_rules.trim_padding.token_axes import BATCH, Factor, Sequence
 from rewrite_rules.trim_padding.token_flow import Evaluated, TokenFlow, Tokens, Value
 
 _LENGTH, _LONG = 24, 160
@@ -73,23 +74,13 @@ def _array(
     limit: int,
     rng: np.random.Generator,
 ) -> NDArray[Any]:
-    batch, length = shape
-    sizes = [_size(axis, batch, length) for axis in known.axes or ()]
+    symbols: dict[Factor, Any] = {BATCH: shape[0], Sequence(): shape[1]}
+    sizes = [math.prod(symbols.get(f, f) for f in axis) for axis in known.axes or ()]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
         return rng.standard_normal(sizes).astype(dtype)
     return rng.integers(0, limit, sizes).astype(dtype)
-
-
-def _size(axis: Axis, batch: int, length: int) -> int:
-    result = 1
-    for factor in axis:
-        if isinstance(factor, Sequence):
-            result *= length
-        else:
-            result *= batch if factor == BATCH else int(factor)
-    return result
 
 
 def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -290,7 +290,7 @@ def _forget_lengths(model: ir.Model, proof: _Proof, symbol: str) -> None:
         for value in node.outputs:
             if value.shape is None or (value.shape.is_static() and not value.shape):
                 continue
-            sizes = proof.flow.sizes(value)
+            sizes = proof.flow.sizes(proof.flow.values.get(value))
             if sizes is None or len(sizes) != len(value.shape):
                 continue
             runs = proof.flow.runs
