@@ -2,300 +2,44 @@
 """The quantised layouts that exporters write, node for node, in tiny.
 
 Each builder names the exporter, its version and its options. Names, attributes, shapes and
-types are theirs, the numbers are random. onnxruntime's own quantizers are run, not imitated.
+types are theirs, the numbers are random. What onnxruntime's own quantizers write is in
+``test_exporter_layouts.py``, where they run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx_ir as ir
 
-from .dequantized_models import STORAGE, make_model, run
+from .layout_matrix import EXACT, FUSED, HALF, LayoutCase, Quantized, left_alone
+from .text_models import quoted
 
-FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
-Arrays = dict[str, npt.NDArray]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
-    """A model as its exporter writes it, and what must become of it.
-
-    ``left`` names the DequantizeLinear on constants that stay, each with a word of its remark.
-    """
-
-    model: ir.Model
-    feeds: Arrays
-    reference: list[npt.NDArray]
-    matmulnbits: int = 0
-    gathers: int = 0
-    left: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for value, expected in zip(self.model.graph.outputs, self.reference, strict=True):
-            value.shape = ir.Shape(expected.shape)
+Shape = tuple[int, ...]
+ACROSS = "a scale for each index of K"
+FUSED_TABLE = {"GatherBlockQuantized": 1, "DequantizeLinear": 0}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Codes:
-    """Codes, scales and zero points as plain numbers, in the shapes of DequantizeLinear."""
-
-    codes: npt.NDArray
-    scales: npt.NDArray
-    zero_points: npt.NDArray | None
-    storage: str
-    axis: int = 1
-    block_size: int = 0
-
-    def weight(self) -> npt.NDArray[np.float64]:
-        """The numbers, by DequantizeLinear's formula."""
-        scales = self._spread(self.scales.astype(np.float64))
-        return (
-            self.codes - (0 if self.zero_points is None else self._spread(self.zero_points))
-        ) * scales
-
-    def _spread(self, array: npt.NDArray) -> npt.NDArray:
-        axis = self.axis % self.codes.ndim
-        if self.block_size:
-            whole = np.repeat(array, self.block_size, axis)
-            return np.take(whole, np.arange(self.codes.shape[axis]), axis)
-        if array.size == 1:
-            return array.reshape(())
-        shape = [1] * self.codes.ndim
-        shape[axis] = -1
-        return array.reshape(shape)
+def _case(
+    text: str,
+    *weights: Quantized,
+    x: Shape | None = (3, 64),
+    dtype: npt.DTypeLike = np.float32,
+    **more: object,
+) -> LayoutCase:
+    """The weights are w, v in the text."""
+    named = dict(zip("wv", weights, strict=False))
+    half = any(np.dtype(of) == np.float16 for of in (dtype, weights[0].scale_dtype))
+    given = {"expect": {**FUSED, "MatMulNBits": len(weights)}} | more
+    tolerance = HALF if half else EXACT
+    return LayoutCase("", text, named, x, dtype=dtype, tolerance=tolerance, **given)
 
 
-def quantised(
-    shape: tuple[int, ...],
-    storage: str = "int4",
-    *,
-    axis: int = 0,
-    block_size: int = 0,
-    scales: str = "blocks",
-    zero_points: str = "none",
-    dtype: type = np.float32,
-    seed: int = 0,
-) -> Codes:
-    """Random codes with scales per ``"blocks"``, ``"channel"``, ``"scalar"`` or ``"one"``."""
-    rng = np.random.default_rng([seed, *shape])
-    bits, signed, _, _ = STORAGE[storage]
-    low = -(1 << (bits - 1)) if signed else 0
-    codes = rng.integers(low, low + (1 << bits), shape)
-    blocked = list(shape)
-    blocked[axis] = -(-shape[axis] // max(block_size, 1))
-    scale_shape = {
-        "blocks": tuple(blocked),
-        "channel": (shape[axis],),
-        "scalar": (),
-        "one": (1,),
-    }[scales]
-    size = rng.uniform(0.5, 2.0, scale_shape) / (1 << bits) / shape[0] ** 0.5
-    sign = rng.choice([-1, 1], scale_shape) if scales == "blocks" else 1
-    points = {
-        "none": None,
-        "random": rng.integers(low, low + (1 << bits), scale_shape),
-        "zero": np.zeros(scale_shape, np.int64),
-        "middle": np.full(scale_shape, low + (1 << (bits - 1))),
-    }[zero_points]
-    values = np.asarray(size * sign, dtype)
-    return Codes(codes, values, points, storage, axis, block_size if scales == "blocks" else 0)
-
-
-class Graph:
-    """Collects nodes and initializers under the exporter's own names."""
-
-    def __init__(self, dtype: ir.DataType = FLOAT):
-        self.dtype = dtype
-        self.inputs: list[ir.Value] = []
-        self.nodes: list[ir.Node] = []
-        self.initializers: list[ir.Value] = []
-
-    @property
-    def float(self) -> npt.DTypeLike:
-        return self.dtype.numpy()
-
-    def input(
-        self, name: str, *shape: int | str, dtype: ir.DataType | None = None
-    ) -> ir.Value:
-        self.inputs.append(ir.val(name, dtype or self.dtype, list(shape)))
-        return self.inputs[-1]
-
-    def constant(
-        self, name: str, array: npt.NDArray, dtype: ir.DataType | None = None
-    ) -> ir.Value:
-        tensor = ir.Tensor(array, dtype=dtype, name=name)
-        kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=kind, const_value=tensor)
-        self.initializers.append(value)
-        return value
-
-    def codes(self, codes: Codes, *names: str) -> list[ir.Value]:
-        _, _, dtype, numpy_dtype = STORAGE[codes.storage]
-        arrays = [codes.codes, codes.scales, codes.zero_points]
-        return [
-            self.constant(name, array)
-            if array is codes.scales
-            else self.constant(name, array.astype(numpy_dtype), dtype)
-            for name, array in zip(names, arrays, strict=False)
-            if array is not None
-        ]
-
-    def add(
-        self,
-        op_type: str,
-        inputs: list[ir.Value | None],
-        attributes: dict[str, Any] | None = None,
-        name: str = "",
-        output: str | None = None,
-    ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes or {}, name=name or None)
-        self.nodes.append(node)
-        node.outputs[0].name = output or f"{name}_out"
-        return node.outputs[0]
-
-    def model(self, *outputs: ir.Value, opset: int | None = None) -> ir.Model:
-        for value in outputs:
-            value.dtype = value.dtype or self.dtype
-        named = {str(value.name): value for value in outputs}
-        return make_model(self.inputs, self.nodes, self.initializers, named, opset)
-
-
-def _feed(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray:
-    return np.random.default_rng(7).standard_normal(shape).astype(dtype)
-
-
-def _vector(size: int, dtype: npt.DTypeLike = np.float32) -> npt.NDArray:
-    return np.random.default_rng(8).standard_normal(size).astype(dtype)
-
-
-# onnxruntime.quantization 1.31: run, not imitated.
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            yield
-    finally:
-        logging.disable(before)
-
-
-def float_model(
-    K: int = 64, N: int = 48, dtype: type = np.float32
-) -> tuple[onnx.ModelProto, Arrays]:
-    """Gather, MatMul + Relu, MatMul on a [1, K, N] weight, Gemm(transB); opset 21."""
-    rng = np.random.default_rng(0)
-    graph = Graph(ir.DataType.from_numpy(np.dtype(dtype)))
-
-    def weight(name: str, *shape: int) -> ir.Value:
-        array = rng.standard_normal(shape) / shape[-2 if len(shape) > 1 else 0] ** 0.5
-        return graph.constant(name, array.astype(dtype))
-
-    ids = graph.input("ids", "batch", dtype=ir.DataType.INT64)
-    embed = graph.add("Gather", [weight("embed", 20, K), ids], name="gather")
-    hidden = graph.add("MatMul", [embed, weight("w1", K, N)], name="m1")
-    hidden = graph.add("Relu", [hidden], name="relu1")
-    hidden = graph.add("MatMul", [hidden, weight("w2", N, 40)], name="m2")
-    hidden = graph.add("Tanh", [hidden], name="tanh")
-    inputs: list[ir.Value | None] = [hidden, weight("w3", 24, 40), weight("c3", 24)]
-    hidden = graph.add("Gemm", inputs, {"transB": 1}, name="gemm")
-    hidden = graph.add("Tanh", [hidden], name="tanh2")
-    logits = graph.add("MatMul", [hidden, weight("w4", 1, 24, 20)], name="m4", output="logits")
-    proto = ir.to_proto(graph.model(logits))
-    # With the shapes of initializers, which quantize_dynamic transposes, it fails.
-    del proto.graph.value_info[:]
-    return proto, {"ids": np.arange(8)}
-
-
-def float_branches(K: int = 64, N: int = 48) -> tuple[onnx.ModelProto, Arrays]:
-    """A MatMul in each branch of an If, the weights in the outer graph."""
-    graph = Graph()
-    x = graph.input("x", "batch", K)
-    condition = graph.input("condition", dtype=ir.DataType.BOOL)
-    branches = {}
-    for name in ("then", "else"):
-        weight = graph.constant(
-            f"w_{name}", _feed((K, N)) if name == "then" else -_feed((K, N))
-        )
-        node = ir.node("MatMul", [x, weight], name=f"matmul_{name}")
-        node.outputs[0].name, node.outputs[0].dtype = f"y_{name}", FLOAT
-        branches[f"{name}_branch"] = ir.Graph([], node.outputs, nodes=[node], name=name)
-    y = graph.add("If", [condition], branches, name="if", output="y")
-    return ir.to_proto(graph.model(y)), {"x": _feed((3, K)), "condition": np.array(True)}
-
-
-def quantise_matmul_nbits(source: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-    """MatMulNBitsQuantizer, QuantFormat.QDQ, algorithm "default".
-
-    Writes DQ(axis=0, block_size) + MatMul; int4 when symmetric, else uint4 with zero points
-    of the scales' shape. ``channel_wised_quantize`` writes one block of K, which need be no
-    power of two: symmetric as [N, K], scales [N, 1], axis 1 and a Transpose, else as [K, N],
-    scales [1, N]. A weight [1, K, N] is squeezed and the output reshaped. Gemm stays
-    float, and so do 8-bit weights; Gather and 2 bits fail an assertion.
-    """
-    with _silence():
-        from onnxruntime.quantization import QuantFormat
-        from onnxruntime.quantization import matmul_nbits_quantizer as nbits
-
-        config = nbits.DefaultWeightOnlyQuantConfig(quant_format=QuantFormat.QDQ, **options)
-        quantizer = nbits.MatMulNBitsQuantizer(source, algo_config=config)
-        quantizer.process()
-    return quantizer.model.model
-
-
-def quantise_static(
-    source: onnx.ModelProto, feeds: Arrays, path: Path, **options: Any
-) -> onnx.ModelProto:
-    """quantize_static, QuantFormat.QDQ, activations uint8.
-
-    Weights: per tensor with scale and zero point of rank 0, or per channel with [N] on the
-    output axis (1 for MatMul, 0 for Gemm transB=1; 1 also for a weight [1, K, N], where it is
-    K). Zero points are always written. The Gemm's bias is int32, scale [1] with a zero point
-    of rank 0, or both [N]. Gather's table is uint8 with the scale of its output.
-    """
-    with _silence():
-        from onnxruntime import quantization
-
-        class Reader(quantization.CalibrationDataReader):
-            def __init__(self) -> None:
-                self._left = [feeds]
-
-            def get_next(self) -> Arrays | None:
-                return self._left.pop() if self._left else None
-
-        quantization.quantize_static(
-            source,
-            path,
-            Reader(),
-            quant_format=quantization.QuantFormat.QDQ,
-            activation_type=quantization.QuantType.QUInt8,
-            **options,
-        )
-    return onnx.load(path)
-
-
-def quantise_dynamic(source: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """quantize_dynamic: MatMulInteger and Gather on codes, no DequantizeLinear."""
-    with _silence():
-        from onnxruntime import quantization
-
-        quantization.quantize_dynamic(source, path)
-    return onnx.load(path)
+def _transpose(node: str, value: str, output: str) -> str:
+    return f'["{node}"] "{output}" = Transpose <perm = [1, 0]> ("{value}")'
 
 
 # onnxruntime-genai 0.18, model builder, use_qdq.
@@ -304,64 +48,43 @@ def quantise_dynamic(source: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 def genai(
     storage: str = "int4",
     zero_points: str = "none",
-    dtype: ir.DataType = FLOAT,
-    block_size: int = 32,
-) -> Layout:
+    dtype: npt.DTypeLike = np.float32,
+    block: int = 32,
+) -> LayoutCase:
     """A checkpoint that is quantised already (AWQ, GPTQ, ...) with ``use_qdq``.
 
     DQ on [N, K] with axis -1, scales [N, K / block], Transpose(perm=[1, 0]), MatMul and
-    Add(product, bias). A checkpoint in float goes through `quantise_matmul_nbits`, symmetric,
+    Add(product, bias). A checkpoint in float goes through MatMulNBitsQuantizer, symmetric,
     in blocks of 32.
     """
-    K, N = 4 * block_size, 24
-    graph = Graph(dtype)
-    x = graph.input("hidden_states", "batch_size", "sequence_length", K)
-    value = x
-    feed = _feed((2, 3, K), graph.float)
-    expected = feed.astype(np.float64)
-    for seed, (name, k, n) in enumerate(
-        [("/model/layers.0/attn/qkv_proj", K, N + K), ("/lm_head", N + K, 37)]
-    ):
-        k = k // block_size * block_size  # the builder writes whole blocks only
-        codes = quantised(
-            (n, k),
-            storage,
-            axis=-1,
-            block_size=block_size,
-            zero_points=zero_points,
-            dtype=graph.float,  # type: ignore[arg-type]
-            seed=seed,
-        )
-        if value is not x:
-            bounds = [graph.constant(f"c{i}", np.array([i])) for i in (0, k, 2)]
-            value = graph.add("Slice", [value, *bounds], name="/model/slice")
-        value = _genai_matmul(graph, f"{name}/MatMul", value, codes)
-        expected = expected[..., :k] @ codes.weight().T
-        if seed == 0:
-            bias = graph.constant(
-                "model.layers.0.attn.qkv_proj.Add.bias", _vector(n, graph.float)
-            )
-            value = graph.add("Add", [value, bias], name="/model/layers.0/attn/qkv_proj/Add")
-            expected = expected + _vector(n, graph.float)
-            value = graph.add("Tanh", [value], name="/model/tanh")
-            expected = np.tanh(expected)
-    value.name = "logits"
-    return Layout(graph.model(value), {"hidden_states": feed}, [expected], matmulnbits=2)
+    K = 4 * block
+    between = (K + 24) // block * block  # the builder writes whole blocks only
+    qkv, head = "/model/layers.0/attn/qkv_proj", "/lm_head"
+    weights = []
+    for name, shape in ((qkv, (K + 24, K)), (head, (37, between))):
+        prefix = f"{name[1:].replace('/', '.')}.MatMul.DequantizeLinear"
+        names = tuple(f"{prefix}.{part}" for part in ("qweight", "scales", "qzeros"))
+        weights.append(Quantized(shape, storage, -1, block, zero_points, names=names))
+    weights = [dataclasses.replace(w, scale_dtype=dtype) for w in weights]
 
+    def matmul(name: str, x: str, weight: str) -> str:
+        dq, turned = f"{name}/MatMul/DequantizeLinear", f"{name}/MatMul/Transpose"
+        through = _transpose(turned, f"{dq}/output_0", f"{turned}/output_0")
+        return f"""["{dq}"] "{dq}/output_0" = ${weight} {through}
+            ["{name}/MatMul"] "{name}/MatMul/output_0" = MatMul ({x}, "{turned}/output_0")"""
 
-def _genai_matmul(graph: Graph, name: str, x: ir.Value, codes: Codes) -> ir.Value:
-    dq = f"{name}/DequantizeLinear"
-    prefix = dq[1:].replace("/", ".")
-    names = [f"{prefix}.{part}" for part in ("qweight", "scales", "qzeros")]
-    attributes = {"axis": -1, "block_size": codes.block_size}
-    weight = graph.add(
-        "DequantizeLinear", graph.codes(codes, *names), attributes, dq, f"{dq}/output_0"
+    bias = "model.layers.0.attn.qkv_proj.Add.bias"
+    text = f"""{matmul(qkv, "x", "w")}
+        ["{qkv}/Add"] added = Add ("{qkv}/MatMul/output_0", "{bias}")
+        ["/model/tanh"] bounded = Tanh (added)
+        ["/model/slice"] sliced = Slice (bounded, first, last, axis)
+        {matmul(head, "sliced", "v")}"""
+    bounds = {"first": np.array([0]), "last": np.array([between]), "axis": np.array([2])}
+    constants = {bias: (K + 24,), **bounds}
+    outputs = (f"{head}/MatMul/output_0",)
+    return _case(
+        text, *weights, x=(2, 3, K), dtype=dtype, constants=constants, outputs=outputs
     )
-    transpose = f"{name}/Transpose"
-    weight = graph.add(
-        "Transpose", [weight], {"perm": [1, 0]}, transpose, f"{transpose}/output_0"
-    )
-    return graph.add("MatMul", [x, weight], {}, name, f"{name}/output_0")
 
 
 # Olive 0.13, MatMulNBitsToQDQ.
@@ -371,97 +94,60 @@ def olive(
     K: int = 64,
     N: int = 24,
     bits: int = 4,
-    block_size: int = 32,
     *,
     use_transpose_op: bool = False,
     use_signed_int: bool = False,
     add_zero_point: bool = False,
     asymmetric: bool = False,
     bias: bool = False,
-    dtype: ir.DataType = FLOAT,
-) -> Layout:
-    """What the pass makes of one MatMulNBits.
+    dtype: npt.DTypeLike = np.float32,
+) -> LayoutCase:
+    """What the pass makes of one MatMulNBits in blocks of 32.
 
     [K, N] and axis 0, or [N, K], axis 1 and a Transpose. One block of K or less becomes per
     channel: scales [N], the other axis, no block_size. Unsigned codes always have zero points
     (uniformly 2^(bits-1) when symmetric), signed ones when asymmetric or ``add_zero_point``.
     ``use_int4`` is ``use_signed_int`` for 4 bits only. 2 bits make it opset 25.
     """
-    graph = Graph(dtype)
-    storage = f"{'' if use_signed_int else 'u'}int{bits}"
-    zero_points = "none"
-    if asymmetric:
-        zero_points = "random"
-    elif not use_signed_int or add_zero_point:
-        zero_points = "middle"
-    per_channel = block_size >= K
-    k_axis = 1 if use_transpose_op else 0
-    codes = quantised(
-        (N, K) if use_transpose_op else (K, N),
-        storage,
-        axis=1 - k_axis if per_channel else k_axis,
-        block_size=block_size,
-        scales="channel" if per_channel else "blocks",
-        zero_points=zero_points,
-        dtype=graph.float,  # type: ignore[arg-type]
-    )
-    weight = codes.weight()
+    zero_points = "none" if use_signed_int and not add_zero_point else "default"
     base = "/model/layers.0/attn/q_proj"
     dq = f"{base}/DequantizeLinear"
-    attributes = {"axis": codes.axis}
-    if not per_channel:
-        attributes["block_size"] = block_size
-    names = [f"{dq}.{part}" for part in ("qweight", "scales", "qzeros")]
-    x = graph.input("x", "rows", K)
-    value = graph.add(
-        "DequantizeLinear", graph.codes(codes, *names), attributes, dq, f"{dq}/output_0"
+    axis = int(use_transpose_op)
+    w = Quantized(
+        (N, K) if use_transpose_op else (K, N),
+        f"{'' if use_signed_int else 'u'}int{bits}",
+        1 - axis if K <= 32 else axis,
+        32,
+        "random" if asymmetric else zero_points,
+        "channel" if K <= 32 else "blocks",
+        dtype,
+        names=(f"{dq}.qweight", f"{dq}.scales", f"{dq}.qzeros"),
     )
+    text, value = f'["{dq}"] "{dq}/output_0" = $w ', f"{dq}/output_0"
     if use_transpose_op:
-        name = f"{base}/Transpose"
-        value = graph.add("Transpose", [value], {"perm": [1, 0]}, name, f"{name}/output_0")
-        weight = weight.T
-    value = graph.add("MatMul", [x, value], {}, f"{base}/MatMul", f"{base}/MatMul/output_0")
-    feed = _feed((3, K), graph.float)
-    expected = feed.astype(np.float64) @ weight
+        text += _transpose(f"{base}/Transpose", value, f"{base}/Transpose/output_0")
+        value = f"{base}/Transpose/output_0"
+    text += f'["{base}/MatMul"] {"p" if bias else "y"} = MatMul (x, "{value}") '
+    constant = "model.layers.0.attn.q_proj.MatMul.bias"
     if bias:
-        constant = graph.constant(
-            "model.layers.0.attn.q_proj.MatMul.bias", _vector(N, graph.float)
-        )
-        value = graph.add("Add", [value, constant], {}, f"{base}/Add", f"{base}/Add/output_0")
-        expected = expected + _vector(N, graph.float)
-    value.name = "y"
-    return Layout(graph.model(value), {"x": feed}, [expected], matmulnbits=1)
+        text += f'["{base}/Add"] y = Add (p, "{constant}")'
+    constants = {constant: (N,)} if bias else {}
+    return _case(text, w, x=(3, K), dtype=dtype, constants=constants)
 
 
 # NVIDIA ModelOpt 0.47, modelopt.onnx.quantization.int4 (rtn_dq, awq_lite, awq_clip).
 
 
-def _modelopt_dequantize(graph: Graph, name: str, codes: Codes) -> ir.Value:
-    names = [f"{name}_i4", f"{name}_scale", f"{name}_zp"]
-    attributes = {"axis": codes.axis}
-    if codes.block_size:
-        attributes["block_size"] = codes.block_size
+def _modelopt_weight(name: str, w: Quantized, column_major: bool = False, key: str = "w"):
+    """The text that makes ``name``, and the weight under ModelOpt's names."""
     dq = f"{name}_DequantizeLinear"
-    return graph.add(
-        "DequantizeLinear", graph.codes(codes, *names), attributes, dq, f"{dq}_Output"
-    )
-
-
-def _modelopt_weight(
-    graph: Graph, name: str, codes: Codes, *, column_major: bool = False
-) -> tuple[ir.Value, npt.NDArray[np.float64]]:
-    value, weight = _modelopt_dequantize(graph, name, codes), codes.weight()
+    text = f'["{dq}"] "{dq}_Output" = ${key} '
+    value = f"{dq}_Output"
     if column_major:
-        dq = f"{name}_DequantizeLinear"
-        value = graph.add(
-            "Transpose",
-            [value],
-            {"perm": [1, 0]},
-            f"{dq}_transpose_back",
-            f"{dq}_transposed_back",
-        )
-        weight = weight.T
-    return value, weight
+        text += _transpose(f"{dq}_transpose_back", value, f"{dq}_transposed_back")
+        value = f"{dq}_transposed_back"
+    names = (f"{name}_i4", f"{name}_scale", f"{name}_zp")
+    return text, f'"{value}"', dataclasses.replace(w, names=names)
 
 
 def modelopt(
@@ -469,172 +155,111 @@ def modelopt(
     column_major: bool = False,
     zero_point: bool = False,
     pre_scale: bool = False,
-    dtype: ir.DataType = FLOAT,
+    dtype: npt.DTypeLike = np.float32,
     K: int = 64,
-    block_size: int = 16,
-) -> Layout:
+    block: int = 16,
+) -> LayoutCase:
     """MatMul -> Relu -> MatMul; int4, with ``use_zero_point`` uint4.
 
     [K, N] with axis 0, or with ``use_column_major`` [N, K], axis 1 and a Transpose. AWQ puts
     Mul(x, [1, K]) in front, one for every weight. K need be no multiple of the block.
     """
-    graph = Graph(dtype)
-    x = value = graph.input("x", "batch", "sequence", K)
-    feed = _feed((2, 3, K), graph.float)
-    expected = feed.astype(np.float64)
-    for name, k, n in (("fc1.weight", K, 48), ("fc2.weight", 48, 40)):
-        codes = quantised(
-            (n, k) if column_major else (k, n),
-            "uint4" if zero_point else "int4",
-            axis=1 if column_major else 0,
-            block_size=block_size,
-            zero_points="random" if zero_point else "none",
-            dtype=graph.float,  # type: ignore[arg-type]
-        )
-        weight, numbers = _modelopt_weight(graph, name, codes, column_major=column_major)
+    storage, zero_points = ("uint4", "random") if zero_point else ("int4", "none")
+    text, value, weights, constants = "", "x", [], {}
+    for name, k, n, key in (("fc1", K, 48, "w"), ("fc2", 48, 40, "v")):
+        shape = (n, k) if column_major else (k, n)
+        w = Quantized(shape, storage, int(column_major), block, zero_points, scale_dtype=dtype)
+        made, weight, w = _modelopt_weight(f"{name}.weight", w, column_major, key)
+        text += made
+        weights.append(w)
         if pre_scale:
-            scale = (np.abs(_vector(k)) + 0.5).astype(graph.float)[None]
-            constant = graph.constant(f"{name}_awq_scale", scale)
-            value = graph.add(
-                "Mul", [value, constant], {}, f"{name}_PQS", f"{name}_PQS_Tensor"
-            )
-            expected = expected * scale
-        value = graph.add("MatMul", [value, weight], {}, f"/{name[:3]}/MatMul")
-        expected = expected @ numbers
-        if n == 48:
-            value = graph.add("Relu", [value], {}, "/relu")
-            expected = np.maximum(expected, 0)
-    del x  # Unused
-    value.name = "y"
-    return Layout(graph.model(value), {"x": feed}, [expected], matmulnbits=2)
+            scale, scaled = f"{name}.weight_awq_scale", f"{name}.weight_PQS_Tensor"
+            text += f'["{name}.weight_PQS"] "{scaled}" = Mul ({value}, "{scale}") '
+            value, constants[scale] = f'"{scaled}"', (1, k)
+        output = "y" if name == "fc2" else f'"/{name}/MatMul_out"'
+        text += f'["/{name}/MatMul"] {output} = MatMul ({value}, {weight}) '
+        if name == "fc1":
+            text, value = text + f'["/relu"] hidden = Relu ({output}) ', "hidden"
+    return _case(text, *weights, x=(2, 3, K), dtype=dtype, constants=constants)
 
 
-def modelopt_per_channel(storage: str, *, zero_point: bool = False) -> Layout:
-    """``block_size=-1`` (int4) or a layer of ``layers_8bit`` (int8): [K, N], axis 1, [N]."""
-    graph = Graph()
-    x = graph.input("x", "rows", 64)
-    zero_points = "random" if zero_point else "none"
-    codes = quantised((64, 48), storage, axis=1, scales="channel", zero_points=zero_points)
-    weight, numbers = _modelopt_weight(graph, "fc.weight", codes)
-    y = graph.add("MatMul", [x, weight], {}, "/fc/MatMul", "y")
-    feed = _feed((3, 64))
-    return Layout(graph.model(y), {"x": feed}, [feed @ numbers], matmulnbits=1)
+def modelopt_per_channel(
+    storage: str, *, zero_point: bool = False, column_major: bool = False
+) -> LayoutCase:
+    """``block_size=-1`` (int4) or a layer of ``layers_8bit`` (int8): [K, N], axis 1, [N].
 
-
-def modelopt_column_major_8bit() -> Layout:
-    """A layer of ``layers_8bit`` with ``use_column_major``: the axis stays 1, which is K.
-
-    So it runs only where N == K, and then each input feature has a scale: no MatMulNBits.
+    With ``use_column_major`` the axis stays 1, which is K. So it runs only where N == K, and
+    then each input feature has a scale: no MatMulNBits.
     """
-    graph = Graph()
-    x = graph.input("x", "rows", 32)
-    codes = quantised((32, 32), "int8", axis=1, scales="channel")
-    weight, numbers = _modelopt_weight(graph, "fc.weight", codes, column_major=True)
-    y = graph.add("MatMul", [x, weight], {}, "/fc/MatMul", "y")
-    feed = _feed((3, 32))
-    left = {"fc.weight_DequantizeLinear": "a scale for each index of K"}
-    return Layout(graph.model(y), {"x": feed}, [feed @ numbers], left=left)
+    shape, zero_points = (
+        (32, 32) if column_major else (64, 48),
+        "random" if zero_point else "none",
+    )
+    w = Quantized(shape, storage, 1, 0, zero_points, "channel")
+    made, weight, w = _modelopt_weight("fc.weight", w, column_major)
+    more = left_alone(ACROSS) if column_major else {}
+    return _case(f'{made} ["/fc/MatMul"] y = MatMul (x, {weight})', w, x=(3, shape[0]), **more)
 
 
-def modelopt_gemm(*, column_major: bool = False, transposed: bool = False) -> Layout:
+def modelopt_gemm(
+    *, column_major: bool = False, transposed: bool = False, per_channel: bool = False
+) -> LayoutCase:
     """Gemm with a bias; blocks always run along the stored weight's first axis.
 
     That is K where transB is 0. Where transB is 1 it is N, so the blocks run across the output
     columns; column-major then stores [K, N] with axis 1, blocks along N too, and transB=0.
+    ``per_channel`` (``block_size=-1``) with transB=1: axis 1, a scale per input feature.
     """
     K, N = 40, 24
-    graph = Graph()
-    x = graph.input("x", "rows", K)
-    shape = (N, K) if transposed else (K, N)
-    if column_major:
-        shape = shape[::-1]
-    codes = quantised(shape, "int4", axis=1 if column_major else 0, block_size=16)
-    weight, numbers = _modelopt_weight(
-        graph, "gemm.weight", codes, column_major=column_major and not transposed
-    )
     # For transB=1 the column-major form drops the flag instead of adding a Transpose.
     flag = int(transposed and not column_major)
-    attributes = {"transB": flag} if transposed else {}
-    bias = graph.constant("gemm.bias", _vector(N))
-    y = graph.add("Gemm", [x, weight, bias], attributes, "/gemm/Gemm", "y")
-    feed = _feed((3, K))
-    expected = feed @ (numbers.T if flag else numbers) + _vector(N)
-    left = (
-        {"gemm.weight_DequantizeLinear": "a scale for each index of K"} if transposed else {}
-    )
-    matmulnbits = 0 if transposed else 1
-    return Layout(graph.model(y), {"x": feed}, [expected], matmulnbits, left=left)
+    shape = (N, K) if transposed != column_major else (K, N)
+    w = Quantized(shape, "int4", int(column_major), 16, "none")
+    if per_channel:
+        w = dataclasses.replace(w, axis=1, scaled="channel")
+    made, weight, w = _modelopt_weight("gemm.weight", w, column_major and not transposed)
+    attributes = f"<transB = {flag}>" if transposed else ""
+    text = f'{made} ["/gemm/Gemm"] y = Gemm {attributes} (x, {weight}, "gemm.bias")'
+    more = left_alone(ACROSS) if transposed else {}
+    return _case(text, w, x=(3, K), constants={"gemm.bias": (N,)}, **more)
 
 
-def modelopt_gemm_per_channel() -> Layout:
-    """Gemm(transB=1), ``block_size=-1``: [N, K], axis 1: a scale per input feature."""
-    K, N = 40, 24
-    graph = Graph()
-    x = graph.input("x", "rows", K)
-    codes = quantised((N, K), "int4", axis=1, scales="channel")
-    weight, numbers = _modelopt_weight(graph, "gemm.weight", codes)
-    bias = graph.constant("gemm.bias", _vector(N))
-    y = graph.add("Gemm", [x, weight, bias], {"transB": 1}, "/gemm/Gemm", "y")
-    feed = _feed((3, K))
-    left = {"gemm.weight_DequantizeLinear": "a scale for each index of K"}
-    return Layout(graph.model(y), {"x": feed}, [feed @ numbers.T + _vector(N)], left=left)
-
-
-def modelopt_gather(quantize_axis: int, *, zero_point: bool = False, rows: int = 20) -> Layout:
+def modelopt_gather(axis: int, *, zero_point: bool = False, rows: int = 20) -> LayoutCase:
     """``gather_quantize_axis`` 0 (along the vocabulary) or 1, ``gather_block_size=32``."""
-    graph = Graph()
-    ids = graph.input("input_ids", "batch", "sequence", dtype=ir.DataType.INT64)
-    codes = quantised(
-        (rows, 64),
-        "uint4" if zero_point else "int4",
-        axis=quantize_axis,
-        block_size=32,
-        zero_points="random" if zero_point else "none",
-    )
-    table = _modelopt_dequantize(graph, "model.embed_tokens.weight", codes)
-    y = graph.add("Gather", [table, ids], {}, "/model/embed_tokens/Gather", "y")
-    feed = np.array([[0, rows - 1, 3], [7, 7, rows // 2]])
-    expected = codes.weight()[feed]
-    return Layout(graph.model(y), {"input_ids": feed}, [expected], gathers=1)
+    storage, zero_points = ("uint4", "random") if zero_point else ("int4", "none")
+    w = Quantized((rows, 64), storage, axis, 32, zero_points)
+    made, table, w = _modelopt_weight("model.embed_tokens.weight", w)
+    text = f'{made} ["/model/embed_tokens/Gather"] y = Gather ({table}, input_ids)'
+    ids = {"input_ids": np.array([[0, rows - 1, 3], [7, 7, rows // 2]])}
+    return _case(text, w, x=None, inputs=ids, expect=FUSED_TABLE)
 
 
-def modelopt_tied(*, column_major: bool = False) -> Layout:
+def modelopt_tied(*, column_major: bool = False) -> LayoutCase:
     """A table that Gather reads as [V, H] and the head, Gemm(transB=1), as its transpose."""
-    V, H = 48, 64
-    graph = Graph()
-    ids = graph.input("input_ids", "rows", dtype=ir.DataType.INT64)
-    codes = quantised((V, H), "int4", axis=1, block_size=32)
-    table = _modelopt_dequantize(graph, "embed.weight", codes)
-    hidden = graph.add("Gather", [table, ids], {}, "/embed/Gather")
-    hidden = graph.add("Tanh", [hidden], {}, "/tanh")
+    w = Quantized((48, 64), "int4", 1, 32, "none")
+    made, table, w = _modelopt_weight("embed.weight", w)
+    head = f'["/head/Gemm"] y = Gemm <transB = 1> (hidden, {table})'
     if column_major:
-        head = graph.add("Transpose", [table], {"perm": [1, 0]}, "/head/Transpose")
-        y = graph.add("MatMul", [hidden, head], {}, "/head/MatMul", "logits")
-    else:
-        y = graph.add("Gemm", [hidden, table], {"transB": 1}, "/head/Gemm", "logits")
-    feed, numbers = np.array([0, 47, 13]), codes.weight()
-    expected = np.tanh(numbers[feed]) @ numbers.T
-    return Layout(graph.model(y), {"input_ids": feed}, [expected], matmulnbits=1, gathers=1)
+        head = _transpose("/head/Transpose", table.strip('"'), "turned")
+        head += '["/head/MatMul"] y = MatMul (hidden, turned)'
+    text = f"""{made} ["/embed/Gather"] embedded = Gather ({table}, input_ids)
+        ["/tanh"] hidden = Tanh (embedded) {head}"""
+    ids = {"input_ids": np.array([0, 47, 13])}
+    return _case(text, w, x=None, inputs=ids, expect={**FUSED_TABLE, "MatMulNBits": 1})
 
 
-def modelopt_quantize_in_graph() -> Layout:
+def modelopt_quantize_in_graph() -> LayoutCase:
     """Float weights through Quantize- and DequantizeLinear (``rtn``; AddQDQPairToWeight).
 
     int8 per tensor here, as ModelOpt's own two-dimensional scales have no block_size and fail.
     The codes are not stored, so nothing is there to fuse.
     """
-    graph = Graph()
-    x = graph.input("x", "rows", 64)
-    weight = graph.constant("w", _feed((64, 48)))
-    scale = graph.constant("w_scale", np.float32(0.03125).reshape(()))
-    zero_point = graph.constant("w_zp", np.zeros((), np.int8))
-    value = graph.add("QuantizeLinear", [weight, scale, zero_point], {}, "w_QuantizeLinear")
-    value = graph.add("DequantizeLinear", [value, scale, zero_point], {}, "w_DequantizeLinear")
-    y = graph.add("MatMul", [x, value], {}, "/fc/MatMul", "y")
-    codes = np.clip(np.rint(_feed((64, 48)) / np.float32(0.03125)), -128, 127)
-    feed = _feed((3, 64))
-    expected = feed.astype(np.float64) @ (codes * 0.03125)
-    return Layout(graph.model(y), {"x": feed}, [expected])
+    text = """["w_QuantizeLinear"] codes = QuantizeLinear (float_w, step, zero)
+        ["w_DequantizeLinear"] numbers = DequantizeLinear (codes, step, zero)
+        ["/fc/MatMul"] y = MatMul (x, numbers)"""
+    step = {"step": np.float32(0.03125), "zero": np.int8(0)}
+    constants = {"float_w": (64, 48), **step}
+    return LayoutCase("", text, {}, (3, 64), {}, constants=constants)
 
 
 # ModelOpt's torch export, and what onnxruntime's DQMatMulNBitsFusion was written for.
@@ -646,78 +271,55 @@ def three_dimensional(
     zero_points: str = "none",
     storage: str = "uint4",
     gemm: bool = False,
-    target: tuple[int, int] | None = None,
+    target: tuple[int, int] = (24, 96),
     constant_node: bool = False,
-) -> Layout:
+) -> LayoutCase:
     """DQ [N, blocks, block], scales [N, blocks, 1], axis 2 -> Reshape [N, K] -> Transpose.
 
     ``cast``: ``"before"`` or ``"after"`` the Transpose, from float16 scales to float32.
     ``target`` is the Reshape's shape ([N, -1] and [-1, K] occur), ``constant_node`` its form.
     """
-    N, blocks, block = 24, 3, 32
-    K = blocks * block
-    graph = Graph()
-    x = graph.input("x", "rows", K)
-    codes = quantised(
-        (N, blocks, block),
-        storage,
-        axis=2,
-        block_size=block,
-        zero_points=zero_points,
-        dtype=np.float32 if cast == "none" else np.float16,
-    )
+    scale = np.float32 if cast == "none" else np.float16
+    names = tuple(f"model.q_proj.{part}" for part in ("weight", "scale", "zero_point"))
+    w = Quantized((24, 3, 32), storage, 2, 32, zero_points, "blocks", scale, names=names)
     prefix = "/model/q_proj/weight_quantizer"
-    names = [f"model.q_proj.{part}" for part in ("weight", "scale", "zero_point")]
-    value = graph.add(
-        "DequantizeLinear",
-        graph.codes(codes, *names),
-        {"axis": 2, "block_size": block},
-        f"{prefix}/DequantizeLinear",
-    )
-    shape = np.array(target or (N, K), np.int64)
-    if constant_node:
-        tensor = ir.tensor(shape, name=f"{prefix}/Constant_output_0")
-        shaped = graph.add("Constant", [], {"value": tensor}, f"{prefix}/Constant")
-    else:
-        shaped = graph.constant(f"{prefix}/shape", shape)
-    value = graph.add("Reshape", [value, shaped], {}, f"{prefix}/Reshape")
-    to_float = {"to": FLOAT.value}
+    steps = [f'["{prefix}/Reshape"] {{}} = Reshape ({{}}, shape)']
     if cast == "before":
-        value = graph.add("Cast", [value], to_float, f"{prefix}/Cast")
-    value = graph.add("Transpose", [value], {"perm": [1, 0]}, "/model/q_proj/Transpose")
+        steps.append(f'["{prefix}/Cast"] {{}} = Cast <to = 1> ({{}})')
+    steps.append('["/model/q_proj/Transpose"] {} = Transpose <perm = [1, 0]> ({})')
     if cast == "after":
-        value = graph.add("Cast", [value], to_float, f"{prefix}/Cast")
-    feed = _feed((3, K))
-    expected = feed @ codes.weight().reshape(N, K).T
-    if gemm:
-        bias = graph.constant("model.q_proj.bias", _vector(N))
-        y = graph.add("Gemm", [x, value, bias], {}, "/model/q_proj/Gemm", "y")
-        expected = expected + _vector(N)
+        steps.append(f'["{prefix}/Cast"] {{}} = Cast <to = 1> ({{}})')
+    text, constants = f'["{prefix}/DequantizeLinear"] v0 = $w ', {}
+    if constant_node:
+        sizes = f"value = int64[2] {{{target[0]}, {target[1]}}}"
+        text = f'["{prefix}/Constant"] shape = Constant <{sizes}> () ' + text
     else:
-        y = graph.add("MatMul", [x, value], {}, "/model/q_proj/MatMul", "y")
-    return Layout(graph.model(y), {"x": feed}, [expected], matmulnbits=1)
+        constants["shape"] = np.int64(target)
+    for number, step in enumerate(steps):
+        text += step.format(f"v{number + 1}", f"v{number}") + " "
+    value = f"v{len(steps)}"
+    if gemm:
+        constants["model.q_proj.bias"] = (24,)
+        text += f'["/model/q_proj/Gemm"] y = Gemm (x, {value}, "model.q_proj.bias")'
+    else:
+        text += f'["/model/q_proj/MatMul"] y = MatMul (x, {value})'
+    return _case(text, w, x=(3, 96), constants=constants)
 
 
 # torch.onnx, optimum, neural-compressor: weights only, no quantised activation.
 
 
-def _torch_dequantize(graph: Graph, name: str, codes: Codes) -> ir.Value:
-    names = [f"{name}_quantized", f"{name}_scale", f"{name}_zero_point"]
-    attributes = {} if codes.scales.size == 1 else {"axis": codes.axis}
-    dq = f"{name}_DequantizeLinear"
-    return graph.add(
-        "DequantizeLinear", graph.codes(codes, *names), attributes, dq, f"{dq}_Output"
-    )
+def _torch_names(name: str) -> tuple[str, str, str]:
+    return (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
 
 
 def torch_linear(
     form: str,
     storage: str = "int8",
-    *,
     scales: str = "channel",
     zero_points: str = "zero",
     opset: int = 21,
-) -> Layout:
+) -> LayoutCase:
     """nn.Linear with a dequantised weight.
 
     ``form``: ``"gemm"`` Gemm(transB=1) on [N, K], channels on axis 0; ``"transpose"`` the same
@@ -725,174 +327,145 @@ def torch_linear(
     channels on axis 1, as the TorchScript exporter's constant folding leaves it.
     """
     K, N = 40, 24
-    graph = Graph()
-    x = graph.input("x", "rows", K)
     rows = form != "matmul"
-    codes = quantised(
-        (N, K) if rows else (K, N),
-        storage,
-        axis=0 if rows else 1,
-        scales=scales,
-        zero_points=zero_points,
+    axis = (0 if rows else 1) if scales == "channel" else None
+    names = _torch_names("fc.weight")
+    w = Quantized(
+        (N, K) if rows else (K, N), storage, axis, 0, zero_points, scales, names=names
     )
-    value = _torch_dequantize(graph, "fc.weight", codes)
-    bias = graph.constant("fc.bias", _vector(N))
+    attributes = "<alpha = 1.0, beta = 1.0, transB = 1>"
+    through = _transpose("/fc/Transpose", "W", "V") if form == "transpose" else ""
+    text = f"""["fc.weight_DequantizeLinear"] W = $w {through}
+        ["/fc/MatMul"] "/fc/MatMul_output_0" = MatMul (x, {"V" if through else "W"})
+        ["/fc/Add"] y = Add ("fc.bias", "/fc/MatMul_output_0")"""
     if form == "gemm":
-        attributes: dict[str, Any] = {"alpha": 1.0, "beta": 1.0, "transB": 1}
-        y = graph.add("Gemm", [x, value, bias], attributes, "/fc/Gemm", "y")
-    else:
-        if rows:
-            value = graph.add("Transpose", [value], {"perm": [1, 0]}, "/fc/Transpose")
-        value = graph.add("MatMul", [x, value], {}, "/fc/MatMul", "/fc/MatMul_output_0")
-        y = graph.add("Add", [bias, value], {}, "/fc/Add", "y")
-    feed = _feed((3, K))
-    expected = feed @ (codes.weight().T if rows else codes.weight()) + _vector(N)
-    return Layout(graph.model(y, opset=opset), {"x": feed}, [expected], matmulnbits=1)
+        text = f"""["fc.weight_DequantizeLinear"] W = $w
+            ["/fc/Gemm"] y = Gemm {attributes} (x, W, "fc.bias")"""
+    return _case(text, w, x=(3, K), constants={"fc.bias": (N,)}, opset=opset)
 
 
-def dequantized_bias(scale: str = "one") -> Layout:
+def dequantized_bias(scale: str = "one") -> LayoutCase:
     """Gemm whose bias is int32, as quantize_static writes it, on an activation in float.
 
     ``scale``: ``"one"`` ([1] with a zero point of rank 0) or ``"channel"`` (both [N]).
     """
     K, N = 40, 24
-    graph = Graph()
-    x = graph.input("x", "rows", K)
-    codes = quantised((N, K), "int4", axis=0, scales="channel", zero_points="zero")
-    weight = _torch_dequantize(graph, "fc.weight", codes)
-    numbers = np.arange(-N // 2, N - N // 2, dtype=np.int32) * 17
     channel = scale == "channel"
-    steps = (
-        np.linspace(0.001, 0.002, N).astype(np.float32) if channel else np.float32([0.0015])
+    w = Quantized((N, K), "int4", 0, 0, "zero", "channel", names=_torch_names("fc.weight"))
+    steps = np.linspace(0.001, 0.002, N) if channel else [0.0015]
+    bias = _torch_names("fc.bias")
+    arrays = (
+        np.arange(-N // 2, N - N // 2, dtype=np.int32) * 17,
+        np.float32(steps),
+        np.zeros(N if channel else (), np.int32),
     )
-    inputs: list[ir.Value | None] = [
-        graph.constant("fc.bias_quantized", numbers),
-        graph.constant("fc.bias_quantized_scale", steps),
-        graph.constant(
-            "fc.bias_quantized_zero_point", np.zeros(N if channel else (), np.int32)
-        ),
-    ]
-    attributes = {"axis": 0} if channel else {}
-    bias = graph.add(
-        "DequantizeLinear", inputs, attributes, "fc.bias_DequantizeLinear", "fc.bias"
-    )
-    y = graph.add("Gemm", [x, weight, bias], {"transB": 1}, "/fc/Gemm", "y")
-    feed = _feed((3, K))
-    expected = feed @ codes.weight().T + numbers * steps.astype(np.float64)
-    return Layout(graph.model(y), {"x": feed}, [expected], matmulnbits=1)
+    text = f"""["fc.weight_DequantizeLinear"] W = $w
+        ["fc.bias_DequantizeLinear"] "fc.bias" = DequantizeLinear
+            {"<axis = 0>" if channel else ""} ({quoted(bias)})
+        ["/fc/Gemm"] y = Gemm <transB = 1> (x, W, "fc.bias")"""
+    return _case(text, w, x=(3, K), constants=dict(zip(bias, arrays, strict=True)))
 
 
-def embedding(storage: str, scales: str = "channel", zero_points: str = "zero") -> Layout:
+def embedding(storage: str, scales: str, zero_points: str) -> LayoutCase:
     """DQ [V, H] -> Gather: a scale for every row, or one for all."""
-    V, H = 20, 64
-    graph = Graph()
-    ids = graph.input("input_ids", "rows", dtype=ir.DataType.INT64)
-    codes = quantised((V, H), storage, axis=0, scales=scales, zero_points=zero_points)
-    table = _torch_dequantize(graph, "embed.weight", codes)
-    y = graph.add("Gather", [table, ids], {"axis": 0}, "/embed/Gather", "y")
-    feed = np.array([0, 19, 4, 4])
-    expected = codes.weight()[feed]
-    return Layout(graph.model(y), {"input_ids": feed}, [expected], gathers=1)
+    names = _torch_names("embed.weight")
+    axis = 0 if scales == "channel" else None
+    w = Quantized((20, 64), storage, axis, 0, zero_points, scales, names=names)
+    text = """["embed.weight_DequantizeLinear"] W = $w
+        ["/embed/Gather"] y = Gather <axis = 0> (W, input_ids)"""
+    ids = {"input_ids": np.array([0, 19, 4, 4])}
+    return _case(text, w, x=None, inputs=ids, expect=FUSED_TABLE)
 
 
-def imported(proto: onnx.ModelProto, feeds: Arrays, matmulnbits: int, **fate: Any) -> Layout:
-    """A model that a real exporter wrote; its reference is onnxruntime without optimisers."""
-    return Layout(ir.from_proto(proto), feeds, run(proto, feeds), matmulnbits, **fate)
+Built = tuple[str, Callable[..., LayoutCase], dict[str, object]]
 
 
-def _grid() -> Iterator[tuple[str, Callable[[], Layout]]]:
-    def case(name: str, builder: Callable[..., Layout], *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-        return name, lambda: builder(*args, **kwargs)
+def _grid() -> Iterator[Built]:
+    half = {"dtype": np.float16}
+    for storage, points in product(("int4", "uint4"), ("none", "random", "default")):
+        given = {"storage": storage, "zero_points": points}
+        yield f"genai-{storage}-{points}", genai, given
+    yield "genai-float16", genai, half
+    yield "genai-float16-zp", genai, {"storage": "uint4", "zero_points": "random", **half}
+    yield "genai-block128", genai, {"block": 128}
 
-    for storage in ("int4", "uint4"):
-        for points in ("none", "random", "middle"):
-            yield case(f"genai-{storage}-{points}", genai, storage, points)
-    yield case("genai-float16", genai, dtype=FLOAT16)
-    yield case("genai-float16-zp", genai, "uint4", "random", FLOAT16)
-    yield case("genai-block128", genai, block_size=128)
-
-    for bits in (4, 8, 2):
-        for transposed in (False, True):
-            for signed in (False, True):
-                for points in ("symmetric", "asymmetric", "add"):
-                    options = {
-                        "use_transpose_op": transposed,
-                        "use_signed_int": signed,
-                        "asymmetric": points == "asymmetric",
-                        "add_zero_point": points == "add",
-                    }
-                    name = f"olive-{bits}-{'NK' if transposed else 'KN'}"
-                    name += f"-{'s' if signed else 'u'}-{points}"
-                    yield case(name, olive, bits=bits, **options)
-                    yield case(f"{name}-channel", olive, K=24, bits=bits, **options)
-            yield case(
-                f"olive-{bits}-{transposed}-ragged",
-                olive,
-                K=70,
-                N=33,
-                bits=bits,
-                use_transpose_op=transposed,
-                asymmetric=True,
+    points = {
+        "symmetric": {},
+        "asymmetric": {"asymmetric": True},
+        "add": {"add_zero_point": True},
+    }
+    for bits, transposed in product((4, 8, 2), (False, True)):
+        layout = {"bits": bits, "use_transpose_op": transposed}
+        for signed, (name, given) in product((False, True), points.items()):
+            given = {**layout, **given, "use_signed_int": signed}
+            name = (
+                f"olive-{bits}-{'NK' if transposed else 'KN'}-{'s' if signed else 'u'}-{name}"
             )
-    yield case("olive-bias", olive, bias=True)
-    yield case("olive-bias-channel", olive, K=32, bias=True, use_signed_int=True)
-    yield case("olive-float16", olive, dtype=FLOAT16, bias=True)
-    yield case("olive-float16-NK", olive, dtype=FLOAT16, use_transpose_op=True)
+            yield name, olive, given
+            yield f"{name}-channel", olive, {"K": 24, **given}
+        ragged = {"K": 70, "N": 33, "asymmetric": True}
+        yield f"olive-{bits}-{transposed}-ragged", olive, {**layout, **ragged}
+    yield "olive-bias", olive, {"bias": True}
+    yield "olive-bias-channel", olive, {"K": 32, "bias": True, "use_signed_int": True}
+    yield "olive-float16", olive, {"bias": True, **half}
+    yield "olive-float16-NK", olive, {"use_transpose_op": True, **half}
 
     for column in (False, True):
-        name = f"modelopt-{'NK' if column else 'KN'}"
-        yield case(name, modelopt, column_major=column)
-        yield case(f"{name}-ragged", modelopt, column_major=column, K=70)
-        yield case(f"{name}-awq", modelopt, column_major=column, pre_scale=True)
-        yield case(f"{name}-float16", modelopt, column_major=column, dtype=FLOAT16)
-        yield case(f"{name}-block128", modelopt, column_major=column, block_size=128)
-        yield case(f"{name}-gemm", modelopt_gemm, column_major=column)
-        yield case(f"{name}-gemm-transB", modelopt_gemm, column_major=column, transposed=True)
-        yield case(f"{name}-tied", modelopt_tied, column_major=column)
-    yield case("modelopt-awq-zp", modelopt, pre_scale=True, zero_point=True)
-    yield case("modelopt-channel-int4", modelopt_per_channel, "int4")
-    yield case("modelopt-channel-int8", modelopt_per_channel, "int8")
-    yield case("modelopt-channel-uint8-zp", modelopt_per_channel, "uint8", zero_point=True)
-    yield case("modelopt-column-major-8bit", modelopt_column_major_8bit)
-    yield case("modelopt-gemm-per-channel", modelopt_gemm_per_channel)
-    yield case("modelopt-quantize-in-graph", modelopt_quantize_in_graph)
+        name, layout = f"modelopt-{'NK' if column else 'KN'}", {"column_major": column}
+        yield name, modelopt, layout
+        yield f"{name}-ragged", modelopt, {"K": 70, **layout}
+        yield f"{name}-awq", modelopt, {"pre_scale": True, **layout}
+        yield f"{name}-float16", modelopt, {**half, **layout}
+        yield f"{name}-block128", modelopt, {"block": 128, **layout}
+        yield f"{name}-gemm", modelopt_gemm, layout
+        yield f"{name}-gemm-transB", modelopt_gemm, {"transposed": True, **layout}
+        yield f"{name}-tied", modelopt_tied, layout
+    yield "modelopt-awq-zp", modelopt, {"pre_scale": True, "zero_point": True}
+    yield "modelopt-channel-int4", modelopt_per_channel, {"storage": "int4"}
+    yield "modelopt-channel-int8", modelopt_per_channel, {"storage": "int8"}
+    given = {"storage": "uint8", "zero_point": True}
+    yield "modelopt-channel-uint8-zp", modelopt_per_channel, given
+    given = {"storage": "int8", "column_major": True}
+    yield "modelopt-column-major-8bit", modelopt_per_channel, given
+    given = {"transposed": True, "per_channel": True}
+    yield "modelopt-gemm-per-channel", modelopt_gemm, given
+    yield "modelopt-quantize-in-graph", modelopt_quantize_in_graph, {}
     for axis in (0, 1):
-        yield case(f"modelopt-gather{axis}", modelopt_gather, axis)
-        yield case(
-            f"modelopt-gather{axis}-zp", modelopt_gather, axis, zero_point=True, rows=70
-        )
+        yield f"modelopt-gather{axis}", modelopt_gather, {"axis": axis}
+        given = {"axis": axis, "zero_point": True, "rows": 70}
+        yield f"modelopt-gather{axis}-zp", modelopt_gather, given
 
-    for cast in ("none", "before", "after"):
-        for points in ("none", "random", "middle"):
-            yield case(f"3d-{cast}-{points}", three_dimensional, cast=cast, zero_points=points)
-    yield case("3d-int4", three_dimensional, storage="int4")
-    yield case("3d-gemm", three_dimensional, gemm=True, zero_points="random")
-    yield case("3d-minus-one", three_dimensional, target=(24, -1))
-    yield case("3d-minus-one-first", three_dimensional, target=(-1, 96))
-    yield case("3d-keep", three_dimensional, target=(0, -1))
-    yield case("3d-constant-node", three_dimensional, constant_node=True)
+    for cast, points in product(("none", "before", "after"), ("none", "random", "default")):
+        yield f"3d-{cast}-{points}", three_dimensional, {"cast": cast, "zero_points": points}
+    yield "3d-int4", three_dimensional, {"storage": "int4"}
+    yield "3d-gemm", three_dimensional, {"gemm": True, "zero_points": "random"}
+    yield "3d-minus-one", three_dimensional, {"target": (24, -1)}
+    yield "3d-minus-one-first", three_dimensional, {"target": (-1, 96)}
+    yield "3d-keep", three_dimensional, {"target": (0, -1)}
+    yield "3d-constant-node", three_dimensional, {"constant_node": True}
 
     for form in ("gemm", "transpose", "matmul"):
-        for storage in ("int8", "uint8", "int4", "uint4"):
-            for scales in ("channel", "scalar", "one"):
-                points = "zero" if storage.startswith("i") else "random"
-                yield case(
-                    f"torch-{form}-{storage}-{scales}",
-                    torch_linear,
-                    form,
-                    storage,
-                    scales=scales,
-                    zero_points=points,
-                )
-        yield case(f"torch-{form}-no-zp", torch_linear, form, zero_points="none")
-        yield case(f"torch-{form}-opset13", torch_linear, form, opset=13)
-    yield case("bias-one", dequantized_bias)
-    yield case("bias-channel", dequantized_bias, "channel")
+        for given in _scaled():
+            yield f"torch-{form}-{given['storage']}-{given['scales']}", torch_linear, {
+                "form": form, **given
+            }  # fmt: skip
+        yield f"torch-{form}-no-zp", torch_linear, {"form": form, "zero_points": "none"}
+        yield f"torch-{form}-opset13", torch_linear, {"form": form, "opset": 13}
+    yield "bias-one", dequantized_bias, {}
+    yield "bias-channel", dequantized_bias, {"scale": "channel"}
+    for given in _scaled():
+        yield f"embedding-{given['storage']}-{given['scales']}", embedding, given
 
-    for storage in ("int8", "uint8", "int4", "uint4"):
+
+def _scaled() -> Iterator[dict[str, str]]:
+    """Types, scales and the zero points that go with them."""
+    for storage, scales in product(
+        ("int8", "uint8", "int4", "uint4"), ("channel", "tensor", "tensor1")
+    ):
         points = "zero" if storage.startswith("i") else "random"
-        for scales in ("channel", "scalar", "one"):
-            yield case(f"embedding-{storage}-{scales}", embedding, storage, scales, points)
+        yield {"storage": storage, "scales": scales, "zero_points": points}
 
 
-LAYOUTS = dict(_grid())
+def exporter_cases() -> list[LayoutCase]:
+    """Return what every exporter writes, with every option."""
+    return [dataclasses.replace(build(**given), name=name) for name, build, given in _grid()]

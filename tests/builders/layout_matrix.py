@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from .dequantized_models import STORAGE
-from .text_models import FUNCTIONS, float64_outputs, text_model
+from .text_models import FUNCTIONS, float64_outputs, quoted, text_model
 
 EXACT = 1e-5  # float32 throughout
 HALF = 2e-3  # float16 somewhere
@@ -47,12 +47,13 @@ class Quantized:
         storage: Key of ``STORAGE``.
         axis: The attribute; None leaves it out, which stands for 1.
         block: Block size along ``axis``, for ``"blocks"``.
-        zero_points: ``"none"``, ``"random"``, ``"default"`` (all ``2**(bits-1)``, as unsigned)
-            or ``"one_other"`` (all but one of them).
+        zero_points: ``"none"``, ``"random"``, ``"zero"``, ``"default"`` (all ``2**(bits-1)``,
+            as unsigned) or ``"one_other"`` (all but one of them).
         scaled: ``"blocks"``, ``"channel"``, ``"tensor"`` (a scalar) or ``"tensor1"`` (shape
             [1]).
         scale_dtype: float32, float16 or bfloat16.
         output_dtype: The attribute; 0 leaves it out.
+        names: Of codes, scales and zero points; by default w, w_scale and w_zero_point.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +64,7 @@ class Quantized:
     scaled: str = "blocks"
     scale_dtype: npt.DTypeLike = np.float32
     output_dtype: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -85,9 +87,13 @@ class Quantized:
         given = {"axis": self.axis, "output_dtype": self.output_dtype or None}
         if self.scaled == "blocks":
             given["block_size"] = self.block
-        inputs = [name, scale or f"{name}_scale", f"{name}_zero_point"]
-        inputs = inputs[: 2 if self.zero_points == "none" else 3]
-        return f"DequantizeLinear {_attributes(**given)} ({', '.join(inputs)})"
+        inputs = list(self._names(name))
+        inputs[1] = scale or inputs[1]
+        return f"DequantizeLinear {_attributes(**given)} ({quoted(inputs)})"
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        names = self.names or (name, f"{name}_scale", f"{name}_zero_point")
+        return names[: 2 if self.zero_points == "none" else 3]
 
     def tensors(self, name: str, rng: np.random.Generator) -> list[onnx.TensorProto]:
         """Draw codes, scales and zero points; scales such that the weights are about 1."""
@@ -101,17 +107,17 @@ class Quantized:
         points = np.full(shape, middle)
         if self.zero_points == "random":
             points = np.asarray(rng.integers(low, low + (1 << bits), shape))
+        if self.zero_points == "zero":
+            points = np.zeros(shape, np.int64)
         if self.zero_points in ("random", "one_other") and (points == middle).all():
             points.flat[-1] = low
         offset = 0 if self.zero_points == "none" else points.flat[0]
         if codes.flat[0] == offset:  # a weight of nothing but 0 shows no error
             codes.flat[0] = low if offset != low else low + 1
         arrays = [codes.astype(numpy_dtype), scales, points.astype(numpy_dtype)]
-        names = [name, f"{name}_scale", f"{name}_zero_point"]
-        count = 2 if self.zero_points == "none" else 3
         return [
             numpy_helper.from_array(np.asarray(array), text)
-            for array, text in list(zip(arrays, names, strict=True))[:count]
+            for array, text in zip(arrays, self._names(name), strict=False)
         ]
 
 
@@ -216,12 +222,11 @@ class LayoutCase:
         ]
         write = lambda found: weights[found[1]].node(*found.groups())  # noqa: E731
         nodes, functions = (re.sub(MACRO, write, text) for text in (self.text, self.functions))
-        read = set(re.findall(r"\w+", nodes + functions))
         two_bit = any(spec.storage.endswith("int2") for spec in weights.values())
         opset = 25 if two_bit else self.opset
         proto = text_model(
             nodes,
-            [tensor for tensor in tensors if tensor.name in read],
+            [tensor for tensor in tensors if tensor.name in nodes + functions],
             inputs,
             self.outputs,
             functions=functions.replace("OPSET", str(opset)),
@@ -238,7 +243,7 @@ def _attributes(**given: object) -> str:
     return f"<{', '.join(pairs)}>" if pairs else ""
 
 
-def _left(refusal: str) -> dict[str, object]:
+def left_alone(refusal: str) -> dict[str, object]:
     """What a case that stays as it is has besides."""
     return {"expect": {}, "refusal": refusal}
 
@@ -308,7 +313,7 @@ def _row_1() -> Iterator[LayoutCase]:
     for storage in ("int4", "uint8", "uint2"):
         w = Q((32, 32), storage, 1, 16, "none")
         name = f"blocks_across_columns-{storage}"
-        yield Case(name, MATMUL, w, (3, 32), **_left("matmul"))
+        yield Case(name, MATMUL, w, (3, 32), **left_alone("matmul"))
 
 
 def _row_2() -> Iterator[LayoutCase]:
@@ -327,7 +332,9 @@ def _row_2() -> Iterator[LayoutCase]:
         yield Case(f"rank{len(lead) + 1}-{storage}", given, w, (*lead, 64))
     for storage in ("int4", "uint8"):
         w = Q((32, 32), storage, 0, 16, "none")
-        yield Case(f"blocks_across_columns-{storage}", given, w, (3, 32), **_left("matmul"))
+        yield Case(
+            f"blocks_across_columns-{storage}", given, w, (3, 32), **left_alone("matmul")
+        )
         keeps = given.replace("[1, 0]", "[0, 1]")
         w = Q((32, 32), storage, 0, 16)
         yield Case(f"perm_that_keeps-{storage}", keeps, w, (3, 32))
@@ -614,7 +621,7 @@ def _row_7() -> Iterator[LayoutCase]:
     for name, text, w in along_k:
         w = dataclasses.replace(w, scaled="channel")
         x = (3, 256 if name == "axis_minus_2" else 64)
-        yield Case(f"channels_along_k-{name}", text, w, x, **_left("matmul"))
+        yield Case(f"channels_along_k-{name}", text, w, x, **left_alone("matmul"))
 
 
 # Sharing, embeddings.
@@ -687,7 +694,7 @@ def _gather(
     text = f"W = $w  y = Gather {_attributes(axis=axis or None)} (W, ids)"
     if cast:
         text = text.replace("y =", "h =") + "  y = Cast <to = 1> (h)"
-    more |= {"expect": GATHERED} if fused else _left("gather")
+    more |= {"expect": GATHERED} if fused else left_alone("gather")
     return Case(name, text, w, None, inputs={"ids": np.asarray(indices)}, **more)
 
 
@@ -806,7 +813,7 @@ def _row_10() -> Iterator[LayoutCase]:
         node = w.node("w")
         text = "D = $w  W = Identity (D)  y = MatMul (x, W)"
         if where in parts:
-            read = re.sub(rf"\b{parts[where]}\b", "part", node)
+            read = node.replace(f'"{parts[where]}"', "part")
             text = f"part = Identity ({parts[where]})  W = {read}  y = MatMul (x, W)"
         # onnxruntime has no Identity kernel for less than 8 bits.
         runs = storage == "uint8" or where in ("scale", "output")
@@ -886,7 +893,7 @@ def _row_11() -> Iterator[LayoutCase]:
             f"through_transpose-{storage}", Q((64, 6), storage), (64, 3), _transposed(LEFT)
         )
         across = Q((32, 32), storage, 0, 16, "none")
-        yield case(f"blocks_across_rows-{storage}", across, (32, 3), **_left("matmul"))
+        yield case(f"blocks_across_rows-{storage}", across, (32, 3), **left_alone("matmul"))
         yield case(f"channel-{storage}", Q((6, 64), storage, 0, scaled="channel"), (64, 3))
         yield case(f"tensor-{storage}", Q((6, 64), storage, None, scaled="tensor"), (64, 3))
     for trans_a, trans_b in product((0, 1), (0, 1)):
@@ -919,7 +926,7 @@ def _row_12() -> Iterator[LayoutCase]:
         yield case(f"batched-transposed-{name}", w, x, through, expect=batched)
     w, one = (Q((size, 48, 6), axis=1, block=16) for size in (groups, 1))
     for rank, lead in enumerate(((2,), (1, 2), (2, groups, 2)), 2):
-        yield case(f"broadcast_rank{rank}", w, (*lead, 48), **_left("matmul"))
+        yield case(f"broadcast_rank{rank}", w, (*lead, 48), **left_alone("matmul"))
     yield case("one_group", one, (1, 2, 48))
     yield case("one_group-rank2", one, (2, 48))
     yield case("one_group-many_activations", one, (4, 2, 48))
@@ -934,7 +941,7 @@ def _row_12() -> Iterator[LayoutCase]:
     for name, n, axis in (("columns", 32, 2), ("groups", 6, 0)):
         w = Q((groups, 32, n), "uint4", axis, 16, "none")
         name = "batched-blocks_" + ("across_columns" if name == "columns" else "of_groups")
-        yield case(name, w, (groups, 2, 32), **_left("matmul"))
+        yield case(name, w, (groups, 2, 32), **left_alone("matmul"))
 
 
 # Corners.
@@ -979,7 +986,7 @@ def _row_15() -> Iterator[LayoutCase]:
         name = f"block{block}-k{k}-{storage}"
         yield Case(name, _written(form, MATMUL), w, (3, k), block_sizes=legal)
     for block, k in ((8, 32), (24, 48), (48, 96)):
-        left = _left(f"block_size {block}")
+        left = left_alone(f"block_size {block}")
         for storage in ("int4", "uint8", "uint2"):
             w = Q((k, 6), storage, 0, block)
             yield Case(f"block{block}-{storage}", MATMUL, w, (3, k), **left)
@@ -988,7 +995,7 @@ def _row_15() -> Iterator[LayoutCase]:
     for storage in ("int4", "uint8", "int2"):
         bfloat16 = ml_dtypes.bfloat16
         w = Q((64, 6), storage, zero_points="none", scale_dtype=bfloat16)
-        more = {**_left("bfloat16"), "dtype": bfloat16, "runs": False}
+        more = {**left_alone("bfloat16"), "dtype": bfloat16, "runs": False}
         yield Case(f"bfloat16-{storage}", MATMUL, w, (3, 64), **more)
     for storage, activation in product(("int4", "uint4", "int8", "int2"), ACTIVATIONS):
         case = _chain(storage, activation, stored_weights=4)

@@ -49,7 +49,7 @@ def text_model(
     header = (
         f'<ir_version: {13 if opset == 25 else 10}, opset_import: ["" : {opset}, {domains}]>'
     )
-    text = f"{header} graph () => ({', '.join(outputs)}) {{ {nodes} }} {functions}"
+    text = f"{header} graph () => ({quoted(outputs)}) {{ {nodes} }} {functions}"
     model = onnx.parser.parse_model(text)
     inputs = {"x": (T.FLOAT, ("rows", 64))} if inputs is None else inputs
     model.graph.input.extend(
@@ -65,6 +65,11 @@ def text_model(
     for entry in [e for e in model.opset_import if e.domain and e.domain not in used]:
         model.opset_import.remove(entry)
     return model
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names as they stand in the text, whatever signs they hold."""
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def graphs(model: onnx.ModelProto) -> Iterator[Nodes]:
