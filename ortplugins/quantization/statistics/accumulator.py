@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = ["ActivationStatistics", "StatisticsAccumulator", "accumulator_bytes", "pooled"]
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class StatisticsAccumulator:
             k: Size of its last axis.
             gram: Whether to collect the Gram matrix, which takes most of time and memory.
             max_tokens: Tokens to keep, at most.
-            gram_stride: Of the tokens, one in so many counts for the Gram matrix.
+            gram_stride: Of each so many tokens a random one counts for the Gram matrix.
             seed: Activations of one seed keep the tokens of the same positions, as long as
                 they have equally many.
         """
@@ -91,6 +92,8 @@ class StatisticsAccumulator:
         self._waiting: Floats = np.empty((_GRAM_TOKENS if gram else 0, k), np.float32)
         self._waiting_tokens = 0
         self._gram_stride, self._gram_count = gram_stride, 0
+        self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
+        self._picks = np.random.default_rng(seed)
 
     def update(self, x: npt.NDArray[Any]) -> None:
         """Take in tokens; the array is not kept.
@@ -178,9 +181,13 @@ class StatisticsAccumulator:
 
     def _add_products(self, rows: Floats) -> None:
         assert self._gram is not None
-        rows = np.ascontiguousarray(
-            rows[-self._count % self._gram_stride :: self._gram_stride]
-        )
+        if self._gram_stride > 1:
+            # Every s-th would be the first of each text where s divides their length.
+            picked = []
+            while self._pick < self._count + len(rows):
+                picked.append(self._pick - self._count)
+                self._pick = next(self._windows) + int(self._picks.integers(self._gram_stride))
+            rows = rows[picked]
         self._gram_count += len(rows)
         if self._waiting_tokens + len(rows) > _GRAM_TOKENS:
             self._flush(self._gram)
@@ -208,46 +215,28 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
     """Return the statistics of all tokens together, for a weight that has several inputs.
 
     Args:
-        statistics: One or more, of one K.
+        statistics: One or more, of one K, all of them with a Gram matrix or none.
 
     Returns:
         The means weighted by token counts; as many tokens as the longest sample has, taken
         from each in proportion to its count and evenly spread over it.
-
-    Raises:
-        ValueError: If there are none, they differ in K, or only some have a Gram matrix.
     """
-    if not statistics:
-        raise ValueError("there are no statistics to pool")
     if len(statistics) == 1:
         return statistics[0]
-    sizes = sorted({item.mean_abs.size for item in statistics})
-    if len(sizes) > 1:
-        raise ValueError(f"statistics of different K cannot be pooled: {sizes}")
-    grams = [item.gram for item in statistics if item.gram is not None]
-    if len(grams) not in (0, len(statistics)):
-        raise ValueError(
-            "some statistics have a Gram matrix, others none: collect all or none"
-        )
     count = sum(item.count for item in statistics)
     shares = [item.count / count for item in statistics]
     mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
     gram: Floats | None = None
-    for share, matrix in zip(shares, grams, strict=bool(grams)):
-        part = matrix * np.float32(share)
-        gram = part if gram is None else np.add(gram, part, out=gram)
+    for share, item in zip(shares, statistics, strict=True):
+        if item.gram is not None:
+            part = item.gram * np.float32(share)
+            gram = part if gram is None else np.add(gram, part, out=gram)
     room = max(len(item.tokens) for item in statistics)
-    tokens = [
-        _spread(item.tokens, max(1, round(room * share)))
-        for share, item in zip(shares, statistics, strict=True)
-    ]
+    tokens = []
+    for share, item in zip(shares, statistics, strict=True):
+        kept = len(item.tokens)
+        count_here = min(kept, max(1, round(room * share)))
+        tokens.append(item.tokens[np.arange(count_here) * kept // count_here])
     return ActivationStatistics(
         count, mean_abs.astype(np.float32), np.concatenate(tokens)[:room], gram
     )
-
-
-def _spread(tokens: Floats, count: int) -> Floats:
-    """Return ``count`` rows, or all if there are fewer, evenly spread."""
-    if count >= len(tokens):
-        return tokens
-    return tokens[(np.arange(count) * len(tokens)) // count]
