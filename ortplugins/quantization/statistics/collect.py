@@ -15,14 +15,14 @@ onnxruntime's inference builds: issue 16013.)
 
 from __future__ import annotations
 
-__all__ = ["ActivationRequest", "collect", "detach_tensors"]
+__all__ = ["ActivationRequest", "collect", "detach_tensors", "open_detached"]
 
 import concurrent.futures
 import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
     accumulator_bytes,
 )
+from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.kept import KeptSamples, feed_bytes
 from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import Feed
@@ -56,8 +57,8 @@ class ActivationRequest:
         gram: Whether the Gram matrix is wanted.
         max_tokens: Tokens to keep, at most; all of them where they are fewer than half of K
             and so take less room than the Gram matrix, which is then left out.
-        gram_tokens: About how many tokens the Gram matrix is made of, evenly spread; None for
-            all.
+        gram_tokens: About how many tokens the Gram matrix is made of, picked at random; None
+            for all.
         group: Activations of one group land in the same batch; None is a group by itself.
     """
 
@@ -67,6 +68,11 @@ class ActivationRequest:
     max_tokens: int = 128
     gram_tokens: int | None = None
     group: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its accumulator."""
+        return accumulator_bytes(self.k, gram=self.gram, max_tokens=self.max_tokens)
 
 
 def collect(
@@ -108,31 +114,6 @@ def collect(
             f"max_calibration_memory is {max_calibration_memory}: 1 byte or more is needed"
         )
     order = _graph_order(model, requests)
-    # How BLAS shares a sum out among threads changes its last bits; activations are shared out
-    # instead.
-    with threadpoolctl.threadpool_limits(1, user_api="blas"):
-        yield from _collect(
-            model,
-            requests,
-            order,
-            samples,
-            scratch,
-            max_calibration_memory,
-            providers,
-            progress,
-        )
-
-
-def _collect(
-    model: ir.Model,
-    requests: Sequence[ActivationRequest],
-    order: Mapping[str, int],
-    samples: KeptSamples,
-    scratch: Path,
-    max_calibration_memory: int,
-    providers: Sequence[Any],
-    progress: Progress | None,
-) -> Iterator[dict[str, ActivationStatistics]]:
     if not samples.rewinds:
         # They are kept anyway. Bad ones show before hours of work, and the largest one is
         # known before memory is planned by it.
@@ -141,64 +122,67 @@ def _collect(
         for _ in samples:
             pass  # how many there are decides what is kept of each
     probe = samples.largest()
-    sessions = _Sessions(model, scratch, providers)
-    shapes = sessions.activation_shapes(requests, probe)
-    sizes = sessions.fetched_bytes(shapes)
-    tokens = {
-        name: math.prod(shape[:-1]) * (samples.count or 0) for name, shape in shapes.items()
-    }
+    parts = _Parts(model, scratch, providers)
+    shapes = parts.activation_shapes(requests, probe)
+    # Inputs are there anyway.
+    inputs = {value.name for value in model.graph.inputs}
+    sizes = {n: 0 if n in inputs else math.prod(shape) * 4 for n, shape in shapes.items()}
+    tokens = {n: math.prod(shape[:-1]) * (samples.count or 0) for n, shape in shapes.items()}
     requests = _without_needless_grams(requests, tokens)
     batches = _batches(requests, order, sizes, max_calibration_memory)
     done = 0
     for number, batch in enumerate(batches, 1):
-        session = sessions.open([request.name for request in batch])
-        accumulators = {
-            request.name: StatisticsAccumulator(
-                request.name,
-                request.k,
-                gram=request.gram,
-                max_tokens=request.max_tokens,
-                gram_stride=_stride(request, tokens[request.name]),
-            )
-            for request in batch
-        }
-        room = max_calibration_memory - sum(map(_accumulator_bytes, batch))
-        for index, feed in enumerate(samples):
-            if progress is not None:
-                total = (samples.count or 0) * len(batches)
-                progress(done, total, f"calibration, pass {number} of {len(batches)}")
-            done += 1
-            counted = counted_tokens(model.graph.inputs, feed)
-            growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
-            for names in _runs(batch, sizes, room / growth):
-                arrays = session.run(names, feed, index)
-                _update_all(accumulators, without_padding(arrays, counted), index)
-        # Nothing here may hold what the caller frees, nor memory while the caller works.
-        del session
+        # How BLAS shares a sum out among threads changes its last bits; activations are shared
+        # out instead.
+        with threadpoolctl.threadpool_limits(1, user_api="blas"):
+            fetch = parts.open([request.name for request in batch])
+            accumulators = {
+                request.name: StatisticsAccumulator(
+                    request.name,
+                    request.k,
+                    gram=request.gram,
+                    max_tokens=request.max_tokens,
+                    gram_stride=max(1, round(tokens[request.name] / request.gram_tokens))
+                    if request.gram_tokens is not None
+                    else 1,
+                )
+                for request in batch
+            }
+            room = max_calibration_memory - sum(request.nbytes for request in batch)
+            for index, feed in enumerate(samples):
+                if progress is not None:
+                    total = (samples.count or 0) * len(batches)
+                    progress(done, total, f"calibration, pass {number} of {len(batches)}")
+                done += 1
+                counted = counted_tokens(model.graph.inputs, feed)
+                growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
+                for names in _runs(batch, sizes, room / growth):
+                    arrays = fetch(names, feed, f"sample {index}")
+                    _update_all(accumulators, _without_padding(arrays, counted), index)
+            # Nothing here may hold what the caller frees, nor memory while the caller works.
+            del fetch
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
 
 
 def _graph_order(model: ir.Model, requests: Sequence[ActivationRequest]) -> dict[str, int]:
     """Return where in the graph each requested activation is made."""
-    names = [request.name for request in requests]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"activation {name!r} is requested twice")
-    places: dict[str, int] = {
-        value.name: -1
-        for value in model.graph.inputs
-        if value.name and value.name not in model.graph.initializers
+    places = {
+        name: place
+        for place, name in enumerate(_values(model))
+        if name and name not in model.graph.initializers
     }
-    for index, node in enumerate(model.graph):
-        places.update((value.name, index) for value in node.outputs if value.name)
-    for name in names:
+    order: dict[str, int] = {}
+    for name in (request.name for request in requests):
+        if name in order:
+            raise ValueError(f"activation {name!r} is requested twice")
         if name not in places:
             kind = "an initializer" if name in model.graph.initializers else "not there"
             raise CalibrationError(
                 f"activation {name!r} is {kind}: outputs of nodes of the main graph and graph "
                 "inputs can be collected"
             )
-    return {name: places[name] for name in names}
+        order[name] = places[name]
+    return order
 
 
 def _without_needless_grams(
@@ -212,15 +196,6 @@ def _without_needless_grams(
         else r
         for r in requests
     ]
-
-
-def _stride(request: ActivationRequest, tokens: int) -> int:
-    """Of the tokens, one in so many counts for the Gram matrix."""
-    return 1 if request.gram_tokens is None else max(1, round(tokens / request.gram_tokens))
-
-
-def _accumulator_bytes(request: ActivationRequest) -> int:
-    return accumulator_bytes(request.k, gram=request.gram, max_tokens=request.max_tokens)
 
 
 def _batches(
@@ -237,26 +212,23 @@ def _batches(
     batches: list[list[ActivationRequest]] = []
     left = 0
     for group in groups.values():
-        need = sum(_accumulator_bytes(request) + sizes[request.name] for request in group)
+        need = sum(request.nbytes + sizes[request.name] for request in group)
         if need > budget:
-            _warn_of_excess(group, need, budget)
+            names = ", ".join(repr(request.name) for request in group[:3])
+            names += ", ..." if len(group) > 3 else ""
+            warnings.warn(
+                f"calibrating {names} takes {need / 2**20:.0f} MiB, more than "
+                f"max_calibration_memory ({budget / 2**20:.0f} MiB); use shorter samples to "
+                "stay below it",
+                OrtpluginsWarning,
+                stacklevel=3,
+            )
         if need > left or not batches:
             batches.append([])
             left = budget
         batches[-1] += group
         left -= need
     return batches
-
-
-def _warn_of_excess(group: Sequence[ActivationRequest], need: int, budget: int) -> None:
-    names = ", ".join(repr(request.name) for request in group[:3])
-    names += ", ..." if len(group) > 3 else ""
-    warnings.warn(
-        f"calibrating {names} takes {need / 2**20:.0f} MiB, more than max_calibration_memory "
-        f"({budget / 2**20:.0f} MiB); use shorter samples to stay below it",
-        OrtpluginsWarning,
-        stacklevel=4,
-    )
 
 
 def _runs(
@@ -278,16 +250,10 @@ def _runs(
     yield names
 
 
-def without_padding(
+def _without_padding(
     arrays: Iterable[tuple[str, npt.NDArray[Any]]], counted: npt.NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Leave the rows of padding out of activations, so that they never count in statistics.
-
-    Args:
-        arrays: Activations by name, ``[batch, sequence, ..., K]`` or ``[batch * sequence,
-            K]``; others, which hold no row for each token, are taken as they are.
-        counted: Which tokens count, ``[batch, sequence]``; None for all.
-    """
+    """Leave the rows of padding out of activations; those without a row per token stay."""
     for name, array in arrays:
         if counted is not None and array.ndim > 2 and array.shape[:2] == counted.shape:
             array = array[counted]
@@ -304,21 +270,18 @@ def _update_all(
 ) -> None:
     """Take in what a run fetched; each activation in one thread, or sums would vary."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        updates = [
-            pool.submit(_update, accumulators[name], array, index) for name, array in arrays
-        ]
-        for update in updates:
+        updates = [pool.submit(accumulators[name].update, array) for name, array in arrays]
+    for update in updates:
+        try:
             update.result()
+        except CalibrationError as error:
+            raise CalibrationError(f"sample {index}: {error}") from None
 
 
-def _update(accumulator: StatisticsAccumulator, array: npt.NDArray[Any], index: int) -> None:
-    try:
-        accumulator.update(array)
-    except CalibrationError as error:
-        raise CalibrationError(f"sample {index}: {error}") from None
+Fetch = Callable[[Sequence[str], Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]
 
 
-class _Sessions:
+class _Parts:
     """Opens calibration sessions on parts of a model."""
 
     def __init__(self, model: ir.Model, scratch: Path, providers: Sequence[Any]) -> None:
@@ -326,8 +289,8 @@ class _Sessions:
         self._folder = detach_tensors(self._model, scratch)
         self._providers = providers
 
-    def open(self, names: Sequence[str]) -> _Session:
-        """Open a session that computes the activations and nothing beyond them."""
+    def open(self, names: Sequence[str]) -> Fetch:
+        """Return what runs a sample and yields activations; each is let go afterwards."""
         model = self._model.clone()
         values = _values(model)
         outputs: dict[str, ir.Value] = {}
@@ -339,7 +302,7 @@ class _Sessions:
                 # onnxruntime has no numpy arrays of these.
                 value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
             outputs[name] = value
-        return _Session(self._cut(model, list(outputs.values())), outputs)
+        return self._cut(model, outputs)
 
     def activation_shapes(
         self, requests: Sequence[ActivationRequest], feed: Feed
@@ -356,79 +319,46 @@ class _Sessions:
         shapes = {
             item.name: _appended(model, "Shape", values[item.name], {}) for item in requests
         }
-        session = _Session(self._cut(model, list(shapes.values()), runs_often=False), shapes)
-        found = session.fetch(list(shapes), feed, "the largest sample")
-        result = {}
-        for item, shape in zip(requests, found, strict=True):
-            if not shape.size or shape[-1] != item.k:
+        fetch = self._cut(model, shapes, runs_often=False)
+        found = dict(fetch(list(shapes), feed, "the largest sample"))
+        for item in requests:
+            shape = found[item.name].tolist()
+            if not shape or shape[-1] != item.k:
                 raise CalibrationError(
-                    f"activation {item.name!r} has shape {shape.tolist()}: its last axis "
-                    f"should be K = {item.k}"
+                    f"activation {item.name!r} has shape {shape}: its last axis should be K = "
+                    f"{item.k}"
                 )
-            result[item.name] = tuple(map(int, shape))
-        return result
-
-    def fetched_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the bytes that a run fetches for each; inputs are there anyway."""
-        values = _values(self._model)
-        return {
-            name: 0 if values[name].is_graph_input() else math.prod(shape) * 4
-            for name, shape in shapes.items()
-        }
+        return {name: tuple(shape.tolist()) for name, shape in found.items()}
 
     def _cut(
-        self, model: ir.Model, outputs: Sequence[ir.Value], *, runs_often: bool = True
-    ) -> onnxruntime.InferenceSession | None:
-        """Open a session whose only outputs are these; None where there are none."""
-        if not outputs:
-            return None
-        model.graph.outputs.clear()
-        model.graph.outputs.extend(outputs)
-        onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
-        return _open_session(model, self._folder, self._providers, runs_often=runs_often)
+        self, model: ir.Model, outputs: Mapping[str, ir.Value], *, runs_often: bool = True
+    ) -> Fetch:
+        """Open a session whose only outputs are these; what else is fetched are inputs."""
+        session = None
+        if outputs:
+            model.graph.outputs.clear()
+            model.graph.outputs.extend(outputs.values())
+            onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+            session = _open_session(model, self._folder, self._providers, runs_often)
 
+        def fetch(
+            names: Sequence[str], feed: Feed, what: str
+        ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+            # onnxruntime's own buffers. (IOBinding would save no copy, and took the same time
+            # and memory.)
+            made = [outputs[name].name for name in names if name in outputs]
+            arrays = []
+            if session is not None and made:
+                try:
+                    arrays = session.run(made, feed)[::-1]
+                except Exception as error:  # onnxruntime's own classes, none is documented
+                    raise CalibrationError(
+                        f"{what}: onnxruntime failed to run the model on it: {error}"
+                    ) from error
+            for name in names:
+                yield name, arrays.pop() if name in outputs else feed[name]
 
-class _Session:
-    """Fetches activations by name."""
-
-    def __init__(
-        self, session: onnxruntime.InferenceSession | None, outputs: Mapping[str, ir.Value]
-    ) -> None:
-        self._session = session
-        self._outputs = {name: value.name for name, value in outputs.items()}
-
-    def run(
-        self, names: Sequence[str], feed: Feed, index: int
-    ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """Yield activations of sample number ``index``; each is let go after it is yielded."""
-        arrays = self.fetch(
-            [name for name in names if name in self._outputs], feed, f"sample {index}"
-        )
-        arrays.reverse()
-        for name in names:
-            if name in self._outputs:
-                yield name, arrays.pop()
-            else:
-                yield name, feed[name]
-
-    def fetch(self, names: Sequence[str], feed: Feed, what: str) -> list[npt.NDArray[Any]]:
-        """Run the model and return outputs, onnxruntime's own buffers.
-
-        (IOBinding would save no copy, and took the same time and memory.)
-
-        Raises:
-            CalibrationError: If onnxruntime fails, chained.
-        """
-        if self._session is None or not names:
-            return []
-        try:
-            outputs = [self._outputs[name] for name in names]
-            arrays: list[npt.NDArray[Any]] = self._session.run(outputs, feed)
-        except Exception as error:  # onnxruntime's own classes, none of which is documented
-            raise CalibrationError(
-                f"{what}: onnxruntime failed to run the model on it: {error}"
-            ) from error
-        return arrays
+        return fetch
 
 
 def _values(model: ir.Model) -> dict[str, ir.Value]:
@@ -504,7 +434,7 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
 
 
 def _open_session(
-    model: ir.Model, folder: Path, providers: Sequence[Any], *, runs_often: bool
+    model: ir.Model, folder: Path, providers: Sequence[Any], runs_often: bool
 ) -> onnxruntime.InferenceSession:
     """Open a session that keeps the weights in their files.
 
@@ -519,28 +449,36 @@ def _open_session(
       matrices, on a busy machine, 11 to 15 s instead of 20 for 4 samples.
     - The arena is on: runs without take 60 MB more, as malloc gives less back.
     """
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
+    options = stock_options()
     # Planning which buffers to use again is quadratic in nodes of unknown shapes, 0.65 s for
     # SmolLM2. Without it a session opens in a tenth of the time, but each run takes a tenth
     # longer.
     options.enable_mem_reuse = runs_often
-    for key, text in (
-        ("session.disable_prepacking", "1"),
-        ("session.intra_op.allow_spinning", "0"),
-        ("session.model_external_initializers_file_folder_path", str(folder)),
-    ):
-        options.add_session_config_entry(key, text)
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return open_detached(model, folder, options, providers)
+
+
+def open_detached(
+    model: ir.Model,
+    folder: Path,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[Any],
+) -> onnxruntime.InferenceSession:
+    """Open a session on a graph that :func:`detach_tensors` left; its threads do not spin.
+
+    Raises:
+        CalibrationError: If onnxruntime refuses the model, chained.
+    """
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(folder)
+    )
     content = ir.to_proto(model).SerializeToString()
     try:
         return onnxruntime.InferenceSession(
-            content,
-            options,
-            providers=list(providers),
-            enable_fallback=0,
+            content, options, providers=list(providers), enable_fallback=0
         )
-    except Exception as error:  # as in _Session.fetch
+    except Exception as error:  # onnxruntime's own classes, none is documented
         raise CalibrationError(
             f"onnxruntime refuses the model for calibration: {error}"
         ) from error
