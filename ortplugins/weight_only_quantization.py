@@ -77,7 +77,7 @@ class WeightOnlyQuantization(Pass):
         settings = QuantizeSettings(
             form=BlockFormat(self.bits, self.block_size, self.is_symmetric),
             nodes_to_exclude=[pattern for pattern in patterns if pattern],
-            codes_k_last=True,
+            quant_format="QDQ_transposed",
         )
         plan = plan_weights(model, settings)
         # The codes lie in files until the model is saved; they go when the model does.

@@ -142,14 +142,12 @@ def damped_loss(errors, x, relative=1.0):
     return np.square(y).mean(axis=0) + relative * (energy @ np.square(errors))
 
 
-@pytest.mark.parametrize("use_gram", [True, False])
 @pytest.mark.parametrize("tokens", [9, 200])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens, use_gram):
+def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
     (weight, _), _, x, gram = problem(tokens=tokens)
     ratios = (1.0, 0.8, 0.6, 0.9)
-    statistics = (None, gram) if use_gram else (x, None)
-    done = search_clip(weight, *statistics, form, ratios=ratios, visits=20)
+    done = search_clip(weight, gram, form, ratios=ratios, visits=20)
     size, blocks = form.size_along(52), form.blocks(52)
     assert done.dtype == np.float32 and done.shape == (blocks, 12)
     assert set(np.unique(done)) <= set(np.array(ratios, np.float32))
@@ -172,22 +170,21 @@ def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens, use_gram):
 def test_clip_of_any_shape_is_never_worse_than_nearest(k, n, size, tokens):
     (weight,), _, x, gram = problem(k, (n,), tokens)
     for form in (BlockFormat(4, size), BlockFormat(2, size, False)):
-        for one in ((x, None), (None, gram)):
-            for visits in (1, 2):
-                ratios = search_clip(weight, *one, form, visits=visits)
-                losses = [
-                    damped_loss(
-                        dequantize_blocks(*quantize_blocks(weight, form, r), form) - weight, x
-                    )
-                    for r in (None, ratios)
-                ]
-                assert (losses[1] <= losses[0] * (1 + 1e-4) + 1e-9).all()
+        for visits in (1, 2):
+            ratios = search_clip(weight, gram, form, visits=visits)
+            losses = [
+                damped_loss(
+                    dequantize_blocks(*quantize_blocks(weight, form, r), form) - weight, x
+                )
+                for r in (None, ratios)
+            ]
+            assert (losses[1] <= losses[0] * (1 + 1e-4) + 1e-9).all()
 
 
 def test_clip_without_ratios_or_energy_is_one():
-    (weight, _), _, x, gram = problem()
-    assert (search_clip(weight, x, None, ratios=()) == 1).all()
-    assert (search_clip(weight, None, gram * 0) == 1).all()
+    (weight, _), _, _, gram = problem()
+    assert (search_clip(weight, gram, ratios=()) == 1).all()
+    assert (search_clip(weight, gram * 0) == 1).all()
 
 
 def test_same_bits_in_any_number_of_threads():
@@ -195,7 +192,7 @@ def test_same_bits_in_any_number_of_threads():
 
     def work(_):
         choice = search_scales(weights, mean_abs, x, gram)
-        return choice.scales.tobytes(), search_clip(weights[0], x, gram).tobytes()
+        return choice.scales.tobytes(), search_clip(weights[0], gram).tobytes()
 
     expected = work(0)
     with ThreadPoolExecutor(4) as pool:
@@ -207,7 +204,7 @@ def test_memory_layout_does_not_matter():
     fortran = [np.asfortranarray(w) for w in weights]
     one, two = (search_scales(w, mean_abs, x, gram) for w in (weights, fortran))
     assert np.array_equal(one.scales, two.scales) and one.loss == two.loss
-    assert np.array_equal(search_clip(weights[0], x, gram), search_clip(fortran[0], x, gram))
+    assert np.array_equal(search_clip(weights[0], gram), search_clip(fortran[0], gram))
 
 
 def test_refusals():
@@ -224,10 +221,9 @@ def test_refusals():
         with pytest.raises(QuantizationError, match=message), np.errstate(invalid="ignore"):
             search_scales(*arguments)
     for arguments, message in (
-        ((weights[0][0], x, gram), r"\[K, N\] is expected"),
-        ((weights[0], None, None), "neither tokens nor"),
-        ((weights[0], None, gram[:5]), "52"),
-        ((weights[0] * np.nan, x, gram), "NaN or infinite"),
+        ((weights[0][0], gram), r"\[K, N\] is expected"),
+        ((weights[0], gram[:5]), "52"),
+        ((weights[0] * np.nan, gram), "NaN or infinite"),
     ):
         with pytest.raises(QuantizationError, match=message):
             search_clip(*arguments)

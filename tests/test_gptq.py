@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from test_quantize import model_of
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.gptq import gptq
 from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
-from ortplugins.quantization.weights.allocation import worth_more_bits
 
 PLAIN = {"ratios": (1.0,), "revisits": 0}
 FORMS = [
@@ -253,18 +254,27 @@ def test_refusals():
         gptq(weight, -gram)
     with pytest.raises(QuantizationError, match=r"\[K, N\] is expected"):
         gptq(weight[0], gram)
-    options = ({"order": "act"}, {"damping": -1}, {"ratios": ()}, {"ratios": (0.0,)})
-    for option in (*options, {"revisits": -1}, {"relative_damping": np.nan}):
-        with pytest.raises(ValueError, match="expected"):
-            gptq(weight, gram, **option)
 
 
-def test_most_error_for_each_element_first():
-    errors, sizes = [8.0, 9.0, 1.0, 0.0], [100, 900, 10, 1]
-    assert worth_more_bits(errors, sizes, 0.11) == [2, 0]
-    assert worth_more_bits(errors, sizes, 0.95) == [2, 0]  # the greatest does not fit
-    assert worth_more_bits(errors, sizes, 1.0) == [2, 0, 1]
-    assert worth_more_bits(errors, sizes, 0.0) == []
-    for bad in (([1.0], [1, 2], 0.1), ([np.nan], [1], 0.1), ([1.0], [0], 0.1), ([], [], 2)):
-        with pytest.raises(ValueError, match="expected"):
-            worth_more_bits(*bad)
+@pytest.mark.parametrize(
+    ("share", "wider"),
+    [(0.0, ""), (0.11, "a"), (0.2, "ac"), (0.96, "ab"), (1.0, "abc")],
+)
+def test_8_bits_go_where_each_byte_removes_the_most_error(share, wider):
+    # For each element, a errs a hundred times as much as c and b 25 times; b is the greatest.
+    rng = np.random.default_rng(0)
+    model = model_of(
+        """g (float[T, 32] x) => (float[T, 32] i, float[T, 288] j, float[T, 16] k) {
+            [a] i = MatMul(x, A) [b] j = MatMul(x, B) [c] k = MatMul(x, C)
+        }""",
+        {
+            name: (scale * rng.normal(size=(32, n))).astype(np.float32)
+            for name, scale, n in (("A", 10, 32), ("B", 5, 288), ("C", 1, 16))
+        },
+    )
+    samples = [{"x": rng.normal(size=(50, 32)).astype(np.float32)}]
+    for method in ("rtn", "gptq"):
+        report = quantize(
+            model, method=method, share_of_8_bits=share, calibration_data_reader=samples
+        ).report
+        assert "".join(row.node for row in report.nodes if row.bits == 8) == wider

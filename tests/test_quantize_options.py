@@ -502,6 +502,11 @@ def test_bytes_are_counted_once():
         for dry_run in (True, False):
             report = quantize(model, dry_run=dry_run, **options).report
             assert report.bytes_before == 4 * D * D, (options, dry_run)
+            # The float weight stays for the nodes that are left out.
+            kept = 4 * D * D if "nodes_to_exclude" in options else 0
+            codes = D * D * 3 // 2 if "node_config" in options else D * D // 2
+            scales = 8 * D if "node_config" in options else 4 * D
+            assert report.bytes_after == codes + scales + kept, (options, dry_run)
 
 
 def test_the_report_is_json_and_text():

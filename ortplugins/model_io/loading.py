@@ -11,6 +11,7 @@ __all__ = [
     "is_path",
     "lift_constants",
     "load_bytes",
+    "load_model",
     "load_path",
     "read_model_file",
     "same_kind",
@@ -335,6 +336,13 @@ def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
 def is_path(model: ModelLike) -> bool:
     """Whether a model was given by its path."""
     return isinstance(model, (str, os.PathLike))
+
+
+def load_model(model: ModelLike, *, map_inline: bool = False) -> LoadedModel:
+    """Load a model of any kind, as :func:`load_path` or :func:`from_memory`."""
+    if isinstance(model, (str, os.PathLike)):
+        return load_path(model, map_inline=map_inline)
+    return from_memory(model)
 
 
 def same_kind(given: ModelLike, result: ir.Model) -> Any:

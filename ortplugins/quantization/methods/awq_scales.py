@@ -35,6 +35,8 @@ from ortplugins.errors import QuantizationError
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import (
     Floats,
+    check_gram,
+    check_weight,
     dequantize_blocks,
     in_blocks,
     quantize_blocks,
@@ -145,21 +147,16 @@ def _check(
     if not weights:
         raise QuantizationError("no weights: one or more are expected")
     for weight in weights:
-        if weight.ndim != 2 or len(weight) != k or 0 in weight.shape:
-            raise QuantizationError(
-                f"a weight has shape {list(weight.shape)}: [{k}, N] is expected"
-            )
-    if tokens is None and gram is None:
+        check_weight(weight, k)
+    if gram is not None:
+        check_gram(gram, k)
+    elif tokens is None:
         raise QuantizationError("neither tokens nor a Gram matrix: one of them is expected")
-    if gram is not None and gram.shape != (k, k):
-        raise QuantizationError(
-            f"the Gram matrix has shape {list(gram.shape)}: {[k, k]} is expected"
-        )
-    if tokens is not None and (tokens.ndim != 2 or tokens.shape[1] != k or not len(tokens)):
+    elif tokens.ndim != 2 or tokens.shape[1] != k or not len(tokens):
         raise QuantizationError(
             f"the tokens have shape {list(tokens.shape)}: [T, {k}] is expected"
         )
-    for statistic in (mean_abs, tokens, gram):
+    for statistic in (mean_abs, tokens):
         if statistic is not None and not np.isfinite(statistic).all():
             raise QuantizationError("the activation's statistics hold NaN or infinite values")
 

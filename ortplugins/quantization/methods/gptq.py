@@ -37,7 +37,7 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
 
 from __future__ import annotations
 
-__all__ = ["ORDERS", "gptq"]
+__all__ = ["gptq"]
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,13 +52,13 @@ from ortplugins.quantization.methods.nearest import (
     Codes,
     Floats,
     ZeroPoints,
-    block_grid,
+    candidate_grids,
+    check_gram,
+    check_weight,
     stored_scales,
 )
 
 Doubles = npt.NDArray[np.float64]
-
-ORDERS = ("energy", "natural")
 
 # Ranges to try for a block. Above 1, too: the errors of its rows move others beyond the range
 # that they had when its scale was chosen.
@@ -109,146 +109,126 @@ def gptq(
         QuantizationError: If the weight is not of rank 2, holds NaN or infinity or is too
             large for the type of the scales; if H is not ``[K, K]``, holds NaN or infinity or
             is no Gram matrix.
-        ValueError: If an option has none of the values above.
     """
     form = form or BlockFormat()
-    _check_options(order, damping, relative_damping, ratios, revisits)
-    _check_weight(weight)
-    k, n = weight.shape
-    energy = _checked_energy(gram, k)
+    check_weight(weight)
+    if not np.isfinite(weight).all():
+        raise QuantizationError("the weight holds NaN or infinite values")
+    check_gram(gram, len(weight))
+    hessian = _Hessian(gram, damping, relative_damping)
+    k = len(weight)
     size = form.size_along(k)
     blocks = [slice(start, min(start + size, k)) for start in range(0, k, size)]
     if order == "energy":
-        blocks.sort(key=lambda rows: -float(energy[rows].mean()))  # stable
+        blocks.sort(key=lambda rows: -float(hessian.energy[rows].mean()))  # stable
     width = max(64, _STRIP // (min(size, k) * len(ratios)))
-    job = _Job(
-        weight=weight,
-        form=form,
-        turns=blocks,
-        strips=[slice(left, min(left + width, n)) for left in range(0, n, width)],
-        codes=np.empty((k, n), form.code_dtype),
-        scales=np.empty((form.blocks(k), n), np.float32),
-        zero_points=None if form.is_symmetric else np.empty((form.blocks(k), n), np.uint8),
-    )
-    hessian = _Hessian(gram, energy, damping, relative_damping)
-    errors = _first_visit(job, hessian, ratios)
+    job = _Job(weight, form, hessian, blocks, width)
+    job.visit(ratios)
     # A block that is all of the rows has no others to make up for.
     for _ in range(revisits if len(blocks) > 1 else 0):
-        _revisit(job, hessian, errors)
+        job.revisit()
     return job.codes, job.scales, job.zero_points
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Job:
-    """A weight and its result in the making.
-
-    Attributes:
-        weight: Float ``[K, N]``.
-        form: How it is quantised.
-        turns: Rows of the blocks, in the order in which they are visited.
-        strips: Columns that are worked on at a time.
-        codes: As ``quantize_blocks`` returns them; so are the next two.
-        scales: float32 ``[blocks, N]``.
-        zero_points: uint8 ``[blocks, N]`` or None.
-    """
-
-    weight: npt.NDArray[Any]
-    form: BlockFormat
-    turns: list[slice]
-    strips: list[slice]
-    codes: Codes
-    scales: Floats
-    zero_points: ZeroPoints | None
-
-    def block_of(self, rows: slice) -> int:
-        """Return the index of the block of these rows."""
-        return int(rows.start) // self.form.size_along(len(self.codes))
-
-    def part(self, rows: slice, columns: slice) -> Floats:
-        """Return a part of the weight, float32, contiguous."""
-        return np.ascontiguousarray(self.weight[rows, columns], np.float32)
-
-
-def _first_visit(job: _Job, hessian: _Hessian, ratios: Sequence[float]) -> Floats:
-    """Quantise the blocks in their order, each given those before; return D, ``[K, N]``."""
-    order = np.concatenate([np.arange(rows.start, rows.stop) for rows in job.turns])
-    feedback, cost = hessian.factor(order)
-    errors = np.empty(job.codes.shape, np.float32)  # in the order of the turns
-    start = 0
-    for rows in job.turns:
-        b, stop = job.block_of(rows), start + rows.stop - rows.start
-        sequence = _Sequence(
-            feedback[start:stop, start:stop].copy(), cost[start:stop], job.form
-        )
-        moved = feedback[start:stop, :start] @ errors[:start]
-        settled = sequence.undo_feedback(moved)
-        for columns in job.strips:
-            part = job.part(rows, columns)
-            target = part - moved[:, columns]
-            # What the block would be if it were not rounded: that decides its range.
-            free = part - settled[:, columns]
-            done = sequence.quantize(part, target, *_grids(free, ratios, job.form))
-            job.codes[rows, columns] = done.codes
-            job.scales[b, columns] = done.scales
-            if job.zero_points is not None and done.zeros is not None:
-                job.zero_points[b, columns] = done.zeros
-            errors[start:stop, columns] = done.errors
-        start = stop
-    result = np.empty_like(errors)
-    result[order] = errors
-    return result
-
-
-def _revisit(job: _Job, hessian: _Hessian, errors: Floats) -> None:
-    """Quantise each block again given all others; ``errors``, D, are brought up to date."""
-    nudges = np.array(_NUDGES, np.float32)[:, None]
-    for rows in job.turns:
-        b = job.block_of(rows)
-        sequence, moved = hessian.block(rows, errors, job.form)
-        for columns in job.strips:
-            part, shift = job.part(rows, columns), moved[:, columns]
-            old = np.ascontiguousarray(errors[rows, columns])
-            before = sequence.loss(old, shift)
-            # Scales that stay numbers of their type, none 0 or infinite.
-            grids = stored_scales(job.scales[b, columns] * nudges, job.form)
-            zeros = None
-            if job.zero_points is not None:
-                zeros = np.broadcast_to(job.zero_points[b, columns], grids.shape)
-            done = sequence.quantize(part, part - shift, grids, zeros)
-            better = done.losses < before
-            np.copyto(job.codes[rows, columns], done.codes, where=better)
-            np.copyto(job.scales[b, columns], done.scales, where=better)
-            np.copyto(errors[rows, columns], done.errors, where=better)
-
-
-def _grids(
-    target: Floats, ratios: Sequence[float], form: BlockFormat
-) -> tuple[Floats, ZeroPoints | None]:
-    """Return scales and zero points ``[ratios, n]`` of a block ``[rows, n]``."""
-    n = target.shape[1]
-    # All that a grid depends on are the least and the greatest element.
-    ends = np.stack([target.min(axis=0), target.max(axis=0)])
-    scales, zeros = block_grid(
-        np.tile(ends, len(ratios)),
-        dataclasses.replace(form, block_size=-1),
-        np.repeat(np.array(ratios, np.float32), n)[None],
-    )
-    return scales.reshape(-1, n), None if zeros is None else zeros.reshape(-1, n)
-
-
-class _Hessian:
-    """H with its damping, over the mean of its diagonal: so it has no unit."""
+    """A weight and its result in the making: codes, scales, zero points, errors D."""
 
     def __init__(
         self,
-        gram: npt.NDArray[Any],
-        energy: Doubles,
-        damping: float,
-        relative_damping: float,
+        weight: npt.NDArray[Any],
+        form: BlockFormat,
+        hessian: _Hessian,
+        turns: Sequence[slice],
+        width: int,
     ) -> None:
-        self._gram, self._energy = gram, energy
+        """Start; the rows of blocks are visited in ``turns``, ``width`` columns at a time."""
+        k, n = weight.shape
+        self._weight, self._form, self._hessian = weight, form, hessian
+        self._turns = turns
+        self._strips = [slice(left, min(left + width, n)) for left in range(0, n, width)]
+        grid = form.blocks(k), n
+        self.codes: Codes = np.empty((k, n), form.code_dtype)
+        self.scales: Floats = np.empty(grid, np.float32)
+        self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
+        self._errors: Floats = np.empty((k, n), np.float32)
+
+    def visit(self, ratios: Sequence[float]) -> None:
+        """Quantise the blocks in their order, each given those before."""
+        order = np.concatenate([np.arange(rows.start, rows.stop) for rows in self._turns])
+        feedback, cost = self._hessian.factor(order)
+        errors: Floats = np.empty(self.codes.shape, np.float32)  # in the order of the turns
+        start = 0
+        for rows in self._turns:
+            stop = start + rows.stop - rows.start
+            sequence = _Sequence(
+                feedback[start:stop, start:stop].copy(), cost[start:stop], self._form
+            )
+            moved = feedback[start:stop, :start] @ errors[:start]
+            settled = sequence.undo_feedback(moved)
+            for columns in self._strips:
+                part = self._part(rows, columns)
+                # What the block would be if it were not rounded: that decides its range.
+                free = part - settled[:, columns]
+                grids = candidate_grids(free, ratios, self._form)
+                done = sequence.quantize(part, part - moved[:, columns], *grids)
+                self._keep(rows, columns, done)
+                errors[start:stop, columns] = done.errors
+            start = stop
+
+    def revisit(self) -> None:
+        """Quantise each block again given all others, with scales near those it has."""
+        nudges = np.array(_NUDGES, np.float32)[:, None]
+        for rows in self._turns:
+            block = self._block(rows)
+            sequence, moved = self._hessian.block(rows, self._errors, self._form)
+            for columns in self._strips:
+                part, shift = self._part(rows, columns), moved[:, columns]
+                before = sequence.loss(self._errors[rows, columns], shift)
+                # Scales that stay numbers of their type, none 0 or infinite.
+                grids = stored_scales(self.scales[block, columns] * nudges, self._form)
+                zeros = None
+                if self.zero_points is not None:
+                    zeros = np.broadcast_to(self.zero_points[block, columns], grids.shape)
+                done = sequence.quantize(part, part - shift, grids, zeros)
+                self._keep(rows, columns, done, done.losses < before)
+
+    def _block(self, rows: slice) -> int:
+        return int(rows.start) // self._form.size_along(len(self.codes))
+
+    def _part(self, rows: slice, columns: slice) -> Floats:
+        return np.ascontiguousarray(self._weight[rows, columns], np.float32)
+
+    def _keep(
+        self,
+        rows: slice,
+        columns: slice,
+        done: _Quantized,
+        where: npt.NDArray[np.bool_] | bool = True,
+    ) -> None:
+        block = self._block(rows)
+        np.copyto(self.codes[rows, columns], done.codes, where=where)
+        np.copyto(self.scales[block, columns], done.scales, where=where)
+        np.copyto(self._errors[rows, columns], done.errors, where=where)
+        if self.zero_points is not None and done.zeros is not None:
+            np.copyto(self.zero_points[block, columns], done.zeros, where=where)
+
+
+class _Hessian:
+    """H with its damping, over the mean of its diagonal: so it has no unit.
+
+    Attributes:
+        energy: diag(H).
+    """
+
+    def __init__(
+        self, gram: npt.NDArray[Any], damping: float, relative_damping: float
+    ) -> None:
+        self.energy: Doubles = np.diagonal(gram).astype(np.float64)
+        if (self.energy < 0).any():
+            raise QuantizationError("the Gram matrix has negative numbers on its diagonal")
+        self._gram = gram
         self._damping, self._relative_damping = damping, relative_damping
-        self._mean = float(energy.mean()) or 1.0
+        self._mean = float(self.energy.mean()) or 1.0
 
     def factor(self, order: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
         """Factor H with its rows and columns in this order.
@@ -299,7 +279,7 @@ class _Hessian:
     def _damped(self, rows: npt.NDArray[np.intp]) -> Doubles:
         hessian = self._gram[np.ix_(rows, rows)].astype(np.float64)
         hessian /= self._mean
-        own = self._energy[rows] / self._mean
+        own = self.energy[rows] / self._mean
         # A channel without energy stands apart: anything above 0 does.
         own = np.where(own > 0, own * (1 + self._relative_damping) + self._damping, 1.0)
         np.fill_diagonal(hessian, own)
@@ -411,48 +391,3 @@ class _Sequence:
             code *= self.cost[k]
             losses += code
         return errors, losses
-
-
-def _check_options(
-    order: str, damping: float, relative_damping: float, ratios: Sequence[float], revisits: int
-) -> None:
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}: one of {ORDERS} is expected")
-    if not (0 <= damping < np.inf and 0 <= relative_damping < np.inf):
-        raise ValueError(
-            f"damping is {damping}, relative_damping {relative_damping}: 0 or more is expected"
-        )
-    if not ratios or not min(ratios) > 0:
-        raise ValueError(f"ratios is {ratios}: one or more numbers above 0 are expected")
-    if revisits < 0:
-        raise ValueError(f"revisits is {revisits}: 0 or more is expected")
-
-
-def _check_weight(weight: npt.NDArray[Any]) -> None:
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise QuantizationError(
-            f"the weight has shape {list(weight.shape)}: [K, N] is expected"
-        )
-    if not np.isfinite(weight).all():
-        raise QuantizationError("the weight holds NaN or infinite values")
-
-
-def _checked_energy(gram: npt.NDArray[Any], k: int) -> Doubles:
-    """Return diag(H).
-
-    Raises:
-        QuantizationError: If H has the wrong shape, is not finite or has a negative diagonal.
-    """
-    if gram.shape != (k, k):
-        raise QuantizationError(
-            f"the Gram matrix has shape {list(gram.shape)}: {[k, k]} is expected"
-        )
-    if not np.isfinite(gram).all():
-        raise QuantizationError(
-            "the Gram matrix holds NaN or infinite values: so do the activations, or their "
-            "squares overflow"
-        )
-    energy = np.diagonal(gram).astype(np.float64)
-    if (energy < 0).any():
-        raise QuantizationError("the Gram matrix has negative numbers on its diagonal")
-    return energy

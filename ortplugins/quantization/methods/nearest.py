@@ -26,6 +26,9 @@ from __future__ import annotations
 
 __all__ = [
     "block_grid",
+    "candidate_grids",
+    "check_gram",
+    "check_weight",
     "dequantize_blocks",
     "in_blocks",
     "quantize_blocks",
@@ -33,6 +36,8 @@ __all__ = [
     "stored_scales",
 ]
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,10 +90,7 @@ def block_grid(
     weight: npt.NDArray[Any], form: BlockFormat, ratios: Floats | None = None
 ) -> tuple[Floats, ZeroPoints | None]:
     """Return the scales and zero points of :func:`quantize_blocks`; arguments as there."""
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise QuantizationError(
-            f"the weight has shape {list(weight.shape)}: [K, N] is expected"
-        )
+    check_weight(weight)
     low, high = _ranges(weight, form.size_along(len(weight)))
     if not (np.isfinite(high).all() and np.isfinite(low).all()):  # NaN passes max and min
         raise QuantizationError("the weight holds NaN or infinite values")
@@ -109,6 +111,42 @@ def block_grid(
     extreme = np.where(high > -low, high, low)
     # A negative scale is right: it turns the grid's longer end to the extreme.
     return stored_scales(extreme / np.float32(form.lowest_code), form), None
+
+
+def candidate_grids(
+    block: Floats, ratios: Sequence[float] | Floats, form: BlockFormat
+) -> tuple[Floats, ZeroPoints | None]:
+    """Return scales and zero points ``[ratios, n]`` of one block ``[rows, n]``."""
+    n = block.shape[1]
+    # All that a grid depends on are the least and the greatest element.
+    ends = np.stack([block.min(axis=0), block.max(axis=0)])
+    scales, zeros = block_grid(
+        np.tile(ends, len(ratios)),
+        dataclasses.replace(form, block_size=-1),
+        np.repeat(np.array(ratios, np.float32), n)[None],
+    )
+    return scales.reshape(-1, n), None if zeros is None else zeros.reshape(-1, n)
+
+
+def check_weight(weight: npt.NDArray[Any], k: int | None = None) -> None:
+    """Refuse what is not ``[K, N]``, for a given K or any."""
+    if weight.ndim != 2 or 0 in weight.shape or k not in (None, len(weight)):
+        raise QuantizationError(
+            f"the weight has shape {list(weight.shape)}: [{k or 'K'}, N] is expected"
+        )
+
+
+def check_gram(gram: npt.NDArray[Any], k: int) -> None:
+    """Refuse second moments that are not ``[K, K]``, or not finite."""
+    if gram.shape != (k, k):
+        raise QuantizationError(
+            f"the Gram matrix has shape {list(gram.shape)}: {[k, k]} is expected"
+        )
+    if not np.isfinite(gram).all():
+        raise QuantizationError(
+            "the Gram matrix holds NaN or infinite values: so do the activations, or their "
+            "squares overflow"
+        )
 
 
 def round_to_grid(

@@ -57,15 +57,21 @@ class Fold:
 
     Attributes:
         constant: The initializer.
-        node: The node that reads it.
-        index: Which input it is.
         axis: Axis that is divided; -1 the last, 0 the first of ``[N, K]``.
     """
 
     constant: ir.Value
-    node: ir.Node
-    index: int
     axis: int = -1
+
+    def quotient(self, scales: Floats) -> ir.Tensor[Any]:
+        """Return the constant, divided, in its own type."""
+        tensor = self.constant.const_value
+        assert tensor is not None
+        numbers, divisor = tensor.numpy(), scales.astype(np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            quotient = numbers / (divisor[:, None] if self.axis == 0 else divisor)
+            quotient = quotient.astype(numbers.dtype)
+        return ir.Tensor(quotient, dtype=tensor.dtype, name=tensor.name)
 
 
 # A node and which of its inputs.
@@ -103,20 +109,41 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
         raise Refusal("not computed by a node that scales")
     if indices := _NORMALISATIONS.get((node.domain, node.op_type)):
         _check_last_axis(node)
-        return [
-            _vector(node, index, channels)
-            for index in indices
-            if _input(node, index) is not None
-        ]
-    if node.domain == "" and node.op_type in _THROUGH:
-        return _folds(_private(node.inputs[0]), channels, depth + 1)
-    if node.domain == "" and node.op_type == "Mul" and len(node.inputs) == 2:
+        given = [i for i in indices if i < len(node.inputs) and node.inputs[i] is not None]
+        return [_vector(node, index, channels) for index in given]
+    kind = "" if node.domain else node.op_type
+    if kind in _THROUGH:
+        return _through(node, 0, channels, depth)
+    if kind == "Mul" and len(node.inputs) == 2:
         return _factor(node, channels, depth)
-    if node.domain == "" and node.op_type == "Add" and len(node.inputs) == 2:
-        return [fold for index in (0, 1) for fold in _term(node, index, channels, depth)]
-    if node.domain == "" and node.op_type in ("MatMul", "Gemm"):
+    if kind == "Add" and len(node.inputs) == 2:
+        return [fold for index in (0, 1) for fold in _operand(node, index, channels, depth)]
+    if kind in ("MatMul", "Gemm"):
         return _linear(node, channels)
     raise Refusal(f"{node.op_type} does not scale")
+
+
+def _through(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
+    value = node.inputs[index]
+    if value is None or value.is_graph_output() or len(value.uses()) != 1:
+        raise Refusal("read by others")
+    return _folds(value, channels, depth + 1)
+
+
+def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
+    if constant(node.inputs[index]) is not None:
+        return [_vector(node, index, channels)]
+    return _through(node, index, channels, depth)
+
+
+def _factor(node: ir.Node, channels: int, depth: int) -> list[Fold]:
+    """One of the two factors is enough; a constant one comes first."""
+    for index in sorted((1, 0), key=lambda index: constant(node.inputs[index]) is None):
+        try:
+            return _operand(node, index, channels, depth)
+        except Refusal:
+            continue
+    raise Refusal("neither factor of a Mul scales")
 
 
 def _fits(fold: Fold, scales: Floats) -> bool:
@@ -125,36 +152,9 @@ def _fits(fold: Fold, scales: Floats) -> bool:
     assert tensor is not None
     if tensor.dtype is ir.DataType.FLOAT:
         return True  # scales are within 1e-4 and 1e4
-    with np.errstate(over="ignore", under="ignore"):
-        quotient = _quotient(fold, tensor, scales)
+    quotient = fold.quotient(scales).numpy()
     lost = (quotient == 0) & (tensor.numpy() != 0)
     return bool(np.isfinite(quotient).all()) and not lost.any()
-
-
-def _quotient(fold: Fold, tensor: ir.TensorProtocol, scales: Floats) -> npt.NDArray[Any]:
-    numbers = tensor.numpy()
-    divisor = scales.astype(np.float64)
-    quotient: npt.NDArray[Any] = numbers / (divisor[:, None] if fold.axis == 0 else divisor)
-    return quotient.astype(numbers.dtype)
-
-
-def _factor(node: ir.Node, channels: int, depth: int) -> list[Fold]:
-    """One of the two factors is enough."""
-    for index in (1, 0):
-        if constant(node.inputs[index]) is not None:
-            return [_vector(node, index, channels)]
-    for index in (1, 0):
-        try:
-            return _folds(_private(node.inputs[index]), channels, depth + 1)
-        except Refusal:
-            continue
-    raise Refusal("neither factor of a Mul scales")
-
-
-def _term(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
-    if constant(node.inputs[index]) is not None:
-        return [_vector(node, index, channels)]
-    return _folds(_private(node.inputs[index]), channels, depth + 1)
 
 
 def _linear(node: ir.Node, channels: int) -> list[Fold]:
@@ -170,7 +170,7 @@ def _linear(node: ir.Node, channels: int) -> list[Fold]:
     if len(shape) != 2 or shape[axis] != channels:
         raise Refusal(f"weight {weight.name!r} has shape {shape}")
     _check_private(weight, node)
-    folds = [Fold(weight, node, 1, axis)]
+    folds = [Fold(weight, axis)]
     if product.bias is not None:
         folds.append(_vector(node, 2, channels))
     return folds
@@ -186,7 +186,7 @@ def _vector(node: ir.Node, index: int, channels: int) -> Fold:
     if not shape or shape[-1] != channels or tensor.size != channels:
         raise Refusal(f"constant {value.name!r} has shape {shape}")
     _check_private(value, node)
-    return Fold(value, node, index)
+    return Fold(value)
 
 
 def _check_private(value: ir.Value, node: ir.Node) -> None:
@@ -202,16 +202,6 @@ def _check_private(value: ir.Value, node: ir.Node) -> None:
         raise Refusal(f"{value.name!r} is read by others")
     if node.graph is not value.graph:
         raise Refusal(f"{value.name!r} is read in a body")
-
-
-def _private(value: ir.Value | None) -> ir.Value:
-    if value is None or value.is_graph_output() or len(value.uses()) != 1:
-        raise Refusal("read by others")
-    return value
-
-
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def _check_last_axis(node: ir.Node) -> None:
@@ -237,11 +227,8 @@ def apply_folds(
     for fold in folds:
         if fold.constant in divided:
             divided[fold.constant].append(scales)
-            continue
-        tensor = fold.constant.const_value
-        assert tensor is not None
-        quotient = _quotient(fold, tensor, scales)
-        fold.constant.const_value = ir.Tensor(quotient, dtype=tensor.dtype, name=tensor.name)
+        else:
+            fold.constant.const_value = fold.quotient(scales)
 
 
 def insert_mul(

@@ -12,7 +12,8 @@ __all__ = [
     "METHODS",
     "GroupResult",
     "GroupTask",
-    "WeightResult",
+    "StoredCodes",
+    "WeightErrors",
     "WeightTask",
     "one_blas_thread",
     "quantize_group",
@@ -31,7 +32,7 @@ import numpy.typing as npt
 import threadpoolctl
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.tensor_reference import TensorReference
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.awq_clip import search_clip
 from ortplugins.quantization.methods.awq_scales import search_scales
 from ortplugins.quantization.methods.block_format import BlockFormat
@@ -63,30 +64,61 @@ _ERROR_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredCodes:
+    """Codes, scales and zero points of one weight, in files.
+
+    Attributes:
+        K: Size along which the blocks run.
+        N: Number of columns.
+        form: How the weight is quantised.
+        k_last: Whether codes are stored as ``[N, K]``; scales and zero points follow.
+        codes: Packed codes, uint8.
+        scales: float32 or float16, ``[blocks, N]`` or ``[N, blocks]``.
+        zero_points: A byte each, in the same shape; None when symmetric.
+    """
+
+    K: int
+    N: int
+    form: BlockFormat
+    k_last: bool
+    codes: TensorReference
+    scales: TensorReference
+    zero_points: TensorReference | None
+
+    @classmethod
+    def reserve(
+        cls, writer: ScratchWriter, k: int, n: int, form: BlockFormat, k_last: bool
+    ) -> StoredCodes:
+        """Make room for a weight ``[k, n]`` in a file."""
+        blocks = form.blocks(k)
+        grid = (n, blocks) if k_last else (blocks, n)
+        return cls(
+            k,
+            n,
+            form,
+            k_last,
+            codes=writer.reserve((-(-k * n * form.bits // 8),), np.uint8),
+            scales=writer.reserve(grid, np.dtype(form.scale_type)),
+            zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightTask:
-    """One weight, and the room for its codes.
+    """One weight, and where its codes go.
 
     Attributes:
         name: Of the weight, for messages.
         weight: float32 or float16, ``[K, N]`` or ``[N, K]``.
         stored_k_last: Whether it is ``[N, K]``.
-        form: How it is quantised.
-        codes_k_last: Whether codes are stored as ``[N, K]``; scales and zero points follow.
-        codes: Room for the packed codes, uint8.
-        scales: Room for the scales.
-        zero_points: Room for the zero points, a byte each; None when symmetric.
-        alternative: The same weight with more bits, to be chosen from later.
+        outputs: Room for the codes; a second one, of more bits, to be chosen from later, is
+            rounded to nearest.
     """
 
     name: str
     weight: TensorReference
     stored_k_last: bool
-    form: BlockFormat
-    codes_k_last: bool
-    codes: TensorReference
-    scales: TensorReference
-    zero_points: TensorReference | None
-    alternative: WeightTask | None = None
+    outputs: tuple[StoredCodes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +126,14 @@ class GroupTask:
     """Weights that share the scales of their input channels.
 
     Attributes:
-        weights: The weights, all of the same K.
-        method: One of :data:`METHODS`.
-        mean_abs: float32 ``[K]``; None without statistics, as the next two.
-        tokens: float32 ``[T, K]``.
-        gram: float32 ``[K, K]``.
+        weights: The weights, all of the same K and type.
+        method: One of :data:`METHODS`; ``"rtn"`` where there are no statistics.
         coordinator: The process that hands out tasks, as :func:`this_process` calls it; it
             limits its BLAS itself.
-        round_scales: Type that ``1 / s`` of the input channels is rounded to.
-        alphas: Exponents to try for those; None for the search's own.
+        mean_abs: float32 ``[K]``; None without statistics, as the next two.
+        tokens: float32 ``[T, K]``.
+        gram: float32 ``[K, K]``; None where all tokens are there, too.
+        alphas: Exponents to try for the scales of channels; None for the search's own.
         clip_ratios: Ratios to try for what blocks are clipped to; None likewise.
     """
 
@@ -112,28 +143,25 @@ class GroupTask:
     mean_abs: TensorReference | None = None
     tokens: TensorReference | None = None
     gram: TensorReference | None = None
-    round_scales: str = "float32"
     alphas: tuple[float, ...] | None = None
     clip_ratios: tuple[float, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightResult:
+class WeightErrors:
     """How far a quantised weight is from its float one.
 
     Attributes:
-        weight_error: Frobenius norm of the difference over the weight's, the scales of input
+        weight: Frobenius norm of the difference over the weight's, the scales of input
             channels taken out again.
-        output_error: The same of the products with the sampled tokens; NaN without any.
-        added_error: Square of the error of the products, for each token, summed over the
-            columns; NaN likewise.
-        alternative: The same for the alternative.
+        output: The same of the products with the sampled tokens; NaN without any.
+        added: Square of the error of the products, for each token, summed over the columns;
+            NaN likewise.
     """
 
-    weight_error: float
-    output_error: float
-    added_error: float = float("nan")
-    alternative: WeightResult | None = None
+    weight: float
+    output: float
+    added: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,13 +169,13 @@ class GroupResult:
     """What became of a group; the codes are in the files.
 
     Attributes:
-        weights: In the task's order.
+        errors: Of each weight, and each of its outputs.
         channel_scales: float32 ``[K]``, what the weights' rows were multiplied by and the
             activation must be divided by; None for 1.
         alpha: Exponent that was chosen for them; NaN for none.
     """
 
-    weights: tuple[WeightResult, ...]
+    errors: tuple[tuple[WeightErrors, ...], ...]
     channel_scales: npt.NDArray[np.float32] | None
     alpha: float
 
@@ -168,16 +196,16 @@ def quantize_group(task: GroupTask) -> GroupResult:
         # There were so few that all of them are here.
         gram = tokens.T @ tokens / np.float32(len(tokens))
     channel_scales, alpha = None, float("nan")
-    if "scales" in steps and task.mean_abs is not None:
+    if "scales" in steps:
         channel_scales, alpha = _search_scales(task, tokens, gram)
     if channel_scales is not None:
         tokens = None if tokens is None else tokens / channel_scales
         if gram is not None:
             gram = gram / channel_scales / channel_scales[:, None]
-    results = tuple(
+    errors = tuple(
         _quantize(weight, task, channel_scales, tokens, gram) for weight in task.weights
     )
-    return GroupResult(results, channel_scales, alpha)
+    return GroupResult(errors, channel_scales, alpha)
 
 
 def one_blas_thread() -> threadpoolctl.threadpool_limits:
@@ -206,20 +234,18 @@ def _search_scales(
 ) -> tuple[Floats | None, float]:
     assert task.mean_abs is not None
     weights = [_checked(_matrix(item), item.name) for item in task.weights]
-    options: dict[str, Any] = {} if task.alphas is None else {"alphas": task.alphas}
+    form = task.weights[0].outputs[0].form
     choice = search_scales(
-        weights, task.mean_abs.map(), tokens, gram, task.weights[0].form, **options
+        weights, task.mean_abs.map(), tokens, gram, form, alphas=task.alphas
     )
     if (choice.scales == 1).all():
         return None, float("nan")
+    # What the activation is multiplied by is stored in its type, the weights' and so the
+    # scales': the weight gets exactly the inverse of that.
     with np.errstate(over="ignore"):
-        inverse = (1 / choice.scales).astype(task.round_scales).astype(np.float32)
-    # What the activation is multiplied by is stored in its type: the weight gets exactly the
-    # inverse of that.
-    usable = np.isfinite(inverse) & (inverse > 0)
-    inverse[~usable] = 1
-    one = np.float32(1)
-    return one / inverse, float("nan") if choice.alpha is None else choice.alpha
+        inverse = (1 / choice.scales).astype(form.scale_type).astype(np.float32)
+    inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
+    return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
 
 
 def _quantize(
@@ -228,89 +254,50 @@ def _quantize(
     channel_scales: Floats | None,
     tokens: Floats | None,
     gram: Floats | None,
-) -> WeightResult:
-    """Quantise one weight, and its alternative, strip by strip of the columns."""
+) -> tuple[WeightErrors, ...]:
+    """Quantise one weight, for each of its outputs, strip by strip of the columns."""
     matrix = _matrix(task)
-    k, n = matrix.shape
-    steps = METHODS[group.method]
-    outputs = [
-        _Output(item, group.method, _Sink(item, k, n))
-        for item in (task, task.alternative)
-        if item
-    ]
-    # An alternative has so many bits that rounding is as good as any search.
-    outputs[1:] = [dataclasses.replace(output, method="rtn") for output in outputs[1:]]
     sample = None if tokens is None else tokens[:_ERROR_TOKENS]
-    for columns in _strips(k, n, "gptq" in steps and gram is not None):
+    sinks = [_Sink(output) for output in task.outputs]
+    for columns in _strips(matrix, "gptq" in METHODS[group.method]):
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
         product = None if sample is None else sample @ scaled
-        for output in outputs:
+        for number, sink in enumerate(sinks):
+            steps = () if number else METHODS[group.method]
             try:
-                quantized = _codes(
-                    scaled, output.task.form, output.method, group, tokens, gram
-                )
+                quantized = _codes(scaled, sink.stored.form, steps, group.clip_ratios, gram)
             except QuantizationError as error:
                 raise QuantizationError(
                     f"weight {task.name!r} cannot be quantised: {error}"
                 ) from error
-            output.sink.write(columns, *quantized)
-            difference = dequantize_blocks(*quantized, output.task.form)
+            sink.write(columns, *quantized)
+            difference = dequantize_blocks(*quantized, sink.stored.form)
             difference -= scaled
             if sample is not None and product is not None:
-                output.sums[2] += _square(sample @ difference) / len(sample)
-                output.sums[3] += _square(product) / len(sample)
+                sink.sums[2] += _square(sample @ difference) / len(sample)
+                sink.sums[3] += _square(product) / len(sample)
             if channel_scales is not None:
                 difference /= channel_scales[:, None]
-            output.sums[0] += _square(difference)
-            output.sums[1] += _square(strip)
-    result = None
-    for output in reversed(outputs):
-        output.sink.close()
-        result = output.result(sample is not None, result)
-    assert result is not None
-    return result
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Output:
-    """Where the codes of a weight go, and how far they turned out to be from it."""
-
-    task: WeightTask
-    method: str
-    sink: _Sink
-    # Squares of: error and weight, error and product for each token.
-    sums: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(4))
-
-    def result(self, measured: bool, alternative: WeightResult | None) -> WeightResult:
-        """Sum up."""
-        ratios = np.sqrt(self.sums[::2] / np.where(self.sums[1::2] > 0, self.sums[1::2], 1))
-        nan = float("nan")
-        return WeightResult(
-            float(ratios[0]),
-            float(ratios[1]) if measured else nan,
-            float(self.sums[2]) if measured else nan,
-            alternative,
-        )
+            sink.sums[0] += _square(difference)
+            sink.sums[1] += _square(strip)
+    return tuple(sink.close(sample is not None) for sink in sinks)
 
 
 def _codes(
     weight: Floats,
     form: BlockFormat,
-    method: str,
-    group: GroupTask,
-    tokens: Floats | None,
+    steps: tuple[str, ...],
+    clip_ratios: tuple[float, ...] | None,
     gram: Floats | None,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
-    steps = METHODS[method]
-    if "gptq" in steps and gram is not None:
+    if "gptq" in steps:
+        assert gram is not None
         return gptq(weight, gram, form)
     ratios = None
-    if "clip" in steps and (tokens is not None or gram is not None):
-        options: dict[str, Any] = {}
-        if group.clip_ratios is not None:
-            options["ratios"] = group.clip_ratios
-        ratios = search_clip(weight, tokens, gram, form, **options)
+    if "clip" in steps:
+        assert gram is not None
+        ratios = search_clip(weight, gram, form, ratios=clip_ratios)
     return quantize_blocks(weight, form, ratios)
 
 
@@ -337,7 +324,8 @@ def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
     return copy
 
 
-def _strips(k: int, n: int, whole_hessian: bool) -> Iterator[slice]:
+def _strips(matrix: npt.NDArray[Any], whole_hessian: bool) -> Iterator[slice]:
+    k, n = matrix.shape
     size = _GPTQ_STRIP_BYTES if whole_hessian else _STRIP_BYTES
     # Whole bytes of packed codes in both layouts, whatever the bits: 8 columns at least.
     width = max(8, size // (4 * k) // 8 * 8)
@@ -351,47 +339,47 @@ def _square(array: npt.NDArray[Any]) -> float:
 
 
 class _Sink:
-    """Packs codes into their place on disk as strips of columns come in.
+    """Packs codes into their place on disk as strips of columns come in, and sums up errors.
 
     ONNX packs codes densely over the flattened tensor, so a strip's place is known only where
     rows start on whole bytes; codes of other shapes are kept, a byte each, to the end.
     """
 
-    def __init__(self, task: WeightTask, k: int, n: int) -> None:
-        self._task = task
-        self._k, self._n = k, n
-        self._bits = task.form.bits
-        aligned = task.codes_k_last or n * self._bits % 8 == 0
-        self._kept = None if aligned else np.empty((k, n), np.uint8)
-        self._codes = task.codes.map("r+")
-        self._scales = task.scales.map("r+")
-        self._zero_points = None if task.zero_points is None else task.zero_points.map("r+")
+    def __init__(self, stored: StoredCodes) -> None:
+        self.stored = stored
+        # Squares of: error and weight, error and product for each token.
+        self.sums = np.zeros(4)
+        aligned = stored.k_last or stored.N * stored.form.bits % 8 == 0
+        self._kept = None if aligned else np.empty((stored.K, stored.N), np.uint8)
+        self._codes = stored.codes.map("r+")
+        self._scales = stored.scales.map("r+")
+        zeros = stored.zero_points
+        self._zero_points = None if zeros is None else zeros.map("r+")
 
     def write(
         self, columns: slice, codes: Codes, scales: Floats, zero_points: ZeroPoints | None
     ) -> None:
         """Store the codes ``[K, columns]``, scales and zero points ``[blocks, columns]``."""
-        task, bits = self._task, self._bits
+        k, bits = self.stored.K, self.stored.form.bits
         unsigned = codes.view(np.uint8) & np.uint8((1 << bits) - 1)
         if self._kept is not None:
             self._kept[:, columns] = unsigned
-        elif task.codes_k_last:
+        elif self.stored.k_last:
             # Strips start at a multiple of 8 rows, so on a whole byte.
             packed = pack_rows(np.ascontiguousarray(unsigned.T).reshape(-1), bits)
-            start = columns.start * self._k * bits // 8
+            start = columns.start * k * bits // 8
             self._codes[start : start + packed.size] = packed
         else:
             first, last = columns.start * bits // 8, columns.stop * bits // 8
-            rows = self._codes.reshape(self._k, -1)
-            rows[:, first:last] = pack_rows(unsigned, bits)
+            self._codes.reshape(k, -1)[:, first:last] = pack_rows(unsigned, bits)
         for target, numbers in ((self._scales, scales), (self._zero_points, zero_points)):
             if target is not None and numbers is not None:
-                if task.codes_k_last:
-                    target[columns] = numbers.T
-                else:
-                    target[:, columns] = numbers
+                (target.T if self.stored.k_last else target)[:, columns] = numbers
 
-    def close(self) -> None:
-        """Store what had to be kept."""
+    def close(self, measured: bool) -> WeightErrors:
+        """Store what had to be kept; sum up the errors."""
         if self._kept is not None:
-            self._codes[:] = pack_rows(self._kept.reshape(-1), self._bits)
+            self._codes[:] = pack_rows(self._kept.reshape(-1), self.stored.form.bits)
+        ratios = np.sqrt(self.sums[::2] / np.where(self.sums[1::2] > 0, self.sums[1::2], 1))
+        output, added = (ratios[1], self.sums[2]) if measured else (np.nan, np.nan)
+        return WeightErrors(float(ratios[0]), float(output), float(added))

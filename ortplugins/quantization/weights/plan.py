@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 __all__ = [
+    "QUANT_FORMATS",
     "Group",
     "QuantizeSettings",
     "Weight",
     "WeightPlan",
     "check_not_empty",
     "plan_weights",
+    "reported",
 ]
 
 import dataclasses
@@ -24,36 +26,27 @@ from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.quantization.weights.group import METHODS
-from ortplugins.quantization.weights.report import NodeReport
+from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite, find_sites
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import fitting_block_size
 from rewrite_rules.graph.nodes import label
 
+QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
+
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
+_KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 _CONFIGURABLE = ("bits", "block_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSettings:
-    """What to quantise, and how.
+    """What to quantise, and how: the arguments of :func:`.quantize` of these names, checked.
 
     Attributes:
-        method: One of :data:`~ortplugins.quantization.weights.group.METHODS`.
         form: Bits, block size and grid where ``node_config`` says nothing else.
-        op_types: Some of MatMul, Gemm and Gather.
-        nodes_to_include: Names, globs and regular expressions; None for all nodes.
-        nodes_to_exclude: The same; they keep their float weight.
-        node_config: ``{pattern: {"bits": ..., "block_size": ...}}``; later ones win.
-        codes_k_last: Whether codes are stored as ``[N, K]``.
-        for_kernels: Whether MatMulNBits and GatherBlockQuantized are made of them.
-        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits: those whose codes add
-            the most error to their outputs.
-        alphas: Exponents that AWQ tries for the scales of input channels; None for its own.
-        clip_ratios: Ratios that it tries for what blocks are clipped to; None for its own.
-        fold_scales: Whether scales may be folded into the constants of a producer.
 
     Raises:
-        QuantizationError: If a value is none of these.
+        QuantizationError: If a value is out of range.
     """
 
     method: str = "rtn"
@@ -61,19 +54,18 @@ class QuantizeSettings:
     op_types: Sequence[str] = ("MatMul", "Gemm")
     nodes_to_include: Sequence[Pattern] | None = None
     nodes_to_exclude: Sequence[Pattern] = ()
-    node_config: Mapping[Any, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    codes_k_last: bool = False
-    for_kernels: bool = False
+    node_config: Mapping[Any, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     share_of_8_bits: float = 0.0
+    quant_format: str = "QDQ"
+    accuracy_level: int | None = None
     alphas: tuple[float, ...] | None = None
     clip_ratios: tuple[float, ...] | None = None
     fold_scales: bool = True
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise QuantizationError(
-                f"method is {self.method!r}: one of {tuple(METHODS)} is expected"
-            )
+        for name, known in (("method", tuple(METHODS)), ("quant_format", QUANT_FORMATS)):
+            if (given := getattr(self, name)) not in known:
+                raise QuantizationError(f"{name} is {given!r}: one of {known} is expected")
         if wrong := set(self.op_types) - set(OP_TYPES):
             raise QuantizationError(
                 f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
@@ -85,12 +77,13 @@ class QuantizeSettings:
         for name in ("nodes_to_include", "nodes_to_exclude"):
             if isinstance(getattr(self, name), str):
                 raise QuantizationError(f"{name} is a string: a list of patterns is expected")
-        if self.alphas is not None and not _within(self.alphas, 0):
-            raise QuantizationError(f"alphas is {self.alphas}: numbers of 0 to 1 are expected")
-        if self.clip_ratios is not None and not _within(self.clip_ratios, 1e-6):
-            raise QuantizationError(
-                f"clip_ratios is {self.clip_ratios}: numbers above 0, up to 1, are expected"
-            )
+        for name, least, range_ in (
+            ("alphas", 0, "of 0 to 1"),
+            ("clip_ratios", 1e-6, "above 0, up to 1,"),
+        ):
+            given = getattr(self, name)
+            if given is not None and not (given and all(least <= x <= 1 for x in given)):
+                raise QuantizationError(f"{name} is {given}: numbers {range_} are expected")
         for pattern, config in self.node_config.items():
             if unknown := set(config) - set(_CONFIGURABLE):
                 raise QuantizationError(
@@ -98,30 +91,42 @@ class QuantizeSettings:
                     "set"
                 )
             try:
-                _configured(self.form, config)
+                dataclasses.replace(self.form, **config)
             except QuantizationError as error:
                 raise QuantizationError(f"node_config: {pattern!r}: {error}") from error
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        if not self.for_kernels:
+            if self.accuracy_level is not None:
+                raise QuantizationError(
+                    "accuracy_level is an attribute of MatMulNBits: give it where "
+                    f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
+                )
+            return
+        if self.accuracy_level not in (None, 0, 1, 2, 3, 4):
+            raise QuantizationError(
+                f"accuracy_level is {self.accuracy_level!r}: 0 to 4 is expected"
+            )
+        sizes = {config.get("block_size", -1) for config in self.node_config.values()}
+        if wrong := sorted({self.form.block_size, *sizes} - set(_KERNEL_BLOCK_SIZES)):
+            raise QuantizationError(
+                f"block_size {wrong[0]} has no MatMulNBits kernel: one of "
+                f"{_KERNEL_BLOCK_SIZES} is expected"
+            )
+
+    @property
+    def for_kernels(self) -> bool:
+        """Whether MatMulNBits and GatherBlockQuantized are made of the codes."""
+        return self.quant_format == "MatMulNBits"
 
     @property
     def needs_statistics(self) -> bool:
         """Whether activations have to be watched."""
         return bool(METHODS[self.method]) or self.share_of_8_bits > 0
 
-    @property
-    def needs_gram(self) -> bool:
-        """Whether the method searches on their second moments."""
-        return bool(METHODS[self.method])
-
-    def gram_tokens(self, k: int) -> int | None:
-        """Return how many tokens the second moments need: all for feedback between rows.
-
-        Searches of scales and ranges find the same in twice as many as there are channels.
-        """
-        return None if "gptq" in METHODS[self.method] else 2 * k
-
-    def stored_bytes(self, weight: Weight) -> int:
+    def stored_bytes(self, weight: Weight, form: BlockFormat) -> int:
         """Return the bytes that codes, scales and zero points take in the model."""
-        form = weight.form
         if self.for_kernels and weight.sites[0].activation is not None:
             size = fitting_block_size(form.bits, form.size_along(weight.K), weight.K)
             if size is not None:
@@ -139,52 +144,39 @@ class QuantizeSettings:
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
         for pattern, config in self.node_config.items():
             if matches(pattern, site.label):
-                form = _configured(form, config)
+                form = dataclasses.replace(form, **config)
         return form
 
 
-def _configured(form: BlockFormat, config: Mapping[str, int]) -> BlockFormat:
-    bits = config.get("bits", form.bits)
-    block_size = config.get("block_size", form.block_size)
-    return dataclasses.replace(form, bits=bits, block_size=block_size)
-
-
-def _within(numbers: Sequence[float], least: float) -> bool:
-    return bool(numbers) and all(least <= number <= 1 for number in numbers)
-
-
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A float weight in one form, and the nodes that read it.
+    """A float weight in one form.
 
     Attributes:
-        value: The initializer, or the output of a Constant node.
-        stored_k_last: Whether it is ``[N, K]``.
         form: How it is quantised.
-        K: Size along which the blocks run.
-        N: Number of columns.
-        sites: The nodes.
+        sites: The nodes that read it, all in the same orientation.
     """
 
-    value: ir.Value
-    stored_k_last: bool
     form: BlockFormat
-    K: int
-    N: int
     sites: list[WeightSite]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in float."""
-        return self.tensor.nbytes
+    def value(self) -> ir.Value:
+        """The initializer, or the output of a Constant node."""
+        return self.sites[0].weight
 
     @property
-    def tensor(self) -> ir.TensorProtocol:
-        """What it holds in float."""
-        return self.sites[0].tensor
+    def K(self) -> int:
+        """Size along which the blocks run."""
+        return self.sites[0].K
+
+    @property
+    def N(self) -> int:
+        """Number of columns."""
+        return self.sites[0].N
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Weights that share the scales of their input channels.
 
@@ -206,18 +198,15 @@ class WeightPlan:
     Attributes:
         model: The model.
         groups: The weights, by activation.
-        refused: The nodes that keep their weight, and why.
+        nodes: Every node with a constant matrix, in the model's order: a site of one of the
+            weights, or the report of a node that keeps its own.
         notes: Things to know.
-        kernels: Number of nodes that compute on codes already.
-        order: Label of every node with a constant matrix, in the model's order.
     """
 
     model: ir.Model
     groups: list[Group]
-    refused: list[NodeReport]
+    nodes: list[WeightSite | NodeReport]
     notes: list[str]
-    kernels: int
-    order: list[str]
 
 
 def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
@@ -227,36 +216,28 @@ def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
         QuantizationError: If a pattern means no node.
     """
     lift_constants(model)
-    sites: list[WeightSite] = []
-    refused: list[NodeReport] = []
-    order: list[str] = []
+    nodes: list[WeightSite | NodeReport] = []
     for found in find_sites(model, settings.op_types):
         if isinstance(found, WeightSite):
-            sites.append(found)
-            order.append(found.label)
+            nodes.append(found)
         else:
             node, reason = found
-            order.append(label(node))
-            refused.append(NodeReport(label(node), node.op_type, reason=reason))
-    notes = _check_patterns(settings, order)
-    chosen = []
-    for site in sites:
-        if reason := _excluded(settings, site.label) or _no_kernel(settings, site):
-            refused.append(_untouched(site, reason))
-        else:
-            chosen.append(site)
+            nodes.append(NodeReport(label(node), node.op_type, reason=reason))
+    names = [node.label if isinstance(node, WeightSite) else node.node for node in nodes]
+    notes = _check_patterns(settings, names)
     weights: dict[object, Weight] = {}
-    for site in chosen:
+    for position, site in enumerate(nodes):
+        if isinstance(site, NodeReport):
+            continue
         form = settings.form_of(site)
+        if reason := _left_out(settings, site, form):
+            nodes[position] = _report(site, reason=reason)
+            continue
         key = (site.weight, site.stored_k_last, form)
-        if key not in weights:
-            weights[key] = Weight(site.weight, site.stored_k_last, form, site.K, site.N, [])
-        weights[key].sites.append(site)
+        weights.setdefault(key, Weight(form, [])).sites.append(site)
     if model.functions:
         notes.append("nodes of model-local functions are not quantised: inline them first")
-    groups = _grouped(list(weights.values()))
-    kernels = sum(node.op_type in _KERNELS for node in model.graph.all_nodes())
-    return WeightPlan(model, groups, refused, notes, kernels, order)
+    return WeightPlan(model, _grouped(list(weights.values())), nodes, notes)
 
 
 def _check_patterns(settings: QuantizeSettings, names: Sequence[str]) -> list[str]:
@@ -271,25 +252,100 @@ def _check_patterns(settings: QuantizeSettings, names: Sequence[str]) -> list[st
     return notes
 
 
-def _excluded(settings: QuantizeSettings, name: str) -> str:
-    for pattern in settings.nodes_to_exclude:
-        if matches(pattern, name):
-            return "excluded by nodes_to_exclude"
+def _left_out(settings: QuantizeSettings, site: WeightSite, form: BlockFormat) -> str:
+    """Say why a weight stays in float; empty where it does not."""
+    if any(matches(pattern, site.label) for pattern in settings.nodes_to_exclude):
+        return "excluded by nodes_to_exclude"
     included = settings.nodes_to_include
-    if included is not None and not any(matches(pattern, name) for pattern in included):
+    if included is not None and not any(matches(pattern, site.label) for pattern in included):
         return "not among nodes_to_include"
+    if settings.for_kernels and site.activation is None and site.K * form.bits % 8:
+        return (
+            f"GatherBlockQuantized wants rows of whole bytes, not {site.K} x {form.bits} bits"
+        )
     return ""
 
 
-def _no_kernel(settings: QuantizeSettings, site: WeightSite) -> str:
-    """Say why a table has no GatherBlockQuantized; empty where it has, or needs none."""
-    bits = settings.form_of(site).bits
-    if settings.for_kernels and site.activation is None and site.K * bits % 8:
-        return f"GatherBlockQuantized wants rows of whole bytes, not {site.K} x {bits} bits"
-    return ""
+def check_not_empty(plan: WeightPlan, settings: QuantizeSettings) -> None:
+    """Refuse a plan that quantises nothing.
+
+    Raises:
+        ModelFileError: Saying why nothing is left.
+    """
+    if plan.groups:
+        return
+    refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
+    left = [node for node in refused if not node.reason.startswith("already quantised")]
+    kernels = sum(node.op_type in _KERNELS for node in plan.model.graph.all_nodes())
+    done = kernels + len(refused) - len(left)
+    if done and not left:
+        reason = f"the model is already quantised ({done} nodes)"
+    elif refused:
+        reason = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
+        reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+    else:
+        reason = f"no {', '.join(settings.op_types)} reads a constant float matrix"
+    raise ModelFileError(f"nothing to quantise: {reason}")
 
 
-def _untouched(site: WeightSite, reason: str) -> NodeReport:
+def _grouped(weights: Sequence[Weight]) -> list[Group]:
+    """Put weights together that read an activation, and activations that read a weight."""
+    groups: list[Group] = []
+    alone = []
+    for weight in weights:
+        reasons = [site.no_statistics for site in weight.sites if site.no_statistics]
+        if reasons:
+            alone.append(Group([weight], [], reasons[0]))
+            continue
+        activations = [site.activation for site in weight.sites if site.activation is not None]
+        joined = [
+            group for group in groups if not set(activations).isdisjoint(group.activations)
+        ]
+        found = [*(w for group in joined for w in group.weights), weight]
+        watched = [*(a for group in joined for a in group.activations), *activations]
+        place = groups.index(joined[0]) if joined else len(groups)
+        groups[place : place + 1] = [Group(found, list(dict.fromkeys(watched)))]
+        groups = [group for group in groups if group not in joined]
+    return groups + alone
+
+
+def reported(
+    plan: WeightPlan, settings: QuantizeSettings, done: Mapping[Weight, Mapping[str, Any]]
+) -> QuantizeReport:
+    """Report a plan.
+
+    Args:
+        plan: The plan.
+        settings: Its settings.
+        done: What became of each weight, fields of :class:`NodeReport`; and ``"form"`` where
+            it was not the weight's own.
+    """
+    weights = {site: w for group in plan.groups for w in group.weights for site in w.sites}
+    told: set[tuple[object, ...]] = set()
+
+    def once(size: int, *what: object) -> int:
+        """The bytes of something at the first node that reads it, 0 at the others."""
+        first = what not in told
+        told.add(what)
+        return size if first else 0
+
+    rows = []
+    for node in plan.nodes:
+        if isinstance(node, NodeReport):
+            before = once(node.bytes_before, "float", node.weight)
+            after = once(node.bytes_after, "kept", node.weight)
+        else:
+            weight = weights[node]
+            form = done[weight].get("form", weight.form)
+            before = once(node.tensor.nbytes, "float", node.weight.name)
+            after = once(settings.stored_bytes(weight, form), weight)
+            items = {key: item for key, item in done[weight].items() if key != "form"}
+            node = _report(node, bits=form.bits, block_size=form.block_size, **items)
+        rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
+    return QuantizeReport(settings.method, tuple(rows), tuple(plan.notes))
+
+
+def _report(site: WeightSite, **more: Any) -> NodeReport:
     size = site.tensor.nbytes
     return NodeReport(
         site.label,
@@ -299,56 +355,5 @@ def _untouched(site: WeightSite, reason: str) -> NodeReport:
         site.N,
         bytes_before=size,
         bytes_after=size,
-        reason=reason,
+        **more,
     )
-
-
-def check_not_empty(plan: WeightPlan, settings: QuantizeSettings) -> None:
-    """Refuse a plan that quantises nothing.
-
-    Raises:
-        ModelFileError: Saying why nothing is left.
-    """
-    if not plan.groups:
-        raise ModelFileError(_nothing(settings, plan))
-
-
-def _nothing(settings: QuantizeSettings, plan: WeightPlan) -> str:
-    kinds, refused = ", ".join(settings.op_types), plan.refused
-    left = [node for node in refused if not node.reason.startswith("already quantised")]
-    done = plan.kernels + len(refused) - len(left)
-    if done and not left:
-        return f"nothing to quantise: the model is already quantised ({done} nodes)"
-    if not refused:
-        return f"nothing to quantise: no {kinds} reads a constant float matrix"
-    shown = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
-    more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
-    return f"nothing to quantise: {shown}{more}"
-
-
-def _grouped(weights: Sequence[Weight]) -> list[Group]:
-    """Put weights together that read an activation, and activations that read a weight."""
-    watched = [w for w in weights if all(s.no_statistics is None for s in w.sites)]
-    parent: dict[object, object] = {}
-
-    def root(item: object) -> object:
-        while (above := parent.setdefault(item, item)) is not item:
-            parent[item] = parent[above]
-            item = above
-        return item
-
-    for weight in watched:
-        for site in weight.sites:
-            parent[root(site.activation)] = root(weight)
-    members: dict[object, list[Weight]] = {}
-    for weight in watched:
-        members.setdefault(root(weight), []).append(weight)
-    groups = []
-    for group in members.values():
-        activations = dict.fromkeys(s.activation for w in group for s in w.sites)
-        groups.append(Group(group, [a for a in activations if a is not None]))
-    for weight in weights:
-        if weight not in watched:
-            reason = next(s.no_statistics for s in weight.sites if s.no_statistics)
-            groups.append(Group([weight], [], reason))
-    return groups

@@ -3,35 +3,37 @@
 
 from __future__ import annotations
 
-__all__ = ["QUANT_FORMATS", "QuantizeResult", "quantize"]
+__all__ = ["QuantizeResult", "quantize"]
 
 import concurrent.futures
 import dataclasses
 import enum
+import functools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, from_memory, is_path, load_path, same_kind
+from ortplugins.model_io.loading import is_path, load_model, same_kind
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.selection import Pattern
-from ortplugins.quantization.statistics.accumulator import ActivationStatistics
-from ortplugins.quantization.statistics.collect import ActivationRequest, collect
+from ortplugins.quantization.statistics.collect import collect
 from ortplugins.quantization.weights.plan import (
-    Group,
+    QUANT_FORMATS,
     QuantizeSettings,
+    Weight,
     WeightPlan,
     check_not_empty,
     plan_weights,
+    reported,
 )
-from ortplugins.quantization.weights.report import NodeReport, QuantizeReport, counted_once
+from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
@@ -40,15 +42,10 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import ModelLike
 
-QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
-
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
 # can hold the codes.
 _OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
 _MICROSOFT_IR_VERSION = 10
-_KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
-# Of each activation: what errors are measured on. Searches look at the second moments.
-_SAMPLED_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,36 +159,32 @@ def quantize(
             holds NaN or infinite values. No output is written, whatever is raised.
         OSError: If a file can't be written.
     """
-    layout = _format_name(quant_format)
-    form = BlockFormat(bits, block_size, is_symmetric, grid)
     settings = QuantizeSettings(
         method=method,
-        form=form,
+        form=BlockFormat(bits, block_size, is_symmetric, grid),
         op_types=tuple(op_types),
         nodes_to_include=nodes_to_include,
         nodes_to_exclude=nodes_to_exclude,
         node_config=dict(node_config or {}),
-        codes_k_last=layout != "QDQ",
-        for_kernels=layout == "MatMulNBits",
         share_of_8_bits=share_of_8_bits,
+        quant_format=_format_name(quant_format),
+        accuracy_level=accuracy_level,
         alphas=None if alphas is None else tuple(alphas),
         clip_ratios=None if clip_ratios is None else tuple(clip_ratios),
         fold_scales=fold_scales,
     )
-    _check_kernels(layout, accuracy_level, settings)
     target = None if output is None or dry_run else Path(output)
     if target is not None:
         check_output(model, target, overwrite)
-    loaded = _load(model)
+    loaded = load_model(model, map_inline=True)
     plan = plan_weights(loaded.model, settings)
     check_not_empty(plan, settings)
     if dry_run:
         return QuantizeResult(None, _expected(plan, settings), None)
-    notes = _raise_opset(loaded.model, layout, plan)
+    notes = _raise_opset(loaded.model, settings, plan)
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, settings)
-    notes += _misfused(plan, layout)
-    samples = None
+    notes += _misfused(plan, settings)
     with tempfile.TemporaryDirectory(
         prefix=".ortplugins-", dir=_work_dir(work_dir, target)
     ) as folder:
@@ -199,24 +192,17 @@ def quantize(
         calibration = None
         watched = any(group.activations for group in plan.groups)
         if watched and (settings.needs_statistics or calibration_data_reader is not None):
-            samples = KeptSamples(
-                calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+            calibration = functools.partial(
+                collect,
+                loaded.model,
+                samples=KeptSamples(
+                    calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+                ),
+                scratch=scratch,
+                max_calibration_memory=max_calibration_memory,
+                providers=calibration_providers,
+                progress=progress,
             )
-
-            def calibration(
-                groups: Sequence[Group],
-            ) -> Iterator[dict[ir.Value, ActivationStatistics]]:
-                return _watch(
-                    loaded.model,
-                    groups,
-                    settings,
-                    samples,
-                    max_calibration_memory,
-                    calibration_providers,
-                    scratch,
-                    progress,
-                )
-
         report = quantize_graph(
             plan,
             settings,
@@ -226,14 +212,15 @@ def quantize(
             progress=progress,
         )
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
-        if layout == "MatMulNBits":
-            report = _to_kernels(loaded.model, accuracy_level or 0, report)
+        if settings.for_kernels:
+            _to_kernels(loaded.model, accuracy_level or 0, report)
         if target is None:
             _into_memory(loaded.model, scratch)
             return QuantizeResult(None, report, same_kind(model, loaded.model))
         if external_data is None:
             # Tensors within the model's own file are not external to it.
-            files = {path for path in loaded.data_files.values() if _is_other(path, model)}
+            own = os.path.realpath(model) if is_path(model) else None  # type: ignore[arg-type]
+            files = {os.path.realpath(path) for path in loaded.data_files.values()} - {own}
             external_data = bool(files) or needs_data_file(loaded.model)
         save_with_data(
             loaded.model,
@@ -260,42 +247,6 @@ def _format_name(quant_format: str | enum.Enum) -> str:
     raise QuantizationError(f"quant_format is {name!r}: one of {QUANT_FORMATS} is expected")
 
 
-def _check_kernels(
-    layout: str, accuracy_level: int | None, settings: QuantizeSettings
-) -> None:
-    """Refuse what MatMulNBits cannot do, before any work is done.
-
-    Raises:
-        QuantizationError: If the level or a block size is none that it has.
-    """
-    if layout != "MatMulNBits":
-        if accuracy_level is not None:
-            raise QuantizationError(
-                f"accuracy_level is an attribute of MatMulNBits: give it where {layout} is "
-                "fused, or take quant_format='MatMulNBits'"
-            )
-        return
-    if accuracy_level not in (None, 0, 1, 2, 3, 4):
-        raise QuantizationError(f"accuracy_level is {accuracy_level!r}: 0 to 4 is expected")
-    sizes = {settings.form.block_size}
-    sizes |= {c["block_size"] for c in settings.node_config.values() if "block_size" in c}
-    if wrong := sorted(sizes - set(_KERNEL_BLOCK_SIZES)):
-        raise QuantizationError(
-            f"block_size {wrong[0]} has no MatMulNBits kernel: one of {_KERNEL_BLOCK_SIZES} "
-            "is expected"
-        )
-
-
-def _load(model: ModelLike) -> LoadedModel:
-    if not is_path(model):
-        return from_memory(model)  # type: ignore[arg-type]
-    return load_path(model, map_inline=True)  # type: ignore[arg-type]
-
-
-def _is_other(path: Path, model: ModelLike) -> bool:
-    return not is_path(model) or os.path.realpath(path) != os.path.realpath(model)  # type: ignore[arg-type]
-
-
 def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str | None:
     if given is not None:
         return os.path.abspath(given)
@@ -303,9 +254,9 @@ def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str 
     return None if target is None else os.fspath(target.absolute().parent)
 
 
-def _raise_opset(model: ir.Model, layout: str, plan: WeightPlan) -> list[str]:
+def _raise_opset(model: ir.Model, settings: QuantizeSettings, plan: WeightPlan) -> list[str]:
     """Convert the model to the opset that its new form needs; tell if that was done."""
-    if layout == "MatMulNBits":
+    if settings.for_kernels:
         model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
         return []
     bits = {weight.form.bits for group in plan.groups for weight in group.weights}
@@ -317,10 +268,11 @@ def _raise_opset(model: ir.Model, layout: str, plan: WeightPlan) -> list[str]:
     return [f"opset {found} was converted to {opset}: {reason} needs it"] if converted else []
 
 
-def _misfused(plan: WeightPlan, layout: str) -> list[str]:
+def _misfused(plan: WeightPlan, settings: QuantizeSettings) -> list[str]:
     """Warn of what onnxruntime's own fusion gets wrong; measured on 1.31."""
     weights = [weight for group in plan.groups for weight in group.weights]
     two_bits = [weight for weight in weights if weight.form.bits == 2]
+    layout = settings.quant_format
     if layout == "QDQ" and any(weight.N % 4 for weight in two_bits):
         text = "is wrong on 2-bit weights along axis 0 whose N is no multiple of 4"
     elif layout == "QDQ_transposed" and any(
@@ -333,75 +285,17 @@ def _misfused(plan: WeightPlan, layout: str) -> list[str]:
     return [f"plain onnxruntime 1.31 {text}; {remedy}"]
 
 
-def _watch(
-    model: ir.Model,
-    groups: Sequence[Group],
-    settings: QuantizeSettings,
-    samples: KeptSamples,
-    max_memory: int,
-    providers: Sequence[Any],
-    scratch: Path,
-    progress: Progress | None,
-) -> Iterator[dict[ir.Value, ActivationStatistics]]:
-    """Yield statistics of the groups' activations, in batches that fit into memory."""
-    values: dict[str, ir.Value] = {}
-    requests = []
-    for number, group in enumerate(groups):
-        for activation in group.activations:
-            name = activation.name or ""
-            values[name] = activation
-            requests.append(
-                ActivationRequest(
-                    name,
-                    group.weights[0].K,
-                    gram=settings.needs_gram,
-                    max_tokens=_SAMPLED_TOKENS,
-                    gram_tokens=settings.gram_tokens(group.weights[0].K),
-                    group=str(number),
-                )
-            )
-    for batch in collect(
-        model,
-        requests,
-        samples,
-        max_calibration_memory=max_memory,
-        providers=providers,
-        scratch=scratch,
-        progress=progress,
-    ):
-        yield {values[name]: found for name, found in batch.items()}
-
-
 def _expected(plan: WeightPlan, settings: QuantizeSettings) -> QuantizeReport:
     """Tell what would be done, and to how many bytes."""
-    rows: dict[str, list[NodeReport]] = {}
-    for row in plan.refused:
-        rows.setdefault(row.node, []).append(row)
+    rows: dict[Weight, dict[str, str]] = {}
     for group in plan.groups:
         method = settings.method if group.activations else "rtn"
-        for weight in group.weights:
-            for position, site in enumerate(weight.sites):
-                row = NodeReport(
-                    node=site.label,
-                    op_type=site.node.op_type,
-                    weight=weight.value.name or "",
-                    K=weight.K,
-                    N=weight.N,
-                    bits=weight.form.bits,
-                    block_size=weight.form.block_size,
-                    method=method,
-                    bytes_before=weight.nbytes,
-                    bytes_after=0 if position else settings.stored_bytes(weight),
-                    reason=group.reason if settings.needs_statistics else "",
-                )
-                rows.setdefault(row.node, []).append(row)
-    nodes = counted_once(rows[name].pop(0) for name in plan.order)
-    return QuantizeReport(settings.method, nodes, tuple(plan.notes))
+        reason = group.reason if settings.needs_statistics else ""
+        rows |= {weight: {"method": method, "reason": reason} for weight in group.weights}
+    return reported(plan, settings, rows)
 
 
-def _to_kernels(
-    model: ir.Model, accuracy_level: int, report: QuantizeReport
-) -> QuantizeReport:
+def _to_kernels(model: ir.Model, accuracy_level: int, report: QuantizeReport) -> None:
     """Fuse what was quantised into MatMulNBits and GatherBlockQuantized.
 
     Raises:
@@ -416,7 +310,6 @@ def _to_kernels(
                 f"node {remark.node!r} has no MatMulNBits: {remark.reason}; exclude it, or "
                 "take quant_format='QDQ'"
             )
-    return report
 
 
 def _into_memory(model: ir.Model, scratch: Path) -> None:

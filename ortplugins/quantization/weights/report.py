@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-__all__ = ["NodeReport", "QuantizeReport", "counted_once"]
+__all__ = ["NodeReport", "QuantizeReport"]
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -56,19 +55,6 @@ class NodeReport:
     def quantized(self) -> bool:
         """Whether the node reads codes now."""
         return self.bits != 0
-
-
-def counted_once(nodes: Iterable[NodeReport]) -> tuple[NodeReport, ...]:
-    """Return the nodes with the bytes of a float weight at the first that reads it only."""
-    seen: set[str] = set()
-    result = []
-    for node in nodes:
-        if node.weight and node.weight in seen:
-            after = node.bytes_after if node.quantized else 0
-            node = dataclasses.replace(node, bytes_before=0, bytes_after=after)
-        seen.add(node.weight)
-        result.append(node)
-    return tuple(result)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ OP_TYPES = ("MatMul", "Gemm", "Gather")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
+_RESHAPING = frozenset({"Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,8 +41,6 @@ class WeightSite:
         index: Which input the matrix is.
         weight: The initializer, or the output of the Constant node, that holds it.
         tensor: What it holds.
-        K: Size that is reduced; for Gather, the length of a row.
-        N: Number of output columns; for Gather, of rows.
         stored_k_last: Whether the initializer is ``[N, K]``, and not ``[K, N]``.
         wanted_k_last: Whether the node's input is, after whatever Transpose is between.
         activation: The other operand ``[..., K]``; None for Gather.
@@ -52,12 +51,20 @@ class WeightSite:
     index: int
     weight: ir.Value
     tensor: ir.TensorProtocol
-    K: int
-    N: int
     stored_k_last: bool
     wanted_k_last: bool
     activation: ir.Value | None
     no_statistics: str | None
+
+    @property
+    def K(self) -> int:
+        """Size that is reduced; for Gather, the length of a row."""
+        return int(self.tensor.shape.numpy()[int(self.stored_k_last)])
+
+    @property
+    def N(self) -> int:
+        """Number of output columns; for Gather, of rows."""
+        return int(self.tensor.shape.numpy()[1 - int(self.stored_k_last)])
 
     @property
     def label(self) -> str:
@@ -75,15 +82,14 @@ def find_sites(
         op_types: Some of :data:`OP_TYPES`; FusedMatMul counts as MatMul.
     """
     for node in model.graph.all_nodes():
-        kind = _kind(node)
-        if kind is None or kind not in op_types:
+        fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
+        kind = "MatMul" if fused else node.op_type
+        if kind not in op_types or (node.domain and not fused):
             continue
         for index in (1, 0) if kind != "Gather" else (0,):
             operand = node.inputs[index] if index < len(node.inputs) else None
-            if operand is None:
-                continue
             try:
-                site = _site(node, kind, index, operand, model.graph)
+                site = None if operand is None else _site(node, index, operand, model.graph)
             except Refusal as refusal:
                 yield node, str(refusal)
                 break
@@ -92,16 +98,8 @@ def find_sites(
                 break
 
 
-def _kind(node: ir.Node) -> str | None:
-    if node.domain == "com.microsoft":
-        return "MatMul" if node.op_type == "FusedMatMul" else None
-    return node.op_type if node.domain == "" else None
-
-
-def _site(
-    node: ir.Node, kind: str, index: int, operand: ir.Value, main: ir.Graph
-) -> WeightSite | None:
-    """Read an operand; None where it is no constant.
+def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightSite | None:
+    """Read an operand; None where it is no constant matrix.
 
     Raises:
         Refusal: If it is a constant that can't be quantised.
@@ -119,60 +117,39 @@ def _site(
     if tensor is None:
         return None
     shape = tuple(tensor.shape.numpy())
+    gathers = node.op_type == "Gather"
     if tensor.dtype not in _FLOATS:
-        if kind == "Gather":
+        if gathers:
             return None  # shapes and indices, mostly
         kind_of = tensor.dtype.name.lower()
         raise Refusal(f"weight {root.name!r} is {kind_of}: float32 and float16 are quantised")
-    if len(shape) != 2:
-        if len(shape) < 2:
-            return None  # a vector, not a matrix
+    if len(shape) < 2:
+        return None
+    if len(shape) > 2:
         raise Refusal(
             f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
             "MatMulNBits; split the product or leave it in float"
         )
     if 0 in shape:
         raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
-    if kind == "Gather":
-        return _gather_site(node, root, tensor, swapped)
+    if gathers:
+        if int_attribute(node, "axis", 0) not in (0, -2) or swapped:
+            raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
+        unwatched = "rows of a table are picked, not multiplied"
+        return WeightSite(node, 0, root, tensor, True, True, None, unwatched)
     product = read_product(node, index)
-    wanted_k_last = product.k_axis == 1
-    stored_k_last = wanted_k_last != swapped
-    n, k = shape if stored_k_last else shape[::-1]
-    activation = product.x
-    if activation is None:
+    if product.x is None:
         return None  # no valid node
+    k_last = product.k_axis == 1
     return WeightSite(
         node=node,
         index=index,
         weight=root,
         tensor=tensor,
-        K=k,
-        N=n,
-        stored_k_last=stored_k_last,
-        wanted_k_last=wanted_k_last,
-        activation=activation,
-        no_statistics=_unwatched(product, activation, main),
-    )
-
-
-def _gather_site(
-    node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool
-) -> WeightSite:
-    if int_attribute(node, "axis", 0) not in (0, -2) or swapped:
-        raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
-    rows, width = tensor.shape.numpy()
-    return WeightSite(
-        node=node,
-        index=0,
-        weight=root,
-        tensor=tensor,
-        K=width,
-        N=rows,
-        stored_k_last=True,
-        wanted_k_last=True,
-        activation=None,
-        no_statistics="rows of a table are picked, not multiplied",
+        stored_k_last=k_last != swapped,
+        wanted_k_last=k_last,
+        activation=product.x,
+        no_statistics=_unwatched(product, product.x, main),
     )
 
 
@@ -211,16 +188,18 @@ def _check_not_quantised(value: ir.Value) -> None:
     through: list[str] = []
     node = value.producer()
     while node is not None and len(through) < 8:
+        source = node.inputs[0] if node.inputs else None
         if node.op_type in _QUANTISED:
-            if _reads_a_constant(node):
+            # Codes are constants, or made from some: weights trained for quantisation are.
+            maker = None if source is None else source_of(source).producer()
+            if maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs:
+                source = maker.inputs[0]
+            if constant(source) is not None:
                 raise Refusal(f"already quantised, by {label(node)!r}")
             return
-        if node.op_type not in ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"):
+        if source is None or node.op_type not in _RESHAPING:
             return
         through.append(node.op_type)
-        source = node.inputs[0] if node.inputs else None
-        if source is None:
-            return
         value = source_of(source)
         if constant(value) is not None:
             raise Refusal(
@@ -228,18 +207,3 @@ def _check_not_quantised(value: ir.Value) -> None:
                 "constants, with onnxruntime's or onnx_ir's own optimiser"
             )
         node = value.producer()
-
-
-def _reads_a_constant(node: ir.Node) -> bool:
-    """Whether codes are constants, or made from some: weights trained for quantisation are."""
-    for _ in range(2):
-        source = node.inputs[0] if node.inputs else None
-        if source is None:
-            return False
-        if constant(source) is not None:
-            return True
-        producer = source_of(source).producer()
-        if producer is None or producer.op_type != "QuantizeLinear":
-            return False
-        node = producer
-    return False

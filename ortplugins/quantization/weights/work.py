@@ -14,34 +14,27 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
-from ortplugins.quantization.weights.allocation import worth_more_bits
-from ortplugins.quantization.weights.folds import (
-    Fold,
-    apply_folds,
-    find_folds,
-    insert_mul,
-)
-from ortplugins.quantization.weights.graph import (
-    CodeWriter,
-    QuantizedWeight,
-    drop_unused,
-)
+from ortplugins.quantization.statistics.collect import ActivationRequest
+from ortplugins.quantization.weights.folds import Fold, apply_folds, find_folds, insert_mul
+from ortplugins.quantization.weights.graph import CodeWriter, drop_unused
 from ortplugins.quantization.weights.group import (
+    METHODS,
     GroupResult,
     GroupTask,
+    StoredCodes,
+    WeightErrors,
     WeightTask,
     one_blas_thread,
     quantize_group,
@@ -52,42 +45,47 @@ from ortplugins.quantization.weights.plan import (
     QuantizeSettings,
     Weight,
     WeightPlan,
+    reported,
 )
-from ortplugins.quantization.weights.report import NodeReport, QuantizeReport, counted_once
+from ortplugins.quantization.weights.report import QuantizeReport
 from rewrite_rules.graph.names import FreshNames
 
 _MORE_BITS = 8
-# Statistics by the activation's value, in batches that fit into memory.
-Calibration = Callable[[Sequence[Group]], Iterator[dict[ir.Value, ActivationStatistics]]]
+# Of each activation: what errors are measured on. Searches look at the second moments.
+_SAMPLED_TOKENS = 128
+
+Batch = Mapping[str, ActivationStatistics]
+# :func:`.collect` of a model and its samples: statistics by the activation's name, in batches
+# that fit into memory.
+Calibration = Callable[[Sequence[ActivationRequest]], Iterator[Batch]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Done:
-    """A group with what became of it."""
+    """A group with what became of it.
+
+    Attributes:
+        task: What was asked for.
+        result: What was found.
+        chosen: Of each weight, which of its outputs is taken.
+    """
 
     group: Group
-    method: str
     task: GroupTask
     result: GroupResult
-    promoted: frozenset[int] = frozenset()  # weights that got more bits than were asked for
+    chosen: list[int]
 
-    def with_alternatives(self, chosen: Collection[int]) -> _Done:
-        """Return the group with the alternatives of some of its weights."""
-        weights, tasks = list(self.group.weights), list(self.task.weights)
-        results = list(self.result.weights)
-        for index in chosen:
-            task, result = tasks[index].alternative, results[index].alternative
-            assert task is not None
-            assert result is not None
-            weights[index] = dataclasses.replace(weights[index], form=task.form)
-            tasks[index], results[index] = task, result
-        return _Done(
-            dataclasses.replace(self.group, weights=weights),
-            self.method,
-            dataclasses.replace(self.task, weights=tuple(tasks)),
-            dataclasses.replace(self.result, weights=tuple(results)),
-            frozenset(chosen),
-        )
+    def outputs(self) -> Iterator[tuple[Weight, StoredCodes, WeightErrors, int]]:
+        """Yield each weight with its chosen output, and the output's number."""
+        for weight, task, errors, number in zip(
+            self.group.weights, self.task.weights, self.result.errors, self.chosen, strict=True
+        ):
+            yield weight, task.outputs[number], errors[number], number
+
+    def uses(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
+        """Return where an activation meets the weights of the group."""
+        sites = (site for weight in self.group.weights for site in weight.sites)
+        return [(s.node, 1 - s.index) for s in sites if s.activation is activation]
 
 
 def quantize_graph(
@@ -112,7 +110,7 @@ def quantize_graph(
 
     Raises:
         CalibrationError: If a sample or an activation can't be used.
-        ValueError: If a weight holds NaN or infinite values.
+        QuantizationError: If a weight holds NaN or infinite values.
         OSError: If a file can't be written.
     """
     with contextlib.ExitStack() as stack:
@@ -121,12 +119,16 @@ def quantize_graph(
             executor = stack.enter_context(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
-        work = _Work(settings, scratch, executor, progress, len(plan.groups))
-        done = list(work.run(plan.groups, calibration))
-    by_group = {id(item.group): item for item in done}
-    results = [by_group[id(group)] for group in plan.groups]
+        work = _Work(settings, scratch, executor)
+        by_group: dict[Group, _Done] = {}
+        for done in work.run(plan.groups, calibration):
+            by_group[done.group] = done
+            if progress is not None:
+                name = done.group.weights[0].sites[0].label
+                progress(len(by_group), len(plan.groups), name)
+    results = [by_group[group] for group in plan.groups]
     if settings.share_of_8_bits:
-        results = _with_more_bits(results, settings.share_of_8_bits)
+        _choose_more_bits(results, settings.share_of_8_bits)
     return _rewrite(plan, settings, results)
 
 
@@ -134,267 +136,190 @@ class _Work:
     """Sends groups to an executor and collects what comes back."""
 
     def __init__(
-        self,
-        settings: QuantizeSettings,
-        scratch: Path,
-        executor: concurrent.futures.Executor,
-        progress: Progress | None,
-        total: int,
+        self, settings: QuantizeSettings, scratch: Path, executor: concurrent.futures.Executor
     ) -> None:
         self._settings = settings
         self._scratch = scratch
         self._executor = executor
-        self._progress = progress
-        self._total = total
-        self._finished = 0
         self._numbers = itertools.count()
         self._sources = ScratchWriter(scratch / "weights")
 
     def run(self, groups: Sequence[Group], calibration: Calibration | None) -> Iterator[_Done]:
         """Quantise groups: those with statistics batch by batch, then the others."""
-        left = {id(group): group for group in groups}
+        left = dict.fromkeys(groups)
         if calibration is not None:
-            watched = [group for group in groups if group.activations]
-            for number, batch in enumerate(calibration(watched)):
-                ready = [g for g in left.values() if g.activations and _covers(batch, g)]
+            for batch in calibration(self._requests(groups)):
+                ready = [g for g in left if g.activations and g.activations[0].name in batch]
                 for group in ready:
-                    del left[id(group)]
-                path = self._scratch / f"statistics{number}"
+                    del left[group]
+                path = self._scratch / f"statistics{next(self._numbers)}"
                 writer = ScratchWriter(path)
                 yield from self._batch(
-                    [(g, _statistics(g, batch, writer, self._settings)) for g in ready]
+                    [(group, self._statistics(group, batch, writer)) for group in ready]
                 )
                 path.unlink(missing_ok=True)
-        yield from self._batch([(group, {}) for group in left.values()])
+        yield from self._batch([(group, {}) for group in left])
+
+    def _requests(self, groups: Sequence[Group]) -> list[ActivationRequest]:
+        steps = METHODS[self._settings.method]
+        return [
+            ActivationRequest(
+                activation.name or "",
+                k := group.weights[0].K,
+                gram=bool(steps),
+                max_tokens=_SAMPLED_TOKENS,
+                # Feedback between rows needs all; searches of scales and ranges find the same
+                # in twice as many as there are channels.
+                gram_tokens=None if "gptq" in steps else 2 * k,
+                group=str(number),
+            )
+            for number, group in enumerate(groups)
+            for activation in group.activations
+        ]
+
+    def _statistics(
+        self, group: Group, batch: Batch, writer: ScratchWriter
+    ) -> dict[str, TensorReference]:
+        """Write a group's statistics for its workers."""
+        found = pooled([batch[activation.name or ""] for activation in group.activations])
+        arrays = {"mean_abs": found.mean_abs, "tokens": found.tokens, "gram": found.gram}
+        return {
+            name: writer.append(array) for name, array in arrays.items() if array is not None
+        }
 
     def _batch(
         self, groups: Sequence[tuple[Group, dict[str, TensorReference]]]
     ) -> Iterator[_Done]:
         """Quantise groups whose statistics are known; the largest first, or it comes last."""
         groups = sorted(groups, key=lambda item: -sum(w.K * w.N for w in item[0].weights))
-        futures: dict[
-            concurrent.futures.Future[GroupResult], tuple[Group, str, GroupTask]
-        ] = {}
+        futures: dict[concurrent.futures.Future[GroupResult], tuple[Group, GroupTask]] = {}
         try:
             for group, statistics in groups:
-                method = self._settings.method if statistics else "rtn"
-                task = self._task(group, method, statistics)
-                futures[self._executor.submit(quantize_group, task)] = (group, method, task)
-            for future, (group, method, task) in futures.items():
-                result = future.result()
-                self._finished += 1
-                if self._progress is not None:
-                    name = group.weights[0].sites[0].label
-                    self._progress(self._finished, self._total, name)
-                yield _Done(group, method, task, result)
+                task = GroupTask(
+                    tuple(self._task(weight) for weight in group.weights),
+                    self._settings.method if statistics else "rtn",
+                    this_process(),
+                    **statistics,
+                    alphas=self._settings.alphas,
+                    clip_ratios=self._settings.clip_ratios,
+                )
+                futures[self._executor.submit(quantize_group, task)] = (group, task)
+            for future, (group, task) in futures.items():
+                yield _Done(group, task, future.result(), [0] * len(group.weights))
         except BaseException:
             for future in futures:
                 future.cancel()
             concurrent.futures.wait(futures)
             raise
 
-    def _task(
-        self, group: Group, method: str, statistics: dict[str, TensorReference]
-    ) -> GroupTask:
-        return GroupTask(
-            tuple(self._weight_task(weight) for weight in group.weights),
-            method,
-            this_process(),
-            **statistics,
-            alphas=self._settings.alphas,
-            clip_ratios=self._settings.clip_ratios,
-            # Activations have their weights' type, and these scales of the same type.
-            round_scales=group.weights[0].form.scale_type,
-        )
-
-    def _weight_task(self, weight: Weight) -> WeightTask:
-        task = self._room(weight, weight.form, self._sources.refer_to(weight.tensor))
+    def _task(self, weight: Weight) -> WeightTask:
+        site, forms = weight.sites[0], [weight.form]
         if self._settings.share_of_8_bits and weight.form.bits < _MORE_BITS:
-            form = dataclasses.replace(weight.form, bits=_MORE_BITS)
-            return dataclasses.replace(task, alternative=self._room(weight, form, task.weight))
-        return task
-
-    def _room(self, weight: Weight, form: BlockFormat, source: TensorReference) -> WeightTask:
-        """Make a task, and files for what comes out of it."""
-        k, n = weight.K, weight.N
-        k_last = self._settings.codes_k_last or weight.sites[0].activation is None
-        # A file for each weight: whoever works on it may write while others do.
-        writer = ScratchWriter(self._scratch / f"codes{next(self._numbers)}")
-        blocks = form.blocks(k)
-        grid = (n, blocks) if k_last else (blocks, n)
+            forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
+        k_last = self._settings.quant_format != "QDQ" or site.activation is None
         return WeightTask(
-            name=weight.value.name or "",
-            weight=source,
-            stored_k_last=weight.stored_k_last,
-            form=form,
-            codes_k_last=k_last,
-            codes=writer.reserve((-(-k * n * form.bits // 8),), np.uint8),
-            scales=writer.reserve(grid, np.dtype(form.scale_type)),
-            zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
+            site.weight.name or "",
+            self._sources.refer_to(site.tensor),
+            site.stored_k_last,
+            tuple(
+                # A file for each: whoever works on it may write while others do.
+                StoredCodes.reserve(
+                    ScratchWriter(self._scratch / f"codes{next(self._numbers)}"),
+                    weight.K,
+                    weight.N,
+                    form,
+                    k_last,
+                )
+                for form in forms
+            ),
         )
 
 
-def _covers(batch: dict[ir.Value, ActivationStatistics], group: Group) -> bool:
-    return all(activation in batch for activation in group.activations)
+def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
+    """Give more bits to weights that lose most error for each element, as far as they go.
 
-
-def _statistics(
-    group: Group,
-    batch: dict[ir.Value, ActivationStatistics],
-    writer: ScratchWriter,
-    settings: QuantizeSettings,
-) -> dict[str, TensorReference]:
-    """Write a group's statistics for its workers."""
-    found = pooled([batch[activation] for activation in group.activations])
-    references = {
-        "mean_abs": writer.append(found.mean_abs),
-        "tokens": writer.append(found.tokens),
-    }
-    if found.gram is not None and settings.needs_gram:
-        references["gram"] = writer.append(found.gram)
-    return references
-
-
-def _with_more_bits(results: Sequence[_Done], share: float) -> list[_Done]:
-    """Give more bits to weights where they take away the most error, as far as they go."""
-    places = [(i, j) for i, done in enumerate(results) for j in range(len(done.group.weights))]
-    errors, sizes = [], []
-    for i, j in places:
-        result, weight = results[i].result.weights[j], results[i].group.weights[j]
-        measured = result.alternative is not None and not math.isnan(result.added_error)
-        errors.append(result.added_error if measured else 0.0)
-        sizes.append(weight.K * weight.N)
-    chosen = {places[index] for index in worth_more_bits(errors, sizes, share)}
-    return [
-        done.with_alternatives({i for number, i in chosen if number == position})
-        for position, done in enumerate(results)
-    ]
+    The error is tr(D^T H D), D = dequantised - W, H = X^T X / count: the square of what is
+    added to the outputs for each token. Absolute, since layers add to one residual stream: on
+    SmolLM2-135M it is the late down_proj that come first. A weight that no longer fits is
+    passed over for smaller ones.
+    """
+    worth = []
+    for done in results:
+        for index, (weight, errors) in enumerate(
+            zip(done.group.weights, done.result.errors, strict=True)
+        ):
+            size = weight.K * weight.N
+            # One that was not measured, or has these bits already, gains nothing.
+            gain = errors[0].added if len(errors) > 1 else 0.0
+            worth.append((gain / size, size, done, index))
+    left = share * sum(size for _, size, *_ in worth)
+    for gain, size, done, index in sorted(worth, key=lambda item: -np.nan_to_num(item[0])):
+        if gain > 0 and size <= left:
+            done.chosen[index] = 1
+            left -= size
 
 
 def _rewrite(
     plan: WeightPlan, settings: QuantizeSettings, results: Sequence[_Done]
 ) -> QuantizeReport:
     """Put everything into the graph."""
+    by_value = {w.value: stored for done in results for w, stored, *_ in done.outputs()}
+    # What is to divide the output columns of weights that get quantised as well.
+    divided: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
+    scaled = [
+        (done, activation, scales)
+        for done in results
+        if (scales := done.result.channel_scales) is not None
+        for activation in done.group.activations
+    ]
     # All folds are looked for in the float graph, before any weight of it is replaced.
     folds: dict[ir.Value, list[Fold] | None] = {}
-    quantized = {
-        weight: _quantized(weight, done.task.weights[index])
-        for done in results
-        for index, weight in enumerate(done.group.weights)
-    }
-    divided: dict[ir.Value, list[Floats]] = {weight.value: [] for weight in quantized}
-    by_value = {weight.value: codes for weight, codes in quantized.items()}
-    for done in results:
-        scales = done.result.channel_scales
-        if scales is not None:
-            for activation in done.group.activations:
-                found = None
-                if settings.fold_scales:
-                    found = find_folds(activation, _uses(done.group, activation), scales)
-                if found and not all(_divisible(by_value, fold, scales) for fold in found):
-                    found = None
-                folds[activation] = found
+    for done, activation, scales in scaled:
+        found = None
+        if settings.fold_scales:
+            found = find_folds(activation, done.uses(activation), scales)
+        if found and not all(_divisible(by_value.get(f.constant), scales) for f in found):
+            found = None
+        folds[activation] = found
     names = FreshNames(plan.model)
+    for done, activation, scales in scaled:
+        if (found := folds[activation]) is not None:
+            apply_folds(found, scales, divided)
+        else:
+            # An activation has its weights' type, whether or not the model says so.
+            dtype = done.group.weights[0].sites[0].tensor.dtype
+            insert_mul(activation, done.uses(activation), scales, dtype, names)
     writer = CodeWriter(names)
+    rows: dict[Weight, dict[str, Any]] = {}
     for done in results:
-        scales = done.result.channel_scales
-        if scales is None:
-            continue
-        for activation in done.group.activations:
-            found = folds[activation]
-            if found is not None:
-                apply_folds(found, scales, divided)
-            else:
-                # An activation has its weights' type, whether or not the model says so.
-                dtype = done.group.weights[0].tensor.dtype
-                insert_mul(activation, _uses(done.group, activation), scales, dtype, names)
-    rows: dict[str, list[NodeReport]] = {}
-    for row in plan.refused:
-        rows.setdefault(row.node, []).append(row)
-    for done in results:
-        folded = "" if done.result.channel_scales is None else _how(done.group, folds)
-        for index, weight in enumerate(done.group.weights):
-            for scales in divided[weight.value]:
-                _divide_columns(quantized[weight], scales)
+        row: dict[str, Any] = {"reason": done.group.reason}
+        if done.result.channel_scales is not None:
+            apart = any(folds[activation] is None for activation in done.group.activations)
+            row |= {"folded": "mul" if apart else "folded", "alpha": done.result.alpha}
+        for weight, stored, errors, number in done.outputs():
+            for divisor in divided[weight.value]:
+                # The codes stay.
+                stored_scales = stored.scales.map("r+")
+                stored_scales /= divisor[:, None] if stored.k_last else divisor
             for site in weight.sites:
-                writer.read_through_dequantize(site, quantized[weight])
-            size = settings.stored_bytes(weight)
-            for row in _rows(weight, size, done, index, folded):
-                rows.setdefault(row.node, []).append(row)
-    for done in results:
-        for weight in done.group.weights:
-            drop_unused(weight.value)
-    nodes = counted_once(rows[name].pop(0) for name in plan.order)
-    return QuantizeReport(settings.method, nodes, tuple(plan.notes))
+                writer.read_through_dequantize(site, stored)
+            rows[weight] = row | {
+                "form": stored.form,
+                "method": "rtn" if number else done.task.method,
+                "weight_error": errors.weight,
+                "output_error": errors.output,
+            }
+    for weight in rows:
+        drop_unused(weight.value)
+    return reported(plan, settings, rows)
 
 
-def _uses(group: Group, activation: ir.Value) -> list[tuple[ir.Node, int]]:
-    """Where an activation meets the weights of its group."""
-    return [
-        (site.node, 1 - site.index)
-        for weight in group.weights
-        for site in weight.sites
-        if site.activation is activation
-    ]
-
-
-def _how(group: Group, folds: dict[ir.Value, list[Fold] | None]) -> str:
-    return "mul" if any(folds[a] is None for a in group.activations) else "folded"
-
-
-def _quantized(weight: Weight, task: WeightTask) -> QuantizedWeight:
-    return QuantizedWeight(
-        weight.value,
-        weight.stored_k_last,
-        weight.K,
-        weight.N,
-        weight.form,
-        task.codes_k_last,
-        task.codes,
-        task.scales,
-        task.zero_points,
-    )
-
-
-def _divisible(
-    quantized: dict[ir.Value, QuantizedWeight], fold: Fold, divisor: Floats
-) -> bool:
+def _divisible(stored: StoredCodes | None, divisor: Floats) -> bool:
     """Whether the scales of a quantised weight can be divided without losing digits."""
-    weight = quantized.get(fold.constant)
-    if weight is None or weight.form.scale_type == "float32":
+    if stored is None or stored.form.scale_type == "float32":
         return True
-    scales = weight.scales.map()
+    scales = stored.scales.map()
     with np.errstate(over="ignore"):
-        exact = scales.astype(np.float32) / (divisor[:, None] if weight.k_last else divisor)
+        exact = scales.astype(np.float32) / (divisor[:, None] if stored.k_last else divisor)
         error = abs(exact.astype(scales.dtype).astype(np.float32) - exact)
     return bool((error <= abs(exact) * np.finfo(scales.dtype).eps).all())
-
-
-def _divide_columns(weight: QuantizedWeight, divisor: Floats) -> None:
-    """Divide the columns of a quantised weight: its scales are, its codes stay."""
-    scales = weight.scales.map("r+")
-    scales /= divisor[:, None] if weight.k_last else divisor
-
-
-def _rows(
-    weight: Weight, size: int, done: _Done, index: int, folded: str
-) -> Iterator[NodeReport]:
-    result = done.result.weights[index]
-    for position, site in enumerate(weight.sites):
-        yield NodeReport(
-            node=site.label,
-            op_type=site.node.op_type,
-            weight=weight.value.name or "",
-            K=weight.K,
-            N=weight.N,
-            bits=weight.form.bits,
-            block_size=weight.form.block_size,
-            method="rtn" if index in done.promoted else done.method,
-            alpha=done.result.alpha if done.result.channel_scales is not None else math.nan,
-            folded=folded,
-            weight_error=result.weight_error,
-            output_error=result.output_error,
-            bytes_before=weight.nbytes,
-            bytes_after=0 if position else size,
-            reason=done.group.reason,
-        )
