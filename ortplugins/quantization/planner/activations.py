@@ -20,16 +20,11 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
+from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.planner.deviation import Deviation
-from ortplugins.quantization.planner.loop import Plan, PlannerRun, load_model, search_until
-from ortplugins.quantization.planner.search import (
-    Search,
-    Unit,
-    check_budget,
-    most_promoted,
-)
+from ortplugins.quantization.planner.loop import Plan, PlannerRun
+from ortplugins.quantization.planner.search import Search, Unit
 from ortplugins.quantization.planner.switches import add_switches
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.quantize_linear import is_quantize_linear
@@ -111,17 +106,19 @@ def plan_precision(
     """
     if mode not in ("int16", "float"):
         raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
-    check_budget(budget, max_16bit, "max_16bit")
     with PlannerRun.start(
         model,
         data,
         max_memory=max_calibration_memory,
         providers=providers,
         work_dir=work_dir,
+        budget=budget,
+        limit=max_16bit,
+        option="max_16bit",
+        progress=progress,
     ) as run:
         infer_shapes(run.model)
         graph = QuantizedGraph(run.model)
-        limit = most_promoted(max_16bit, len(graph.tensors))
         instrumented = run.model.clone()
         read = QuantizedGraph(instrumented)
         places = _places(read, instrumented.graph)
@@ -132,41 +129,35 @@ def plan_precision(
         units = _units(groups, places, names)
         if not units:
             raise QuantizationError(_nothing(graph))
-        switched = run.switched(instrumented, names)
-        search = Search(switched, units, progress or (lambda done, total, what: None), implied)
-        if reference is not None:
-            switched.refer_to(run.switched(load_model(reference)).values())
-        search.start(budget if limit is None else None)
         stay: list[str] = []
 
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
             return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
 
-        def measured(chosen: tuple[str, ...]) -> Deviation | None:
+        def made(search: Search, chosen: tuple[str, ...]) -> ir.Model | None:
             asked = overrides(chosen)
             rewritten, refused = _rewritten(run.model, asked, mode, target)
             if not refused:
-                return switched.compare(run.switched(rewritten).values())
+                return rewritten
             guilty = _guilty(run.model, refused, asked, mode, target)
             stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
             search.ban(guilty)
             return None
 
-        after, notes = search_until(
-            search,
-            measured,
-            budget=budget,
-            limit=limit,
-            option="max_16bit",
+        search, figures = run.search(
+            run.switched(instrumented, names),
+            units,
+            made,
+            count=len(graph.tensors),
             of=f"{len(graph.tensors)} activations promoted",
+            reference=None
+            if reference is None
+            else run.switched(load_model(reference, map_inline=True).model).values(),
+            implied=implied,
         )
     promoted = search.promoted_names()
     return PrecisionPlan(
-        ranking=search.ranking(),
-        curve=tuple(search.curve),
-        before=search.curve[0].deviation,
-        after=after,
-        notes=(*stay, *notes),
+        **figures | {"notes": (*stay, *figures["notes"])},
         promoted=promoted,
         overrides=overrides(promoted),
         mode=mode,
@@ -245,14 +236,10 @@ def _units(
         Unit(
             tuple(dict.fromkeys(tensor.name for tensor, _ in group)),
             tuple(switch for _, switch in group),
-            _operator(group[0][0]),
+            "" if (node := group[0][0].producer) is None else node.op_type,
         )
         for group in members.values()
     ]
-
-
-def _operator(tensor: QuantizedTensor) -> str:
-    return "" if tensor.producer is None else tensor.producer.op_type
 
 
 def _rewritten(

@@ -7,22 +7,25 @@ the budget, the search goes on for as much more.
 
 from __future__ import annotations
 
-__all__ = ["Plan", "PlannerRun", "load_model", "search_until"]
+__all__ = ["Plan", "PlannerRun"]
 
 import contextlib
 import dataclasses
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import from_memory, is_path, load_path
+from ortplugins.model_io.loading import load_model
+from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.deviation import Deviation
-from ortplugins.quantization.planner.search import CurvePoint, Effect, Search
+from ortplugins.quantization.planner.search import CurvePoint, Effect, Search, Unit
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.sources import CalibrationSource
@@ -52,7 +55,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlannerRun:
-    """What every measurement of one plan uses.
+    """What ends the search of one plan, and what all its measurements use.
 
     Attributes:
         model: The model as it was given, with its weights where they were.
@@ -60,6 +63,11 @@ class PlannerRun:
         scratch: A folder that is removed at the end.
         max_memory: Bytes for what is kept of activations and outputs.
         providers: Execution providers that run the samples.
+        budget: Cosine to reach; None: promote as many as the limit allows.
+        limit: How many may be promoted (int), or which share of all (float); None for any
+            number.
+        option: What messages call the limit.
+        progress: Called before each measurement.
     """
 
     model: ir.Model
@@ -67,6 +75,10 @@ class PlannerRun:
     scratch: Path
     max_memory: int
     providers: Sequence[Any]
+    budget: float | None
+    limit: float | None
+    option: str
+    progress: Progress
 
     @classmethod
     @contextlib.contextmanager
@@ -78,23 +90,41 @@ class PlannerRun:
         max_memory: int,
         providers: Sequence[Any],
         work_dir: str | os.PathLike[str] | None,
+        budget: float | None,
+        limit: float | None,
+        option: str,
+        progress: Progress | None,
     ) -> Iterator[PlannerRun]:
         """Load a model and its samples.
 
         Raises:
-            QuantizationError: If there is no data.
+            QuantizationError: If there is no data, neither budget nor limit, or one of them is
+                out of range.
         """
+        if budget is None and limit is None:
+            raise QuantizationError(f"give a budget, {option} or both")
+        if budget is not None and not 0 < budget < 1:
+            raise QuantizationError(
+                f"budget is {budget}: a cosine above 0 and below 1 is expected"
+            )
+        if limit is not None and (limit < 0 or (not isinstance(limit, int) and limit > 1)):
+            raise QuantizationError(
+                f"{option} is {limit}: a number (int), or a share of 0.0 to 1.0, is expected"
+            )
         if data is None:
             raise QuantizationError(
                 "there is no data: planning takes real samples, as random ones give another "
                 "ranking"
             )
-        loaded = load_model(model)
+        # Weights stay where they are: sessions map them.
+        loaded = load_model(model, map_inline=True).model
         with tempfile.TemporaryDirectory(
             prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
         ) as folder:
             samples = KeptSamples(data, loaded, scratch=Path(folder))
-            yield cls(loaded, samples, Path(folder), max_memory, providers)
+            told = progress or (lambda done, total, what: None)
+            limits = budget, limit, option, told
+            yield cls(loaded, samples, Path(folder), max_memory, providers, *limits)
 
     def switched(self, model: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
         """Prepare a model, which is taken over, for runs on the samples."""
@@ -107,59 +137,67 @@ class PlannerRun:
             providers=self.providers,
         )
 
+    def search(
+        self,
+        switched: SwitchedModel,
+        units: Sequence[Unit],
+        made: Callable[[Search, tuple[str, ...]], ir.Model | None],
+        *,
+        count: int,
+        of: str,
+        reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
+        implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
+    ) -> tuple[Search, dict[str, Any]]:
+        """Promote, take back what is needless and measure, until the budget is met.
 
-def search_until(
-    search: Search,
-    measured: Callable[[tuple[str, ...]], Deviation | None],
-    *,
-    budget: float | None,
-    limit: int | None,
-    option: str,
-    of: str,
-) -> tuple[Deviation, tuple[str, ...]]:
-    """Promote, take back what is needless and measure, until the budget is met.
+        Args:
+            switched: The simulation.
+            units: What can be promoted.
+            made: Makes a model with the promoted names; None if it banned some of them
+                instead.
+            count: How many candidates there are, for a limit that is a share.
+            of: What messages call the candidates: "5 activations promoted".
+            reference: Outputs to compare with; those with all switches off by default.
+            implied: Names that have more bits as soon as others have.
 
-    Args:
-        search: A search that was started.
-        measured: Makes a model with the promoted names and measures it; None if it banned some
-            of them instead.
-        budget: Cosine to reach; None: promote as many as the limit allows.
-        limit: How many may be promoted; None for any number.
-        option: What messages call the limit.
-        of: What messages call the candidates: "5 activations promoted".
+        Returns:
+            The search, and the fields of a :class:`Plan`.
 
-    Returns:
-        The deviation of what was made, and notes.
-
-    Raises:
-        QuantizationError: If the budget is not reached although there is no limit.
-    """
-    wanted = budget
-    while True:
-        search.grow(limit, wanted)
-        search.prune(wanted)
-        names = search.promoted_names()
-        after = measured(names)
-        if after is None:
-            continue
-        if wanted is None or budget is None or after.cosine >= budget:
-            return after, ()
-        if not search.can_grow(limit):
-            break
-        # What is made is less exact than its simulation by so much.
-        wanted = search.now.cosine + (budget - after.cosine) + 1e-6
-    text = (
-        f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
-        f"{len(names)} of {of}"
-    )
-    if limit is None:
-        raise QuantizationError(text)
-    return after, (f"{text}, as many as {option} allows",)
-
-
-def load_model(model: ModelLike) -> ir.Model:
-    """Load a model of any kind; one in memory is copied."""
-    if not is_path(model):
-        return from_memory(model).model  # type: ignore[arg-type]
-    # Weights stay where they are: sessions map them.
-    return load_path(model, map_inline=True).model  # type: ignore[arg-type]
+        Raises:
+            QuantizationError: If the budget is not reached although there is no limit.
+        """
+        budget, limit = self.budget, self.limit
+        most = math.floor(limit * count) if isinstance(limit, float) else limit
+        search = Search(switched, units, self.progress, implied)
+        if reference is not None:
+            switched.refer_to(reference)
+        search.start(budget if most is None else None)
+        wanted, notes = budget, list[str]()
+        while True:
+            search.grow(most, wanted)
+            search.prune(wanted)
+            names = search.promoted_names()
+            model = made(search, names)
+            if model is None:
+                continue
+            after = switched.compare(self.switched(model).values())
+            if wanted is None or budget is None or after.cosine >= budget:
+                break
+            if not search.can_grow(most):
+                text = (
+                    f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
+                    f"{len(names)} of {of}"
+                )
+                if most is None:
+                    raise QuantizationError(text)
+                notes.append(f"{text}, as many as {self.option} allows")
+                break
+            # What is made is less exact than its simulation by so much.
+            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
+        return search, {
+            "ranking": search.ranking(),
+            "curve": tuple(search.curve),
+            "before": search.curve[0].deviation,
+            "after": after,
+            "notes": tuple(notes),
+        }

@@ -14,10 +14,9 @@ finds sets whose error is smaller by 4 % at most.
 
 from __future__ import annotations
 
-__all__ = ["CurvePoint", "Effect", "Search", "Unit", "check_budget", "most_promoted"]
+__all__ = ["CurvePoint", "Effect", "Search", "Unit"]
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ortplugins.errors import QuantizationError
@@ -78,36 +77,6 @@ class Unit:
     operator: str
 
 
-def check_budget(budget: float | None, limit: float | None, option: str) -> None:
-    """Check what ends a search.
-
-    Args:
-        budget: Cosine to reach.
-        limit: How many may be promoted, or which share.
-        option: What messages call the limit.
-
-    Raises:
-        QuantizationError: If there is neither, or one is out of range.
-    """
-    if budget is None and limit is None:
-        raise QuantizationError(f"give a budget, {option} or both")
-    if budget is not None and not 0 < budget < 1:
-        raise QuantizationError(
-            f"budget is {budget}: a cosine above 0 and below 1 is expected"
-        )
-    if limit is not None and (limit < 0 or (not isinstance(limit, int) and limit > 1)):
-        raise QuantizationError(
-            f"{option} is {limit}: a number (int), or a share of 0.0 to 1.0, is expected"
-        )
-
-
-def most_promoted(limit: float | None, count: int) -> int | None:
-    """Return how many of ``count`` may be promoted; None for any number."""
-    if limit is None or isinstance(limit, int):
-        return limit
-    return math.floor(limit * count)
-
-
 class Search:
     """Promotes units one after the other, and measures.
 
@@ -121,7 +90,7 @@ class Search:
         switched: SwitchedModel,
         units: Sequence[Unit],
         progress: Progress,
-        implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
+        implied: Callable[[Collection[str]], Collection[str]],
     ) -> None:
         """Rank the units; the model's own outputs with all switches off are its reference.
 

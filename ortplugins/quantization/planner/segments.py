@@ -11,7 +11,7 @@ __all__ = ["Segments", "State", "value_bytes"]
 
 import bisect
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import CalibrationError
-from ortplugins.quantization.statistics.collect import detach_tensors
+from ortplugins.quantization.statistics.collect import detach_tensors, open_detached
+from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import subgraphs
 
@@ -46,28 +47,35 @@ class Segments:
     Attributes:
         switches: Names of the switches, in the graph's order.
         outputs: Outputs of the graph that a node computes.
-        cuts: Numbers of the segments that a cut precedes: 1 and more.
+        crossing_bytes: What crosses each cut takes in a run of the first sample, by the number
+            of the segment behind it, 1 and more.
+        values: Those outputs, of that sample.
     """
 
     def __init__(
         self,
         model: ir.Model,
         switches: Collection[str],
+        feed: Feed,
         *,
         scratch: Path,
         threads: int,
         float_bytes: int,
         providers: Sequence[Any],
     ) -> None:
-        """Choose the cuts.
+        """Choose the cuts, and open the sessions while a sample runs.
 
         Args:
             model: The model, with its switches as bool inputs; it is taken over.
             switches: Names of these inputs.
+            feed: A sample.
             scratch: An existing folder, to be kept as long as this object is used.
             threads: Of each session.
             float_bytes: What weights that are dequantised ahead may take.
             providers: Execution providers, as for ``onnxruntime.InferenceSession``.
+
+        Raises:
+            CalibrationError: If the sample can't be used or onnxruntime fails on it.
         """
         self._threads, self._providers = threads, tuple(providers)
         self._folder = detach_tensors(model, scratch)
@@ -77,47 +85,32 @@ class Segments:
         self._nodes = list(model.graph)
         self._places = _first_readers(self._nodes, frozenset(switches))
         self.switches = tuple(sorted(self._places, key=self._places.__getitem__))
-        places = [self._places[switch] for switch in self.switches]
-        self._lay_out(_choose_cuts(self._nodes, model.graph, places))
-
-    def open(self, feed: Feed) -> tuple[dict[int, int], State]:
-        """Open the sessions while a sample runs.
-
-        Returns:
-            Bytes that cross each cut (and leave the graph), and the values at the end.
-
-        Raises:
-            CalibrationError: If the sample can't be used or onnxruntime fails on it.
-        """
+        last_use, made = _lifetimes(self._nodes, model.graph)
+        # No node runs for an output that is an input or constant: it is fed or never moves.
+        self.outputs = [v for v in model.graph.outputs if v in made]
+        cuts = _choose_cuts(last_use, made, len(self._nodes), list(self._places.values()))
         while True:
-            sizes: dict[int, int] = {}
-            final: State = {}
+            self._starts = [0, *cuts]
+            self._crossing = [
+                [v for v, at in made.items() if at < cut <= last_use.get(v, -1)]
+                for cut in [*cuts, len(self._nodes)]
+            ]
+            self._sessions: list[onnxruntime.InferenceSession | None] = []
+            self._inputs: list[list[str]] = []
+            sizes = []
             try:
-                for segment, final in self.run(feed, frozenset()):
-                    sizes[segment + 1] = sum(value_bytes(value) for value in final.values())
+                for _, crossing in self.run(feed, frozenset()):
+                    self.values = crossing
+                    sizes.append(sum(map(value_bytes, crossing.values())))
             except _NoTensor as error:
-                self._lay_out([cut for cut in self._starts[1:] if cut != error.args[0]])
+                cuts.remove(error.args[0])
             else:
-                return sizes, final
+                self.crossing_bytes = dict(enumerate(sizes[:-1], 1))
+                return
 
     def of(self, switch: str) -> int:
         """Return the number of the first segment that reads a switch."""
         return bisect.bisect_right(self._starts, self._places[switch]) - 1
-
-    def _lay_out(self, cuts: Sequence[int]) -> None:
-        """Describe the segments: from where to where, what they read, what they leave."""
-        self._starts = [0, *cuts]
-        graph = self._model.graph
-        last_use, made = _lifetimes(self._nodes, graph)
-        self._crossing: list[list[ir.Value]] = []
-        for cut in [*cuts, len(self._nodes)]:
-            crossing = [v for v, at in made.items() if at < cut <= last_use.get(v, -1)]
-            self._crossing.append(crossing)
-        # No node runs for an output that is an input or constant: it is fed or never moves.
-        self.outputs = [v for v in graph.outputs if v in made]
-        self._sessions: list[onnxruntime.InferenceSession | None] = []
-        self._inputs: list[list[str]] = []
-        self.cuts = list(range(1, len(self._starts)))
 
     def run(
         self,
@@ -142,18 +135,13 @@ class Segments:
             **{name: _FLAGS[name in on] for name in self.switches},
         }
         for segment in range(start, len(self._starts)):
+            known = {**given, **state}
             if segment == len(self._sessions):
-                self._open(segment, {**given, **state})
+                self._open(segment, known)
             session = self._sessions[segment]
-            fresh: State = {}
             if session is not None:
-                names = self._inputs[segment]
                 made = [output.name for output in session.get_outputs()]
-                values = {
-                    name: state[name] if name in state else given[name]
-                    for name in names
-                    if name in state or name in given
-                }
+                values = {name: known[name] for name in self._inputs[segment] if name in known}
                 try:
                     found = session.run_with_ort_values(made, values)
                 except Exception as error:  # onnxruntime's own classes
@@ -161,9 +149,9 @@ class Segments:
                     raise CalibrationError(
                         f"{what}: onnxruntime failed to run the model on it: {error}"
                     ) from error
-                fresh = dict(zip(made, found, strict=True))
-            crossing = {value.name or "" for value in self._crossing[segment]}
-            state = {k: v for k, v in {**state, **fresh}.items() if k in crossing}
+                state = {**state, **dict(zip(made, found, strict=True))}
+            crossing = {value.name for value in self._crossing[segment]}
+            state = {name: value for name, value in state.items() if name in crossing}
             yield segment, state
 
     def _open(self, segment: int, given: State) -> None:
@@ -173,70 +161,42 @@ class Segments:
         nodes = self._nodes[begin : [*self._starts, len(self._nodes)][segment + 1]]
         inside = {value for node in nodes for value in node.outputs}
         outputs = [value for value in self._crossing[segment] if value in inside]
+        before = self._crossing[segment - 1] if segment else []
+        if any(not given[value.name or ""].is_tensor() for value in before):
+            raise _NoTensor(begin)
         if not outputs:
             self._sessions.append(None)
             self._inputs.append([])
             return
-        before = self._crossing[segment - 1] if segment else []
-        for value in before:
-            if not given[value.name or ""].is_tensor():
-                raise _NoTensor(begin)
         extracted = ir.convenience.extract(
-            graph,
-            [*(v for v in graph.inputs if v not in before), *before],
-            outputs,
+            graph, [*(v for v in graph.inputs if v not in before), *before], outputs
         )
-        for value in extracted.inputs:
-            if (name := value.name or "") in given and value.dtype is None:
-                value.dtype = ir.DataType(given[name].element_type())
-        if segment:  # inferred shapes may say less, or more, than what comes
-            crossed = {value.name for value in before}
-            for value in extracted.inputs:
-                if value.name in crossed:
-                    value.shape = None
         used = {v.name for node in nodes for v in _reads(node)}
+        crossed = {value.name for value in before}
         for value in list(extracted.inputs):
             if value.name not in used:
                 extracted.inputs.remove(value)
+                continue
+            if value.dtype is None and value.name in given:
+                value.dtype = ir.DataType(given[value.name].element_type())
+            if value.name in crossed:  # inferred shapes may say less, or more, than what comes
+                value.shape = None
         self._inputs.append([value.name or "" for value in extracted.inputs])
         model = ir.Model(
             extracted,
             ir_version=self._model.ir_version or 10,
             functions=list(self._model.functions.values()),
         )
-        self._sessions.append(self._open_session(model))
-
-    def _open_session(self, model: ir.Model) -> onnxruntime.InferenceSession:
-        """Open a session that computes as the graph says: every Q and DQ stays what it is."""
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        # Constants are folded at the first level, dequantised weights only where no later
+        # level waits for their DQ: MiniLM-L6, 8 samples, runs in 0.1 s instead of 0.3.
+        options = stock_options("basic" if self._fold else "disable")
         # Samples run beside each other. Threads of a dozen sessions that wait spinning for
         # work made runs ten times longer.
         options.intra_op_num_threads = self._threads
-        level = onnxruntime.GraphOptimizationLevel
-        # Constants are folded at the first level, dequantised weights only where no later
-        # level waits for their DQ: MiniLM-L6, 8 samples, runs in 0.1 s instead of 0.3.
-        options.graph_optimization_level = (
-            level.ORT_ENABLE_BASIC if self._fold else level.ORT_DISABLE_ALL
-        )
-        for key, text in (
-            ("session.disable_quant_qdq", "1"),
-            ("session.intra_op.allow_spinning", "0"),
-            ("session.disable_double_qdq_remover", "1"),
-            ("session.model_external_initializers_file_folder_path", str(self._folder)),
-        ):
-            options.add_session_config_entry(key, text)
-        try:
-            return onnxruntime.InferenceSession(
-                ir.to_proto(model).SerializeToString(),
-                options,
-                providers=list(self._providers),
-                enable_fallback=0,
-            )
-        except Exception as error:  # onnxruntime's own classes
-            raise CalibrationError(
-                f"onnxruntime refuses a part of the model: {error}"
-            ) from error
+        # It computes as the graph says: every Q and DQ stays what it is.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.add_session_config_entry("session.disable_double_qdq_remover", "1")
+        self._sessions.append(open_detached(model, self._folder, options, self._providers))
 
 
 _FLAGS = {
@@ -312,14 +272,17 @@ def _first_readers(nodes: Sequence[ir.Node], switches: frozenset[str]) -> dict[s
 
 
 def _choose_cuts(
-    nodes: Sequence[ir.Node], graph: ir.Graph, places: Sequence[int]
+    last: Mapping[ir.Value, int],
+    made: Mapping[ir.Value, int],
+    nodes: int,
+    switches: Sequence[int],
 ) -> list[int]:
     """Cut between the switches, where fewest values cross; equally many in each segment."""
+    places = sorted(switches)
     segments = min(_MOST_SEGMENTS, len(places) // 2)
     if segments < 2:
         return []
-    last, made = _lifetimes(nodes, graph)
-    ends = [0] * (len(nodes) + 2)
+    ends = [0] * (nodes + 2)
     for value, at in made.items():
         if (until := last.get(value, at)) > at:
             ends[at + 1] += 1

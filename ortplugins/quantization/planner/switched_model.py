@@ -103,6 +103,7 @@ class SwitchedModel:
         self._segments = Segments(
             model,
             switches,
+            samples.largest(),
             scratch=self._scratch,
             threads=max(1, cores // self._workers),
             float_bytes=max_memory // 4,
@@ -110,7 +111,7 @@ class SwitchedModel:
         )
         self.switches = self._segments.switches
         self._reference: list[list[npt.NDArray[Any]] | Path] = []
-        self._divide_memory(*self._segments.open(samples.largest()))
+        self._divide_memory(self._segments.crossing_bytes, self._segments.values)
 
     def base(self, on: Collection[str]) -> Base:
         """Run a setting and keep what crosses the cuts; let go of the last one first."""
@@ -252,7 +253,7 @@ class SwitchedModel:
         reference = count * sum(value_bytes(final[name]) for name in self.outputs)
         self._spill = reference > self._max_memory // 2
         room = self._max_memory - (0 if self._spill else reference)
-        cuts = self._segments.cuts
+        cuts = list(sizes)
         self._kept_cuts: list[int] = []
         for step in range(1, len(cuts) + 2):
             kept = cuts[step // 2 :: step]

@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.deviation import Deviation
-from ortplugins.quantization.planner.loop import Plan, PlannerRun, search_until
-from ortplugins.quantization.planner.search import (
-    Search,
-    Unit,
-    check_budget,
-    most_promoted,
-)
+from ortplugins.quantization.planner.loop import Plan, PlannerRun
+from ortplugins.quantization.planner.search import Unit
 from ortplugins.quantization.planner.switches import add_weight_switch
 from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize
@@ -100,19 +94,22 @@ def plan_bits(
         MissingFileError, ModelFileError: If a model can't be used or has nothing to quantise.
         QuantizationError: If an option is out of range, or the budget can't be reached.
     """
-    check_budget(budget, max_8bit, "max_8bit")
     with PlannerRun.start(
         model,
         data,
         max_memory=max_calibration_memory,
         providers=providers,
         work_dir=work_dir,
+        budget=budget,
+        limit=max_8bit,
+        option="max_8bit",
+        progress=progress,
     ) as run:
         run.samples.read_all()
+        report = QuantizeReport("")
 
-        def quantized(
-            bits: int, how: str, config: dict[str, dict[str, int]]
-        ) -> tuple[ir.Model, QuantizeReport]:
+        def quantized(names: Sequence[str], bits: int = _FEW, how: str = method) -> ir.Model:
+            nonlocal report
             result = quantize(
                 run.model,
                 bits=bits,
@@ -121,49 +118,35 @@ def plan_bits(
                 is_symmetric=is_symmetric,
                 op_types=op_types,
                 nodes_to_exclude=nodes_to_exclude,
-                node_config=config,
+                node_config={name: {"bits": _MANY} for name in names},
                 calibration_data_reader=None if how == "rtn" else run.samples,
                 calibration_providers=providers,
                 max_calibration_memory=max_calibration_memory,
                 work_dir=run.scratch,
             )
-            return result.model, result.report
+            report = result.report
+            model: ir.Model = result.model
+            return model
 
-        few, report = quantized(_FEW, "rtn", {})
-        many, _ = quantized(_MANY, "rtn", {})
+        many, few = quantized((), _MANY, "rtn"), quantized((), how="rtn")
+        nodes = len(report.quantized)
         units = _with_switches(few, many, report)
-        limit = most_promoted(max_8bit, len(report.quantized))
         switched = run.switched(few, [switch for unit in units for switch in unit.switches])
-        search = Search(switched, units, progress or (lambda done, total, what: None))
-        switched.refer_to(run.switched(run.model.clone()).values())
-        search.start(budget if limit is None else None)
-
-        def config(names: Sequence[str]) -> dict[str, dict[str, int]]:
-            return {name: {"bits": _MANY} for name in names}
-
-        def measured(names: Sequence[str]) -> Deviation:
-            nonlocal report
-            rounded, report = quantized(_FEW, method, config(names))
-            return switched.compare(run.switched(rounded).values())
-
-        before = measured(())
-        after, notes = search_until(
-            search,
-            measured,
-            budget=budget,
-            limit=limit,
-            option="max_8bit",
-            of=f"{len(report.quantized)} nodes at {_MANY} bits",
+        search, figures = run.search(
+            switched,
+            units,
+            lambda search, names: quantized(names),
+            count=nodes,
+            of=f"{nodes} nodes at {_MANY} bits",
+            reference=run.switched(run.model.clone()).values(),
         )
+        final = report
+        before = switched.compare(run.switched(quantized(())).values())
     return BitsPlan(
-        ranking=search.ranking(),
-        curve=tuple(search.curve),
-        before=before,
-        after=after,
-        notes=notes,
-        node_config=config(search.promoted_names()),
-        nodes=len(report.quantized),
-        report=report,
+        **figures | {"before": before},
+        node_config={name: {"bits": _MANY} for name in search.promoted_names()},
+        nodes=nodes,
+        report=final,
     )
 
 
