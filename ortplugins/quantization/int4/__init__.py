@@ -45,7 +45,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, QuantizationError
-from ortplugins.model_io.loading import from_memory, load_path
+from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.int4.primitives import (
     dq_tensor,
     find_scales,
@@ -210,7 +210,7 @@ def quantize(
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
     size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
-    source = _load(onnx_path)
+    source = load_model(onnx_path).model
     labels = _labels(source, options["op_types"])
     result = quantize_weights(
         source,
@@ -259,18 +259,6 @@ def quantize_rtn(
         nodes_to_exclude=nodes_to_exclude,
         **kwargs,
     )
-
-
-def _load(model: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """Return a model whose tensors are in memory, or in files beside its own.
-
-    Raises:
-        ModelFileError: If it can't be used, or is an object that points to files: relative to
-            what, it does not say.
-    """
-    if not isinstance(model, onnx.ModelProto):
-        return load_path(model).model
-    return from_memory(model).model
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,23 +409,17 @@ def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:
             f"layers_8bit is {layers!r}: names of nodes, or parts of them, divided by commas "
             "are expected"
         )
+
+    def parts(name: str) -> str:
+        return f".{name.lstrip('/').replace('/', '.')}."
+
     found: dict[str, None] = {}
     for pattern in filter(None, map(str.strip, text.split(","))):
-        matching = [label for label in labels if _contains(_parts(label), _parts(pattern))]
+        matching = [label for label in labels if parts(pattern) in parts(label)]
         if not matching:
             _warn(f"layers_8bit: {pattern!r} matches no node")
         found.update(dict.fromkeys(matching))
     return list(found)
-
-
-def _parts(name: str) -> list[str]:
-    return name.lstrip("/").replace("/", ".").split(".")
-
-
-def _contains(parts: list[str], wanted: list[str]) -> bool:
-    count = len(wanted)
-    starts = range(len(parts) - count + 1)
-    return any(parts[start : start + count] == wanted for start in starts)
 
 
 def _sensitive(labels: Sequence[str]) -> list[str]:

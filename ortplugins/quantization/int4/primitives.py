@@ -22,6 +22,7 @@ __all__ = [
     "get_act_scale",
     "get_scale",
     "get_weight_scale",
+    "relative_magnitude",
     "quant_tensor",
     "rtn",
 ]
@@ -187,10 +188,15 @@ def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
     Raises:
         QuantizationError: If the block size is out of range.
     """
-    form = BlockFormat(block_size=-1 if block_size is None else block_size)
-    blocks = np.abs(in_blocks(weight, form.size_along(len(weight))))
-    greatest = blocks.max(axis=1, keepdims=True)
-    relative = blocks / (greatest + np.finfo(greatest.dtype).tiny)
+    tiny = np.finfo(weight.dtype).tiny
+    return relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
+
+
+def relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
+    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
+    size = BlockFormat(block_size=block_size).size_along(len(weight))
+    blocks = np.abs(in_blocks(weight, size))
+    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
     mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
     return mean
 

@@ -42,6 +42,7 @@ from ortplugins.quantization.int4.primitives import (
     get_scale,
     get_weight_scale,
     quant_tensor,
+    relative_magnitude,
 )
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import in_blocks
@@ -288,23 +289,10 @@ def run_awq_scale_search_per_subgraph(
     """Search one vector of scales for all weights that read an activation.
 
     Other than in ModelOpt, no exponent is above 1, samples may differ in length, and a weight
-    ``[N, K]`` is taken by its K. Arguments as for :func:`run_awq_scale_search_per_node`, and
-
-    Args:
-        wa_pack: See there.
-        act_to_wa_pack_map: Of :func:`get_act_to_weight_map_and_act_to_wa_pack_map`.
-        act_to_quant_nodes_weight_shape_map: Of the same; not used.
-        augmented_onnx_path: See there.
-        block_size: See there.
-        use_zero_point: See there.
-        session: See there.
-        awq_lite: See there.
-        inputs: See there.
-        tqdm_msg_append_str: Not used.
-        kwargs: ``awqlite_alpha_step``.
-
-    Returns:
-        ``awq_lite``, with the same scale in the helpers of an activation's weights.
+    ``[N, K]`` is taken by its K. ``awq_lite`` gets the same scale in the helpers of an
+    activation's weights, and is returned. Arguments as for
+    :func:`run_awq_scale_search_per_node`, and both maps of
+    :func:`get_act_to_weight_map_and_act_to_wa_pack_map`; the second is not used.
     """
     alphas = exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
     for activation, indices in act_to_wa_pack_map.items():
@@ -355,15 +343,9 @@ def get_x_w_mean_for_subgraph(
     """
     sums = np.sum(np.abs(x), axis=0, dtype=np.float32)
     x_mean = (sums / len(x)).astype(x.dtype)
-    matrix = np.concatenate(
-        [_matrix(*wa_pack[index][1:3], augmented_onnx_path) for index in wa_pack_idx_list],
-        axis=1,
-    )
-    k, n = matrix.shape
-    blocks = np.abs(in_blocks(matrix, BlockFormat(block_size=block_size).size_along(k)))
-    relative = blocks / (blocks.max(axis=1, keepdims=True) + 1e-6)  # AutoAWQ's constant
-    w_mean: Array = relative.reshape(-1, n)[:k].mean(axis=1)
-    return x_mean, w_mean
+    weights = [_matrix(*wa_pack[i][1:3], augmented_onnx_path) for i in wa_pack_idx_list]
+    # The constant is AutoAWQ's.
+    return x_mean, relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
 
 
 def get_act_to_weight_map_and_act_to_wa_pack_map(
