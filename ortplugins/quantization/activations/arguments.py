@@ -6,9 +6,7 @@ from __future__ import annotations
 __all__ = [
     "check_float_model",
     "check_names_given",
-    "check_operators",
     "checked_options",
-    "operators",
     "overrides_of",
     "quant_type_of",
     "selected_nodes",
@@ -78,29 +76,6 @@ def quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.
     return kind
 
 
-def operators(given: Sequence[str] | None) -> list[str]:
-    """The operators to quantise; by default all that onnxruntime can."""
-    if given:
-        return list(given)
-    from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
-
-    return sorted({*QLinearOpsRegistry, *QDQRegistry})
-
-
-def check_operators(model: ir.Model, given: Sequence[str] | None) -> None:
-    """See that there is something to quantise.
-
-    Raises:
-        QuantizationError: If the model has none of the operators given.
-    """
-    known = {node.op_type for owner in model.graphs() for node in owner}
-    if not given or not known.isdisjoint(given):
-        return
-    hint = did_you_mean(given[0], known)
-    named = ", ".join(map(repr, given))
-    raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
-
-
 def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Copy onnxruntime's options.
 
@@ -113,8 +88,10 @@ def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def check_float_model(loaded: LoadedModel, per_channel: bool) -> None:
-    """Refuse what onnxruntime's quantiser would make a broken graph of.
+def check_float_model(
+    loaded: LoadedModel, per_channel: bool, op_types: Sequence[str] | None
+) -> None:
+    """Refuse what onnxruntime's quantiser would make a broken graph of, or nothing.
 
     Raises:
         QuantizationError: Saying why.
@@ -133,6 +110,10 @@ def check_float_model(loaded: LoadedModel, per_channel: bool) -> None:
             f"{loaded.name}: has opset {opset}, but {reason} needs {least}: export it anew, "
             f"or convert it with onnx.version_converter{hint}"
         )
+    known = {node.op_type for owner in loaded.model.graphs() for node in owner}
+    if op_types and known.isdisjoint(op_types):
+        hint, named = did_you_mean(op_types[0], known), ", ".join(map(repr, op_types))
+        raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
 
 
 def check_names_given(

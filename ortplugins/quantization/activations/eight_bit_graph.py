@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["EightBitGraph", "EightBitSettings", "converted_tensors", "quantize_to_eight_bits"]
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,25 +234,23 @@ def converted_tensors(
     Only what the nearest nodes of each named tensor bring about; groups of operators that
     share a type may reach further.
     """
-    named = {
+    first = {name: entries[0] for name, entries in overrides.items() if entries}
+    named = {*promote} | {
         name
-        for name, entries in overrides.items()
-        if entries and entries[0].quant_type not in (None, activation_type)
+        for name, entry in first.items()
+        if entry.quant_type not in (None, activation_type)
     }
-    named |= set(promote)
+    result = {name for name, entry in first.items() if entry.convert is not None}
+    activations = [value for value in graph.inputs if value.name not in graph.initializers]
+    activations += [value for node in graph for value in node.outputs]
     nodes = {node for node in graph if label(node) in named}
-    result = {
-        name
-        for name, entries in overrides.items()
-        if entries and entries[0].convert is not None
-    }
     if close_regions:
-        for value in _activations(graph):
+        for value in activations:
             if value.name in named:
                 nodes.update(value.consumers())
                 if (producer := value.producer()) is not None:
                     nodes.add(producer)
-    for value in _activations(graph):
+    for value in activations:
         writer = value.producer()
         written = value.name in named or writer in nodes
         if writer is not None and any(
@@ -261,9 +259,3 @@ def converted_tensors(
         ):
             result.add(value.name or "")
     return frozenset(result)
-
-
-def _activations(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from (value for value in graph.inputs if value.name not in graph.initializers)
-    for node in graph:
-        yield from node.outputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = ["RangeCache"]
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -24,6 +25,7 @@ from ortplugins.quantization.activations.ranges import Ranges
 _DIGEST = "ortplugins_digest"
 
 
+@dataclasses.dataclass(frozen=True)
 class RangeCache:
     """A JSON file with the ranges of one model's activations.
 
@@ -32,8 +34,8 @@ class RangeCache:
         digest: Of the model and the settings that ranges have to be of.
     """
 
-    def __init__(self, path: str | os.PathLike[str], digest: str) -> None:
-        self.path, self.digest = Path(path), digest
+    path: Path
+    digest: str
 
     def read(self) -> Ranges | None:
         """Return the ranges; None if there are none, or those of another model.

@@ -27,15 +27,13 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, from_memory, is_path, load_path, same_kind
+from ortplugins.model_io.loading import LoadedModel, load_model, same_kind
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.model_io.staged import stage
 from ortplugins.quantization.activations.arguments import (
     check_float_model,
     check_names_given,
-    check_operators,
     checked_options,
-    operators,
     overrides_of,
     quant_type_of,
     selected_nodes,
@@ -191,7 +189,7 @@ def quantize_static_mixed(
     if target not in ("cpu", "qnn"):
         raise QuantizationError(f"target is {target!r}: one of cpu, qnn is expected")
     activation = quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
-    op_types = operators(op_types_to_quantize)
+    op_types = list(op_types_to_quantize or ()) or _quantisable()
     how = Calibration(
         str(getattr(calibrate_method, "name", calibrate_method)),
         op_types,
@@ -206,10 +204,9 @@ def quantize_static_mixed(
         target=target,
         close_regions=close_regions,
     )
-    loaded = load_path(model_input) if is_path(model_input) else from_memory(model_input)  # type: ignore[arg-type]
+    loaded = load_model(model_input)
     graph = loaded.model.graph
-    check_float_model(loaded, per_channel)
-    check_operators(loaded.model, op_types_to_quantize)
+    check_float_model(loaded, per_channel, op_types_to_quantize)
     check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
     settings = EightBitSettings(
         activation_type=activation,
@@ -249,6 +246,13 @@ def quantize_static_mixed(
     return StaticMixedResult(output, report, same_kind(model_input, model), base.ranges)
 
 
+def _quantisable() -> list[str]:
+    """All operators that onnxruntime can quantise."""
+    from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+    return sorted({*QLinearOpsRegistry, *QDQRegistry})
+
+
 def _ranges(
     path: Path,
     loaded: LoadedModel,
@@ -262,7 +266,7 @@ def _ranges(
     if cache_path is not None:
         data_file = path.with_name(path.name + ".data")
         digest = how.digest([path, *([data_file] if data_file.exists() else ())])
-        cache = RangeCache(cache_path, digest)
+        cache = RangeCache(Path(cache_path), digest)
         if (found := cache.read()) is not None:
             return {**found, **given}, f"ranges of {len(found)} tensors from {cache.path}"
     if data is None:
