@@ -34,7 +34,7 @@ import onnxruntime
 import threadpoolctl
 
 from ortplugins.errors import CalibrationError, OrtpluginsWarning
-from ortplugins.model_io.loading import lift_constants, stored_bytes
+from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
 from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
 from ortplugins.quantization.statistics.accumulator import (
     ActivationStatistics,
@@ -389,25 +389,19 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
     parent of all of them will do.
     """
     lift_constants(model)
-    owners: list[ir.Value] = []
-    in_memory: dict[int, ir.TensorProtocol] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if tensor is None:
-                continue
-            if isinstance(tensor, ir.ExternalTensor):
-                owners.append(value)
-            elif stored_bytes(tensor) >= DATA_THRESHOLD:
-                owners.append(value)
-                in_memory[id(tensor)] = tensor
+    owners = {
+        value: tensor
+        for value, tensor in initializer_tensors(model)
+        if isinstance(tensor, ir.ExternalTensor) or stored_bytes(tensor) >= DATA_THRESHOLD
+    }
+    in_memory = {id(t): t for t in owners.values() if not isinstance(t, ir.ExternalTensor)}
     written = ir.external_data.convert_tensors_to_external(
         list(in_memory.values()), scratch, "tensors.data"
     )
-    files = dict(zip(in_memory, written, strict=True))
+    files: dict[int, ir.TensorProtocol] = dict(zip(in_memory, written, strict=True))
     paths: dict[ir.Value, tuple[Path, ir.ExternalTensor]] = {}
-    for value in owners:
-        external = files.get(id(value.const_value), value.const_value)
+    for value, tensor in owners.items():
+        external = files.get(id(tensor), tensor)
         assert isinstance(external, ir.ExternalTensor)
         paths[value] = Path(os.path.realpath(external.path)), external
     if not paths:

@@ -23,6 +23,7 @@ from ortplugins.quantization.weights.sites import WeightSite
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, remove_node
 from rewrite_rules.weights.bit_packing import pack_rows
 
 
@@ -116,15 +117,14 @@ def drop_unused(value: ir.Value) -> None:
             unread = not node.outputs[0].uses() and not node.outputs[0].is_graph_output()
             if unread and node.graph is not None:
                 node.graph.remove(node, safe=True)
-    graph = value.graph
-    if value.uses() or value.is_graph_output() or graph is None or value.name is None:
-        return
     producer = value.producer()
-    if producer is not None and producer.op_type == "Constant":
-        assert isinstance(producer.graph, ir.Graph)
-        producer.graph.remove(producer, safe=True)
-    elif value.is_initializer() and not value.is_graph_input():
-        del graph.initializers[value.name]
+    if (
+        producer is not None
+        and is_constant(producer)
+        and not (value.uses() or value.is_graph_output())
+    ):
+        remove_node(producer)
+    drop_unused_initializers([value])
 
 
 def _in_file(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
-from ortplugins.model_io.loading import is_path, load_model, same_kind
+from ortplugins.model_io.loading import initializer_tensors, is_path, load_model, same_kind
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.methods.block_format import BlockFormat
@@ -314,16 +314,10 @@ def _to_kernels(model: ir.Model, accuracy_level: int, report: QuantizeReport) ->
 
 def _into_memory(model: ir.Model, scratch: Path) -> None:
     """Read the tensors that lie in files which are about to go."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor):
-                if Path(tensor.path).is_relative_to(scratch):
-                    (value.const_value,) = ir.external_data.convert_tensors_from_external(
-                        [tensor]
-                    )
-            elif isinstance(tensor, ir.LazyTensor):
-                # Made from such files, by the fusion's rules; of whole bytes all.
-                value.const_value = ir.Tensor(
-                    tensor.numpy(), dtype=tensor.dtype, name=tensor.name
-                )
+    for value, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            if Path(tensor.path).is_relative_to(scratch):
+                (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
+        elif isinstance(tensor, ir.LazyTensor):
+            # Made from such files, by the fusion's rules; of whole bytes all.
+            value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)

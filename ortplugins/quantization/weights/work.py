@@ -309,8 +309,8 @@ def _rewrite(
                 "weight_error": errors.weight,
                 "output_error": errors.output,
             }
-    for weight in rows:
-        drop_unused(weight.value)
+    for value in by_value:
+        drop_unused(value)
     return reported(plan, settings, rows)
 
 
