@@ -129,6 +129,7 @@ def plan_precision(
         units = _units(groups, places, names)
         if not units:
             raise QuantizationError(_nothing(graph))
+        options = BoundaryOptions(mode=mode, target=target)
         stay: list[str] = []
 
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
@@ -136,10 +137,9 @@ def plan_precision(
 
         def made(search: Search, chosen: tuple[str, ...]) -> ir.Model | None:
             asked = overrides(chosen)
-            rewritten, refused = _rewritten(run.model, asked, mode, target)
-            if not refused:
+            rewritten, guilty = _rewritten(run.model, options, asked)
+            if not guilty:
                 return rewritten
-            guilty = _guilty(run.model, refused, asked, mode, target)
             stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
             search.ban(guilty)
             return None
@@ -243,24 +243,21 @@ def _units(
 
 
 def _rewritten(
-    model: ir.Model, overrides: Overrides, mode: str, target: str
-) -> tuple[ir.Model, list[Remark]]:
-    """Rewrite a copy; return it and what was refused."""
-    copy = model.clone()
-    remarks = Remarks("mixed_precision_boundaries")
-    options = BoundaryOptions(overrides=overrides, mode=mode, target=target)
-    place_boundaries(copy, options, PassContext(remarks))
-    return copy, [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
+    model: ir.Model, options: BoundaryOptions, overrides: Overrides
+) -> tuple[ir.Model, dict[str, str]]:
+    """Rewrite a copy; return it and what was refused, with the reason.
 
+    Of tensors that are refused together, those that are refused alone.
+    """
 
-def _guilty(
-    model: ir.Model, refused: Sequence[Remark], overrides: Overrides, mode: str, target: str
-) -> dict[str, str]:
-    """Of tensors that were refused together, those that are refused alone; with the reason."""
+    def attempt(asked: Overrides) -> tuple[ir.Model, list[Remark]]:
+        copy, remarks = model.clone(), Remarks("mixed_precision_boundaries")
+        place_boundaries(
+            copy, dataclasses.replace(options, overrides=asked), PassContext(remarks)
+        )
+        return copy, [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
+
+    copy, refused = attempt(overrides)
     reasons = {remark.node: remark.reason for remark in refused if remark.node in overrides}
-    alone = {
-        name: reason
-        for name, reason in reasons.items()
-        if _rewritten(model, {name: overrides[name]}, mode, target)[1]
-    }
-    return alone or reasons
+    alone = {name: why for name, why in reasons.items() if attempt({name: overrides[name]})[1]}
+    return copy, alone or reasons
