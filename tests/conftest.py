@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Nothing a test does reaches the user's cache, nor another test's."""
+"""A cache and a model for each test; nothing reaches the user's cache."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def cache_dir(
     # A child for each of thousands of models would take most of the time.
     monkeypatch.setenv("ORTPLUGINS_BUILD_IN_PROCESS", "1")
     return folder
+
+
+@pytest.fixture
+def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The model of the test file's CASE, with its data beside it."""
+    from builders.sessions import save  # what opens no session imports none of it
+
+    return save(request.module.CASE, tmp_path / "model.onnx")

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from builders.cache_entries import DAY, backdate, entries
+from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
-from test_artifact_cache import check, spawn, start
-from test_cli import SCRIPT, snapshot
+from builders.python_process import python
+from builders.session_process import result_of, spawn
+from builders.sessions import CPU, check, files, options, save, source, start
 
 import ortplugins
 from ortplugins.artifacts.manifest import Entry
@@ -29,19 +31,8 @@ from ortplugins.artifacts.warming import WarmResult, warm
 from ortplugins.cli import terminal
 
 CASE = DequantizedMatMul(512, 512, 32)
-DAY = 86400.0
 NOBODY = 65534
 
-# Starts a session with the passes named and prints where its model came from.
-SESSION = """
-import os, sys, numpy as np, onnxruntime as ort, ortplugins
-so = ort.SessionOptions()
-for name in ("dq_matmulnbits_fusion", "prepacked_weights"):
-    so.add_session_config_entry(f"ortplugins.enable_{name}", "1")
-session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-session.run(None, {"x": np.ones((2, 512), np.float32)})
-print(session.ortplugins_report.source)
-"""
 
 CHECK_AND_PRUNE = """
 import sys
@@ -78,62 +69,22 @@ print(removed)
 """
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    ir.save(CASE.model(), path, external_data="model.onnx.data")
-    return path
-
-
-def ortp(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return execute(*SCRIPT, *arguments)
-
-
-def execute(
-    *command: object, cache_dir: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    environment = {} if cache_dir is None else {"ORTPLUGINS_CACHE_DIR": str(cache_dir)}
-    return subprocess.run(
-        [*map(str, command)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def lines(*arguments: object, code: int = 0) -> list[str]:
-    done = ortp(*arguments)
+    """What a command prints; it ends with this code, and tells no error."""
+    done = ortplugins_command("cache", *arguments)
     # What packing may take of the disk is told before it is taken.
     errors = [line for line in done.stderr.splitlines() if " may take " not in line]
     assert (done.returncode, errors) == (code, [])
     return done.stdout.splitlines()
 
 
-def entries(cache_dir: Path) -> list[Entry]:
-    """All of the cache, the one that was used longest ago first."""
-    return sorted(ArtifactCache(cache_dir).entries(), key=lambda entry: entry.last_used)
-
-
 def fill(folder: Path, number: int = 3) -> None:
     """Entries of models named 0.onnx and on; each was used a day before the next."""
     for index in range(number):
-        path = folder / f"{index}.onnx"
-        ir.save(DequantizedMatMul(64, 32 * (index + 1), 32).model(), path)
+        case = DequantizedMatMul(64, 32 * (index + 1), 32)
+        path = save(case, folder / f"{index}.onnx", external=False)
         report = start(path).ortplugins_report
         backdate(Path(report.artifact).parent, (number - index) * DAY)
-
-
-def backdate(folder: Path, seconds: float) -> None:
-    """Have an entry published, and used, that long ago."""
-    manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["created"] = time.time() - seconds
-    new = manifest.with_suffix(".new")
-    new.write_text(json.dumps(content))
-    os.utime(new, (content["created"], content["created"]))
-    os.replace(new, manifest)
 
 
 def names(cache_dir: Path) -> list[str]:
@@ -143,85 +94,79 @@ def names(cache_dir: Path) -> list[str]:
 # The last use.
 
 
-def test_a_hit_is_written_down_at_most_once_a_minute(model_path: Path, cache_dir: Path):
+@pytest.fixture
+def aged(model_path: Path, cache_dir: Path) -> Entry:
+    """The only entry of the cache, made and used a day ago."""
     start(model_path)
     (entry,) = entries(cache_dir)
-    backdate(entry.folder, 30 * DAY)
+    backdate(entry.folder, DAY)
+    return entry
+
+
+def test_a_hit_is_written_down_at_most_once_a_minute(
+    aged: Entry, model_path: Path, cache_dir: Path
+):
     for _ in range(2):
         (entry,) = entries(cache_dir)
-        assert time.time() - entry.last_used > 29 * DAY, "looking is no use"
+        assert time.time() - entry.last_used > 0.9 * DAY, "looking is no use"
 
-    assert start(model_path).ortplugins_report.source == "cache"
+    assert source(model_path) == "cache"
     assert time.time() - entry.last_used < 60
-    assert time.time() - entry.created > 29 * DAY
+    assert time.time() - entry.created > 0.9 * DAY
     first = (entry.folder / "manifest.json").stat().st_mtime_ns
-    assert start(model_path).ortplugins_report.source == "cache"
+    assert source(model_path) == "cache"
     assert (entry.folder / "manifest.json").stat().st_mtime_ns == first
 
 
 def test_a_use_that_cannot_be_written_down_is_a_hit_all_the_same(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    aged: Entry, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    backdate(entry.folder, DAY)
-
     def refuse(*arguments: object, **kwargs: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "utime", refuse)
-    assert start(model_path).ortplugins_report.source == "cache"
+    assert source(model_path) == "cache"
 
 
-def test_list_shows_the_last_use(model_path: Path, cache_dir: Path):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    backdate(entry.folder, 3 * DAY)
-    heading, row, _ = lines("cache", "list")
+def test_list_and_show(aged: Entry, model_path: Path):
+    backdate(aged.folder, 3 * DAY)
+    heading, row, total = lines("list")
     assert heading == "Key\tModel\tSize\tLinked\tAge\tLast use\tFired/refused"
-    assert row.split("\t")[1:] == [
-        str(model_path),
-        *row.split("\t")[2:4],
-        "3 d",
-        "3 d ago",
-        "1/0",
-    ]
+    key, path, _, _, *times, fate = row.split("\t")
+    assert aged.folder.name.startswith(key)
+    assert (path, times, fate) == (str(model_path), ["3 d", "3 d ago"], "1/0")
+    assert total.startswith("1 in all, ")
     start(model_path)
-    _, row, _ = lines("cache", "list")
+    _, row, _ = lines("list")
     age, used = row.split("\t")[4:6]
     assert age == "3 d"
     assert used.endswith((" s ago", "1 min ago"))
 
-
-def test_a_clock_that_was_set_back(model_path: Path, cache_dir: Path):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    backdate(entry.folder, -30 * DAY)
-    _, row, _ = lines("cache", "list")
-    assert row.split("\t")[4:6] == ["0 s", "0 s ago"]
-    assert lines("cache", "prune", "--older-than", "0s")[-1].startswith("removed 0, ")
-    before = snapshot(entry.folder)
-    assert start(model_path).ortplugins_report.source == "cache"
-    assert snapshot(entry.folder) == before, "the later time stays"
-    (removed, _) = lines("cache", "prune", "--max-size", "0")
-    assert removed.endswith(", last used 0 s ago")
-
-
-def test_list_and_show_as_json(model_path: Path, cache_dir: Path):
-    start(model_path)
-    (entry,) = json.loads("\n".join(lines("cache", "list", "--format", "json")))
+    (entry,) = json.loads("\n".join(lines("list", "--format", "json")))
     assert (entry["model"], entry["fired"], entry["refused"]) == (str(model_path), 1, 0)
     assert entry["size"] > 0
-    shown = json.loads("\n".join(lines("cache", "show", entry["key"][:8])))
+    shown = json.loads("\n".join(lines("show", entry["key"][:8])))
     assert shown.items() >= entry.items()
     assert set(shown["manifest"]["files"]) >= {"model.onnx"}
-    done = ortp("cache", "show", "x")
+    done = ortplugins_command("cache", "show", "x")
     assert (done.returncode, "no entry" in done.stderr) == (2, True)
+
+
+def test_a_clock_that_was_set_back(aged: Entry, model_path: Path):
+    backdate(aged.folder, -30 * DAY)
+    _, row, _ = lines("list")
+    assert row.split("\t")[4:6] == ["0 s", "0 s ago"]
+    assert lines("prune", "--older-than", "0s")[-1].startswith("removed 0, ")
+    before = files(aged.folder)
+    assert source(model_path) == "cache"
+    assert files(aged.folder) == before, "the later time stays"
+    (removed, _) = lines("prune", "--max-size", "0")
+    assert removed.endswith(", last used 0 s ago")
 
 
 def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir: Path):
     level = "dq_matmulnbits_fusion.accuracy_level"
-    explain = ("cache", "explain", model_path, "--pass", "dq_matmulnbits_fusion")
+    explain = ("explain", model_path, "--pass", "dq_matmulnbits_fusion")
     exact = (*explain, "--set", f"{level}=0")
     assert lines(*explain, code=1)[1:] == ["the cache is empty"]
     start(model_path)
@@ -249,9 +194,9 @@ def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir:
 def test_prune_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: Path):
     fill(tmp_path)
     # The oldest is used again, so the second is now the one to go.
-    assert start(tmp_path / "0.onnx").ortplugins_report.source == "cache"
+    assert source(tmp_path / "0.onnx") == "cache"
     assert names(cache_dir) == ["1.onnx", "2.onnx", "0.onnx"]
-    one, total = lines("cache", "prune", "--max-size", _disk(cache_dir) - 1)
+    one, total = lines("prune", "--max-size", _disk(cache_dir) - 1)
     assert one.startswith("removed: ")
     assert f" {tmp_path / '1.onnx'}, " in one
     assert one.endswith(", last used 2 d ago")
@@ -260,32 +205,26 @@ def test_prune_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: 
     assert total.endswith(f", in {cache_dir}")
     assert names(cache_dir) == ["2.onnx", "0.onnx"]
     assert list((cache_dir / "building").iterdir()) == []
-    assert start(tmp_path / "1.onnx").ortplugins_report.source == "built"
+    assert source(tmp_path / "1.onnx") == "built"
 
 
 def test_prune_removes_what_was_not_used_for_long(tmp_path: Path, cache_dir: Path):
     fill(tmp_path, 4)
-    assert lines("cache", "prune", "--older-than", "2w")[-1].startswith(
-        "removed 0, 0 bytes; 4 "
-    )
-    removed = lines("cache", "prune", "--older-than", "36h")[:-1]
-    assert [line.partition(", ")[0][-6:] for line in removed] == ["0.onnx", "1.onnx", "2.onnx"]
-    assert names(cache_dir) == ["3.onnx"]
-
-
-def test_prune_takes_both_limits(tmp_path: Path, cache_dir: Path):
-    fill(tmp_path, 4)
+    assert lines("prune", "--older-than", "2w")[-1].startswith("removed 0, 0 bytes; 4 ")
     sizes = [_disk(entry.folder) for entry in entries(cache_dir)]
-    lines("cache", "prune", "--older-than", "84h", "--max-size", sum(sizes[2:]))
+    lines("prune", "--older-than", "84h", "--max-size", sum(sizes[2:]))
     assert names(cache_dir) == ["2.onnx", "3.onnx"]
+    removed = lines("prune", "--older-than", "36h")[:-1]
+    assert [line.partition(", ")[0][-6:] for line in removed] == ["2.onnx"]
+    assert names(cache_dir) == ["3.onnx"]
 
 
 def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
     fill(tmp_path)
-    before = snapshot(cache_dir)
-    would = lines("cache", "prune", "--max-size", "0", "--dry-run")
-    assert snapshot(cache_dir) == before
-    did = lines("cache", "prune", "--max-size", "0")
+    before = files(cache_dir)
+    would = lines("prune", "--max-size", "0", "--dry-run")
+    assert files(cache_dir) == before
+    did = lines("prune", "--max-size", "0")
     assert [
         line.replace("would remove", "removed").replace("would ", "") for line in would
     ] == did
@@ -294,98 +233,95 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps files that are open")
-def test_a_session_keeps_what_prune_removes(model_path: Path, cache_dir: Path):
+def test_a_session_keeps_what_prune_removes(aged: Entry, model_path: Path):
     session = start(model_path)
-    (entry,) = entries(cache_dir)
-    backdate(entry.folder, DAY)
-    lines("cache", "prune", "--max-size", "0")
-    assert not entry.folder.exists()
-    check(session)
-
-
-def test_prune_leaves_what_was_used_a_moment_ago(model_path: Path, cache_dir: Path):
-    start(model_path)
-    left, total = lines("cache", "prune", "--max-size", "0", "--older-than", "0s")
+    left, total = lines("prune", "--max-size", "0", "--older-than", "0s")
     assert left.startswith("left: ")
     assert left.endswith(": used a moment ago")
     assert total.startswith("removed 0, 0 bytes; 1 remain, ")
-    assert start(model_path).ortplugins_report.source == "cache"
+    backdate(aged.folder, DAY)
+    lines("prune", "--max-size", "0")
+    assert not aged.folder.exists()
+    check(session, CASE)
 
 
-def test_prune_leaves_what_is_being_built(model_path: Path, cache_dir: Path):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    backdate(entry.folder, DAY)
-    lock = cache_dir / "locks" / f"{entry.folder.name}.lock"
-    half = cache_dir / "building" / f"{entry.folder.name}.half"
+def test_prune_leaves_what_is_being_built(aged: Entry, model_path: Path, cache_dir: Path):
+    lock = cache_dir / "locks" / f"{aged.folder.name}.lock"
+    half = cache_dir / "building" / f"{aged.folder.name}.half"
     half.mkdir()
     (half / "model.onnx").write_bytes(bytes(1000))
     with filelock.FileLock(lock):
-        left, _ = lines("cache", "prune", "--max-size", "0")
+        left, _ = lines("prune", "--max-size", "0")
         assert left.endswith(": being built, or removed, by another process")
         assert half.exists()
-    assert entry.folder.exists()
+    assert aged.folder.exists()
     # The builder is gone, and did not finish.
-    removed, abandoned, _ = lines("cache", "prune", "--max-size", "0")
+    removed, abandoned, _ = lines("prune", "--max-size", "0")
     assert str(model_path) in removed
     assert abandoned == "removed: what builders left that were killed, 1.0 kB"
     assert not half.exists()
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["none", "cut"])
-def test_prune_takes_entries_without_a_manifest(
-    model_path: Path, cache_dir: Path, content: str | None
-):
-    start(model_path)
-    (entry,) = entries(cache_dir)
-    manifest = entry.folder / "manifest.json"
+def test_prune_takes_entries_without_a_manifest(aged: Entry, content: str | None):
+    manifest = aged.folder / "manifest.json"
     manifest.unlink()
     if content is not None:
         manifest.write_text(content)
-    for path in (entry.folder, *entry.folder.iterdir()):
+    for path in (aged.folder, *aged.folder.iterdir()):
         os.utime(path, (time.time() - DAY, time.time() - DAY))
-    removed, _ = lines("cache", "prune", "--older-than", "12h")
-    assert removed.startswith(f"removed: {entry.folder.name[:12]}, ")
-    assert not entry.folder.exists()
+    removed, _ = lines("prune", "--older-than", "12h")
+    assert removed.startswith(f"removed: {aged.folder.name[:12]}, ")
+    assert not aged.folder.exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--max-size", "--older-than"]),
-        (["--max-size", "10 parsecs"], ["10 parsecs", "500MB"]),
-        (["--max-size", "-1"], ["500MB"]),
-        (["--older-than", "30"], ["'30'", "30d"]),
-        (["--older-than", "2m"], ["'2m'", "45min"]),
+        ("prune", ["--max-size", "--older-than"]),
+        ("prune --max-size 10parsecs", ["10parsecs", "500MB"]),
+        ("prune --max-size -1", ["500MB"]),
+        ("prune --older-than 30", ["'30'", "30d"]),
+        ("prune --older-than 2m", ["'2m'", "45min"]),
+        ("warm model.onnx --pass prepacked_weigths", ["did you mean 'prepacked_weights'?"]),
+        ("warm model.onnx --set prepacked_weights.verif=1", ["did you mean 'verify'?"]),
+        ("warm model.onnx --optimization-level most", ["'most'", "disable, basic, extended"]),
+        ("warm model.onnx --session-entry =1", ["session entry ''"]),
+        ("warm model.onnx --session-entry x", ["'x' is not KEY=VALUE", "--session-entry"]),
     ],
 )
-def test_prune_with_limits_that_say_nothing(arguments: list[str], words: list[str]):
-    done = ortp("cache", "prune", *arguments)
-    assert done.returncode == 2
+def test_options_that_cannot_be_used(
+    model_path: Path,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    words: list[str],
+):
+    monkeypatch.chdir(model_path.parent)
+    done = ortplugins_command("cache", *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
     assert [word for word in words if word not in done.stderr] == []
+    assert not cache_dir.exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "number"),
     [
         ("0", 0),
         ("4096", 4096),
         ("500MB", 500_000_000),
-        ("10GB", 10_000_000_000),
         ("1GiB", 1 << 30),
         ("1.5 kb", 1500),
         ("2TiB", 2 << 40),
+        ("45min", 2700),
+        ("12h", 43200),
+        ("30d", 2592000),
+        ("2w", 1209600),
     ],
 )
-def test_sizes(text: str, size: int):
-    assert terminal.parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    ("text", "age"), [("45min", 2700), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)]
-)
-def test_ages(text: str, age: float):
-    assert terminal.parse_age(text) == age
+def test_sizes_and_ages(text: str, number: float):
+    is_age = text[-1] in "nhdw"
+    assert (terminal.parse_age if is_age else terminal.parse_size)(text) == number
 
 
 @pytest.fixture
@@ -442,21 +378,6 @@ def test_what_is_found_while_two_collect_stays_whole(
     assert list((cache_dir / "building").iterdir()) == []
 
 
-def test_sessions_that_build_and_hit_while_two_collect(
-    model_path: Path, cache_dir: Path, collectors: Callable[[], int]
-):
-    outputs = []
-    for _ in range(3):
-        processes = [spawn(model_path) for _ in range(3)]  # any warning is an error there
-        outputs += [process.communicate(timeout=120)[0].split() for process in processes]
-        assert [process.returncode for process in processes] == [0] * 3
-        for entry in entries(cache_dir):
-            backdate(entry.folder, DAY)
-    collectors()
-    assert {source for source, _ in outputs} == {"built", "cache"}
-    assert len({digest for _, digest in outputs}) == 1
-
-
 # verify
 
 
@@ -481,45 +402,46 @@ def _truncate(path: Path) -> None:
         (Path.unlink, "manifest.json", "manifest.json: missing"),
         (_truncate, "manifest.json", "manifest.json: cannot be used"),
     ],
-    ids=[
-        "bit",
-        "bit of the probe",
-        "cut",
-        "emptied",
-        "deleted",
-        "no manifest",
-        "cut manifest",
-    ],
+    ids=["bit", "bit of the probe", "cut", "emptied", "deleted", "none", "cut manifest"],
 )
 def test_verify_names_what_is_damaged(
     tmp_path: Path, cache_dir: Path, damage: Callable[[Path], None], file: str, what: str
 ):
     for index in range(2):
-        model = tmp_path / f"{index}.onnx"
-        ir.save(DequantizedMatMul(512, 512, 32).model(), model, external_data=f"{index}.data")
+        case = DequantizedMatMul(512, 512, 32, seed=index)
+        model = save(case, tmp_path / f"{index}.onnx")
         victim = Path(start(model).ortplugins_report.artifact).parent
-    assert lines("cache", "verify") == [f"2 checked, 0 damaged, in {cache_dir}"]
+    assert lines("verify") == [f"2 checked, 0 damaged, in {cache_dir}"]
 
     size = (victim / file).stat().st_size
     damage(victim / file)
-    line, total = lines("cache", "verify", code=1)
+    line, total = lines("verify", code=1)
     assert line.startswith(f"damaged: {victim.name[:12]}")
     assert f": {what.format(size - 1, size)}" in line
     assert (file == "manifest.json") != (f" {model}: " in line)
     assert total == f"2 checked, 1 damaged, in {cache_dir}"
     assert victim.exists()
 
-    lines("cache", "verify", "--cache-dir", cache_dir, "--remove", code=1)
+    lines("verify", "--cache-dir", cache_dir, "--remove", code=1)
     assert not victim.exists()
-    assert lines("cache", "verify") == [f"1 checked, 0 damaged, in {cache_dir}"]
-    assert start(model).ortplugins_report.source == "built"
+    assert lines("verify") == [f"1 checked, 0 damaged, in {cache_dir}"]
+    assert source(model) == "built"
 
 
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path):
-    assert lines("cache", "verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
-    (line,) = lines("cache", "prune", "--max-size", "0")
+    assert lines("verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
+    (line,) = lines("prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
+    _, line = lines("list")
+    assert line == f"0 in all, 0 bytes, and 0 bytes linked, in {cache_dir}"
     assert not cache_dir.exists()
+
+
+def test_clean_removes_all(aged: Entry, cache_dir: Path):
+    (line,) = lines("clean")
+    assert line.startswith("removed 1, ")
+    assert line.endswith(f", from {cache_dir}")
+    assert entries(cache_dir) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
@@ -527,7 +449,7 @@ def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path):
 def test_a_directory_that_others_may_write_to(cache_dir: Path, command: list[str]):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
-    done = ortp("cache", *command)
+    done = ortplugins_command("cache", *command)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{cache_dir}: belongs to another user or others may write" in done.stderr
 
@@ -535,19 +457,13 @@ def test_a_directory_that_others_may_write_to(cache_dir: Path, command: list[str
 # warm
 
 
-def session(path: Path, cache_dir: Path, prelude: str = "") -> str:
-    code = (sys.executable, "-W", "error", "-c", prelude + SESSION)
-    done = execute(*code, path, cache_dir=cache_dir)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_a_session_finds_what_was_warmed(model_path: Path, cache_dir: Path):
-    (line,) = lines("cache", "warm", model_path)
+    (line,) = lines("warm", model_path)
     assert line.startswith(f"{model_path}: built: fired 2, refused 0; ")
     assert line.endswith(" kB on disk")
-    assert session(model_path, cache_dir) == "cache"
-    (line,) = lines("cache", "warm", model_path)
+    told = result_of(spawn(model_path))
+    assert (told["source"], told["warnings"]) == ("cache", [])
+    (line,) = lines("warm", model_path)
     assert line.startswith(f"{model_path}: cache: fired 2, refused 0; ")
     assert len(entries(cache_dir)) == 1
 
@@ -565,9 +481,8 @@ def image() -> Iterator[Path]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
 def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
-    model, output = image / "model.onnx", image / "cache"
-    ir.save(CASE.model(), model, external_data="model.onnx.data")
-    lines("cache", "warm", model, "--cache-dir", output)
+    model, output = save(CASE, image / "model.onnx"), image / "cache"
+    lines("warm", model, "--cache-dir", output)
     (entry,) = entries(output)
     backdate(entry.folder, DAY)
     for path in (output, *output.rglob("*")):
@@ -576,57 +491,54 @@ def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
     for path in (entry.folder, *entry.folder.iterdir()):
         assert path.stat().st_mode & 0o044 == 0o044, path
 
-    before = snapshot(output)
+    before = files(output)
     prelude = "" if os.geteuid() else AS_NOBODY
-
-    assert session(model, output, prelude) == "cache"
-    done = execute(sys.executable, "-c", prelude + CHECK_AND_PRUNE, output)
+    variables = {"ORTPLUGINS_CACHE_DIR": str(output)}
+    told = result_of(spawn(model, prelude=prelude, variables=variables))
+    assert (told["source"], told["warnings"]) == ("cache", [])
+    done = python("-c", prelude + CHECK_AND_PRUNE, output)
     assert done.stdout == "[{}]\n"
     assert f"PermissionError: {output}: cannot be written" in done.stderr
-    assert snapshot(output) == before
+    assert files(output) == before
 
 
 def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Path):
     key = "session.qdq_matmulnbits_accuracy_level"
     lines(
-        *("cache", "warm", model_path, "--pass", "dq_matmulnbits_fusion"),
+        *("warm", model_path, "--pass", "dq_matmulnbits_fusion"),
         *("--set", "dq_matmulnbits_fusion.slow_kernels=keep"),
         *("--session-entry", f"{key}=4", "--optimization-level", "basic"),
     )
 
-    def source(**settings: str) -> str:
-        so = ort.SessionOptions()
-        so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
-        so.add_session_config_entry("ortplugins.dq_matmulnbits_fusion.slow_kernels", "keep")
-        so.add_session_config_entry(key, settings.get("accuracy", "4"))
-        so.graph_optimization_level = getattr(
-            ort.GraphOptimizationLevel, settings.get("level", "ORT_ENABLE_BASIC")
-        )
-        made = ortplugins.InferenceSession(model_path, so, providers=["CPUExecutionProvider"])
-        return made.ortplugins_report.source
+    def source_of(accuracy: str = "4", level: str = "ORT_ENABLE_BASIC") -> str:
+        so = options(ortplugins.DqMatMulNBitsFusion(slow_kernels="keep"))
+        so.add_session_config_entry(key, accuracy)
+        so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+        return source(model_path, so)
 
-    assert source() == "cache"
-    assert source(accuracy="1") == "built"
-    assert source(level="ORT_ENABLE_ALL") == "built"
+    assert source_of() == "cache"
+    assert source_of(accuracy="1") == "built"
+    assert source_of(level="ORT_ENABLE_ALL") == "built"
     assert len(entries(cache_dir)) == 3
 
 
-def test_warm_goes_on_after_a_model_that_fails(model_path: Path, cache_dir: Path):
+def test_warm_goes_on_after_a_model_that_fails(
+    model_path: Path, tmp_path: Path, cache_dir: Path
+):
     missing, empty = model_path.with_name("gone.onnx"), model_path.with_name("empty.onnx")
     empty.touch()
-    done = ortp("cache", "warm", missing, model_path, empty, "--pass", "dq_matmulnbits_fusion")
+    warm_all = "cache", "warm", missing, model_path, empty, "--pass", "dq_matmulnbits_fusion"
+    done = ortplugins_command(*warm_all)
     assert done.returncode == 1
     assert done.stdout.startswith(f"{model_path}: built: fired 1, refused 0; ")
     first, second = done.stderr.splitlines()
     assert first == f"error: {missing}: there is no such model file"
     assert second.startswith(f"error: {empty}: ")
     assert names(cache_dir) == ["model.onnx"]
-
-
-def test_warm_fails_where_nothing_can_be_kept(model_path: Path, tmp_path: Path):
+    # Where nothing can be kept, it fails.
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    done = ortp("cache", "warm", model_path, "--cache-dir", blocked / "cache")
+    done = ortplugins_command("cache", "warm", model_path, "--cache-dir", blocked / "cache")
     assert (done.returncode, done.stdout) == (1, "")
     told, line = done.stderr.splitlines()
     assert told.startswith(f"{model_path}: may take ")
@@ -634,36 +546,12 @@ def test_warm_fails_where_nothing_can_be_kept(model_path: Path, tmp_path: Path):
     assert str(blocked) in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--pass", "prepacked_weigths"], ["did you mean 'prepacked_weights'?"]),
-        (["--set", "prepacked_weights.verif=size"], ["did you mean 'verify'?"]),
-        (["--optimization-level", "most"], ["'most'", "disable, basic, extended"]),
-        (["--session-entry", "=1"], ["session entry ''"]),
-        (
-            ["--session-entry", "session.x"],
-            ["'session.x' is not KEY=VALUE", "--session-entry"],
-        ),
-    ],
-)
-def test_warm_with_options_that_nobody_knows(
-    model_path: Path, cache_dir: Path, arguments: list[str], words: list[str]
-):
-    done = ortp("cache", "warm", model_path, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert [word for word in words if word not in done.stderr] == []
-    assert not cache_dir.exists()
-
-
 def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
     seen: list[WarmResult] = []
+    fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=4)
+    settings = {"disabled_optimizers": ["ConstantFolding"]}
     (result,) = warm(
-        [model_path],
-        [ortplugins.DqMatMulNBitsFusion(accuracy_level=4)],
-        cache_dir=tmp_path / "out",
-        disabled_optimizers=["ConstantFolding"],
-        done=seen.append,
+        [model_path], [fusion], cache_dir=tmp_path / "out", done=seen.append, **settings
     )
     assert seen == [result]
     assert result.report is not None
@@ -674,16 +562,8 @@ def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     assert not cache_dir.exists()
 
-    so = ort.SessionOptions()
-    ortplugins.configure(
-        so, ortplugins.DqMatMulNBitsFusion(accuracy_level=4), cache_dir=str(tmp_path / "out")
-    )
-    made = ortplugins.InferenceSession(
-        model_path,
-        so,
-        providers=["CPUExecutionProvider"],
-        disabled_optimizers=["ConstantFolding"],
-    )
+    so = options(fusion, cache_dir=str(tmp_path / "out"))
+    made = ortplugins.InferenceSession(model_path, so, providers=CPU, **settings)
     assert made.ortplugins_report.source == "cache"
 
 

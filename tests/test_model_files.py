@@ -8,189 +8,146 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.dequantized_models import DequantizedMatMul, relative_error, run
+from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import CPU, EXACT, check, files, save, start
 
 import ortplugins
 from ortplugins import MissingFileError, ModelFileError
 
 CASE = DequantizedMatMul(128, 64, 32)
 
-
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    ir.save(CASE.model(), folder / "model.onnx", external_data="model.data")
-    return folder / "model.onnx"
+Spoil = Callable[[Path], object]  # of the folder that holds model.onnx and its data
 
 
-def set_external(path: Path, **entries: str | int) -> None:
+def replaced(name: str, content: bytes) -> Spoil:
+    return lambda folder: folder.joinpath(name).write_bytes(content)
+
+
+def cut(name: str, size: int) -> Spoil:
+    """Leave out the last bytes of a file."""
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - size)
+
+
+def told(**entries: str | int) -> Spoil:
     """Change what the first external tensor says of its data."""
-    proto = onnx.load(path, load_external_data=False)
-    tensor = next(t for t in proto.graph.initializer if t.external_data)
-    for entry in tensor.external_data:
-        if entry.key in entries:
-            entry.value = str(entries[entry.key])
-    onnx.save(proto, path)
+
+    def spoil(folder: Path) -> None:
+        proto = onnx.load(folder / "model.onnx", load_external_data=False)
+        tensor = next(t for t in proto.graph.initializer if t.external_data)
+        for entry in tensor.external_data:
+            if entry.key in entries:
+                text = str(entries[entry.key]).format(folder=folder)
+                entry.value = text
+        onnx.save(proto, folder / "model.onnx")
+
+    return spoil
 
 
-def missing(path: Path) -> Path:
-    return path.with_name("nowhere.onnx")
+def linked_outside(folder: Path) -> None:
+    (folder / "model.onnx.data").unlink()
+    (folder / "model.onnx.data").symlink_to(folder.parent / "secret")
 
 
-def truncated(path: Path) -> Path:
-    path.write_bytes(path.read_bytes()[:-40])
-    return path
+def folder_as_data(folder: Path) -> None:
+    (folder / "model.onnx.data").unlink()
+    (folder / "model.onnx.data").mkdir()
 
 
-def empty(path: Path) -> Path:
-    path.write_bytes(b"")
-    return path
-
-
-def text(path: Path) -> Path:
-    path.write_text("hello, I am a readme")
-    return path
-
-
-def without_data(path: Path) -> Path:
-    path.with_name("model.data").unlink()
-    return path
-
-
-def short_data(path: Path) -> Path:
-    data = path.with_name("model.data")
-    data.write_bytes(data.read_bytes()[:-1])
-    return path
-
-
-def wrong_length(path: Path) -> Path:
-    set_external(path, length=17)
-    return path
-
-
-def huge_offset(path: Path) -> Path:
-    set_external(path, offset=1 << 40)
-    return path
-
-
-def parent_folder(path: Path) -> Path:
-    (path.parent.parent / "secret").write_bytes(bytes(1 << 16))
-    set_external(path, location="../secret")
-    return path
-
-
-def absolute(path: Path) -> Path:
-    set_external(path, location=str(path.with_name("model.data")))
-    return path
-
-
-def link_outside(path: Path) -> Path:
-    (path.parent.parent / "secret").write_bytes(bytes(1 << 16))
-    data = path.with_name("model.data")
-    data.unlink()
-    data.symlink_to(path.parent.parent / "secret")
-    return path
-
-
-def folder_as_data(path: Path) -> Path:
-    data = path.with_name("model.data")
-    data.unlink()
-    data.mkdir()
-    return path
-
-
-def ort_format(path: Path) -> Path:
-    path.write_bytes(b"\x00\x00\x00\x00ORTM" + bytes(64))
-    return path
-
-
-BAD = {
-    missing: (MissingFileError, r"nowhere\.onnx: there is no such model file"),
-    truncated: (ModelFileError, r"model\.onnx: is no ONNX model, or was cut off"),
-    empty: (
-        ModelFileError,
-        r"model\.onnx: the file is empty|model\.onnx: has no graph outputs",
+BAD: dict[str, tuple[Spoil, type[Exception], str]] = {
+    "missing": (
+        lambda folder: (folder / "model.onnx").unlink(),
+        *(MissingFileError, r"model\.onnx: there is no such model file"),
     ),
-    text: (ModelFileError, r"model\.onnx: is no ONNX model"),
-    without_data: (
-        MissingFileError,
-        r"tensor 'w.*': external data file '.*model\.data' is missing",
+    "truncated": (
+        cut("model.onnx", 40),
+        *(ModelFileError, r"model\.onnx: is no ONNX model, or was cut off"),
     ),
-    short_data: (ModelFileError, r"tensor 'w.*': needs bytes .* is the file complete\?"),
-    wrong_length: (ModelFileError, r"tensor 'w': external data is 17 bytes long, but shape"),
-    huge_offset: (ModelFileError, r"tensor 'w': needs bytes 1099511627776"),
-    parent_folder: (ModelFileError, r"location '\.\./secret' leaves the model's folder"),
-    absolute: (ModelFileError, r"leaves the model's folder"),
-    link_outside: (ModelFileError, r"is a link to '.*secret', outside the model's folder"),
-    folder_as_data: (ModelFileError, r"is not a regular file"),
-    ort_format: (ModelFileError, r"is in ORT format"),
+    "empty": (
+        replaced("model.onnx", b""),
+        *(ModelFileError, r"model\.onnx: (the file is empty|has no graph outputs)"),
+    ),
+    "text": (
+        replaced("model.onnx", b"hello, I am a readme"),
+        *(ModelFileError, r"model\.onnx: is no ONNX model"),
+    ),
+    "in ORT format": (
+        replaced("model.onnx", b"\x00\x00\x00\x00ORTM" + bytes(64)),
+        *(ModelFileError, r"is in ORT format"),
+    ),
+    "without data": (
+        lambda folder: (folder / "model.onnx.data").unlink(),
+        *(MissingFileError, r"tensor 'w.*': external data file '.*\.data' is missing"),
+    ),
+    "short data": (
+        cut("model.onnx.data", 1),
+        *(ModelFileError, r"tensor 'w.*': needs bytes .* is the file complete\?"),
+    ),
+    "wrong length": (
+        told(length=17),
+        *(ModelFileError, r"tensor 'w': external data is 17 bytes long, but shape"),
+    ),
+    "huge offset": (
+        told(offset=1 << 40),
+        *(ModelFileError, r"tensor 'w': needs bytes 1099511627776"),
+    ),
+    "parent folder": (
+        told(location="../secret"),
+        *(ModelFileError, r"location '\.\./secret' leaves the model's folder"),
+    ),
+    "absolute": (
+        told(location="{folder}/model.onnx.data"),
+        *(ModelFileError, r"leaves the model's folder"),
+    ),
+    "link outside": (
+        linked_outside,
+        *(ModelFileError, r"is a link to '.*secret', outside the model's folder"),
+    ),
+    "folder as data": (folder_as_data, ModelFileError, r"is not a regular file"),
 }
 
 
-@pytest.mark.parametrize("spoil", BAD, ids=lambda f: f.__name__)
-def test_optimize_refuses_and_writes_nothing(
-    model_path: Path, spoil: Callable[[Path], Path], tmp_path: Path
-):
-    error, message = BAD[spoil]
-    path = spoil(model_path)
-    output = tmp_path / "out"
+@pytest.mark.parametrize("name", BAD)
+def test_it_is_refused_and_nothing_is_written(name: str, tmp_path: Path, cache_dir: Path):
+    spoil, error, message = BAD[name]
+    path, output = save(CASE, tmp_path / "models" / "model.onnx"), tmp_path / "out"
+    (tmp_path / "secret").write_bytes(bytes(1 << 16))
+    spoil(path.parent)
     output.mkdir()
     with pytest.raises(error, match=message):
         ortplugins.optimize(path, output / "model.onnx")
-    assert list(output.iterdir()) == []
-
-
-@pytest.mark.parametrize("spoil", BAD, ids=lambda f: f.__name__)
-def test_a_session_refuses_and_caches_nothing(
-    model_path: Path, spoil: Callable[[Path], Path], cache_dir: Path
-):
-    error, message = BAD[spoil]
-    path = spoil(model_path)
-    so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion())
     with pytest.raises(error, match=message):
-        ortplugins.InferenceSession(path, so, providers=["CPUExecutionProvider"])
+        start(path)
+    assert list(output.iterdir()) == []
     assert list(cache_dir.glob("entries/*")) == []
     assert list(cache_dir.glob("building/*")) == []
 
 
 def test_data_that_goes_missing_after_a_hit_is_told(model_path: Path):
-    so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion())
-    ortplugins.InferenceSession(model_path, so, providers=["CPUExecutionProvider"])
-    without_data(model_path)
+    start(model_path)
+    model_path.with_name("model.onnx.data").unlink()
     with pytest.raises(MissingFileError, match="is missing"):
-        ortplugins.InferenceSession(model_path, so, providers=["CPUExecutionProvider"])
+        start(model_path)
 
 
-def test_a_hugging_face_cache_of_links_is_read(model_path: Path, tmp_path: Path):
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    snapshot = tmp_path / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    for file in list(model_path.parent.iterdir()):
-        os.replace(file, blobs / f"digest-of-{file.name}")
-        (snapshot / file.name).symlink_to(f"../../blobs/digest-of-{file.name}")
-    feed = CASE.feed()
-    so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(accuracy_level="0"))
+@pytest.mark.parametrize("data_is_linked", [True, False])
+def test_a_hugging_face_cache_of_links_is_read(tmp_path: Path, data_is_linked: bool):
+    """onnxruntime also finds data beside the file linked to."""
+    path, snapshot = save(CASE, tmp_path / "blobs" / "model.onnx"), tmp_path / "snapshots"
+    snapshot.mkdir()
+    for file in (path, path.with_name("model.onnx.data"))[: 1 + data_is_linked]:
+        file.rename(file.with_name(f"digest-of-{file.name}"))
+        (snapshot / file.name).symlink_to(f"../blobs/digest-of-{file.name}")
+    before = sorted(files(tmp_path))
     for source in ("built", "cache"):
-        session = ortplugins.InferenceSession(
-            snapshot / "model.onnx", so, providers=["CPUExecutionProvider"]
-        )
+        session = start(snapshot / "model.onnx")
         assert session.ortplugins_report.source == source
-        (y,) = session.run(None, {"x": feed})
-        assert relative_error(y, CASE.reference(feed)) <= 1e-5
+        check(session, CASE)
+    assert sorted(files(tmp_path)) == before
 
 
 def test_hard_linked_data_is_read(model_path: Path, tmp_path: Path):
-    os.link(model_path.with_name("model.data"), tmp_path / "another name")
-    exact = ortplugins.DqMatMulNBitsFusion(accuracy_level="0")
-    result = ortplugins.optimize(model_path, tmp_path / "out.onnx", passes=[exact])
-    feed = CASE.feed()
-    (y,) = run(str(result.path), {"x": feed})
-    assert relative_error(y, CASE.reference(feed)) <= 1e-5
+    os.link(model_path.with_name("model.onnx.data"), tmp_path / "another name")
+    result = ortplugins.optimize(model_path, tmp_path / "out.onnx", passes=[EXACT])
+    check(ort.InferenceSession(result.path, providers=CPU), CASE)

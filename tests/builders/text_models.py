@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.parser
 import onnx.reference
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 from onnx.reference.op_run import OpRun
 
@@ -172,3 +174,46 @@ def float64_outputs(
     }
     operators = [_DequantizeLinear, FusedMatMul]
     return onnx.reference.ReferenceEvaluator(model, new_ops=operators).run(None, wide)
+
+
+# From the text of a whole graph.
+
+Array = npt.NDArray[Any]
+
+
+def proto_of(
+    text: str,
+    weights: Mapping[str, npt.ArrayLike] | None = None,
+    *,
+    opset: int = 21,
+    ir_version: int = 10,
+) -> onnx.ModelProto:
+    """Return the model of a graph's text, with initializers of these names."""
+    header = f'<ir_version: {ir_version}, opset_import: ["": {opset}, "com.microsoft": 1]>'
+    proto = onnx.parser.parse_model(f"{header}\n{text}")
+    add_weights(proto.graph, weights or {})
+    return proto
+
+
+def add_weights(graph: onnx.GraphProto, weights: Mapping[str, npt.ArrayLike]) -> None:
+    """Append initializers of these names to a graph."""
+    for name, array in weights.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+
+
+def model_of(text: str, weights: Mapping[str, npt.ArrayLike], **options: int) -> ir.Model:
+    """Return the same as an ``onnx_ir.Model``."""
+    return ir.from_proto(proto_of(text, weights, **options))
+
+
+def normal(*shape: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> Array:
+    """Return numbers of a standard normal distribution; of another shape, others."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def matmul_of(weight: Array) -> ir.Model:
+    """Return ``y = x @ W`` in the weight's type; the node is called ``m``."""
+    kind = {np.dtype(np.float32): "float", np.dtype(np.float16): "float16"}[weight.dtype]
+    k, n = weight.shape
+    text = f"g ({kind}[T, {k}] x) => ({kind}[T, {n}] y) {{ [m] y = MatMul(x, W) }}"
+    return model_of(text, {"W": weight})

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""Sessions of ortplugins on the model of one dequantised weight: write, open, check."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+import ortplugins
+from builders.dequantized_models import DequantizedMatMul, relative_error
+
+CPU = ["CPUExecutionProvider"]
+# The default level is onnxruntime's own where it would fuse a node: int8 activations.
+EXACT = ortplugins.DqMatMulNBitsFusion(accuracy_level=0)
+
+
+def save(case: DequantizedMatMul, path: Path, *, external: bool = True) -> Path:
+    """Write the model of a case, with all its tensors in PATH.data or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = f"{path.name}.data" if external else None
+    ir.save(case.model(), path, external_data=data, size_threshold_bytes=0)
+    return path
+
+
+def options(*passes: ortplugins.Pass, **general: Any) -> ort.SessionOptions:
+    """Options that switch passes on, the exact fusion where none is given."""
+    so = ort.SessionOptions()
+    so.intra_op_num_threads = 1
+    ortplugins.configure(so, *(passes or (EXACT,)), **general)
+    return so
+
+
+def start(
+    model: str | bytes | os.PathLike[str], so: ort.SessionOptions | None = None, **general: Any
+) -> ortplugins.InferenceSession:
+    """Open a session on the CPU, with the exact fusion unless the options say otherwise."""
+    return ortplugins.InferenceSession(model, so or options(**general), providers=CPU)
+
+
+def source(model: str | bytes | os.PathLike[str], *args: Any, **general: Any) -> str:
+    """Open a session; return where it has its model from: built, cache, untouched, stock."""
+    return start(model, *args, **general).ortplugins_report.source
+
+
+def check(session: ort.InferenceSession, case: DequantizedMatMul) -> None:
+    """Assert that a session computes what its case says."""
+    feed = case.feed()
+    assert relative_error(session.run(None, {"x": feed})[0], case.reference(feed)) <= 1e-5
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a folder, with its size and its time of change."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
