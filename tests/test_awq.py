@@ -148,7 +148,7 @@ def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
     (weight, _), _, x, gram = problem(tokens=tokens)
     ratios = (1.0, 0.8, 0.6, 0.9)
     done = search_clip(weight, gram, form, ratios=ratios, visits=20)
-    size, blocks = form.size_along(52), form.blocks(52)
+    blocks = form.blocks(52)
     assert done.dtype == np.float32 and done.shape == (blocks, 12)
     assert set(np.unique(done)) <= set(np.array(ratios, np.float32))
 
@@ -161,7 +161,6 @@ def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
             other = done.copy()
             other[b] = ratio
             assert (damped_loss(errors(other), x) >= kept * (1 - 1e-3)).all()
-    assert size * blocks >= 52
 
 
 @pytest.mark.parametrize("tokens", [3, 500])

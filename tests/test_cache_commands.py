@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,7 @@ from builders.session_process import result_of, spawn
 from builders.sessions import CPU, check, files, options, save, source, start
 
 import ortplugins
+from ortplugins.artifacts.maintenance import prune
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.artifacts.warming import WarmResult, warm
@@ -54,19 +57,6 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 """
 
 # Removes all it can, again and again, until its input ends.
-COLLECTOR = """
-import sys, threading
-from pathlib import Path
-from ortplugins.artifacts.maintenance import prune
-from ortplugins.artifacts.store import ArtifactCache
-ended = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
-cache, removed = ArtifactCache(Path(sys.argv[1])), 0
-print("ready", flush=True)
-while not ended.is_set():
-    removed += len(prune(cache, max_size=0).removed)
-print(removed)
-"""
 
 
 def lines(*arguments: object, code: int = 0) -> list[str]:
@@ -324,56 +314,39 @@ def test_sizes_and_ages(text: str, number: float):
     assert (terminal.parse_age if is_age else terminal.parse_size)(text) == number
 
 
-@pytest.fixture
-def collectors(cache_dir: Path) -> Iterator[Callable[[], int]]:
-    """Two processes that collect until they are told to stop; returns what they removed."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", COLLECTOR, str(cache_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-
-    def stop() -> int:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0]
-        return sum(int(output) for output in outputs)
-
-    yield stop
-    for process in processes:
-        process.kill()
-        process.wait()
+def collect(cache_dir: Path, stop: Path) -> int:
+    """Remove all that can be, again and again; return how much that was."""
+    cache, removed = ArtifactCache(cache_dir), 0
+    while not stop.exists():
+        removed += len(prune(cache, max_size=0).removed)
+    return removed
 
 
-def test_what_is_found_while_two_collect_stays_whole(
-    cache_dir: Path, collectors: Callable[[], int]
-):
-    cache, key = ArtifactCache(cache_dir), "0" * 40
+def test_what_is_found_while_two_collect_stays_whole(cache_dir: Path, tmp_path: Path):
+    cache, key, stop = ArtifactCache(cache_dir), "0" * 40, tmp_path / "stop"
+    manifest = {"model": "bytes", "made_from": {"digest": ""}, "report": {}}
     built = found = 0
-    for _ in range(200):
-        with cache.build(key) as result:
-            if isinstance(result, Path):
-                built += 1
-                for index in range(20):
-                    (result / f"{index}.data").write_bytes(bytes([index]) * 100)
-                cache.publish(
-                    key, result, {"model": "bytes", "made_from": {"digest": ""}, "report": {}}
-                )
+    deadline = time.monotonic() + 120
+    spawned = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawned) as pool:
+        collectors = [pool.submit(collect, cache_dir, stop) for _ in range(2)]
         try:
-            backdate(cache_dir / "entries" / key, DAY)
-        except FileNotFoundError:
-            continue
-        if (entry := cache.find(key)) is not None:
-            found += 1
-            assert entry.damage() == {}
-    assert collectors() > 0
-    assert built > 1
+            while built < 50:  # what is built again was removed
+                assert time.monotonic() < deadline
+                with cache.build(key) as result:
+                    if isinstance(result, Path):
+                        built += 1
+                        for index in range(20):
+                            (result / f"{index}.data").write_bytes(bytes([index]) * 100)
+                        cache.publish(key, result, manifest)
+                with contextlib.suppress(FileNotFoundError):
+                    backdate(cache_dir / "entries" / key, DAY)
+                    if (entry := cache.find(key)) is not None:
+                        found += 1
+                        assert entry.damage() == {}
+        finally:
+            stop.touch()
+    assert sum(collector.result() for collector in collectors) >= 49
     assert found > 0
     assert list((cache_dir / "building").iterdir()) == []
 
@@ -428,13 +401,15 @@ def test_verify_names_what_is_damaged(
     assert source(model) == "built"
 
 
-def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path):
+def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path, tmp_path: Path):
     assert lines("verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
     (line,) = lines("prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
     _, line = lines("list")
     assert line == f"0 in all, 0 bytes, and 0 bytes linked, in {cache_dir}"
-    assert not cache_dir.exists()
+    assert lines("dir") == [str(cache_dir)]
+    assert lines("dir", "--cache-dir", tmp_path / "x") == [str(tmp_path / "x")]
+    assert not cache_dir.exists() and not (tmp_path / "x").exists()
 
 
 def test_clean_removes_all(aged: Entry, cache_dir: Path):

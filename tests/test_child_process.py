@@ -7,10 +7,9 @@ import multiprocessing.spawn
 import sys
 from pathlib import Path
 
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import check, start
 
 import ortplugins
 from ortplugins.runtime.child_process import child_environment, child_python
@@ -60,19 +59,6 @@ def test_a_child_starts_none_for_the_same_purpose(monkeypatch: pytest.MonkeyPatc
     assert child_python("prepacked_weights") == sys.executable
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    ir.save(CASE.model(), path, external_data="model.onnx.data")
-    return path
-
-
-def start(path: Path, *, strict: bool = False) -> ortplugins.InferenceSession:
-    so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), strict=strict)
-    return ortplugins.InferenceSession(path, so, providers=["CPUExecutionProvider"])
-
-
 def test_a_program_that_is_taken_for_an_interpreter_is_started_once(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -98,7 +84,7 @@ def test_without_a_cache_the_child_builds_too(
     with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
         session = start(model_path)
     assert session.ortplugins_report.source == "built"
-    assert session.run(None, {"x": CASE.feed()})[0].shape[1] == 64
+    check(session, CASE)
 
 
 @pytest.mark.filterwarnings("ignore:ortplugins works without its cache")

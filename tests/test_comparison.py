@@ -16,28 +16,21 @@ import onnxruntime as ort
 import pytest
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import EXACT
+from builders.text_models import proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli.app import app
 from ortplugins.comparison import compare as comparison
 from ortplugins.comparison import difference as value_difference
 from ortplugins.comparison import layers as layer_comparison
 from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.inputs import comparison_feeds
-from ortplugins.errors import CalibrationError
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.testing import assert_same_outputs
 
 FUSION = "dq_matmulnbits_fusion"
-
-
-def from_text(text: str) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
-    onnx.checker.check_model(model)
-    return model
 
 
 def difference(*pairs: tuple[npt.ArrayLike, npt.ArrayLike]) -> Difference:
@@ -49,7 +42,7 @@ def difference(*pairs: tuple[npt.ArrayLike, npt.ArrayLike]) -> Difference:
 
 def constant(kind: str, value: int | str) -> onnx.ModelProto:
     """A model whose output is one element, whatever its input is."""
-    return from_text(f"""g (float[1] x) => ({kind}[1] y, float[1] z)
+    return proto_of(f"""g (float[1] x) => ({kind}[1] y, float[1] z)
         {{ y = Constant<value = {kind}[1] {{{value}}}>() z = Neg(x) }}""")
 
 
@@ -78,19 +71,34 @@ def test_equal_is_no_difference_whatever_it_is():
         assert found.cosine == 1
 
 
-@pytest.mark.parametrize("other", [np.nan, -np.inf, 0.0])
-def test_what_is_not_finite_alone_is_infinitely_far(other: float):
-    found = difference(([np.inf, 1.0], [other, 1.0]))
-    assert (found.max_abs, found.relative_rms, found.cosine) == (math.inf, math.inf, 0)
+INF = math.inf
 
 
-def test_a_reference_of_zeros_has_no_relative_error():
-    found = difference(([0.0, 0.0], [3.0, 4.0]))
-    assert (found.max_rel, found.relative_rms, found.cosine) == (0, 5, 0)
+@pytest.mark.parametrize(
+    ("a", "b", "measures"),
+    [
+        # What is not finite alone is infinitely far.
+        ([INF, 1.0], [np.nan, 1.0], (INF, INF, INF, 0)),
+        ([INF, 1.0], [-INF, 1.0], (INF, INF, INF, 0)),
+        ([INF, 1.0], [0.0, 1.0], (INF, INF, INF, 0)),
+        # A reference of zeros has no relative error.
+        ([0.0, 0.0], [3.0, 4.0], (4, 0, 5, 0)),
+        # Integers are not subtracted in their own type.
+        (np.uint8([3]), np.uint8([5]), (2, 2 / 3, 2 / 3, 1)),
+    ],
+)
+def test_measures_of_special_numbers(
+    a: npt.ArrayLike, b: npt.ArrayLike, measures: tuple[float, ...]
+):
+    found = difference((a, b))
+    names = ("max_abs", "max_rel", "relative_rms", "cosine")
+    assert tuple(getattr(found, name) for name in names) == pytest.approx(measures)
 
 
-def test_integers_are_not_subtracted_in_their_own_type():
-    assert difference((np.uint8([3]), np.uint8([5]))).max_abs == 2
+def test_other_shapes_are_no_numbers():
+    found = difference((np.zeros((2, 3)), np.zeros((3, 2))))
+    assert found.mismatch == "shape [2, 3] in a, [3, 2] in b"
+    assert found.max_abs == INF
 
 
 # Neighbours in their own type, and equal, or nearly, as float64.
@@ -133,19 +141,12 @@ def test_rtol_is_for_what_is_rounded():
         assert_same_outputs(*codes)
 
 
-def test_other_shapes_are_no_numbers():
-    found = difference((np.zeros((2, 3)), np.zeros((3, 2))))
-    assert found.mismatch == "shape [2, 3] in a, [3, 2] in b"
-    assert found.max_abs == math.inf
-
-
 # Inputs
 
 
 def test_dimensions_have_the_sizes_that_are_given(tmp_path: Path):
-    text = "g (float[batch, seq] x, int64[batch, 'past + seq'] m) => (float[batch, seq] y)"
-    text += " { y = Relu(x) }"
-    model = from_text(text.replace("'past + seq'", "both"))
+    model = proto_of("""g (float[batch, seq] x, int64[batch, both] m, float[n, ?] o)
+        => (float[batch, seq] y) { y = Relu(x) }""")
     model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past + seq"
     session = ort.InferenceSession(model.SerializeToString())
 
@@ -153,37 +154,24 @@ def test_dimensions_have_the_sizes_that_are_given(tmp_path: Path):
         feeds = comparison_feeds(session, None, scratch=tmp_path, dims=dims)
         return {name: array.shape for name, array in feeds.largest().items()}
 
-    assert shapes(batch=2, seq=5, past=3) == {"x": (2, 5), "m": (2, 8)}
-    assert shapes(seq=5) == {"x": (1, 5), "m": (1, 5)}
-    assert shapes(seq=0) == {"x": (1, 0), "m": (1, 0)}
+    assert shapes(batch=2, seq=5, past=3).items() >= {"x": (2, 5), "m": (2, 8)}.items()
+    assert shapes(seq=5).items() >= {"x": (1, 5), "m": (1, 5)}.items()
+    assert shapes(seq=0).items() >= {"x": (1, 0), "m": (1, 0)}.items()
+    assert shapes(**{"o[1]": 7})["o"] == (32, 7)
     with pytest.raises(ValueError, match=r"dimension 'sek' .*; did you mean 'seq'"):
         shapes(sek=5)
+    with pytest.raises(ValueError, match=r"it has .*'n', 'o\[1\]'"):
+        shapes(rows=5)
     with pytest.raises(ValueError, match="'seq' is -1: 0 or a positive int"):
         shapes(seq=-1)
 
 
-def test_dimensions_without_a_name_are_told_by_their_place(tmp_path: Path):
-    model = from_text("g (float[n, ?] x) => (float[n, ?] y) { y = Relu(x) }")
-    session = ort.InferenceSession(model.SerializeToString())
-    feeds = comparison_feeds(session, None, scratch=tmp_path, dims={"x[1]": 7})
-    assert feeds.largest()["x"].shape == (32, 7)
-    with pytest.raises(ValueError, match=r"it has 'n', 'x\[1\]'"):
-        comparison_feeds(session, None, scratch=tmp_path, dims={"batch": 7})
-
-
 def test_an_initializer_among_the_inputs_may_be_left_out():
-    model = from_text("""g (float[2] x, float[2] w) => (float[2] y)
+    model = proto_of("""g (float[2] x, float[2] w) => (float[2] y)
         <float[2] w = {1, 2}> { y = Mul(x, w) }""")
     ones = np.ones(2, np.float32)
     found = ortplugins.compare(model, model, inputs=[{"x": ones}, {"x": ones, "w": ones}])
     assert (found.samples, found.outputs[0].max_abs) == (2, 0)
-
-
-def test_inputs_of_a_file_are_checked_by_name(tmp_path: Path):
-    model = from_text("g (float[n] a, float[n] b) => (float[n] y) { y = Add(a, b) }")
-    np.savez(tmp_path / "in.npz", a=np.zeros(3, np.float32))
-    with pytest.raises(CalibrationError, match="lacks the inputs 'b'"):
-        ortplugins.compare(model, model, inputs=tmp_path / "in.npz")
 
 
 # Outputs
@@ -196,24 +184,20 @@ def test_a_model_is_compared_with_what_passes_make_of_it(external: bool, tmp_pat
     model = DequantizedMatMul(64, 32, 32).model()
     ir.save(model, path, external_data=location, size_threshold_bytes=0)
     before = {item.name for item in tmp_path.iterdir()}
-    exact = ortplugins.DqMatMulNBitsFusion(accuracy_level="0")
-    found = ortplugins.compare(path, passes=[exact], layers=True, dims={"rows": 3})
+    found = ortplugins.compare(path, passes=[EXACT], layers=True, dims={"rows": 3})
     assert found.outputs[0].shape == (3, 32)
     assert found.outputs[0].relative_rms < 1e-6
     assert found.report is not None and len(found.report.fired) == 1
     (layer,) = found.layers.layers
-    assert (layer.node, layer.op_type, layer.other_op_type) == (
-        "matmul",
-        "MatMul",
-        "MatMulNBits",
-    )
+    types = layer.op_type, layer.other_op_type
+    assert (layer.node, *types) == ("matmul", "MatMul", "MatMulNBits")
     assert found.layers.only_a == (("dq", "DequantizeLinear"),)
     assert found.first_divergence is None
     assert {item.name for item in tmp_path.iterdir()} == before
 
 
 def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
-    model = from_text("""g (float[2] x) => (float[2] y, seq(float[2]) s, bfloat16[2] h)
+    model = proto_of("""g (float[2] x) => (float[2] y, seq(float[2]) s, bfloat16[2] h)
         { y = Relu(x) s = SequenceConstruct(x) h = Cast<to = 16>(x) }""")
     found = ortplugins.compare(model, model, layers=True)
     assert [item.name for item in found.outputs] == ["y"]
@@ -221,24 +205,24 @@ def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
     assert found.not_compared["h"].startswith("is tensor(bfloat16)")
     assert {layer.difference.name for layer in found.layers.layers} == {"y"}
     assert set(found.layers.not_compared) == {"s", "h"}
-    only = from_text("g (float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x) }")
+    only = proto_of("g (float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x) }")
     with pytest.raises(ortplugins.ModelFileError, match="no output to compare: 's': is seq"):
         ortplugins.compare(only, only)
 
 
 def test_models_of_other_inputs_are_refused():
-    a = from_text("g (float[2] x, float[2] z) => (float[2] y) { y = Add(x, z) }")
-    b = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    a = proto_of("g (float[2] x, float[2] z) => (float[2] y) { y = Add(x, z) }")
+    b = proto_of("g (float[2] x) => (float[2] y) { y = Neg(x) }")
     assert ortplugins.compare(a, b).outputs[0].max_abs > 0  # b needs no z
     with pytest.raises(ortplugins.ModelFileError, match="model b takes input 'z', which"):
         ortplugins.compare(b, a)
-    c = from_text("g (double[2] x) => (double[2] y) { y = Neg(x) }")
+    c = proto_of("g (double[2] x) => (double[2] y) { y = Neg(x) }")
     with pytest.raises(ortplugins.ModelFileError, match=r"input 'x' is tensor\(float\) in"):
         ortplugins.compare(b, c)
 
 
 def test_what_makes_no_sense_is_refused():
-    model = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    model = proto_of("g (float[2] x) => (float[2] y) { y = Neg(x) }")
     for arguments in ({}, {"b": model, "passes": [FUSION]}):
         with pytest.raises(ValueError, match="a second model, or passes"):
             ortplugins.compare(model, **arguments)
@@ -263,7 +247,7 @@ BRANCHES = """g (float[64] x) => (float[64] y) <float[64] k> {{
 
 
 def branches(b: str, c: str) -> onnx.ModelProto:
-    return from_text(BRANCHES.format(b=b, c=c).replace(" <float[64] k>", ""))
+    return proto_of(BRANCHES.format(b=b, c=c).replace(" <float[64] k>", ""))
 
 
 def test_the_first_node_that_is_off_is_the_first_that_runs():
@@ -305,8 +289,8 @@ def test_calls_of_functions_stand_where_their_inputs_are_made():
 
 
 def test_nodes_of_one_model_only_are_listed():
-    a = from_text("g (float[2] x) => (float[2] y) { [n] u = Neg(x) [e] y = Exp(u) }")
-    b = from_text("g (float[2] x) => (float[2] y) { [s] o = Neg(x) [e] y = Exp(o) }")
+    a = proto_of("g (float[2] x) => (float[2] y) { [n] u = Neg(x) [e] y = Exp(u) }")
+    b = proto_of("g (float[2] x) => (float[2] y) { [s] o = Neg(x) [e] y = Exp(o) }")
     layers = ortplugins.compare(a, b, layers=True).layers
     assert (layers.only_a, layers.only_b) == ((("n", "Neg"),), (("s", "Neg"),))
 
@@ -354,7 +338,7 @@ def test_runs_have_the_settings_that_passes_ask_for(
 def test_a_model_that_can_not_be_timed_is_an_error(monkeypatch: pytest.MonkeyPatch):
     failed = Measurement(failed="m.onnx: took more than 1 s")
     monkeypatch.setattr(comparison, "measure", lambda *_, **__: [failed, failed])
-    model = from_text("g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    model = proto_of("g (float[2] x) => (float[2] y) { y = Neg(x) }")
     with pytest.raises(ortplugins.ModelFileError, match=r"m\.onnx: took more than 1 s"):
         ortplugins.compare(model, model, runs=1)
 
@@ -373,26 +357,24 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("files")
 def test_the_command_prints_what_the_json_says():
     arguments = "compare a.onnx b.onnx --layers --runs 0 -o out.json"
-    done = CliRunner().invoke(app, arguments.split())
-    assert done.exit_code == 0, done.output
+    done = ortplugins_command(*arguments.split())
+    assert done.returncode == 0, done.stderr
     content = json.loads(Path("out.json").read_text(), parse_constant=pytest.fail)
     assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
     assert content["outputs"][0]["max_abs"] == "inf"
     assert content["first_divergence"]["node"] == "c"
-    assert "c\tExp -> Log\tw\tinf\t" in done.output
-    assert "first node where they part: c (Exp), value 'w'" in done.output
+    assert "c\tExp -> Log\tw\tinf\t" in done.stdout
+    assert "first node where they part: c (Exp), value 'w'" in done.stdout
 
 
 @pytest.mark.usefixtures("files")
 def test_the_command_runs_passes_and_times_them():
-    arguments = (
-        f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --rounds 2 -o out.json"
-    )
-    done = CliRunner().invoke(app, arguments.split())
-    assert done.exit_code == 0, done.output
-    assert "fired 1, refused 0" in done.output
+    files = f"compare qdq.onnx --pass {FUSION} -o out.json"
+    done = ortplugins_command(*f"{files} --dims rows=3 --runs 3 --rounds 2".split())
+    assert done.returncode == 0, done.stderr
+    assert "fired 1, refused 0" in done.stdout
     content = json.loads(Path("out.json").read_text())
-    shown = {line.split("\t")[0] for line in done.output.splitlines()}
+    shown = {line.split("\t")[0] for line in done.stdout.splitlines()}
     assert {cost["what"] for cost in content["costs"]} <= shown
     for cost in content["costs"]:
         assert len(cost["a"]["values"]) == len(cost["b"]["values"]) == 2

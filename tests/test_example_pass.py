@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 from builders.example_pass import EXAMPLE, installed
+from builders.python_process import python
+from builders.text_models import proto_of
 
 ROOT = Path(__file__).parents[1]
-MODEL = """<ir_version: 10, opset_import: ["": 21]>
-    g (float[n] x) => (float[n] y) { ["one"] d = Dropout (x)  y = Relu (d) }"""
+MODEL = 'g (float[n] x) => (float[n] y) { ["one"] d = Dropout (x)  y = Relu (d) }'
+
 
 SESSION = """
 import onnxruntime, ortplugins
@@ -26,36 +27,30 @@ print(session.ortplugins_report)
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def ran(tmp_path: Path) -> Callable[..., str]:
+    """Runs Python where the package is installed; returns what it printed."""
     path = os.pathsep.join(installed(tmp_path / "site"))
-    return {**os.environ, "PYTHONPATH": path}
+
+    def run(*arguments: str, cwd: Path) -> str:
+        done = python(*arguments, cwd=cwd, PYTHONPATH=path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
-def run(*arguments: str, env: dict[str, str], cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_its_own_tests_pass(environment: dict[str, str]):
+def test_its_own_tests_pass(ran: Callable[..., str]):
     quiet = "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"
-    assert "2 passed" in run("-m", "pytest", *quiet, ".", env=environment, cwd=EXAMPLE)
+    assert "2 passed" in ran("-m", "pytest", *quiet, ".", cwd=EXAMPLE)
 
 
 def test_its_entry_point_serves_sessions_and_the_command_line(
-    environment: dict[str, str], tmp_path: Path
+    ran: Callable[..., str], tmp_path: Path
 ):
-    onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "model.onnx")
-    assert "fired 1, refused 0" in run("-c", SESSION, env=environment, cwd=tmp_path)
+    onnx.save(proto_of(MODEL), tmp_path / "model.onnx")
+    assert "fired 1, refused 0" in ran("-c", SESSION, cwd=tmp_path)
     command = "-m", "ortplugins", "optimize", "model.onnx", "-o", "out.onnx"
-    run(*command, "--pass", "drop_dropout", env=environment, cwd=tmp_path)
+    ran(*command, "--pass", "drop_dropout", cwd=tmp_path)
     nodes = onnx.load(tmp_path / "out.onnx").graph.node
     assert [node.op_type for node in nodes] == ["Relu"]
 

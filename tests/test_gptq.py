@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_quantize import model_of
+from builders.text_models import model_of
 
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization import quantize
@@ -50,13 +50,6 @@ def loss(weight, hessian, quantized, form):
     return float(np.sum(d * (hessian @ d)))
 
 
-def same(one, other):
-    return all(
-        (a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def paper(weight, hessian, order, form):
     """The paper's algorithm, row by row, in float64, with the inverse."""
     k, n = weight.shape
@@ -83,6 +76,12 @@ def paper(weight, hessian, order, form):
             for j in range(i + 1, k):
                 w[order[j], c] -= error / upper[i, i] * upper[i, j]
     return codes, scales, zeros
+
+
+def same(one, other):
+    return [a if a is None else (a.dtype, a.tobytes()) for a in one] == [
+        a if a is None else (a.dtype, a.tobytes()) for a in other
+    ]
 
 
 @pytest.mark.parametrize("order", ["natural", "energy"])
@@ -112,9 +111,13 @@ def test_diagonal_gram_is_rounding_to_nearest(form):
         assert same(done, quantize_blocks(weight, form))
 
 
+SHAPES = [(52, 11), (1, 1), (1, 5), (5, 1), (33, 7), (65, 129)]
+
+
+@pytest.mark.parametrize(("k", "n"), SHAPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_types_shapes_and_codes_in_range(form):
-    weight, gram = problem(52, 11)
+def test_types_shapes_and_codes_in_range(form, k, n):
+    weight, gram = problem(k, n)
     codes, scales, zeros = gptq(weight, gram, form)
     nearest = quantize_blocks(weight, form)
     assert codes.dtype == nearest[0].dtype and codes.shape == nearest[0].shape
@@ -122,9 +125,10 @@ def test_types_shapes_and_codes_in_range(form):
     assert (zeros is None) == form.is_symmetric
     assert codes.min() >= form.lowest_code and codes.max() <= form.highest_code
     assert np.isfinite(scales).all() and (scales != 0).all()
-    h = damped(gram)
-    done = loss(weight, h, (codes, scales, zeros), form)
-    assert done < loss(weight, h, nearest, form)
+    if k == 52:
+        h = damped(gram)
+        done = loss(weight, h, (codes, scales, zeros), form)
+        assert done < loss(weight, h, nearest, form)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -183,17 +187,6 @@ def test_ratios_only_help_the_block_they_are_chosen_for():
     assert loss(weight, h, many, form) <= loss(weight, h, one, form)
 
 
-@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 5), (5, 1), (33, 7), (64, 3), (65, 129)])
-@pytest.mark.parametrize("size", [1, 16, 32, 128, -1])
-def test_any_shape(k, n, size):
-    weight, gram = problem(k, n)
-    for symmetric in (True, False):
-        form = BlockFormat(4, size, symmetric)
-        codes, scales, _ = done = gptq(weight, gram, form)
-        assert codes.shape == (k, n) and scales.shape == (form.blocks(k), n)
-        assert np.isfinite(dequantize_blocks(*done, form)).all()
-
-
 def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
     weight, gram = problem(64, 16)
     dead = [3, 4, 40]
@@ -224,7 +217,7 @@ def test_zero_weights_and_layouts_of_memory():
     weight, gram = problem()
     weight[:32] = 0
     done = gptq(weight, gram)
-    assert not done[0][:32].any() or np.isfinite(done[1]).all()
+    assert np.isfinite(dequantize_blocks(*done, BlockFormat())).all()
     assert same(done, gptq(np.asfortranarray(weight), gram))
     nothing = np.zeros((64, 5), np.float32)
     assert not dequantize_blocks(*gptq(nothing, gram), BlockFormat()).any()
@@ -237,23 +230,22 @@ def test_same_bits_in_any_number_of_threads():
         assert all(same(expected, r) for r in pool.map(lambda _: gptq(weight, gram), range(8)))
 
 
-def test_refusals():
-    weight, gram = problem()
-    for bad in (np.nan, np.inf):
-        broken = weight.copy()
-        broken[3, 3] = bad
-        with pytest.raises(QuantizationError, match="weight holds NaN or infinite"):
-            gptq(broken, gram)
-        broken = gram.copy()
-        broken[3, 3] = bad
-        with pytest.raises(QuantizationError, match="Gram matrix holds NaN or infinite"):
-            gptq(weight, broken)
-    with pytest.raises(QuantizationError, match=r"\[64, 64\] is expected"):
-        gptq(weight, gram[:5, :5])
-    with pytest.raises(QuantizationError, match="negative numbers on its diagonal"):
-        gptq(weight, -gram)
-    with pytest.raises(QuantizationError, match=r"\[K, N\] is expected"):
-        gptq(weight[0], gram)
+NAN = np.full((64, 64), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight, gram: (weight * np.inf, gram), "weight holds NaN or infinite"),
+        (lambda weight, gram: (weight, NAN), "Gram matrix holds NaN or infinite"),
+        (lambda weight, gram: (weight, gram[:5, :5]), r"\[64, 64\] is expected"),
+        (lambda weight, gram: (weight, -gram), "negative numbers on its diagonal"),
+        (lambda weight, gram: (weight[0], gram), r"\[K, N\] is expected"),
+    ],
+)
+def test_refusals(change, message):
+    with pytest.raises(QuantizationError, match=message):
+        gptq(*change(*problem()))
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,22 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from builders import int4_golden
+from builders.dequantized_models import run as run_model
 from builders.int4_golden import numbers, packed, weight
-from onnx import TensorProto, helper, numpy_helper
+from builders.text_models import proto_of
+from onnx import TensorProto, numpy_helper
 
 import ortplugins
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization import int4
 
 METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
-PAGE = Path(__file__).parents[1] / "docs" / "moving-from-modelopt.md"
 
 
 def samples():
@@ -32,14 +32,9 @@ def samples():
     return [{"ids": np.arange(n).reshape(1, n) % 20} for n in (5, 9, 7)]
 
 
-def run(proto, feed=None, *, exact=True):
-    options = onnxruntime.SessionOptions()
-    if exact:  # onnxruntime's own fusion rounds activations to int8
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, feed or samples()[1])[0]
+def run(proto, *, exact=True):
+    # onnxruntime's own fusion rounds activations to int8.
+    return run_model(proto, samples()[1], optimised=not exact)[0]
 
 
 def relative_error(result, expected):
@@ -311,26 +306,20 @@ def test_weights_of_one_activation_must_agree_in_k():
 
 
 def test_parents_and_their_products():
-    proto = onnx.parser.parse_model("""
-        <ir_version: 10, opset_import: ["": 21]>
-        g (float[4, 8] x, float[4, 4] other) => (float[4, 4] y) {
-            [s] a, b = Split <axis = 1, num_outputs = 2> (x)
-            [m1] p = MatMul (a, w1)
-            [m2] q = MatMul (b, w2)
-            [m3] r = MatMul (other, a)
-            [m4] t = MatMul (other, w2)
-            [m5] u = MatMul (a, w2)
-            y = Sum (p, q, r, t, u)
-        }""")
-    for name in ("w1", "w2"):
-        proto.graph.initializer.append(numpy_helper.from_array(numbers(1, 4, 4), name))
-    pack = int4.find_quantizable_weights(proto.graph, ["m5"])
-    assert [(entry[0].name, entry[1].name, entry[4]) for entry in pack] == [
-        ("a", "w1", "m1"),
-        ("b", "w2", "m2"),
-        ("other", "w2", "m4"),
-    ]
-    children, consumers = int4.get_parent_child_nodes_map(proto.graph, pack, ["m5"])
+    text = """g (float[4, 8] x, float[4, 4] other) => (float[4, 4] y) {
+        [s] a, b = Split <axis = 1, num_outputs = 2> (x)
+        [m1] p = MatMul (a, w1)
+        [m2] q = MatMul (b, w2)
+        [m3] r = MatMul (other, a)
+        [m4] t = MatMul (other, w2)
+        [m5] u = MatMul (a, w2)
+        y = Sum (p, q, r, t, u)
+    }"""
+    graph = proto_of(text, dict.fromkeys(("w1", "w2"), numbers(1, 4, 4))).graph
+    pack = int4.find_quantizable_weights(graph, ["m5"])
+    found = [(entry[0].name, entry[1].name, entry[4]) for entry in pack]
+    assert found == [("a", "w1", "m1"), ("b", "w2", "m2"), ("other", "w2", "m4")]
+    children, consumers = int4.get_parent_child_nodes_map(graph, pack, ["m5"])
     names = {parent: [node.name for node in nodes] for parent, nodes in children.items()}
     assert names == {"s": ["m1", "m2"], "root_0": ["m4"]}
     assert [node.name for node in consumers["a"]] == ["m1", "m3", "m5"]
@@ -373,33 +362,14 @@ def test_every_method_makes_a_model_that_runs(method, options):
 
 def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     path = tmp_path / "model.onnx"
-    onnx.save(
-        int4_golden.model(),
-        path,
-        save_as_external_data=True,
-        size_threshold=0,
-        location="data",
-    )
+    outside = {"save_as_external_data": True, "size_threshold": 0, "location": "data"}
+    onnx.save(int4_golden.model(), path, **outside)
     result = int4.quantize(path, "rtn_dq", block_size=8, use_external_data_format=True)
     assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
     for file in tmp_path.iterdir():
         file.unlink()
     expected = int4.quantize_rtn(int4_golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
-
-
-def test_an_object_whose_tensors_lie_in_files_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    onnx.save(
-        int4_golden.model(),
-        "m.onnx",
-        save_as_external_data=True,
-        size_threshold=0,
-        location="d",
-    )
-    proto = onnx.load("m.onnx", load_external_data=False)
-    with pytest.raises(ModelFileError, match="knows no folder; give a path"):
-        int4.quantize(proto, "rtn")
 
 
 def test_quantize_rtn_excludes_nothing_by_default():
@@ -409,19 +379,10 @@ def test_quantize_rtn_excludes_nothing_by_default():
     assert bits["/lm_head/MatMul"] == 8
 
 
-def test_an_older_opset_is_converted():
-    result = int4.quantize(int4_golden.model(opset=17), "awq_lite", samples(), block_size=8)
-    assert result.opset_import[0].version >= 21
-    assert relative_error(run(result), run(int4_golden.model())) < 0.25
-
-
 def test_float16_codes_are_the_nearest():
-    proto = onnx.parser.parse_model("""
-        <ir_version: 10, opset_import: ["": 21]>
-        g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }""")
     w = numbers(3, 256, 64, dtype="float16")
-    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
-    result = int4.quantize(proto, "rtn_dq", block_size=32)
+    text = "g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }"
+    result = int4.quantize(proto_of(text, {"w": w}), "rtn_dq", block_size=32)
     found = int4_golden.quantized(result)
     scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
     theirs = int4.find_scales(w, 32)[0]
@@ -431,58 +392,10 @@ def test_float16_codes_are_the_nearest():
     assert 0 < (int4.rtn(w, theirs, 32) != nearest).mean() < 0.01  # ModelOpt's
 
 
-def two_gemms():
-    proto = onnx.parser.parse_model("""
-        <ir_version: 10, opset_import: ["": 21]>
-        g (float[s, 16] x) => (float[s, 12] a, float[s, 20] b, float[s, 12] c) {
-            a = Gemm <transB = 1> (x, w1)
-            b = Gemm <transB = 1> (x, w2)
-            half = Mul (x, x)
-            c = Gemm <transB = 1> (half, w1)
-        }""")
-    for name, n in (("w1", 12), ("w2", 20)):
-        proto.graph.initializer.append(numpy_helper.from_array(numbers(n, n, 16), name))
-    return proto
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_linear_layers_of_torch_that_share_activations_and_weights(method):
-    feed = {"x": numbers(1, 9, 16)}
-    result = int4.quantize(two_gemms(), method, [feed], block_size=8)
-    assert relative_error(run(result, feed), run(two_gemms(), feed)) < 0.15
-
-
-def test_a_product_of_two_activations_beside_a_quantised_one():
-    proto = onnx.parser.parse_model("""
-        <ir_version: 10, opset_import: ["": 21]>
-        g (float[9, 16] x) => (float[9, 9] y) {
-            r = Relu (x)
-            a = MatMul (r, w)
-            t = Transpose (a)
-            y = MatMul (r, t)
-        }""")
-    proto.graph.initializer.append(numpy_helper.from_array(numbers(1, 16, 16), "w"))
-    feed = {"x": numbers(1, 9, 16)}
-    result = int4.quantize(proto, "awq_lite", [feed], block_size=8)
-    assert relative_error(run(result, feed), run(proto, feed)) < 0.15
-
-
-def test_gathers_of_shapes_stay():
-    proto = int4_golden.model()
-    graph = proto.graph
-    graph.initializer.append(numpy_helper.from_array(np.array(1), "one"))
-    graph.node.append(helper.make_node("Shape", ["x"], ["shape"]))
-    graph.node.append(helper.make_node("Gather", ["shape", "one"], ["length"]))
-    graph.output.append(helper.make_tensor_value_info("length", TensorProto.INT64, []))
-    result = int4.quantize(proto, "rtn_dq", gather_quantize_axis=1, block_size=8)
-    assert relative_error(run(result), run(proto)) < 0.25
-
-
 # Keywords
 
 
-def arguments_of(monkeypatch, *args, **kwargs):
-    """Return what our own quantizer is called with."""
+def test_keywords_reach_our_quantizer(monkeypatch):
     seen = {}
     original = int4.quantize_weights
 
@@ -491,13 +404,8 @@ def arguments_of(monkeypatch, *args, **kwargs):
         return original(model, **options)
 
     monkeypatch.setattr(int4, "quantize_weights", spy)
-    seen["result"] = int4.quantize(int4_golden.model(), *args, **kwargs)
-    return seen
-
-
-def test_keywords_reach_our_quantizer(monkeypatch):
-    seen = arguments_of(
-        monkeypatch,
+    result = int4.quantize(
+        int4_golden.model(),
         "awq_full",
         samples(),
         ["cpu", "cuda:1", "trt"],
@@ -511,7 +419,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
     assert seen["fold_scales"] is False
     assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "extreme", True)
     assert "CPUExecutionProvider" in seen["calibration_providers"]
-    assert any(node.op_type == "Mul" for node in seen["result"].graph.node)
+    assert any(node.op_type == "Mul" for node in result.graph.node)
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
@@ -635,33 +543,9 @@ def test_providers_that_are_missing_are_left_out(monkeypatch):
         assert int4._providers(["dml:0"], None) == ["CPUExecutionProvider"]
 
 
-def test_random_samples_are_said_aloud():
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="random inputs"):
-        int4.quantize(int4_golden.model(), block_size=8)
-
-
 def test_the_report_goes_to_the_log(caplog):
     with caplog.at_level(logging.INFO, logger=int4.__name__):
         int4.quantize(int4_golden.model(), "rtn", log_level="warning")
         assert not caplog.records
         int4.quantize(int4_golden.model(), "rtn", log_level="info")
     assert "rtn: 3 quantised, 1 refused" in caplog.text
-
-
-def test_the_page_on_moving_runs(tmp_path, monkeypatch, capsys):
-    proto = int4_golden.model()
-    proto.graph.input[0].name = "input_ids"
-    for node in proto.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = {"ids": "input_ids"}.get(name, name)
-    onnx.save(proto, tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
-    namespace = {}
-    for block in re.findall(
-        "```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
-    ):
-        exec(block, namespace)
-    assert "awq_lite: 3 quantised, 1 refused" in capsys.readouterr().out
-    feed = {"input_ids": np.arange(9).reshape(1, 9)}
-    for name in ("model.int4.onnx", "streamed.onnx"):
-        assert relative_error(run(onnx.load(name), feed), run(proto, feed)) < 0.25

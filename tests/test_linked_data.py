@@ -9,57 +9,54 @@ import stat
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from builders.dequantized_models import DequantizedMatMul
+from builders.dequantized_models import DequantizedMatMul, run
+from builders.session_process import FEED
+from builders.sessions import source, start
+from builders.text_models import model_of, normal
 
-import ortplugins
+from ortplugins.artifacts import source_index
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.artifacts.warming import warm
 from ortplugins.model_io import linked_data
 
-CPU = ["CPUExecutionProvider"]
-
 
 def write_model(folder: Path, seed: int = 0) -> Path:
     """A float layer, which no rule touches, before a quantised one, which is fused."""
     folder.mkdir(exist_ok=True)
-    model = DequantizedMatMul(512, 512, 32).model()
-    x = model.graph.inputs[0]
-    weight = np.random.default_rng(seed).normal(size=(512, 512)).astype(np.float32)
-    value = ir.Value(name="float_weight", const_value=ir.tensor(weight, name="float_weight"))
-    model.graph.register_initializer(value)
-    users = list(x.uses())
-    node = ir.node("MatMul", [x, value], name="float_layer")
-    node.outputs[0].name = "hidden"
-    for user, index in users:
-        user.replace_input_with(index, node.outputs[0])
-    model.graph.insert_before(model.graph[0], node)
+    codes, scales, _ = DequantizedMatMul(512, 512, 32).arrays()
+    model = model_of(
+        """g (float[rows, 512] x) => (float[rows, 512] y) {
+            hidden = MatMul(x, float_weight)
+            w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)
+            y = MatMul(hidden, w)
+        }""",
+        {
+            "float_weight": normal(512, 512, seed=seed),
+            "codes": codes.astype(ml_dtypes.int4),
+            "scales": scales,
+        },
+    )
     ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
     return folder / "model.onnx"
 
 
-def start(path: Path) -> ortplugins.InferenceSession:
-    so = ort.SessionOptions()
-    ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(accuracy_level=0))
-    return ortplugins.InferenceSession(path, so, providers=CPU)
+def output(path: Path) -> np.ndarray:
+    return start(path).run(None, FEED)[0]
 
 
-def output(path: Path | ort.InferenceSession) -> np.ndarray:
-    session = path if isinstance(path, ort.InferenceSession) else start(path)
-    x = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(2, 512)
-    return session.run(None, {"x": x})[0]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "a")
 
 
-def source(path: Path) -> str:
-    return start(path).ortplugins_report.source
-
-
-def only_entry(cache_dir: Path) -> Entry:
-    (entry,) = ArtifactCache(cache_dir).entries()
+def entry_of(cache_dir: Path, model: Path) -> Entry:
+    entries = ArtifactCache(cache_dir).entries()
+    (entry,) = (entry for entry in entries if entry.manifest["model"] == str(model))
     return entry
 
 
@@ -75,13 +72,12 @@ def cut_times(folder: Path) -> None:
         os.utime(path, (int(path.stat().st_mtime) - 100,) * 2)
 
 
-def test_a_model_is_found_wherever_it_lies(tmp_path: Path):
-    first = write_model(tmp_path / "a")
-    expected = output(first)
-    shutil.copytree(first.parent, tmp_path / "b")
+def test_a_model_is_found_wherever_it_lies(path: Path, tmp_path: Path):
+    expected = output(path)
+    shutil.copytree(path.parent, tmp_path / "b")
     cut_times(tmp_path / "b")
     assert source(tmp_path / "b/model.onnx") == "cache"
-    first.parent.rename(tmp_path / "c")
+    path.parent.rename(tmp_path / "c")
     assert source(tmp_path / "c/model.onnx") == "cache"
     shutil.make_archive(str(tmp_path / "d"), "tar", tmp_path / "c")
     shutil.unpack_archive(tmp_path / "d.tar", tmp_path / "d")
@@ -90,29 +86,25 @@ def test_a_model_is_found_wherever_it_lies(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
-def test_another_content_under_the_same_path_and_times_is_another_model(
-    tmp_path: Path, file: str
-):
-    path = write_model(tmp_path / "a")
-    status = (path.parent / file).stat()
+def test_another_content_under_the_same_path_and_times_is_another_model(path: Path, file: str):
     start(path)
-    content = bytearray((path.parent / file).read_bytes())
-    position = content.find(b"hidden") if file == "model.onnx" else len(content) // 2
-    while (at := content.find(b"hidden", position)) >= 0 and file == "model.onnx":
-        content[at : at + 6] = b"HIDDEN"
-    content[position] ^= 1 if file != "model.onnx" else 0
-    (path.parent / file).write_bytes(content)
-    os.utime(path.parent / file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = path.with_name(file)
+    content, status = changed.read_bytes(), changed.stat()
+    if file == "model.onnx":
+        content = content.replace(b"hidden", b"HIDDEN")
+    else:
+        content = bytes([content[0] ^ 1]) + content[1:]
+    changed.write_bytes(content)
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert source(path) == "built"
 
 
 @pytest.mark.usefixtures("hard_links")
-def test_original_data_is_linked_and_only_what_is_new_is_written(
-    tmp_path: Path, cache_dir: Path
-):
-    path = write_model(tmp_path / "a")
-    expected = output(path)
-    entry = only_entry(cache_dir)
+def test_original_data_is_linked_and_only_what_is_new_is_written(path: Path, cache_dir: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = output(path)
+    entry = entry_of(cache_dir, path)
     (name,) = entry.manifest["links"]
     assert os.path.samefile(entry.folder / name, path.with_name("model.onnx.data"))
     assert entry.linked_size == path.with_name("model.onnx.data").stat().st_size
@@ -120,15 +112,12 @@ def test_original_data_is_linked_and_only_what_is_new_is_written(
     assert entry.size < 512 * 512 / 2 + 4 * 512 * 16 + (1 << 16)
     assert entry.damage() == {}
     np.testing.assert_array_equal(output(path), expected)
-    so = ort.SessionOptions()
-    so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    reference = output(ort.InferenceSession(path, so, providers=CPU))
+    (reference,) = run(str(path), FEED)
     np.testing.assert_allclose(reference, expected, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.usefixtures("hard_links")
-def test_a_source_written_to_in_place_is_noticed(tmp_path: Path, cache_dir: Path):
-    path = write_model(tmp_path / "a")
+def test_a_source_written_to_in_place_is_noticed(path: Path, tmp_path: Path, cache_dir: Path):
     expected = output(path)
     shutil.copytree(path.parent, tmp_path / "copy")
     data = path.with_name("model.onnx.data")
@@ -138,24 +127,15 @@ def test_a_source_written_to_in_place_is_noticed(tmp_path: Path, cache_dir: Path
     copy = tmp_path / "copy/model.onnx"
     np.testing.assert_array_equal(output(copy), expected)
     assert source(copy) == "cache"
-    assert os.path.samefile(only_link(cache_dir, copy), tmp_path / "copy" / "model.onnx.data")
-
-
-def only_link(cache_dir: Path, model: Path) -> Path:
-    (entry,) = (
-        entry
-        for entry in ArtifactCache(cache_dir).entries()
-        if entry.manifest["model"] == str(model)
-    )
+    entry = entry_of(cache_dir, copy)
     (name,) = entry.manifest["links"]
-    return entry.folder / name
+    assert os.path.samefile(entry.folder / name, tmp_path / "copy" / "model.onnx.data")
 
 
 @pytest.mark.usefixtures("hard_links")
 def test_a_cache_and_a_model_that_were_copied_together_are_used(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = write_model(tmp_path / "a")
     start(path)
     image = tmp_path / "image"
     shutil.copytree(path.parent, image / "a")
@@ -167,8 +147,7 @@ def test_a_cache_and_a_model_that_were_copied_together_are_used(
 
 
 @pytest.mark.usefixtures("hard_links")
-def test_removing_the_model_leaves_the_entry_whole(tmp_path: Path, cache_dir: Path):
-    path = write_model(tmp_path / "a")
+def test_removing_the_model_leaves_the_entry_whole(path: Path, tmp_path: Path):
     expected = output(path)
     shutil.copytree(path.parent, tmp_path / "copy")
     shutil.rmtree(path.parent)
@@ -176,46 +155,37 @@ def test_removing_the_model_leaves_the_entry_whole(tmp_path: Path, cache_dir: Pa
     np.testing.assert_array_equal(output(tmp_path / "copy/model.onnx"), expected)
 
 
-def refuse_links(*_: object) -> None:
-    raise OSError(18, "Invalid cross-device link")
-
-
+@pytest.mark.skipif(os.name == "nt", reason="has no such modes")
 @pytest.mark.usefixtures("hard_links")
+@pytest.mark.parametrize("reason", ["Invalid cross-device link", "others may write to it"])
 def test_data_is_copied_with_a_note_where_it_cannot_be_linked(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    reason: str, path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = write_model(tmp_path / "a")
-    monkeypatch.setattr(os, "link", refuse_links)
-    session = start(path)
+    def refuse(*_: object) -> None:
+        raise OSError(18, reason)
+
     data = path.with_name("model.onnx.data")
-    (note,) = session.ortplugins_report.notes
-    assert note == f"{data} is copied, not linked: Invalid cross-device link"
-    entry = only_entry(cache_dir)
+    if reason.startswith("others"):
+        data.chmod(0o666)
+    else:
+        monkeypatch.setattr(os, "link", refuse)
+    (note,) = start(path).ortplugins_report.notes
+    assert note == f"{data} is copied, not linked: {reason}"
+    entry = entry_of(cache_dir, path)
     assert entry.linked_size == 0
     assert entry.size > 512 * 512 * 4
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has no such modes")
 @pytest.mark.usefixtures("hard_links")
-def test_data_that_others_may_write_to_is_copied(tmp_path: Path, cache_dir: Path):
-    path = write_model(tmp_path / "a")
-    path.with_name("model.onnx.data").chmod(0o666)
-    (note,) = start(path).ortplugins_report.notes
-    assert note.endswith("is copied, not linked: others may write to it")
-    assert only_entry(cache_dir).linked_size == 0
-
-
-@pytest.mark.skipif(os.name == "nt", reason="has no such modes")
-@pytest.mark.usefixtures("hard_links")
 @pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_sharing_changes_no_mode_of_the_source(tmp_path: Path, mode: int):
-    path = write_model(tmp_path / "a")
+def test_sharing_changes_no_mode_of_the_source(path: Path, tmp_path: Path, mode: int):
     data = path.with_name("model.onnx.data")
     data.chmod(mode)
     (result,) = warm([path], ["dq_matmulnbits_fusion"], cache_dir=tmp_path / "shared")
     assert result.error == ""
     assert stat.S_IMODE(data.stat().st_mode) == mode
-    entry = only_entry(tmp_path / "shared")
+    entry = entry_of(tmp_path / "shared", path)
     assert bool(entry.linked_size) == (mode == 0o644)
     for file in entry.folder.iterdir():
         assert file.stat().st_mode & 0o044 == 0o044, file
@@ -223,37 +193,18 @@ def test_sharing_changes_no_mode_of_the_source(tmp_path: Path, mode: int):
 
 
 @pytest.mark.usefixtures("hard_links")
-def test_a_linked_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from ortplugins.artifacts import source_index
-
-    path = write_model(tmp_path / "a")
+def test_a_linked_large_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
     monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
     read = []
     real = source_index.hashlib.file_digest
 
     def file_digest(file, *arguments):
-        read.append(file.name)
+        read.append(Path(str(file.name)))
         return real(file, *arguments)
 
     monkeypatch.setattr(source_index.hashlib, "file_digest", file_digest)
     for _ in range(3):
         start(path)
-    data = str(path.with_name("model.onnx.data"))
-    assert [str(name) for name in read].count(data) == 1
-    assert not [name for name in read if Path(str(name)).name.startswith("linked")]
-
-
-def test_an_output_whose_data_file_exists_is_named(tmp_path: Path):
-    path = write_model(tmp_path / "a")
-    (tmp_path / "out.onnx.data").write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"out\.onnx\.data: exists"):
-        ortplugins.optimize(path, tmp_path / "out.onnx")
-    assert (tmp_path / "out.onnx.data").read_bytes() == b"mine"
-    assert not (tmp_path / "out.onnx").exists()
-
-
-def test_no_warning_of_ours_on_an_ordinary_file_system(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        start(write_model(tmp_path / "a"))
+    assert read.count(path.with_name("model.onnx.data")) == 1
+    assert not [file for file in read if file.name.startswith("linked")]

@@ -19,6 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from builders.python_process import python
 
 import ortplugins
 
@@ -53,12 +54,13 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-@pytest.fixture
-def without_onnxruntime(tmp_path: Path) -> dict[str, str]:
-    """An environment whose Python finds no onnxruntime."""
+def test_a_program_without_onnxruntime_gets_an_exception(tmp_path: Path):
     text = "import sys\nsys.modules['onnxruntime'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(text)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = python("-c", "import ortplugins", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {MISSING}")
 
 
 # The wheel.
@@ -66,7 +68,9 @@ def without_onnxruntime(tmp_path: Path) -> dict[str, str]:
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
     names = set(wheel.namelist())
-    info = f"ortplugins-{ortplugins.__version__}.dist-info/"
+    release = f"ortplugins-{ortplugins.__version__}"
+    info = f"{release}.dist-info/"
+    assert Path(str(wheel.filename)).name == f"{release}-py3-none-any.whl"
     tops = {name.partition("/")[0] for name in names}
     assert tops == {info.rstrip("/"), PLUGIN, *PACKAGES}
     for package in PACKAGES:
@@ -77,13 +81,6 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
         assert {name for name in names if name.startswith(f"{package}/")} == expected
         assert f"{package}/py.typed" in names
     assert f"{info}licenses/LICENSE" in names
-
-
-def test_the_wheel_is_for_every_machine(wheel: zipfile.ZipFile):
-    assert (
-        Path(str(wheel.filename)).name
-        == f"ortplugins-{ortplugins.__version__}-py3-none-any.whl"
-    )
 
 
 def test_no_onnxruntime_is_a_hard_dependency(metadata: Message):
@@ -139,18 +136,3 @@ def test_the_changelog_begins_with_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     first = re.search("^## (\\S+)", text, re.MULTILINE)
     assert first is not None and first[1] == ortplugins.__version__
-
-
-# Without onnxruntime.
-
-
-def test_a_program_without_onnxruntime_gets_an_exception(without_onnxruntime: dict[str, str]):
-    done = subprocess.run(
-        [sys.executable, "-c", "import ortplugins"],
-        env=without_onnxruntime,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {MISSING}")

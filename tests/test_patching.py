@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -10,17 +11,18 @@ import logging
 import os
 import re
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.dequantized_models import DequantizedMatMul, relative_error
+from builders.dequantized_models import DequantizedMatMul
+from builders.python_process import python
+from builders.sessions import CPU, EXACT, check, options, save
+from builders.text_models import proto_of
 from onnxruntime import InferenceSession as EarlyBound
 
 import ortplugins
@@ -36,16 +38,9 @@ from rewrite_rules.remarks import PassContext
 from session_options.environment import plan_entries, plan_text
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
-CPU = ["CPUExecutionProvider"]
+
 STOCK = onnxruntime.InferenceSession.__init__
 FUSION = "ortplugins.enable_dq_matmulnbits_fusion"
-
-
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    ir.save(CASE.model(), path)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +57,6 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert left is STOCK
 
 
-def check(session: onnxruntime.InferenceSession) -> None:
-    feed = CASE.feed()
-    (y,) = session.run(None, {"x": feed})
-    assert relative_error(y, CASE.reference(feed)) <= 1e-5
-
-
 def source(session: onnxruntime.InferenceSession) -> str | None:
     """Where the model came from; None for a session that was not caught."""
     report = getattr(session, "ortplugins_report", None)
@@ -82,12 +71,16 @@ def open_stock(model: object, *args: object, **kwargs: object):
 
 
 def test_a_block_catches_sessions_and_leaves_no_trace(model_path: Path):
-    with ortplugins.enabled(DqMatMulNBitsFusion()):
+    sessions = []
+    with ortplugins.enabled(EXACT):
         session = onnxruntime.InferenceSession(str(model_path), providers=CPU)
+        thread = threading.Thread(target=lambda: sessions.append(open_stock(model_path)))
+        thread.start()
+        thread.join()
     assert onnxruntime.InferenceSession.__init__ is STOCK
     assert len(session.ortplugins_report.fired) == 1
-    assert session.ortplugins_report.source == "built"
-    check(session)
+    assert [source(session), source(sessions[0])] == ["built", "cache"]
+    check(session, CASE)
     assert source(open_stock(model_path)) is None
 
 
@@ -96,33 +89,24 @@ class Derived(EarlyBound):
         super().__init__(path, providers=CPU)
 
 
-def by_keywords(path: Path):
-    return EarlyBound(path_or_bytes=path, sess_options=None, providers=CPU)
-
-
-def by_bytes(path: Path):
-    return EarlyBound(path.read_bytes(), onnxruntime.SessionOptions(), CPU, [{}])
-
-
-def by_name(path: Path):
-    return EarlyBound(os.fspath(path))
-
-
-@pytest.mark.parametrize("start", [open_stock, Derived, by_keywords, by_bytes, by_name])
+@pytest.mark.parametrize(
+    "start",
+    [
+        open_stock,
+        Derived,
+        lambda path: EarlyBound(path_or_bytes=path, sess_options=None, providers=CPU),
+        lambda path: EarlyBound(path.read_bytes(), onnxruntime.SessionOptions(), CPU, [{}]),
+        lambda path: EarlyBound(os.fspath(path)),
+    ],
+    ids=["early bound", "subclass", "keywords", "bytes", "path alone"],
+)
 def test_early_imports_subclasses_and_every_way_to_call(start, model_path: Path):
-    ortplugins.enable(DqMatMulNBitsFusion())
-    session = start(model_path)
+    # External data is beside the file, which bytes do not name.
+    path = save(CASE, model_path.with_name("alone.onnx"), external=False)
+    ortplugins.enable(EXACT)
+    session = start(path)
     assert source(session) == "built"
-    check(session)
-
-
-def test_all_threads_are_caught(model_path: Path):
-    sessions = []
-    with ortplugins.enabled():
-        thread = threading.Thread(target=lambda: sessions.append(open_stock(model_path)))
-        thread.start()
-        thread.join()
-    assert source(sessions[0]) == "built"
+    check(session, CASE)
 
 
 def test_options_come_back_as_they_went_in(model_path: Path):
@@ -163,56 +147,62 @@ def test_providers_of_the_options_are_not_taken_for_the_cpu(model_path: Path):
 
 def test_a_session_says_that_it_is_of_the_model_that_was_named(model_path: Path):
     """Packages look for files beside it; set_providers opens it again."""
-    content = model_path.read_bytes()
-    with ortplugins.enabled():
-        named, given = open_stock(model_path), open_stock(content)
-        assert named._model_path == os.fspath(model_path) and named._model_bytes is None
+    path = save(CASE, model_path.with_name("alone.onnx"), external=False)
+    content = path.read_bytes()
+    with ortplugins.enabled(EXACT):
+        named, given = open_stock(path), open_stock(content)
+        assert named._model_path == os.fspath(path) and named._model_bytes is None
         assert given._model_path is None and given._model_bytes is content
     for session in (named, given):
         assert session._enable_fallback
         session.set_providers(CPU)
-        check(session)
+        check(session, CASE)
     with ortplugins.enabled():
-        assert not open_stock(model_path, enable_fallback=0)._enable_fallback
+        assert not open_stock(path, enable_fallback=0)._enable_fallback
 
 
 # Who is not.
 
 
+def level_of(session: onnxruntime.InferenceSession) -> int:
+    """Accuracy level of its fused node."""
+    model = ir.load(session.ortplugins_report.artifact)
+    (node,) = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    return node.attributes["accuracy_level"].as_int()
+
+
+def level(model: Path) -> int | None:
+    """That of a session that is opened now; None for one that is not caught."""
+    session = open_stock(model)
+    return None if source(session) is None else level_of(session)
+
+
 def test_a_session_with_entries_of_its_own_keeps_them(model_path: Path):
-    own = onnxruntime.SessionOptions()
-    ortplugins.configure(own, DqMatMulNBitsFusion(accuracy_level=4))
-    out = onnxruntime.SessionOptions()
+    own, out = options(DqMatMulNBitsFusion(accuracy_level=4)), onnxruntime.SessionOptions()
     out.add_session_config_entry(FUSION, "0")
-    with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=0)):
+    with ortplugins.enabled(EXACT):
         kept, left = open_stock(model_path, own), open_stock(model_path, out)
-    (node,) = [n for n in ir.load(kept.ortplugins_report.artifact).graph if n.domain]
-    assert node.attributes["accuracy_level"].as_int() == 4
+    assert level_of(kept) == 4
     assert source(left) == "stock"
 
 
 def test_onnxruntimes_key_is_not_the_level_of_what_it_leaves(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    for text, level in (("", 0), (":accuracy_level=1", 1)):
+    so = onnxruntime.SessionOptions()
+    so.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    for text, expected in (("", 0), (":accuracy_level=1", 1)):
         monkeypatch.setenv("ORTPLUGINS", f"dq_matmulnbits_fusion{text}")
         with ortplugins.enabled():
-            report = open_stock(model_path, options).ortplugins_report
-        (node,) = [n for n in ir.load(report.artifact).graph if n.domain]
-        assert node.attributes["accuracy_level"].as_int() == level
+            assert level_of(open_stock(model_path, so)) == expected
 
 
 def test_our_own_class_follows_its_options_alone(model_path: Path):
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, DqMatMulNBitsFusion())
     with ortplugins.enabled(DqMatMulNBitsFusion(), PrepackedWeights()):
-        session = ortplugins.InferenceSession(model_path, options, providers=CPU)
+        session = ortplugins.InferenceSession(model_path, options(), providers=CPU)
         stock = ortplugins.InferenceSession(model_path, providers=CPU)
-    assert [item.name for item in session.ortplugins_report.passes] == [
-        "dq_matmulnbits_fusion"
-    ]
+    names = [item.name for item in session.ortplugins_report.passes]
+    assert names == ["dq_matmulnbits_fusion"]
     assert source(stock) == "stock"
 
 
@@ -227,8 +217,8 @@ class Peeking(ortplugins.Pass):
     summary = "opens a session"
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
-        content = ir.to_proto(model).SerializeToString()
-        _inner.append(onnxruntime.InferenceSession(content, providers=CPU))
+        content = proto_of("g (float[1] x) => (float[1] y) { y = Neg(x) }")
+        _inner.append(onnxruntime.InferenceSession(content.SerializeToString(), providers=CPU))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +285,11 @@ def test_sessions_of_our_own_modules_are_not_caught(
     [("rewrite", "untouched"), ("settings", "untouched"), ("opened", "built")],
 )
 def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
-    model_path: Path, stage: str, origin: str, capfd: pytest.CaptureFixture[str]
+    model_path: Path,
+    tmp_path: Path,
+    stage: str,
+    origin: str,
+    capfd: pytest.CaptureFixture[str],
 ):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -304,17 +298,9 @@ def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
     assert [warning.category for warning in caught] == [OrtpluginsWarning]
     assert "failing" in str(caught[0].message) and caught[0].filename == __file__
     assert source(session) == origin
-    assert "EP Error" not in "".join(capfd.readouterr())
-    check(session)
-
-
-@pytest.mark.usefixtures("more_passes")
-@pytest.mark.parametrize("stage", ["rewrite", "settings", "opened"])
-def test_strict_raises_and_is_no_provider_fallback(
-    model_path: Path, stage: str, capfd: pytest.CaptureFixture[str]
-):
+    check(session, CASE)
     with (
-        ortplugins.enabled(Failing(stage=stage), strict=True),
+        ortplugins.enabled(Failing(stage=stage), strict=True, cache_dir=str(tmp_path / "new")),
         pytest.raises(ortplugins.PassError, match="'failing'"),
     ):
         EarlyBound(model_path)
@@ -325,7 +311,7 @@ def test_strict_raises_and_is_no_provider_fallback(
 def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
     model_path: Path, strict: bool, capfd: pytest.CaptureFixture[str]
 ):
-    with ortplugins.enabled(strict=strict):
+    with ortplugins.enabled(EXACT, strict=strict):
         artifact = Path(open_stock(model_path).ortplugins_report.artifact)
         artifact.write_bytes(b"\xff" * artifact.stat().st_size)
         if strict:
@@ -335,7 +321,7 @@ def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
             with pytest.warns(OrtpluginsWarning, match="cannot be opened"):
                 session = open_stock(model_path)
             assert source(session) == "untouched" and session._enable_fallback
-            check(session)
+            check(session, CASE)
     assert "EP Error" not in "".join(capfd.readouterr())
 
 
@@ -348,26 +334,23 @@ def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.Monk
         ortplugins.enabled(),
         pytest.warns(OrtpluginsWarning, match="ZeroDivisionError: a bug; the untouched"),
     ):
-        check(open_stock(model_path))
+        check(open_stock(model_path), CASE)
     with ortplugins.enabled(strict=True), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
 
 
-def test_options_that_went_wrong_meanwhile(model_path: Path, tmp_path: Path):
+@pytest.mark.parametrize("strict", [False, True])
+def test_options_that_went_wrong_meanwhile(model_path: Path, tmp_path: Path, strict: bool):
     file = tmp_path / "overrides.json"
-    passes = [MixedPrecisionBoundaries(overrides=f"@{file}")]
-    for strict in (False, True):
-        file.write_text("{}")
-        with ortplugins.enabled(*passes, strict=strict):
-            file.unlink()
-            if strict:
-                with pytest.raises(OptionError, match=str(file)):
-                    open_stock(model_path)
-            else:
-                with pytest.warns(
-                    OrtpluginsWarning, match=f"{file}.*the untouched model runs"
-                ):
-                    assert source(open_stock(model_path)) == "untouched"
+    file.write_text("{}")
+    with ortplugins.enabled(MixedPrecisionBoundaries(overrides=f"@{file}"), strict=strict):
+        file.unlink()
+        if strict:
+            with pytest.raises(OptionError, match=str(file)):
+                open_stock(model_path)
+        else:
+            with pytest.warns(OrtpluginsWarning, match=f"{file}.*the untouched model runs"):
+                assert source(open_stock(model_path)) == "untouched"
 
 
 @pytest.mark.parametrize("model", ["missing.onnx", b"", b"no model", None, 3, bytearray(b"x")])
@@ -386,30 +369,22 @@ def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model: object):
 
 
 def test_switching_on_twice_and_off_twice():
+    signature = inspect.signature(onnxruntime.InferenceSession)
     ortplugins.disable()
     ortplugins.enable()
     first = onnxruntime.InferenceSession.__init__
     ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
     assert onnxruntime.InferenceSession.__init__ is first is not STOCK
+    # It looks like the constructor that it stands for.
+    assert inspect.signature(onnxruntime.InferenceSession) == signature
+    assert first.__doc__ == STOCK.__doc__
     ortplugins.disable()
     assert onnxruntime.InferenceSession.__init__ is STOCK
     ortplugins.disable()
-
-
-def test_it_looks_like_the_constructor_that_it_stands_for():
-    signature = inspect.signature(onnxruntime.InferenceSession)
-    with ortplugins.enabled():
-        assert inspect.signature(onnxruntime.InferenceSession) == signature
-        assert onnxruntime.InferenceSession.__init__.__doc__ == STOCK.__doc__
-
-
-def level(model: Path) -> int | None:
-    """Accuracy level of the fused node; None for a session that was not caught."""
-    session = open_stock(model)
-    if source(session) is None:
-        return None
-    (node,) = [n for n in ir.load(session.ortplugins_report.artifact).graph if n.domain]
-    return node.attributes["accuracy_level"].as_int()
+    # A block ends by an exception, too.
+    with pytest.raises(KeyError), ortplugins.enabled():
+        raise KeyError
+    assert onnxruntime.InferenceSession.__init__ is STOCK
 
 
 def test_blocks_nest_and_the_inner_one_counts(model_path: Path):
@@ -421,9 +396,7 @@ def test_blocks_nest_and_the_inner_one_counts(model_path: Path):
         ortplugins.disable()
         assert level(model_path) == 4
     assert level(model_path) is None
-
-
-def test_blocks_of_two_threads_end_in_any_order(model_path: Path):
+    # Those of two threads may end in any order.
     first = ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=4))
     second = ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=1))
     first.__enter__()
@@ -432,12 +405,6 @@ def test_blocks_of_two_threads_end_in_any_order(model_path: Path):
     assert level(model_path) == 1
     second.__exit__(None, None, None)
     assert level(model_path) is None
-
-
-def test_a_block_ends_by_an_exception_too():
-    with pytest.raises(KeyError), ortplugins.enabled():
-        raise KeyError
-    assert onnxruntime.InferenceSession.__init__ is STOCK
 
 
 def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path: Path):
@@ -467,65 +434,52 @@ def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path: Path):
 
 
 def test_threads_open_sessions_while_others_switch(model_path: Path):
-    with ortplugins.enabled():
+    with ortplugins.enabled(EXACT):
         open_stock(model_path)  # the entry is there
-    stop, errors, seen = threading.Event(), [], set()
+    stop, seen = threading.Event(), set()
 
     def opening() -> None:
-        try:
-            while not stop.is_set():
-                session = open_stock(model_path)
-                seen.add(source(session))
-                check(session)
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            session = open_stock(model_path)
+            seen.add(source(session))
+            check(session, CASE)
 
     def switching(number: int) -> None:
-        try:
-            for _ in range(25):
-                if number % 2:
-                    ortplugins.enable()
-                    ortplugins.disable()
-                else:
-                    with ortplugins.enabled():
-                        assert source(open_stock(model_path)) == "cache"
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(25):
+            if number % 2:
+                ortplugins.enable(EXACT)
+                ortplugins.disable()
+            else:
+                with ortplugins.enabled(EXACT):
+                    assert source(open_stock(model_path)) == "cache"
 
-    openers = [threading.Thread(target=opening) for _ in range(3)]
-    switchers = [threading.Thread(target=switching, args=(number,)) for number in range(4)]
-    for thread in (*openers, *switchers):
-        thread.start()
-    for thread in switchers:
-        thread.join()
-    stop.set()
-    for thread in openers:
-        thread.join()
-    assert errors == []
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        openers = [pool.submit(opening) for _ in range(3)]
+        try:
+            list(pool.map(switching, range(4)))
+        finally:
+            stop.set()
+    for opener in openers:
+        opener.result()
     assert onnxruntime.InferenceSession.__init__ is STOCK
     assert seen <= {None, "cache"}
 
 
 def test_a_line_is_logged_for_each_session(model_path: Path, caplog: pytest.LogCaptureFixture):
-    so = onnxruntime.SessionOptions()
-    ortplugins.configure(so, DqMatMulNBitsFusion())
     with caplog.at_level(logging.INFO, "ortplugins"):
-        with ortplugins.enabled():
+        with ortplugins.enabled(EXACT):
             open_stock(model_path)
-        ortplugins.InferenceSession(model_path, so, providers=CPU)
+        ortplugins.InferenceSession(model_path, options(), providers=CPU)
     assert [re.sub(r"[0-9.]+ s:", "N s:", line) for line in caplog.messages] == [
         f"{model_path} in N s: {source}: fired 1, refused 0" for source in ("built", "cache")
     ]
 
 
-@pytest.mark.parametrize("wrong", [DqMatMulNBitsFusion, "dq_matmulnbits_fusion"])
-def test_what_is_no_pass_is_refused(wrong: object):
-    with pytest.raises(OptionError, match=r"is no pass: DqMatMulNBitsFusion\(\)"):
-        ortplugins.enable(wrong)
-
-
-def test_a_wrong_option_leaves_what_was_in_force(model_path: Path):
+def test_what_is_refused_leaves_what_was_in_force(model_path: Path):
     ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
+    for wrong in (DqMatMulNBitsFusion, "dq_matmulnbits_fusion"):
+        with pytest.raises(OptionError, match=r"is no pass: DqMatMulNBitsFusion\(\)"):
+            ortplugins.enable(wrong)
     with pytest.raises(OptionError, match="did you mean 'strict'"):
         ortplugins.enable(strct=True)
     assert level(model_path) == 4
@@ -539,37 +493,34 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None
     return plan_entries()
 
 
-FUSED = {"ortplugins.enable_dq_matmulnbits_fusion": "1"}
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", None),
         ("  ", None),
-        ("dq_matmulnbits_fusion", FUSED),
+        ("dq_matmulnbits_fusion", {"enable_dq_matmulnbits_fusion": "1"}),
         (
             " dq_matmulnbits_fusion : accuracy_level = 0;slow_kernels=keep ,prepacked_weights",
             {
-                **FUSED,
-                "ortplugins.dq_matmulnbits_fusion.accuracy_level": "0",
-                "ortplugins.dq_matmulnbits_fusion.slow_kernels": "keep",
-                "ortplugins.enable_prepacked_weights": "1",
+                "enable_dq_matmulnbits_fusion": "1",
+                "dq_matmulnbits_fusion.accuracy_level": "0",
+                "dq_matmulnbits_fusion.slow_kernels": "keep",
+                "enable_prepacked_weights": "1",
             },
         ),
         (
             r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
             {
-                "ortplugins.enable_shape_size_reorder": "1",
-                "ortplugins.shape_size_reorder.dims": "batch=1,seq=512",
-                "ortplugins.shape_size_reorder.for_default_order": "1",
+                "enable_shape_size_reorder": "1",
+                "shape_size_reorder.dims": "batch=1,seq=512",
+                "shape_size_reorder.for_default_order": "1",
             },
         ),
         (
             r"mixed_precision_boundaries:overrides=@C:\new\over.json",
             {
-                "ortplugins.enable_mixed_precision_boundaries": "1",
-                "ortplugins.mixed_precision_boundaries.overrides": r"@C:\new\over.json",
+                "enable_mixed_precision_boundaries": "1",
+                "mixed_precision_boundaries.overrides": r"@C:\new\over.json",
             },
         ),
     ],
@@ -578,9 +529,11 @@ def test_the_variable_reads(
     text: str, expected: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ):
     found = entries(text, monkeypatch)
-    assert found == expected
-    if found is not None:
-        assert entries(plan_text(found), monkeypatch) == expected
+    if expected is None:
+        assert found is None
+    else:
+        assert found == {f"ortplugins.{key}": value for key, value in expected.items()}
+        assert entries(plan_text(found), monkeypatch) == found
 
 
 @pytest.mark.parametrize(
@@ -639,32 +592,16 @@ print(getattr(session, "ortplugins_report", "not caught"))
 
 @pytest.fixture
 def program(model_path: Path, tmp_path: Path) -> Path:
-    """A script, and a package ``shop`` beside it that does the same."""
+    """The folder of a script, and of a package ``shop`` that does the same."""
     folder = tmp_path / "programs"
-    (folder / "shop").mkdir(parents=True)
-    text = PROGRAM.format(model=str(model_path))
-    (folder / "shop" / "__init__.py").touch()
-    (folder / "shop" / "__main__.py").write_text(text)
-    (folder / "script.py").write_text(text)
+    for file in ("script.py", "shop/__main__.py", "shop/__init__.py"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(PROGRAM.format(model=str(model_path)))
+    (folder / "shop" / "__init__.py").write_text("")
     return folder
 
 
-def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, **variables},
-    )
-
-
-def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ortplugins", "run", *arguments, cwd=cwd, **variables)
-
-
-def test_run_a_script_with_options_like_ours(program: Path, tmp_path: Path):
+def test_run_a_script_and_a_module_with_options_like_ours(program: Path, tmp_path: Path):
     script = str(program / "script.py")
     done = run("--verbose", script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -672,18 +609,17 @@ def test_run_a_script_with_options_like_ours(program: Path, tmp_path: Path):
         f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
         "built: fired 1, refused 0",
     ]
-    assert re.fullmatch(
-        f"ortplugins: {tmp_path}/model.onnx in [0-9.]+ s: built: fired 1, refused 0",
-        done.stderr.strip(),
-    )
-
-
-def test_run_a_module_with_the_variable(program: Path):
+    told = f"ortplugins: {tmp_path}/model.onnx in [0-9.]+ s: built: fired 1, refused 0"
+    assert re.fullmatch(told, done.stderr.strip())
     done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
     assert done.returncode == 0, done.stderr
     first, report = done.stdout.splitlines()
     assert first == f"__main__ ['-m', '--help'] {program}"
     assert "matmul" not in report.lower() and report.startswith("untouched")
+
+
+def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ortplugins", "run", *arguments, cwd=cwd, **variables)
 
 
 ENDINGS = {
@@ -829,18 +765,6 @@ assert onnxruntime.InferenceSession.__init__ is before
 """
     done = python("-c", code, cwd=Path.cwd(), ORTPLUGINS="dq_matmulnbits_fusion")
     assert done.returncode == 0, done.stderr
-
-
-def test_numbers_are_those_of_onnxruntime_without_a_rewrite(tmp_path: Path):
-    """Where no rule fires, the session computes what it did: bit for bit."""
-    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["": 21]>
-        g (float[n, 4] x) => (float[n, 4] y) { s = Softmax (x)  y = Mul (s, x) }""")
-    ir.save(model, tmp_path / "softmax.onnx")
-    feed = {"x": np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)}
-    (expected,) = open_stock(tmp_path / "softmax.onnx").run(None, feed)
-    with ortplugins.enabled():
-        (found,) = open_stock(tmp_path / "softmax.onnx").run(None, feed)
-    assert found.tobytes() == expected.tobytes()
 
 
 # The page; test_docs.py runs its blocks.

@@ -6,15 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from builders.dequantized_models import run as run_model
+from builders.text_models import model_of, normal
 from typer.testing import CliRunner
 
 from ortplugins.cli.app import app
@@ -38,13 +37,10 @@ _SCALES = {"x": 0.03, "h0": 0.03, "h1": 0.03, "h2": 3.0, "h3": 0.03, "h4": 0.03,
 def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
     """A chain of MatMuls, the input and each result through a grid of 8 bits."""
     rng = np.random.default_rng(0)
-    nodes, constants = [], {}
-    for name, scale in scales.items():
-        constants[f"{name}_s"] = np.float32(scale)
-        constants[f"{name}_z"] = np.uint8(128)
-    names = list(scales)
+    nodes, constants, names = [], {}, list(scales)
 
     def pair(name: str) -> None:
+        constants.update({f"{name}_s": np.float32(scales[name]), f"{name}_z": np.uint8(128)})
         nodes.append(f"{name}_q = QuantizeLinear({name}, {name}_s, {name}_z)")
         nodes.append(f"{name}_d = DequantizeLinear({name}_q, {name}_s, {name}_z)")
 
@@ -58,33 +54,16 @@ def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
             nodes.append(f"{name} = MatMul({before}_d, {name}_w)")
         pair(name)
     nodes.append(f"y = Identity({names[-1]}_d)")
-    text = "\n".join(nodes)
-    model = ir.from_onnx_text(
-        f"<ir_version: 10, opset_import: ['' : 21]>\n"
-        f"g (float[8, 8] x) => (float[8, 8] y) {{\n{text}\n}}".replace("'", '"')
-    )
-    for name, array in constants.items():
-        value = next(
-            v for node in model.graph for v in node.inputs if v is not None and v.name == name
-        )
-        value.const_value = ir.tensor(np.asarray(array), name=name)
-        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
-        model.graph.register_initializer(value)
-    return model
+    text = " ".join(nodes)
+    return model_of(f"g (float[8, 8] x) => (float[8, 8] y) {{ {text} }}", constants)
 
 
 def feeds(count: int = 3) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(1)
-    return [{"x": rng.standard_normal((8, 8)).astype(np.float32)} for _ in range(count)]
+    return [{"x": normal(8, 8, seed=seed)} for seed in range(count)]
 
 
 def run(model: ir.Model, samples: list[dict[str, np.ndarray]]) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return np.stack([session.run(None, feed)[0] for feed in samples])
+    return np.stack([run_model(model, feed)[0] for feed in samples])
 
 
 def error(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -186,32 +165,32 @@ def test_a_float_model_may_be_the_reference() -> None:
         plan_precision(model, feeds(), max_16bit=2, reference=other)
 
 
-def test_what_cannot_be_planned_is_told() -> None:
-    plain = ir.from_onnx_text(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[8, 8] x) => (float[8, 8] y) '
-        "{ y = MatMul(x, x) }"
-    )
+@pytest.mark.parametrize(
+    ("data", "options", "error_type", "message"),
+    [
+        (None, {"max_16bit": 2}, QuantizationError, "there is no data"),
+        ([], {"max_16bit": 2}, CalibrationError, "calibration data is empty"),
+        ([{"X": 1}], {"max_16bit": 2}, CalibrationError, "sample 0 has 'X', .*mean 'x'"),
+        (feeds(), {}, QuantizationError, "give a budget, max_16bit or both"),
+        (feeds(), {"budget": 99.5}, QuantizationError, r"budget is 99\.5: a cosine above 0"),
+        (feeds(), {"max_16bit": 1.5}, QuantizationError, r"max_16bit is 1\.5"),
+        (feeds(), {"max_16bit": 1, "mode": "int8"}, QuantizationError, "mode is 'int8'"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    data: list[dict[str, object]] | None,
+    options: dict[str, object],
+    error_type: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error_type, match=message):
+        plan_precision(chain(), data, **options)
+
+
+def test_models_that_cannot_be_planned_are_told() -> None:
+    plain = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {})
     with pytest.raises(QuantizationError, match="no quantised activation: quantise it first"):
         plan_precision(plain, feeds(), max_16bit=2)
-    with pytest.raises(QuantizationError, match="there is no data"):
-        plan_precision(chain(), None, max_16bit=2)
-    with pytest.raises(CalibrationError, match="calibration data is empty"):
-        plan_precision(chain(), [], max_16bit=2)
-    with pytest.raises(CalibrationError, match=r"sample 0 has 'X', .*; did you mean 'x'"):
-        plan_precision(chain(), [{"X": feeds()[0]["x"]}], max_16bit=2)
-    with pytest.raises(QuantizationError, match="give a budget, max_16bit or both"):
-        plan_precision(chain(), feeds())
-    with pytest.raises(
-        QuantizationError, match=r"budget is 99\.5: a cosine above 0 and below 1"
-    ):
-        plan_precision(chain(), feeds(), budget=99.5)
-    with pytest.raises(QuantizationError, match=r"max_16bit is 1\.5"):
-        plan_precision(chain(), feeds(), max_16bit=1.5)
-    with pytest.raises(QuantizationError, match="mode is 'int8'"):
-        plan_precision(chain(), feeds(), max_16bit=1, mode="int8")
-
-
-def test_inputs_of_text_are_refused_by_name() -> None:
     model = chain()
     text = ir.Value(name="t", type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape([1]))
     model.graph.inputs.append(text)
@@ -237,28 +216,17 @@ def test_a_limit_that_comes_first_is_noted() -> None:
 
 def float_chain() -> ir.Model:
     """Six MatMuls; the weights of the third and fifth have outliers in every block."""
-    rng = np.random.default_rng(2)
-    lines = [f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(6)]
-    text = "\n".join(lines).replace("(h0,", "(x,").replace("h6 =", "y =")
-    model = ir.from_onnx_text(
-        '<ir_version: 10, opset_import: ["" : 21]>\n'
-        f"g (float[T, 64] x) => (float[T, 64] y) {{\n{text}\n}}"
+    lines = [f"[layer{i}] h{i + 1} = MatMul(h{i}, w{i})" for i in range(6)]
+    weights = {f"w{i}": normal(64, 64, seed=i) / 8 for i in range(6)}
+    for name in ("w2", "w4"):
+        weights[name][::16] *= 12
+    return model_of(
+        f"g (float[T, 64] h0) => (float[T, 64] h6) {{ {' '.join(lines)} }}", weights
     )
-    for i, node in enumerate(model.graph):
-        node.name = f"layer{i}"
-        array = rng.standard_normal((64, 64)).astype(np.float32) / 8
-        if i in (2, 4):
-            array[::16] *= 12
-        value = node.inputs[1]
-        value.const_value = ir.tensor(array, name=value.name)
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(array.shape)
-        model.graph.register_initializer(value)
-    return model
 
 
 def token_feeds() -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(3)
-    return [{"x": rng.standard_normal((5, 64)).astype(np.float32)} for _ in range(3)]
+    return [{"h0": normal(5, 64, seed=seed)} for seed in range(3)]
 
 
 def test_weights_of_8_bits_go_where_they_help_most() -> None:
@@ -320,7 +288,7 @@ def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:
 def test_the_command_plans_weights(tmp_path: Path) -> None:
     model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
     ir.save(float_chain(), model)
-    np.savez(data, x=np.stack([feed["x"] for feed in token_feeds()]))
+    np.savez(data, h0=np.stack([feed["h0"] for feed in token_feeds()]))
     arguments = ["plan-precision", str(model), "--samples", str(data), "--weights"]
     result = CliRunner().invoke(app, [*arguments, "--max-8bit", "1"])
     assert result.exit_code == 0, result.output
@@ -328,35 +296,3 @@ def test_the_command_plans_weights(tmp_path: Path) -> None:
     assert list(json.loads(config).values()) == [{"bits": 8}]
     assert CliRunner().invoke(app, [*arguments, "--max-16bit", "1"]).exit_code == 2
     assert CliRunner().invoke(app, arguments).exit_code == 2
-
-
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (DOCS / "precision-planning.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    ir.save(chain({**_SCALES, "h2": 0.6, "h5": 0.06}), "int8.onnx")
-    ir.save(float_chain(), "model.onnx")
-    np.savez("planned.npz", x=np.stack([feed["x"] for feed in feeds()]))
-    np.savez("weighed.npz", x=np.stack([feed["x"] for feed in token_feeds()]))
-    for language, pattern in (
-        ("python", r"```python\n(.*?)```"),
-        ("bash", r"```bash\n(.*?)```"),
-    ):
-        found = re.findall(pattern, page, re.DOTALL)
-        assert len(found) == 2
-        for block, data in zip(found, ("planned", "weighed"), strict=True):
-            block = block.replace("samples.npz", f"{data}.npz").replace(
-                "budget=0.99", "budget=0.9"
-            )
-            if language == "python":
-                exec(block, {})
-                continue
-            for command in block.replace("\\\n", "").splitlines():
-                arguments = shlex.split(command)
-                assert arguments.pop(0) == "ortplugins"
-                result = CliRunner().invoke(app, arguments)
-                assert result.exit_code == 0, (command, result.output, result.exception)
-    made = {path.name for path in Path().glob("*.onnx")}
-    assert made >= {"mixed.onnx", "planned.onnx", "int4.onnx", "int4-planned.onnx"}

@@ -7,6 +7,7 @@ ORTPLUGINS_FAULTS=20 runs every disk size and every way for a child to fail; a f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.session_process import FEED, digest_of, result_of, spawn
-from builders.sessions import CPU, files, options, save
+from builders.sessions import CPU, files, options, save, start
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Output:
+def output(folder: Path) -> Output:
     """What the fused model computes without blobs."""
     return fused_output(folder / "case" / "model.onnx")
 
@@ -62,45 +63,82 @@ def fused_output(path: Path) -> Output:
     return ort.InferenceSession(fused.SerializeToString(), providers=CPU).run(None, FEED)[0]
 
 
+@dataclasses.dataclass
+class Faults:
+    """A model and its cache, for one test.
+
+    Attributes:
+        path: The model.
+        cache: Where sessions keep its artifact, unless a test says otherwise.
+        folder: For whatever else the test needs.
+        output: What the fused model computes without blobs.
+        patch: What the test changes for a time.
+    """
+
+    path: Path
+    cache: Path
+    folder: Path
+    output: Output
+    patch: pytest.MonkeyPatch
+
+    def start(
+        self, cache: Path | None = None, **prepack: Any
+    ) -> tuple[ortplugins.InferenceSession, str]:
+        """Open a session; return what it warned of and remarked, too."""
+        so = options(FUSION, PrepackedWeights(**prepack), cache_dir=str(cache or self.cache))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session = ortplugins.InferenceSession(self.path, so, providers=CPU)
+        told = [str(item.message) for item in caught if item.category is OrtpluginsWarning]
+        return session, "\n".join([*told, session.ortplugins_report.to_text()])
+
+    def check(self, session: ortplugins.InferenceSession) -> None:
+        """The output is that of the fused model, or onnxruntime's own of an untouched one."""
+        expected = self.output
+        if session.ortplugins_report.source == "untouched":
+            so = ort.SessionOptions()
+            so.intra_op_num_threads = 1
+            (expected,) = ort.InferenceSession(self.path, so, providers=CPU).run(None, FEED)
+        np.testing.assert_array_equal(session.run(None, FEED)[0], expected)
+
+    def sabotage(self, module: str, action: str) -> None:
+        """Have the process that runs a module do something as soon as it imports numpy."""
+        site = self.folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(_HOOK.format(module=module, action=action))
+        # Children get this process's path; here, sitecustomize was looked for long ago.
+        self.patch.syspath_prepend(site)
+        self.patch.setenv("PYTHONPATH", str(site))
+
+
+@pytest.fixture
+def faults(
+    model_path: Path,
+    cache_dir: Path,
+    tmp_path: Path,
+    output: Output,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Faults:
+    """With an empty cache; built in a child, as programs do."""
+    monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
+    return Faults(model_path, cache_dir, tmp_path, output, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds the artifact of the case: to be copied, not to be changed."""
     cache = tmp_path_factory.mktemp("built") / "cache"
-    session, told = start(folder / "case" / "model.onnx", cache_dir=cache)
-    assert session.ortplugins_report.source == "built"
-    assert blobs_in_use(told) == 1
+    so = options(FUSION, PrepackedWeights(), cache_dir=str(cache))
+    start(folder / "case" / "model.onnx", so)
     return cache
 
 
 @pytest.fixture
-def warm(folder: Path, built: Path, cache_dir: Path) -> Path:
-    """The model of a cache of this test's own, which holds its artifact."""
-    shutil.copytree(built, cache_dir)
-    cache_dir.chmod(0o700)
-    return folder / "case" / "model.onnx"
-
-
-def start(
-    path: Path, cache_dir: Path | None = None, **prepack: Any
-) -> tuple[ortplugins.InferenceSession, str]:
-    """Open a session; return what it warned of and remarked, too."""
-    general = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
-    so = options(FUSION, PrepackedWeights(**prepack), **general)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        session = ortplugins.InferenceSession(path, so, providers=CPU)
-    told = [str(item.message) for item in caught if item.category is OrtpluginsWarning]
-    return session, "\n".join([*told, session.ortplugins_report.to_text()])
-
-
-def check(session: ortplugins.InferenceSession, expected: Output) -> None:
-    """The output is that of the fused model, or onnxruntime's own of an untouched one."""
-    if session.ortplugins_report.source == "untouched":
-        so = ort.SessionOptions()
-        so.intra_op_num_threads = 1
-        plain = ort.InferenceSession(session._ortplugins_source, so, providers=CPU)
-        (expected,) = plain.run(None, FEED)
-    np.testing.assert_array_equal(session.run(None, FEED)[0], expected)
+def warm(faults: Faults, built: Path) -> Faults:
+    """With a cache that holds the artifact."""
+    shutil.copytree(built, faults.cache)
+    faults.cache.chmod(0o700)
+    return faults
 
 
 def blobs_in_use(text: str) -> int:
@@ -120,16 +158,6 @@ PACKING, BUILDING = (
     "rewrite_rules.prepacked_weights.child",
     "ortplugins.artifacts.build_process",
 )
-
-
-def sabotage(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, action: str) -> None:
-    """Have the process that runs a module do something as soon as it imports numpy."""
-    site = folder / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(_HOOK.format(module=module, action=action))
-    # Children get this process's path; here, sitecustomize was looked for long ago.
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", str(site))
 
 
 _TIDY = re.compile(
@@ -152,31 +180,20 @@ def assert_whole(cache_dir: Path) -> None:
         assert entry.damaged_files() == []
 
 
-@pytest.fixture(autouse=True)
-def builds_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
-
-
 # Many processes, and dying ones.
 
 
-def test_eight_processes_on_an_empty_cache(
-    tmp_path: Path,
-    model_path: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: Output,
-):
-    log = tmp_path / "log"
-    sabotage(monkeypatch, tmp_path, PACKING, f"open({str(log)!r}, 'a').write('x')")
-    results = [result_of(each) for each in [spawn(model_path) for _ in range(8)]]
+def test_eight_processes_on_an_empty_cache(faults: Faults):
+    log = faults.folder / "log"
+    faults.sabotage(PACKING, f"open({str(log)!r}, 'a').write('x')")
+    results = [result_of(each) for each in [spawn(faults.path) for _ in range(8)]]
     assert log.read_text() == "x", "one of them packs"
     assert sorted(result["source"] for result in results) == ["built"] + ["cache"] * 7
-    assert {result["digest"] for result in results} == {digest_of(expected)}
+    assert {result["digest"] for result in results} == {digest_of(faults.output)}
     assert [blobs_in_use(result["text"]) for result in results] == [1] * 8
     assert [result["warnings"] for result in results] == [[]] * 8
-    assert len(list((cache_dir / "entries").iterdir())) == 1
-    assert litter(cache_dir) == []
+    assert len(list((faults.cache / "entries").iterdir())) == 1
+    assert litter(faults.cache) == []
 
 
 def left_behind(cache_dir: Path) -> list[int]:
@@ -190,30 +207,23 @@ def left_behind(cache_dir: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("module", [PACKING, BUILDING])
-def test_a_process_that_is_killed_while_its_child_works(
-    tmp_path: Path,
-    model_path: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    expected: Output,
-):
-    with monkeypatch.context() as patch:
-        sabotage(patch, tmp_path, module, "os.kill(os.getppid(), 9)")
-        victim = spawn(model_path)
-        victim.communicate()
+def test_a_process_that_is_killed_while_its_child_works(faults: Faults, module: str):
+    faults.sabotage(module, "os.kill(os.getppid(), 9)")
+    victim = spawn(faults.path)
+    victim.communicate()
+    (faults.folder / "site" / "sitecustomize.py").unlink()
     # The builder is the packing child's parent: the session goes on without its blobs.
     assert victim.returncode == (0 if module == PACKING else -9)
     deadline = time.monotonic() + 60
-    while left_behind(cache_dir):
+    while left_behind(faults.cache):
         assert time.monotonic() < deadline, "its children outlive it"
         time.sleep(0.05)
-    assert_whole(cache_dir)
-    shutil.rmtree(cache_dir / "entries", ignore_errors=True)
-    session, told = start(model_path)
-    check(session, expected)
+    assert_whole(faults.cache)
+    shutil.rmtree(faults.cache / "entries", ignore_errors=True)
+    session, told = faults.start()
+    faults.check(session)
     assert blobs_in_use(told) == 1
-    assert litter(cache_dir) == []
+    assert litter(faults.cache) == []
 
 
 # Disks.
@@ -240,36 +250,34 @@ def disk(folder: Path, size: int) -> Iterator[Path]:
 _ROOM_KB = (560, 8, 240, 480, 20, 100, 160, 320, 400, 520)
 
 
-def test_a_full_disk(tmp_path: Path, model_path: Path, expected: Output):
-    with disk(tmp_path / "disk", 1 << 20) as root:
+def test_a_full_disk(faults: Faults):
+    with disk(faults.folder / "disk", 1 << 20) as root:
         for room in _ROOM_KB[: max(1, FAULTS // 2 - 1)]:
             cache = root / f"cache{room}"
             filler = root / "filler"
             free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
             filler.write_bytes(bytes(max(free - (room << 10), 0)))
-            session, told = start(model_path, cache)
-            check(session, expected)
+            session, told = faults.start(cache)
+            faults.check(session)
             assert blobs_in_use(told) or "space left" in told or "packing process" in told
             filler.unlink()
             if cache.exists():
                 assert_whole(cache)
             # With room again; test_what_failed_once_is_tried_again is about the blobs.
-            session, _ = start(model_path, cache)
-            check(session, expected)
+            session, _ = faults.start(cache)
+            faults.check(session)
             assert litter(cache) == []
             del session
             shutil.rmtree(cache)
 
 
-def test_a_disk_that_is_full_everywhere(
-    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Output
-):
-    with disk(tmp_path / "disk", 64 << 10) as root, monkeypatch.context() as patch:
+def test_a_disk_that_is_full_everywhere(faults: Faults):
+    with disk(faults.folder / "disk", 64 << 10) as root, faults.patch.context() as patch:
         (root / "tmp").mkdir()
         patch.setenv("TMPDIR", str(root / "tmp"))
         patch.setattr("tempfile.tempdir", None)
-        session, told = start(model_path, root / "cache")
-        check(session, expected)
+        session, told = faults.start(root / "cache")
+        faults.check(session)
         assert "space left" in told
 
 
@@ -281,13 +289,13 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (96 << 10, 96 << 10))
 
 
-def test_files_that_may_not_grow(model_path: Path, cache_dir: Path, expected: Output):
+def test_files_that_may_not_grow(faults: Faults):
     pytest.importorskip("resource")
-    result = result_of(spawn(model_path, preexec_fn=limited))
-    assert result["digest"] == digest_of(expected)
+    result = result_of(spawn(faults.path, preexec_fn=limited))
+    assert result["digest"] == digest_of(faults.output)
     assert not blobs_in_use(result["text"])
     assert "packing process" in result["text"] or result["warnings"]
-    assert_whole(cache_dir)
+    assert_whole(faults.cache)
 
 
 def flip_blob(cache_dir: Path) -> None:
@@ -301,45 +309,41 @@ def flip_blob(cache_dir: Path) -> None:
     data.write_bytes(content)
 
 
-def test_a_flipped_bit_is_found_by_digests(warm: Path, cache_dir: Path, expected: Output):
-    flip_blob(cache_dir)
-    session, told = start(warm)
+def test_a_flipped_bit_is_found_by_digests(warm: Faults):
+    flip_blob(warm.cache)
+    session, told = warm.start()
     # onnxruntime says nothing, as the option's help warns.
     assert session.ortplugins_report.source == "cache"
-    assert not np.array_equal(session.run(None, FEED)[0], expected)
+    assert not np.array_equal(session.run(None, FEED)[0], warm.output)
     for source in ("built", "cache"):
-        session, told = start(warm, verify="digest")
+        session, told = warm.start(verify="digest")
         assert session.ortplugins_report.source == source
         assert ("model.onnx.data changed on disk" in told) == (source == "built")
-        check(session, expected)
-    assert litter(cache_dir) == []
+        warm.check(session)
+    assert litter(warm.cache) == []
 
 
-def test_a_damaged_entry_that_cannot_be_removed(
-    warm: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, expected: Output
-):
+def test_a_damaged_entry_that_cannot_be_removed(warm: Faults):
     def discard(*_: object) -> None:  # as on Windows, while another session has it open
         raise PermissionError("in use")
 
-    monkeypatch.setattr(ArtifactCache, "discard", discard)
-    flip_blob(cache_dir)
-    session, told = start(warm, verify="digest")
+    warm.patch.setattr(ArtifactCache, "discard", discard)
+    flip_blob(warm.cache)
+    session, told = warm.start(verify="digest")
     assert "model.onnx.data changed on disk" in told
-    check(session, expected)
+    warm.check(session)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_read_only_cache(
-    tmp_path: Path, warm: Path, cache_dir: Path, damaged: bool, expected: Output
-):
+def test_a_read_only_cache(warm: Faults, damaged: bool):
     if damaged:
-        flip_blob(cache_dir)
-    with disk(tmp_path / "disk", 4 << 20) as root:
-        shutil.copytree(cache_dir, root / "cache")
+        flip_blob(warm.cache)
+    with disk(warm.folder / "disk", 4 << 20) as root:
+        shutil.copytree(warm.cache, root / "cache")
         (root / "cache").chmod(0o700)
         subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-        session, told = start(warm, root / "cache", verify="digest")
-        check(session, expected)
+        session, told = warm.start(root / "cache", verify="digest")
+        warm.check(session)
         assert ("changed on disk" in told) == damaged
         assert damaged or session.ortplugins_report.source == "cache"
         assert damaged or blobs_in_use(told) == 1
@@ -350,48 +354,41 @@ def test_a_read_only_cache(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
 )
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_cache_of_another_user_is_refused(
-    warm: Path, cache_dir: Path, empty: bool, expected: Output
-):
-    flip_blob(cache_dir)  # as an attacker would; the sizes are right
+def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
+    flip_blob(warm.cache)  # as an attacker would; the sizes are right
     if empty:
-        shutil.rmtree(cache_dir)
-        cache_dir.mkdir()
-    for path in (cache_dir, *cache_dir.rglob("*")):
+        shutil.rmtree(warm.cache)
+        warm.cache.mkdir()
+    for path in (warm.cache, *warm.cache.rglob("*")):
         os.chown(path, 12345, 12345)
-    before = files(cache_dir)
-    session, told = start(warm)
+    before = files(warm.cache)
+    session, told = warm.start()
     assert "belongs to another user" in told
     assert session.ortplugins_report.source == "built"
-    check(session, expected)
-    assert files(cache_dir) == before
+    warm.check(session)
+    assert files(warm.cache) == before
 
 
 # Models that change.
 
 
-def test_a_model_replaced_while_its_child_builds(
-    tmp_path: Path,
-    model_path: Path,
-    folder: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: Output,
-):
+def test_a_model_replaced_while_its_child_builds(faults: Faults, folder: Path):
     """Whatever is published belongs to the model that it is published for."""
-    other = folder / "other" / "model.onnx"
-    outputs = {"case": expected, "other": fused_output(other)}
-    with monkeypatch.context() as patch:
-        both = [(str(other), str(model_path)), (f"{other}.data", f"{model_path}.data")]
-        sabotage(patch, tmp_path, BUILDING, f"[shutil.copy(*pair) for pair in {both}]")
-        result = result_of(spawn(model_path))
+    path, other = faults.path, folder / "other" / "model.onnx"
+    outputs = {"case": faults.output, "other": fused_output(other)}
+    both = [(str(other), str(path)), (f"{other}.data", f"{path}.data")]
+    marker = str(faults.folder / "done")
+    once = f"os.path.exists({marker!r}) or [shutil.copy(*pair) for pair in {both}]"
+    faults.sabotage(BUILDING, f"{once}; open({marker!r}, 'w')")
+    result = result_of(spawn(path))
+    assert Path(marker).exists()
     assert result["digest"] in map(digest_of, outputs.values())
-    assert_whole(cache_dir)
-    for name, output in outputs.items():
+    assert_whole(faults.cache)
+    for name, faults.output in outputs.items():
         for file in ("model.onnx", "model.onnx.data"):
-            shutil.copy(folder / name / file, model_path.with_name(file))
-        check(start(model_path)[0], output)
-    assert litter(cache_dir) == []
+            shutil.copy(folder / name / file, path.with_name(file))
+        faults.check(faults.start()[0])
+    assert litter(faults.cache) == []
 
 
 # Children.
@@ -412,58 +409,41 @@ def test_a_model_replaced_while_its_child_builds(
         (BUILDING, "os.write(2, bytes(range(256))); os._exit(3)", "ended with 3"),
     ],
 )
-def test_a_child_that_fails(
-    tmp_path: Path,
-    model_path: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    action: str,
-    told: str,
-    expected: Output,
-):
+def test_a_child_that_fails(faults: Faults, module: str, action: str, told: str):
     if FAULTS < 20 and not action.startswith(("os.kill", "time.sleep")):
         pytest.skip("ORTPLUGINS_FAULTS=20 runs this too")
-    sabotage(monkeypatch, tmp_path, module, action)
+    faults.sabotage(module, action)
     if module == BUILDING:
         limit = 4 if "sleep" in action else 60
-        monkeypatch.setattr(ortplugins.PrepackedWeights, "child_seconds", lambda _: limit)
-    session, text = start(model_path, timeout=2 if "sleep" in action else 60)
-    check(session, expected)
+        faults.patch.setattr(PrepackedWeights, "child_seconds", lambda _: limit)
+    session, text = faults.start(timeout=2 if "sleep" in action else 60)
+    faults.check(session)
     assert not blobs_in_use(text)
     assert told in text
-    assert_whole(cache_dir)
+    assert_whole(faults.cache)
     # What a killed builder leaves is removed by the next one.
-    assert [name for name in litter(cache_dir) if not name.startswith("building/")] == []
-    assert left_behind(cache_dir) == []
+    assert [name for name in litter(faults.cache) if not name.startswith("building/")] == []
+    assert left_behind(faults.cache) == []
 
 
-def test_what_failed_once_is_tried_again(
-    tmp_path: Path,
-    model_path: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: Output,
-):
-    with monkeypatch.context() as patch:
-        sabotage(patch, tmp_path, PACKING, "os.kill(os.getpid(), 9)")
-        session, told = start(model_path)
-        assert "ended with -9" in told
-        check(session, expected)
-    (path,) = cache_dir.glob("entries/*/manifest.json")
+def test_what_failed_once_is_tried_again(faults: Faults):
+    faults.sabotage(PACKING, "os.kill(os.getpid(), 9)")
+    session, told = faults.start()
+    assert "ended with -9" in told
+    faults.check(session)
+    (faults.folder / "site" / "sitecustomize.py").unlink()
+    (path,) = faults.cache.glob("entries/*/manifest.json")
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "created": manifest["created"] - 100}))
-    session, told = start(model_path)
-    check(session, expected)
+    session, told = faults.start()
+    faults.check(session)
     assert blobs_in_use(told) == 1
-    assert litter(cache_dir) == []
+    assert litter(faults.cache) == []
 
 
-def test_without_an_interpreter(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Output
-):
-    monkeypatch.setattr(sys, "executable", "")
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", None)
-    session, text = start(model_path)
-    check(session, expected)
+def test_without_an_interpreter(faults: Faults):
+    faults.patch.setattr(sys, "executable", "")
+    faults.patch.setattr("multiprocessing.spawn._python_exe", None)
+    session, text = faults.start()
+    faults.check(session)
     assert "no Python interpreter" in text

@@ -35,10 +35,10 @@ from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
 from rewrite_rules.prepacked_weights.records import (
     Record,
     lay_out,
-    places,
     read_records,
     restore_order,
 )
+from rewrite_rules.prepacked_weights.records import places as places_of
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options.keys import stored
 
@@ -52,9 +52,8 @@ node = helper.make_node
 
 def test_a_record_as_onnxruntime_writes_it():
     record = Record.parse("prepacked_3", "MatMulNBits+118472|16384;24702;0|65536;8;7")
-    assert record.key == "prepacked_3"
-    assert record.kernel == "MatMulNBits+118472"
-    assert record.blobs == ((16384, 24702, "0"), (65536, 8, "7"))
+    blobs = (16384, 24702, "0"), (65536, 8, "7")
+    assert record == Record("prepacked_3", "MatMulNBits+118472", blobs)
 
 
 _PLAIN = st.text(st.characters(exclude_characters="|;", exclude_categories=["Cs"]))
@@ -74,18 +73,8 @@ def test_a_records_text_is_read_back(kernel: str, blobs: tuple[tuple[int, int, s
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Op+1",
-        "Op+1|",
-        "|1;2;0",
-        "Op+1|1;2",
-        "Op+1|1;2;0;4",
-        "Op+1|1;2;0|",
-        "Op+1|a;2;0",
-        "Op+1|1;;0",
-        "Op+1|1.5;2;0",
-        "Op+1|-1;2;0",
-        "Op+1|1;-2;0",
+        *("", "Op+1", "Op+1|", "|1;2;0", "Op+1|1;2", "Op+1|1;2;0;4", "Op+1|1;2;0|"),
+        *("Op+1|a;2;0", "Op+1|1;;0", "Op+1|1.5;2;0", "Op+1|-1;2;0", "Op+1|1;-2;0"),
     ],
 )
 def test_a_malformed_record(text: str):
@@ -173,7 +162,9 @@ def check_layout(
     """Lay out, compare all bytes and alignments; return the pieces by their new offsets."""
     source.save()
     before = pieces(model)
-    size = lay_out(model, source.folder, "new.data", places(model) if same is None else same)
+    size = lay_out(
+        model, source.folder, "new.data", places_of(model) if same is None else same
+    )
     content = (source.folder / "new.data").read_bytes()
     assert len(content) == size
     after = pieces(model)
@@ -212,75 +203,44 @@ def test_a_tensor_is_followed_by_its_blobs(tmp_path: Path):
     tensors = [source.tensor("a", 10, 20, 30), source.tensor("b", 10, 20)]
     nodes = [node("Op", ["b", "", "x"], ["y"]), node("Op", ["a", "b", "a"], ["z"])]
     found = check_layout(model_of(graph_of(*tensors, nodes=nodes)), source)
-    assert names(found) == [
-        "0/b",
-        "0/b.prepacked_0.0",
-        "0/a",
-        "0/a.prepacked_0.0",
-        "0/a.prepacked_0.1",
-    ]
+    blobs = ["0/b.prepacked_0.0", "0/a.prepacked_0.0", "0/a.prepacked_0.1"]
+    assert names(found) == ["0/b", blobs[0], "0/a", *blobs[1:]]
 
 
-def test_several_records_of_one_tensor(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("blobs", "kernels"), [((33,), ["MatMul+a", "Gemm+7"]), ((33, 0), ["MatMul+a"])]
+)
+def test_several_records_of_one_tensor_but_those_without_bytes(
+    tmp_path: Path, blobs: tuple[int, ...], kernels: list[str]
+):
     source = Source(tmp_path)
     tensor = source.tensor("a", 10, 20)
-    record = Record("prepacked_1", "Gemm+7", ((source.put(33), 33, "0"),))
+    places = tuple((source.put(size) if size else 0, size, "0") for size in blobs)
+    record = Record("prepacked_1", "Gemm+7", places)
     tensor.external_data.add(key=record.key, value=str(record))
-    model = model_of(graph_of(tensor))
-    check_layout(model, source)
-    (records,) = read_records(model).values()
-    assert [record.kernel for record in records] == ["MatMul+a", "Gemm+7"]
-    assert list(read_records(model)) == [("a",)]
-
-
-def test_a_record_without_bytes_is_left_out(tmp_path: Path):
-    source = Source(tmp_path)
-    tensor = source.tensor("a", 10, 20)
-    record = Record("prepacked_1", "QLinearConv+7", ((source.put(33), 33, "0"), (0, 0, "0")))
-    tensor.external_data.add(key=record.key, value=str(record))
-    model = model_of(graph_of(tensor))
+    inline = numpy_helper.from_array(normal(3), "inline")
+    model = model_of(graph_of(tensor, inline))
     source.save()
-    lay_out(model, source.folder, "new.data", places(model))
+    lay_out(model, source.folder, "new.data", places_of(model))
     (records,) = read_records(model).values()
-    assert [record.kernel for record in records] == ["MatMul+a"]
-    (kept,) = model.graph.initializer
-    assert "prepacked_1" not in {entry.key for entry in kept.external_data}
+    assert [record.kernel for record in records] == kernels
+    kept, left = model.graph.initializer
+    assert ("prepacked_1" in {entry.key for entry in kept.external_data}) == (0 not in blobs)
+    assert left == inline
 
 
 def test_equal_places_are_written_once(tmp_path: Path):
     source = Source(tmp_path)
     first = source.tensor("a", 1000)
     offset = int(first.external_data[1].value)
-    model = model_of(
-        graph_of(
-            first,
-            source.tensor("b", place=(offset, 1000)),
-            source.tensor("part", place=(offset, 900)),
-        )
-    )
-    found = check_layout(model, source)
-    offsets = {name: offset for name, offset, _ in found}
-    assert offsets["0/a"] == offsets["0/b"] != offsets["0/part"]
+    twin, part = (source.tensor(x, place=(offset, n)) for x, n in (("b", 1000), ("c", 900)))
+    model = model_of(graph_of(first, twin, part))
+    offsets = {name: offset for name, offset, _ in check_layout(model, source)}
+    assert offsets["0/a"] == offsets["0/b"] != offsets["0/c"]
     # Of what is not known to be equal, each has a place of its own.
     source = Source(tmp_path)
     model = model_of(graph_of(source.tensor("a", 1000), source.tensor("b", 1000)))
     assert len({offset for _, offset, _ in check_layout(model, source, {})}) == 2
-
-
-def test_names_that_bodies_share_are_not_taken_for_one_another(tmp_path: Path):
-    source = Source(tmp_path)
-    bodies = [
-        graph_of(source.tensor("w", 100, 50), nodes=[node("Op", ["w", "outer"], ["o"])])
-        for _ in range(2)
-    ]
-    choice = node("If", ["c"], ["y"], then_branch=bodies[0], else_branch=bodies[1])
-    again = node("If", ["c"], ["z"], then_branch=bodies[1], else_branch=bodies[0])
-    # The second If holds the same two tensors: four initializers, two places.
-    model = model_of(graph_of(source.tensor("outer"), nodes=[choice, again]))
-    found = check_layout(model, source)
-    assert names(found).index("0/outer") < names(found).index("2/w")
-    assert len({offset for name, offset, _ in found if name.endswith("/w")}) == 2
-    assert len(read_records(model)) == 4
 
 
 def test_bodies_are_laid_out_at_their_node(tmp_path: Path):
@@ -313,27 +273,13 @@ def test_bodies_are_laid_out_at_their_node(tmp_path: Path):
     ]
 
 
-def test_what_lies_in_the_model_stays_there(tmp_path: Path):
-    source = Source(tmp_path)
-    inline = numpy_helper.from_array(normal(3), "inline")
-    model = model_of(graph_of(inline, source.tensor("a")))
-    check_layout(model, source)
-    assert model.graph.initializer[0] == inline
-
-
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("offset", "2"),
-        ("offset", "-1"),
-        ("offset", "x"),
-        ("length", "41"),
-        ("length", "-1"),
-        ("length", None),
-        ("location", None),
-        ("prepacked_0", "Op+1|0;99;0"),
-        ("prepacked_0", "Op+1|41;1;0"),
-        ("prepacked_0", "Op+1|-1;1;0"),
+        *[("offset", text) for text in ("2", "-1", "x")],
+        *[("length", text) for text in ("41", "-1", None)],
+        *[("location", text) for text in ("nowhere", None)],
+        *[("prepacked_0", f"Op+1|{blob}") for blob in ("0;99;0", "41;1;0", "-1;1;0")],
         ("prepacked_0", "garbage"),
     ],
 )
@@ -342,13 +288,7 @@ def test_places_outside_the_file_are_refused(tmp_path: Path, key: str, text: str
     entries = {"location": "old.data", "offset": "1", "length": "40", key: text}
     present = {name: entry for name, entry in entries.items() if entry is not None}
     model = model_of(graph_of(external("w", 40, present)))
-    with pytest.raises(ValueError):
-        lay_out(model, tmp_path, "new.data", {})
-
-
-def test_a_missing_file(tmp_path: Path):
-    model = model_of(graph_of(external("w", 40, {"location": "no", "length": "40"})))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises((ValueError, FileNotFoundError)):
         lay_out(model, tmp_path, "new.data", {})
 
 

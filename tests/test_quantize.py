@@ -18,40 +18,19 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import relative_error, run
-from builders.quantized_files import (
-    codes_of,
-    dequantised,
-    read,
-    rounded_to_nearest,
-)
+from builders.quantized_files import FORMATS, codes_of, dequantised, read, rounded_to_nearest
+from builders.text_models import Array, matmul_of, model_of, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins.quantization import quantize
 
-FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 ALL = ("MatMul", "Gemm", "Gather")
 BLOCKS = (16, 32, 64, 128, -1)
 K, N = 37, 13
 
-Array = npt.NDArray
 Formula = Callable[[Array, Mapping[str, Array]], Array]
-
-
-def model_of(
-    text: str, weights: Mapping[str, Array], *, opset: int = 21, ir_version: int = 10
-) -> ir.Model:
-    """A model from ONNX text, whose initializers come as arrays; checked."""
-    header = f'<ir_version: {ir_version}, opset_import: ["": {opset}, "com.microsoft": 1]>'
-    proto = onnx.parser.parse_model(f"{header}\n{text}")
-    arrays = [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()]
-    proto.graph.initializer.extend(arrays)
-    return ir.from_proto(proto)
-
-
-def normal(*shape: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> Array:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +63,10 @@ class Form:
         return normal(*self.x, dtype=dtype, seed=1)
 
 
-def gemm(attributes: str, trans_a: bool, trans_b: bool, bias: Array | None = None) -> Form:
+def gemm(attributes: str = "", bias: Array | None = None) -> Form:
     """``y = 0.5 * x @ W + 2 * bias``, where the attributes say so."""
-    alpha = 0.5 if "alpha" in attributes else 1.0
-    beta = 2.0 if "beta" in attributes else 0.0 if bias is None else 1.0
+    alpha, beta = 0.5 if "alpha" in attributes else 1.0, 2.0 if "beta" in attributes else 1.0
+    trans_a, trans_b = "transA" in attributes, "transB" in attributes
     reads = "x, W" if bias is None else "x, W, bias"
 
     def formula(x: Array, w: Mapping[str, Array]) -> Array:
@@ -104,133 +83,100 @@ def gemm(attributes: str, trans_a: bool, trans_b: bool, bias: Array | None = Non
     )
 
 
+def product(
+    line: str,
+    formula: Formula,
+    shape: tuple[int, int] = (K, N),
+    x: tuple[int, ...] = (5, K),
+    op_type: str = "MatMul",
+) -> Form:
+    """One line that ends in ``y``, or several."""
+    sizes = ", ".join("ABCD"[: len(x)])
+    text = f"g (float[{sizes}] x) => (float[{sizes.lower()}] y) {{ {line} }}"
+    return Form(text, shape, x, formula, op_type=op_type)
+
+
+def right(x: Array, w: Mapping[str, Array]) -> Array:
+    return x @ w["m"]
+
+
+def left(x: Array, w: Mapping[str, Array]) -> Array:
+    return w["m"].T @ x
+
+
+FUSED = "[m] y = com.microsoft.FusedMatMul"
 FORMS = {
-    "right": Form(
-        "g (float[P, K] x) => (float[P, N] y) { [m] y = MatMul(x, W) }",
-        (K, N), (5, K), lambda x, w: x @ w["m"],
+    "right": product("[m] y = MatMul(x, W)", right),
+    "batched": product("[m] y = MatMul(x, W)", right, x=(2, 3, 4, K)),
+    "a vector": product("[m] y = MatMul(x, W)", right, x=(K,)),
+    "left": product("[m] y = MatMul(W, x)", left, (N, K), (K, 5)),
+    "left, batched": product("[m] y = MatMul(W, x)", left, (N, K), (3, K, 5)),
+    "fused transB": product(
+        f"{FUSED} <transB = 1, alpha = 0.25> (x, W)",
+        lambda x, w: 0.25 * x @ w["m"],
+        *((N, K), (2, 5, K)),
     ),
-    "batched": Form(
-        "g (float[A, B, C, K] x) => (float[A, B, C, N] y) { [m] y = MatMul(x, W) }",
-        (K, N), (2, 3, 4, K), lambda x, w: x @ w["m"],
+    "fused transA": product(
+        f"{FUSED} <transA = 1> (x, W)",
+        lambda x, w: x.swapaxes(1, 2) @ w["m"],
+        x=(2, K, 5),
     ),
-    "a vector": Form(
-        "g (float[K] x) => (float[N] y) { [m] y = MatMul(x, W) }",
-        (K, N), (K,), lambda x, w: x @ w["m"],
+    "fused, left transA": product(f"{FUSED} <transA = 1> (W, x)", left, x=(2, K, 5)),
+    "fused, left transB": product(
+        f"{FUSED} <transB = 1, alpha = 3.0> (W, x)", lambda x, w: 3 * w["m"].T @ x.T, (N, K)
     ),
-    "left": Form(
-        "g (float[K, P] x) => (float[N, P] y) { [m] y = MatMul(W, x) }",
-        (N, K), (K, 5), lambda x, w: w["m"].T @ x,
-    ),
-    "left, batched": Form(
-        "g (float[A, K, P] x) => (float[A, N, P] y) { [m] y = MatMul(W, x) }",
-        (N, K), (3, K, 5), lambda x, w: w["m"].T @ x,
-    ),
-    "fused transB": Form(
-        """g (float[A, P, K] x) => (float[A, P, N] y) {
-            [m] y = com.microsoft.FusedMatMul <transB = 1, alpha = 0.25> (x, W)
-        }""",
-        (N, K), (2, 5, K), lambda x, w: 0.25 * x @ w["m"],
-    ),
-    "fused transA": Form(
-        """g (float[A, K, P] x) => (float[A, P, N] y) {
-            [m] y = com.microsoft.FusedMatMul <transA = 1> (x, W)
-        }""",
-        (K, N), (2, K, 5), lambda x, w: x.swapaxes(1, 2) @ w["m"],
-    ),
-    "fused, left transA": Form(
-        """g (float[A, K, P] x) => (float[A, N, P] y) {
-            [m] y = com.microsoft.FusedMatMul <transA = 1> (W, x)
-        }""",
-        (K, N), (2, K, 5), lambda x, w: w["m"].T @ x,
-    ),
-    "fused, left transB": Form(
-        """g (float[P, K] x) => (float[N, P] y) {
-            [m] y = com.microsoft.FusedMatMul <transB = 1, alpha = 3.0> (W, x)
-        }""",
-        (N, K), (5, K), lambda x, w: 3 * w["m"].T @ x.T,
-    ),
-    "gemm": gemm("", False, False),
-    "gemm transA": gemm("<transA = 1>", True, False),
-    "gemm transB": gemm("<transB = 1>", False, True, normal(N)),
-    "gemm transA transB": gemm("<transA = 1, transB = 1>", True, True, normal(5, 1)),
-    "gemm alpha": gemm("<alpha = 0.5>", False, False, normal(1, N)),
-    "gemm beta": gemm("<beta = 2.0>", False, False, normal(5, N)),
-    "gemm all": gemm(
-        "<alpha = 0.5, beta = 2.0, transA = 1, transB = 1>", True, True, normal(N)
-    ),
-    "gemm scalar bias": gemm("<beta = 2.0, transB = 1>", False, True, np.array(1.5)),
-    "gemm one-number bias": gemm("<alpha = 0.5>", False, False, np.array([1.5])),
+    "gemm": gemm(),
+    "gemm transA": gemm("<transA = 1>"),
+    "gemm transB": gemm("<transB = 1>", normal(N)),
+    "gemm transA transB": gemm("<transA = 1, transB = 1>", normal(5, 1)),
+    "gemm alpha": gemm("<alpha = 0.5>", normal(1, N)),
+    "gemm beta": gemm("<beta = 2.0>", normal(5, N)),
+    "gemm all": gemm("<alpha = 0.5, beta = 2.0, transA = 1, transB = 1>", normal(N)),
+    "gemm scalar bias": gemm("<beta = 2.0, transB = 1>", np.array(1.5)),
+    "gemm one-number bias": gemm("<alpha = 0.5>", np.array([1.5])),
     "gemm, left": Form(
         """g (float[K, P] x) => (float[N, P] y) {
             [m] y = Gemm <alpha = 0.5, beta = 2.0, transA = 1> (W, x, bias)
         }""",
-        (K, N), (K, 5), lambda x, w: 0.5 * w["m"].T @ x + 2 * normal(N, 1).astype(float),
-        {"bias": normal(N, 1)}, "Gemm",
+        (K, N),
+        (K, 5),
+        lambda x, w: 0.5 * w["m"].T @ x + 2 * normal(N, 1).astype(float),
+        {"bias": normal(N, 1)},
+        "Gemm",
     ),
     "gather": Form(
         "g (int64[A, B] x) => (float[A, B, C] y) { [m] y = Gather(W, x) }",
-        (K, 20), (2, 5), lambda x, w: w["m"].T[x], op_type="Gather",
+        (K, 20),
+        (2, 5),
+        lambda x, w: w["m"].T[x],
+        op_type="Gather",
     ),
-    "transposed": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            t = Transpose <perm = [1, 0]> (W)
-            [m] y = MatMul(x, t)
-        }""",
-        (N, K), (5, K), lambda x, w: x @ w["m"],
+    "transposed": product(
+        "t = Transpose <perm = [1, 0]> (W) [m] y = MatMul(x, t)", right, (N, K)
     ),
-    "transposed by default": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            t = Transpose(W)
-            [m] y = MatMul(x, t)
-        }""",
-        (N, K), (5, K), lambda x, w: x @ w["m"],
+    "transposed by default": product("t = Transpose(W) [m] y = MatMul(x, t)", right, (N, K)),
+    "transposed, transB": product(
+        "t = Transpose(W) [m] y = Gemm <transB = 1> (x, t)", right, op_type="Gemm"
     ),
-    "transposed, transB": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            t = Transpose(W)
-            [m] y = Gemm <transB = 1> (x, t)
-        }""",
-        (K, N), (5, K), lambda x, w: x @ w["m"], op_type="Gemm",
+    "transposed twice": product(
+        """t = Transpose(W) i = Identity(t) u = Transpose <perm = [1, 0]> (i)
+           [m] y = MatMul(x, u)""",
+        right,
     ),
-    "transposed twice": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            t = Transpose(W)
-            i = Identity(t)
-            u = Transpose <perm = [1, 0]> (i)
-            [m] y = MatMul(x, u)
-        }""",
-        (K, N), (5, K), lambda x, w: x @ w["m"],
+    "identity": product("i = Identity(W) j = Identity(i) [m] y = MatMul(x, j)", right),
+    "both orientations": product(
+        "[m] h = MatMul(x, W) t = Transpose(W) [n] y = MatMul(h, t)",
+        lambda x, w: x @ w["m"] @ w["n"],
     ),
-    "identity": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            i = Identity(W)
-            j = Identity(i)
-            [m] y = MatMul(x, j)
-        }""",
-        (K, N), (5, K), lambda x, w: x @ w["m"],
+    "both orientations of a square": product(
+        "[m] h = MatMul(x, W) [n] y = com.microsoft.FusedMatMul <transB = 1> (h, W)",
+        lambda x, w: x @ w["m"] @ w["n"],
+        (K, K),
     ),
-    "both orientations": Form(
-        """g (float[P, K] x) => (float[P, K] y) {
-            [m] h = MatMul(x, W)
-            t = Transpose(W)
-            [n] y = MatMul(h, t)
-        }""",
-        (K, N), (5, K), lambda x, w: x @ w["m"] @ w["n"],
-    ),
-    "both orientations of a square": Form(
-        """g (float[P, K] x) => (float[P, K] y) {
-            [m] h = MatMul(x, W)
-            [n] y = com.microsoft.FusedMatMul <transB = 1> (h, W)
-        }""",
-        (K, K), (5, K), lambda x, w: x @ w["m"] @ w["n"],
-    ),
-    "shared": Form(
-        """g (float[P, K] x) => (float[P, K] y) {
-            [m] h = MatMul(x, W)
-            r = Relu(h)
-            [n] y = Gemm(r, W)
-        }""",
-        (K, K), (5, K), lambda x, w: np.maximum(x @ w["m"], 0) @ w["n"],
+    "shared": product(
+        "[m] h = MatMul(x, W) r = Relu(h) [n] y = Gemm(r, W)",
+        lambda x, w: np.maximum(x @ w["m"], 0) @ w["n"],
+        (K, K),
     ),
     "a table and a head": Form(
         """g (int64[A, B] x) => (float[A, B, K] y) {
@@ -238,30 +184,30 @@ FORMS = {
             t = Transpose(W)
             [n] y = MatMul(h, t)
         }""",
-        (K, 20), (2, 5), lambda x, w: w["m"].T[x] @ w["n"], op_type="Gather",
+        (K, 20),
+        (2, 5),
+        lambda x, w: w["m"].T[x] @ w["n"],
+        op_type="Gather",
     ),
-    "in both branches": Form(
-        """g (float[P, K] x) => (float[P, N] y) {
-            s = ReduceMax <keepdims = 0> (x)
-            c = Less(s, s)
-            y = If (c) <
-                then_branch = a () => (float[P, N] u) { [l] u = MatMul(x, W) },
-                else_branch = b () => (float[P, N] v) { [m] v = MatMul(x, W) }
-            >
-        }""",
-        (K, N), (5, K), lambda x, w: x @ w["m"],
+    "in both branches": product(
+        """s = ReduceMax <keepdims = 0> (x)
+        c = Less(s, s)
+        y = If (c) <
+            then_branch = a () => (float[P, N] u) { [l] u = MatMul(x, W) },
+            else_branch = b () => (float[P, N] v) { [m] v = MatMul(x, W) }
+        >""",
+        right,
     ),
-    "captured, and outside": Form(
-        """g (float[P, K] x) => (float[P, K] y) {
-            s = ReduceMax <keepdims = 0> (x)
-            c = Equal(s, s)
-            h = If (c) <
-                then_branch = a () => (float[P, K] u) { [m] u = MatMul(x, W) },
-                else_branch = b () => (float[P, K] v) { v = Identity(x) }
-            >
-            [n] y = MatMul(h, W)
-        }""",
-        (K, K), (5, K), lambda x, w: x @ w["m"] @ w["n"],
+    "captured, and outside": product(
+        """s = ReduceMax <keepdims = 0> (x)
+        c = Equal(s, s)
+        h = If (c) <
+            then_branch = a () => (float[P, K] u) { [m] u = MatMul(x, W) },
+            else_branch = b () => (float[P, K] v) { v = Identity(x) }
+        >
+        [n] y = MatMul(h, W)""",
+        lambda x, w: x @ w["m"] @ w["n"],
+        (K, K),
     ),
     "in a Scan": Form(
         """g (float[5, K] x) => (float[K] last, float[5, K] y) {
@@ -274,9 +220,13 @@ FORMS = {
                 }
             > (z, x)
         }""",
-        (K, K), (5, K), lambda x, w: np.tanh(x @ w["m"])[-1], {"axes": np.array([0])},
+        (K, K),
+        (5, K),
+        lambda x, w: np.tanh(x @ w["m"])[-1],
+        {"axes": np.array([0])},
     ),
-}  # fmt: skip
+}
+
 
 PAIRS = [(form, layout) for form, layout in itertools.product(FORMS, FORMATS)]
 
@@ -324,11 +274,7 @@ def test_every_form_computes_what_its_file_says(name, layout):
         )
         actual = run(proto, {"x": x})[0]
         assert relative_error(actual, expected) < 1e-5, (bits, block_size)
-
-
-@pytest.mark.parametrize(("name", "layout"), PAIRS, ids=lambda value: value)
-def test_optimisers_keep_the_numbers(name, layout):
-    form = FORMS[name]
+    # Optimisers keep the numbers.
     proto, x, expected = quantised(form, layout, block_size=16)
     assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
     assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
@@ -349,11 +295,8 @@ FORMATS_OF_CODES = list(itertools.product((2, 4, 8), BLOCKS, (True, False), FORM
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("size", [(1, 1), (37, 13), (129, 3)], ids=str)
 def test_codes_are_the_nearest_in_every_format(size, dtype):
-    kind = "float" if dtype == np.float32 else "float16"
     weight = normal(*size, dtype=dtype)
-    model = model_of(
-        f"g ({kind}[P, K] x) => ({kind}[P, N] y) {{ [m] y = MatMul(x, W) }}", {"W": weight}
-    )
+    model = matmul_of(weight)
     for bits, block_size, is_symmetric, layout in FORMATS_OF_CODES:
         options = {"bits": bits, "block_size": block_size, "is_symmetric": is_symmetric}
         proto = read(quantize(model, quant_format=layout, **options).model)
@@ -405,19 +348,10 @@ def optimisers_are_right(layout: str, n: int, block_size: int, is_symmetric: boo
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("n", [4, 7, 8])
 def test_optimisers_keep_two_bits_where_onnxruntime_can(n, layout):
-    weight = normal(40, n)
-    model = model_of(
-        "g (float[P, K] x) => (float[P, N] y) { [m] y = MatMul(x, W) }", {"W": weight}
-    )
-    x = normal(5, 40, seed=1)
+    x, model = normal(5, 40, seed=1), matmul_of(normal(40, n))
     for block_size, is_symmetric in itertools.product((16, 32, -1), (True, False)):
-        result = quantize(
-            model,
-            bits=2,
-            quant_format=layout,
-            block_size=block_size,
-            is_symmetric=is_symmetric,
-        )
+        options = {"block_size": block_size, "is_symmetric": is_symmetric}
+        result = quantize(model, bits=2, quant_format=layout, **options)
         proto = read(result.model)
         expected = x @ dequantised(proto)["m"]
         assert relative_error(run_fused(proto, x)[0], expected) < 1e-5

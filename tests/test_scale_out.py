@@ -6,13 +6,13 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import multiprocessing
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.python_process import python
+from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize
 
@@ -26,19 +26,16 @@ METHODS = ["rtn", "awq_full", "awq_gptq"]
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chain of MatMuls and Tanhs, its weights in a data file."""
-    random = np.random.default_rng(0)
-    text = "y0 = Identity(x)"
-    tensors = []
+    lines, weights = [], {}
     for i, (k, n) in enumerate(itertools.pairwise(WIDTHS)):
-        weight = random.normal(size=(k, n)).astype(np.float32) / k**0.5
-        tensors.append(ir.tensor(weight, name=f"W{i}"))
-        text += f"\n[mm{i}] m{i} = MatMul(y{i}, W{i})\ny{i + 1} = Tanh(m{i})"
-    model = ir.from_onnx_text(
-        f"""<ir_version: 10, opset_import: ["": 21]>
-        chain (float[b, {WIDTHS[0]}] x) => (float[b, {WIDTHS[-1]}] y3) {{
-            {text}
+        weights[f"W{i}"] = normal(k, n) / k**0.5
+        lines.append(f"[mm{i}] m{i} = MatMul(y{i}, W{i}) y{i + 1} = Tanh(m{i})")
+    model = model_of(
+        f"""chain (float[b, {WIDTHS[0]}] x) => (float[b, {WIDTHS[-1]}] y3) {{
+            y0 = Identity(x)
+            {" ".join(lines)}
         }}""",
-        initializers=tensors,
+        weights,
     )
     path = tmp_path_factory.mktemp("float") / "model.onnx"
     ir.save(model, path, external_data="model.onnx.data")
@@ -46,57 +43,39 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples():
-    random = np.random.default_rng(1)
-    return [{"x": random.normal(size=(40, 64)).astype(np.float32)} for _ in range(3)]
+    return [{"x": normal(40, 64, seed=seed)} for seed in range(3)]
 
 
 def files(output: Path) -> list[bytes]:
     return [output.read_bytes(), output.with_name(f"{output.name}.data").read_bytes()]
 
 
+def written(executor, floats: Path, folder: Path) -> dict[str, list[bytes]]:
+    """What an executor writes, by method."""
+    found = {}
+    for method in METHODS:
+        output = folder / method / "q.onnx"
+        output.parent.mkdir()
+        data = {"calibration_data_reader": samples()}
+        quantize(floats, output, method=method, executor=executor, **data)
+        found[method] = files(output)
+        assert sorted(p.name for p in output.parent.iterdir()) == ["q.onnx", "q.onnx.data"]
+    return found
+
+
 @pytest.fixture(scope="module")
 def expected(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
-    """What one thread writes, by method."""
-    folder = tmp_path_factory.mktemp("expected")
-    written = {}
-    for method in METHODS:
-        output = folder / method / "q.onnx"
-        output.parent.mkdir()
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            quantize(
-                floats,
-                output,
-                method=method,
-                calibration_data_reader=samples(),
-                executor=executor,
-            )
-        written[method] = files(output)
-    return written
+    """What one thread writes."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return written(executor, floats, tmp_path_factory.mktemp("expected"))
 
 
-def check(executor, floats, expected, folder):
-    for method in METHODS:
-        output = folder / method / "q.onnx"
-        output.parent.mkdir()
-        quantize(
-            floats,
-            output,
-            method=method,
-            calibration_data_reader=samples(),
-            executor=executor,
-        )
-        assert files(output) == expected[method], method
-        assert sorted(p.name for p in output.parent.iterdir()) == ["q.onnx", "q.onnx.data"]
-
-
-def test_the_default_threads(floats, expected, tmp_path):
-    check(None, floats, expected, tmp_path)
-
-
-def test_other_processes(floats, expected, tmp_path):
+def test_the_default_threads_and_other_processes(floats, expected, tmp_path):
+    assert written(None, floats, tmp_path) == expected
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as executor:
-        check(executor, floats, expected, tmp_path)
+        (tmp_path / "processes").mkdir()
+        assert written(executor, floats, tmp_path / "processes") == expected
 
 
 @pytest.fixture(scope="module")
@@ -117,39 +96,26 @@ def test_workers_of_a_dask_cluster(floats, expected, tmp_path, scheduler):
     from distributed import Client
 
     with Client(scheduler) as client, client.get_executor() as executor:
-        check(executor, floats, expected, tmp_path)
+        assert written(executor, floats, tmp_path) == expected
 
 
 def test_the_command_line_finds_a_scheduler(floats, expected, tmp_path, scheduler):
-    np.savez(tmp_path / "samples.npz", x=np.concatenate([s["x"][None] for s in samples()]))
+    np.savez(tmp_path / "samples.npz", x=np.stack([sample["x"] for sample in samples()]))
     output = tmp_path / "q.onnx"
-    command = [sys.executable, "-m", "ortplugins", "quantize", str(floats), "-o", str(output)]
-    command += ["--method", "awq_full", "--samples", str(tmp_path / "samples.npz")]
-    done = subprocess.run(
-        [*command, "--scheduler", scheduler], capture_output=True, text=True, check=False
-    )
+    command = ["-m", "ortplugins", "quantize", floats, "-o", output, "--method", "awq_full"]
+    command += ["--samples", tmp_path / "samples.npz", "--scheduler"]
+    done = python(*command, "tcp://127.0.0.1:9")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: tcp://127.0.0.1:9: no scheduler answers")
+    assert not output.exists()
+    done = python(*command, scheduler)
     assert done.returncode == 0, done.stderr
     assert files(output) == expected["awq_full"]
 
 
-def test_a_scheduler_that_is_not_there_is_told(floats, tmp_path):
-    pytest.importorskip("distributed")
-    command = [sys.executable, "-m", "ortplugins", "quantize", str(floats)]
-    command += ["-o", str(tmp_path / "q.onnx"), "--scheduler", "tcp://127.0.0.1:9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: tcp://127.0.0.1:9: no scheduler answers")
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_error_in_a_worker_names_the_weight(tmp_path):
-    weight = np.ones((64, 4), np.float32)
-    weight[3, 3] = np.nan
-    model = ir.from_onnx_text(
-        """<ir_version: 10, opset_import: ["": 21]>
-        bad (float[b, 64] x) => (float[b, 4] y) { [mm] y = MatMul(x, W) }""",
-        initializers=[ir.tensor(weight, name="W")],
-    )
+    text = "bad (float[b, 64] x) => (float[b, 4] y) { [mm] y = MatMul(x, W) }"
+    model = model_of(text, {"W": np.full((64, 4), np.nan, np.float32)})
     spawn = multiprocessing.get_context("spawn")
     with (
         concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor,

@@ -14,6 +14,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders.command_line import ortplugins_command
+from builders.dequantized_models import run
+from builders.text_models import proto_of
 from onnxruntime.quantization import (
     CalibrationMethod,
     QDQQuantizer,
@@ -25,11 +28,9 @@ from onnxruntime.quantization.execution_providers.qnn.mixed_precision_overrides_
     MixedPrecisionTensorQuantOverridesFixer,
 )
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
-from typer.testing import CliRunner
 
 from ortplugins import quantize_static_mixed
-from ortplugins.cli.app import app
-from ortplugins.errors import CalibrationError, MissingFileError, QuantizationError
+from ortplugins.errors import CalibrationError, QuantizationError
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
@@ -38,19 +39,11 @@ FLOATS = {"float": np.float32, "float16": np.float16}
 U8_TO_U16 = {"quant_type": QuantType.QUInt8, "convert": {"quant_type": QuantType.QUInt16}}
 
 
-def parse(text: str, weights: dict[str, Any] | None = None) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(text)
-    for name, array in (weights or {}).items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return model
-
-
 def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
     random = np.random.default_rng(0)
     shapes = {"W": (4, 3, 3, 3), "B": (4,), "V": (4, 16)}
-    return parse(
-        f"""<ir_version: 10, opset_import: ["": {opset}]>
-        net ({kind}[n, 3, h, h] x) => ({kind}[n, 16] y) {{
+    return proto_of(
+        f"""net ({kind}[n, 3, h, h] x) => ({kind}[n, 16] y) {{
             ["conv"] a = Conv<pads = [1, 1, 1, 1]>(x, W, B)
             ["relu"] b = Relu(a)
             ["sigmoid"] c = Sigmoid(b)
@@ -59,10 +52,8 @@ def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
             ["flat"] f = Flatten(e)
             ["head"] y = MatMul(f, V)
         }}""",
-        {
-            name: random.normal(size=shape).astype(FLOATS[kind])
-            for name, shape in shapes.items()
-        },
+        {name: random.normal(size=s).astype(FLOATS[kind]) for name, s in shapes.items()},
+        opset=opset,
     )
 
 
@@ -87,12 +78,6 @@ def arrays(model: onnx.ModelProto) -> dict[str, tuple[str, bytes]]:
 def nodes(model: onnx.ModelProto) -> list[str]:
     # By way of onnx_ir: an empty domain may be written or not.
     return sorted(map(str, ir.to_proto(ir.from_proto(model)).graph.node))
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)
 
 
 # The 8-bit graph
@@ -125,27 +110,22 @@ def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(
     assert names == {"model.onnx", "theirs.onnx", "ours.onnx"}
 
 
-def test_models_may_be_objects_and_lie_beside_their_data(tmp_path: Path):
-    proto = conv_net()
-    onnx.save(
-        proto, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="w"
-    )
+def test_models_and_data_may_be_objects_and_files(tmp_path: Path):
+    proto, path = conv_net(), tmp_path / "m.onnx"
+    onnx.save(proto, path, save_as_external_data=True, size_threshold=0, location="w")
     proto = conv_net()
     results = [
         quantize_static_mixed(given, None, samples()).model
-        for given in (proto, tmp_path / "m.onnx", ir.from_proto(proto))
+        for given in (proto, path, ir.from_proto(proto))
     ]
     assert isinstance(results[0], onnx.ModelProto) and isinstance(results[2], ir.Model)
     protos = [results[0], *map(ir.to_proto, results[1:])]
     assert arrays(protos[0]) == arrays(protos[1]) == arrays(protos[2])
     assert proto == conv_net()
-
-
-def test_data_is_what_other_quantisers_take(tmp_path: Path):
     np.savez(tmp_path / "samples.npz", **samples(1)[0])
-    wanted = quantize_static_mixed(conv_net(), None, samples(1)).ranges
+    wanted = quantize_static_mixed(proto, None, samples(1)).ranges
     for data in (Reader(samples(1)), tmp_path / "samples.npz", iter(samples(1))):
-        assert quantize_static_mixed(conv_net(), None, data).ranges == wanted
+        assert quantize_static_mixed(proto, None, data).ranges == wanted
 
 
 def test_histograms_take_samples_of_several_shapes():
@@ -170,11 +150,8 @@ def test_onnxruntime_is_kept_quiet(capfd: pytest.CaptureFixture[str]):
 
 def test_softmax_in_float16_loads():
     # With onnxruntime's own scale, which is float32, it does not.
-    model = parse(
-        """<ir_version: 10, opset_import: ["": 21]>
-        g (float16[n, 4] x) => (float16[n, 4] y) { p = Softmax(x)  y = Neg(p) }"""
-    )
-    feeds = {"x": np.array([[0, 1, 2, 3]], np.float16)}
+    text = "g (float16[n, 4] x) => (float16[n, 4] y) { p = Softmax(x)  y = Neg(p) }"
+    model, feeds = proto_of(text), {"x": np.array([[0, 1, 2, 3]], np.float16)}
     quantised = quantize_static_mixed(model, None, [feeds]).model
     np.testing.assert_allclose(run(quantised, feeds)[0], run(model, feeds)[0], atol=4e-3)
 
@@ -221,50 +198,41 @@ def onnxruntimes_own(
         name: TensorData(lowest=np.array(low, dtype), highest=np.array(high, dtype))
         for name, (low, high) in ranges.items()
     }
-    kinds = sorted({node.op_type for node in model.graph.node})
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    quantizer = QDQQuantizer(
-        copy,
-        True,
-        False,
-        QuantType.QInt8,
-        QuantType.QUInt8,
-        data,
-        [],
-        [],
-        kinds,
-        {"TensorQuantOverrides": overrides},
-    )
+    types = QuantType.QInt8, QuantType.QUInt8
+    extra = {"TensorQuantOverrides": overrides}
+    quantizer = QDQQuantizer(copy, True, False, *types, data, [], [], kinds(model), extra)
     quantizer.quantize_model()
     quantizer.model.topological_sort()
     result: onnx.ModelProto = quantizer.model.model
     return result
 
 
-def fan(kind: str, consumers: int, *, output: bool) -> onnx.ModelProto:
+def kinds(model: onnx.ModelProto) -> list[str]:
+    return sorted(op_types(model))
+
+
+def given(model: onnx.ModelProto, ranges: dict[str, Any], **options: Any) -> Any:
+    """The result of quantising every operator, with these ranges."""
+    return quantize_static_mixed(
+        model, None, ranges=ranges, op_types_to_quantize=kinds(model), **options
+    )
+
+
+def fan(kind: str = "float", consumers: int = 1, *, output: bool = False) -> onnx.ModelProto:
     names = [f"y{i}" for i in range(consumers)] + ["t"] * output
     readers = "\n".join(f'["c{i}"] y{i} = Tanh(t)' for i in range(consumers))
     outputs = ", ".join(f"{kind}[n] {name}" for name in names)
-    return parse(
-        f"""<ir_version: 10, opset_import: ["": 21]>
-        fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}"""
-    )
+    return proto_of(f'fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}')
 
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize(
     ("consumers", "converted", "output"),
     [
-        (1, 1, False),
-        (3, 3, False),
-        (3, 1, False),
-        (3, 2, False),
-        (1, 1, True),
-        (3, 3, True),
-        (2, 1, True),
-        (3, 2, True),
-        (0, 0, True),
+        *((1, 1, False), (3, 3, False), (3, 1, False), (3, 2, False), (1, 1, True)),
+        *((3, 3, True), (2, 1, True), (3, 2, True), (0, 0, True)),
     ],
 )
 def test_the_five_published_cases(kind: str, consumers: int, converted: int, output: bool):
@@ -275,9 +243,7 @@ def test_the_five_published_cases(kind: str, consumers: int, converted: int, out
     convert = dict(U8_TO_U16["convert"], **({"recv_nodes": receivers} if receivers else {}))
     overrides = {"t": [{"quant_type": QuantType.QUInt8, "convert": convert}]}
     theirs = onnxruntimes_own(model, ranges, overrides, FLOATS[kind])
-    result = quantize_static_mixed(
-        model, None, ranges=ranges, overrides=overrides, op_types_to_quantize=["Neg", "Tanh"]
-    )
+    result = given(model, ranges, overrides=overrides)
     assert result.report.refused == ()
     ours = result.model
     assert op_types(ours) == op_types(theirs)
@@ -285,9 +251,7 @@ def test_the_five_published_cases(kind: str, consumers: int, converted: int, out
     assert shape_of(ours, start) == shape_of(theirs, start)
     assert shape_of(ours, "x") == shape_of(theirs, "x")
     feeds = {"x": np.linspace(-8, 7, 50).astype(FLOATS[kind])}
-    plain = quantize_static_mixed(
-        model, None, ranges=ranges, op_types_to_quantize=["Neg", "Tanh"]
-    ).model
+    plain = given(model, ranges).model
     # An entry changes no bit.
     for mixed, eight_bits in zip(run(ours, feeds), run(plain, feeds), strict=True):
         np.testing.assert_array_equal(mixed, eight_bits)
@@ -295,9 +259,9 @@ def test_the_five_published_cases(kind: str, consumers: int, converted: int, out
 
 def figure(activation: str = "Relu") -> onnx.ModelProto:
     """The graph of onnxruntime's PR #19925, as its tests have it."""
-    return parse(
-        f"""<ir_version: 10, opset_import: ["": 21]>
-        figure (float[n] in0, float[n] in1) => (float[n] out0, float[n] out1, float[n] out2) {{
+    return proto_of(
+        f"""figure (float[n] in0, float[n] in1)
+            => (float[n] out0, float[n] out1, float[n] out2) {{
             ["op1"] op1_out = Sigmoid(in0)
             ["op2"] op2_out = Cos(in1)
             ["op3"] op3_out = Sin(op1_out)
@@ -332,13 +296,7 @@ def test_regions_of_the_figure(promoted: list[str], activation: str):
     )
     fixer.apply(QuantType.QUInt8, default_activation_symmetric=False)
     theirs = onnxruntimes_own(model, FIGURE_RANGES, helper.get_dict())
-    result = quantize_static_mixed(
-        model,
-        None,
-        ranges=FIGURE_RANGES,
-        overrides=overrides,
-        op_types_to_quantize=sorted(op_types(model)),
-    )
+    result = given(model, FIGURE_RANGES, overrides=overrides)
     assert result.report.refused == ()
     assert op_types(result.model) == op_types(theirs)
     for name in ("in0", "in1"):
@@ -347,13 +305,7 @@ def test_regions_of_the_figure(promoted: list[str], activation: str):
 
 def test_the_figure_in_words():
     overrides = '{"op4_out": [{"quant_type": "uint16"}]}'
-    result = quantize_static_mixed(
-        figure(),
-        None,
-        ranges=FIGURE_RANGES,
-        overrides=overrides,
-        op_types_to_quantize=sorted(op_types(figure())),
-    )
+    result = given(figure(), FIGURE_RANGES, overrides=overrides)
     graph = ir.from_proto(result.model).graph
     node = {item.name: item for item in graph}
 
@@ -385,15 +337,8 @@ def test_end_codes_move_with_onnxruntimes_grids_and_not_with_ours():
     for _ in range(40):
         low, high = -random.uniform(0.01, 9), random.uniform(0.01, 9)
         ranges = dict.fromkeys(("x", "t", "y0"), (low, high))
-        model = fan("float", 1, output=False)
-        own = onnxruntimes_own(model, ranges, {"t": [U8_TO_U16]})
-        mixed = quantize_static_mixed(
-            model,
-            None,
-            ranges=ranges,
-            overrides={"t": [U8_TO_U16]},
-            op_types_to_quantize=["Neg", "Tanh"],
-        ).model
+        own = onnxruntimes_own(fan(), ranges, {"t": [U8_TO_U16]})
+        mixed = given(fan(), ranges, overrides={"t": [U8_TO_U16]}).model
         for result, moves in ((own, theirs), (mixed, ours)):
             coarse, fine = entry_grids(result)
             values = coarse.dequantize(coarse.codes())
@@ -473,10 +418,8 @@ def test_overrides_of_weights_and_of_8_bit_activations_reach_onnxruntime():
 
 def test_bounds_of_a_16_bit_tensor_bound_the_8_bits_beyond_it_too():
     overrides = {"t": [{"quant_type": "QUInt16", "rmin": -2.0, "rmax": 3.0}]}
-    model = fan("float", 1, output=False)
     ranges = dict.fromkeys(("x", "t", "y0"), (-8.0, 7.0))
-    options = {"ranges": ranges, "op_types_to_quantize": ["Neg", "Tanh"]}
-    result = quantize_static_mixed(model, None, overrides=overrides, **options)
+    result = given(fan(), ranges, overrides=overrides)
     scales = {
         float(np.float32(node.inputs[1].const_value.numpy()))
         for node in ir.from_proto(result.model).graph
@@ -484,22 +427,16 @@ def test_bounds_of_a_16_bit_tensor_bound_the_8_bits_beyond_it_too():
     }
     assert scales == {np.float32(5 / 65535)}
     overrides["t"][0]["convert"] = {"quant_type": "QUInt8"}
-    converted = quantize_static_mixed(model, None, overrides=overrides, **options).model
-    (reader,) = (node for node in ir.from_proto(converted).graph if node.op_type == "Tanh")
-    coarse = _grid(reader.inputs[0].producer())
-    fine = _grid(reader.inputs[0].producer().inputs[0].producer().inputs[0].producer())
+    # Of the node that reads, and of the one that writes.
+    coarse, fine = entry_grids(given(fan(), ranges, overrides=overrides).model)[::-1]
     assert float(coarse.scale) == np.float32(5 / 255)
     assert fine == coarse.refine(ir.DataType.UINT16)
 
 
 def test_for_cpus_entries_cost_nothing():
-    options = {
-        "ranges": FIGURE_RANGES,
-        "promote": ["op4_out"],
-        "op_types_to_quantize": sorted(op_types(figure())),
-    }
-    qnn = quantize_static_mixed(figure(), None, **options).model
-    cpu = quantize_static_mixed(figure(), None, target="cpu", **options).model
+    promote = ["op4_out"]
+    qnn = given(figure(), FIGURE_RANGES, promote=promote).model
+    cpu = given(figure(), FIGURE_RANGES, promote=promote, target="cpu").model
     before, after = op_types(qnn), op_types(cpu)
     # The pairs of op2_out and op3_out.
     assert before - after == {"QuantizeLinear": 2, "DequantizeLinear": 2}
@@ -607,10 +544,8 @@ def test_tensors_without_a_range_are_named():
 
 
 def test_infinite_ranges_are_named_and_can_be_given():
-    model = parse(
-        """<ir_version: 10, opset_import: ["": 21]>
-        g (float[n] x) => (float[n] y) { l = Log(x)  z = Add(l, x)  y = Sigmoid(z) }"""
-    )
+    text = "g (float[n] x) => (float[n] y) { l = Log(x)  z = Add(l, x)  y = Sigmoid(z) }"
+    model = proto_of(text)
     data = [{"x": np.array([0, 1, 2], np.float32)}]
     with pytest.raises(CalibrationError, match="'l' can't be quantised: its range is -inf to"):
         quantize_static_mixed(model, None, data)
@@ -625,20 +560,16 @@ def test_infinite_ranges_are_named_and_can_be_given():
 def test_opsets_that_are_too_old():
     with pytest.raises(QuantizationError, match="opset 12, but per_channel=True needs 13"):
         quantize_static_mixed(conv_net(opset=12), None, samples())
-    assert quantize_static_mixed(conv_net(opset=12), None, samples(), per_channel=False)
+    result = quantize_static_mixed(conv_net(opset=12), None, samples(), per_channel=False)
+    assert op_types(result.model)["QuantizeLinear"] > 4
     with pytest.raises(QuantizationError, match="opset 9, but QuantizeLinear needs 10"):
         quantize_static_mixed(conv_net(opset=9), None, samples(), per_channel=False)
 
 
-def test_a_quantised_model_is_refused():
+def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path: Path):
     model = quantize_static_mixed(conv_net(), None, samples()).model
     with pytest.raises(QuantizationError, match="quantised already"):
         quantize_static_mixed(model, None, samples())
-
-
-def test_missing_files_and_outputs_in_the_way(tmp_path: Path):
-    with pytest.raises(MissingFileError):
-        quantize_static_mixed(tmp_path / "none.onnx", None, samples())
     (tmp_path / "there.onnx").write_text("mine")
     with pytest.raises(FileExistsError):
         quantize_static_mixed(conv_net(), tmp_path / "there.onnx", samples())
@@ -647,9 +578,8 @@ def test_missing_files_and_outputs_in_the_way(tmp_path: Path):
 
 def test_parameters_of_a_tensor_that_is_not_quantised_are_not_waited_for():
     # onnxruntime's quantiser waits for them without end.
-    model = parse(
-        """<ir_version: 10, opset_import: ["": 21]>
-        g (float[2, 2] x) => (float[2, 2] y) {
+    model = proto_of(
+        """g (float[2, 2] x) => (float[2, 2] y) {
             w = DequantizeLinear(codes, scale)
             ["turn"] t = Transpose<perm = [1, 0]>(w)
             ["mm"] y = MatMul(x, t)
@@ -674,19 +604,19 @@ def test_the_command_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     np.savez("samples.npz", **samples(1)[0])
     overrides = {"d": [{"quant_type": "QUInt16"}]}
     Path("overrides.json").write_text(json.dumps(overrides))
-    arguments = ["quantize-static", "model.onnx", "-o", "out.onnx", "--samples"]
-    arguments += ["samples.npz", "--overrides", "@overrides.json", "--no-per-channel"]
-    done = CliRunner().invoke(app, [*arguments, "-v"])
-    assert done.exit_code == 0, done.output
-    assert "d: uint8 -> uint16" in done.output and "wrote out.onnx" in done.output
-    wanted = quantize_static_mixed(
-        "model.onnx", None, samples(1), overrides=overrides, per_channel=False
-    )
+    files = ["model.onnx", "-o", "out.onnx", "--samples", "samples.npz"]
+    settings = ["--overrides", "@overrides.json", "--no-per-channel"]
+    arguments = ["quantize-static", *files, *settings]
+    done = ortplugins_command(*arguments, "-v")
+    assert done.returncode == 0, done.stderr
+    assert "d: uint8 -> uint16" in done.stdout and "wrote out.onnx" in done.stdout
+    options = {"overrides": overrides, "per_channel": False}
+    wanted = quantize_static_mixed("model.onnx", None, samples(1), **options)
     assert arrays(onnx.load("out.onnx")) == arrays(ir.to_proto(wanted.model))
-    again = CliRunner().invoke(app, arguments)
-    assert isinstance(again.exception, FileExistsError) and "--force" in str(again.exception)
-    done = CliRunner().invoke(app, [*arguments, "--force", "--format", "json"])
-    assert json.loads(done.output)["fired"] == len(wanted.report.fired)
+    again = ortplugins_command(*arguments)
+    assert (again.returncode, "--force" in again.stderr) == (2, True)
+    done = ortplugins_command(*arguments, "--force", "--format", "json")
+    assert json.loads(done.stdout)["fired"] == len(wanted.report.fired)
     Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
-    wrong = CliRunner().invoke(app, [*arguments, "--force"])
-    assert wrong.exit_code == 2 and "--overrides" in wrong.output
+    wrong = ortplugins_command(*arguments, "--force")
+    assert (wrong.returncode, "--overrides" in wrong.stderr) == (2, True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,12 @@ import onnxruntime as ort
 import pytest
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
-from typer.testing import CliRunner, Result
+from builders.python_process import python
+from builders.sessions import CPU, EXACT, options
+from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins.cli.app import app
 from ortplugins.cli.github_annotations import annotation, annotations_of
-from ortplugins.errors import CalibrationError
 from ortplugins.report import PassReport, Report
 from ortplugins.testing import (
     assert_fused,
@@ -35,29 +34,20 @@ FUSED = DequantizedMatMul(64, 32, 32)
 # MatMulNBits has no kernel for blocks of 24.
 REFUSED = DequantizedMatMul(64, 32, 24)
 # By default FUSED has int8 activations, as in onnxruntime, which fuses it itself.
-EXACT = ("--set", "dq_matmulnbits_fusion.accuracy_level=0")
+EXACTLY = ("--set", "dq_matmulnbits_fusion.accuracy_level=0")
 
 
-def from_text(text: str, opset: int = 21) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> {text}')
-    onnx.checker.check_model(model)
-    return model
-
-
-def session_of(model: ir.Model, *, fused: bool) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    if fused:
-        exact = ortplugins.DqMatMulNBitsFusion(accuracy_level="0")
-        ortplugins.configure(options, exact)
+def session_of(model: ir.Model, *passes: ortplugins.Pass) -> ort.InferenceSession:
+    """A session of ours; a stock one without passes."""
+    so = options(*passes) if passes else None
     content = ir.to_proto(model).SerializeToString()
-    return ortplugins.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return ortplugins.InferenceSession(content, so, providers=CPU)
 
 
 def caught_session(model: ir.Model) -> ort.InferenceSession:
     """A session that somebody else opens where passes are switched on."""
     with ortplugins.enabled(ortplugins.DqMatMulNBitsFusion()):
-        content = ir.to_proto(model).SerializeToString()
-        return ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=CPU)
 
 
 # assert_fused
@@ -68,6 +58,7 @@ def caught_session(model: ir.Model) -> ort.InferenceSession:
 )
 def test_operators_are_counted_in_every_kind_of_model(kind: str, tmp_path: Path):
     plain, path = FUSED.model(), tmp_path / "fused.onnx"
+    assert_fused(plain, {"ai.onnx:MatMul": 1, "com.acme:MatMul": 0, "MatMul": 1})
     ortplugins.optimize(plain, path)
     model = {
         "path": lambda: path,
@@ -76,17 +67,12 @@ def test_operators_are_counted_in_every_kind_of_model(kind: str, tmp_path: Path)
         "ir": lambda: ir.load(path),
         "result": lambda: ortplugins.optimize(plain),
         "file": lambda: ortplugins.optimize(plain, tmp_path / "again.onnx"),
-        "session": lambda: session_of(plain, fused=True),
+        "session": lambda: session_of(plain, EXACT),
         "caught": lambda: caught_session(plain),
     }[kind]()
     assert_fused(model, {"com.microsoft:MatMulNBits": 1, "DequantizeLinear": 0})
     with pytest.raises(AssertionError, match="MatMulNBits: 1, expected 2"):
         assert_fused(model, {"MatMulNBits": 2})
-
-
-def test_a_domain_tells_operators_of_one_name_apart():
-    model = FUSED.model()
-    assert_fused(model, {"ai.onnx:MatMul": 1, "com.acme:MatMul": 0, "MatMul": 1})
 
 
 def test_nodes_of_bodies_and_functions_count():
@@ -100,16 +86,14 @@ def test_nodes_of_bodies_and_functions_count():
     assert_fused(model, {"Relu": 3, "Neg": 1, "If": 1, "f:twice": 1})
 
 
-@pytest.mark.parametrize("kind", ["model", "result", "session"])
-def test_the_message_says_what_was_not_fused_and_why(kind: str):
-    model = REFUSED.model()
-    given = {
-        "model": lambda: model,
-        "result": lambda: ortplugins.optimize(model),
-        "session": lambda: session_of(model, fused=True),
-    }[kind]()
+@pytest.mark.parametrize(
+    "made",
+    [lambda x: x, ortplugins.optimize, lambda model: session_of(model, EXACT)],
+    ids=["model", "result", "session"],
+)
+def test_the_message_says_what_was_not_fused_and_why(made: Callable[[ir.Model], object]):
     with pytest.raises(AssertionError) as error:
-        assert_fused(given, {"MatMulNBits": 1, "DequantizeLinear": 0})
+        assert_fused(made(REFUSED.model()), {"MatMulNBits": 1, "DequantizeLinear": 0})
     text = str(error.value)
     assert "  MatMulNBits: 0, expected 1\n  DequantizeLinear: 1, expected 0\n" in text
     assert "operators found: DequantizeLinear 1, MatMul 1\n" in text
@@ -138,12 +122,10 @@ def test_weights_that_the_fusion_refuses_are_named():
     for model in (REFUSED.model(), ortplugins.optimize(REFUSED.model())):
         with pytest.raises(AssertionError, match=r"1 nodes .*\n  matmul: .*block_size 24"):
             assert_no_unfused_weights(model)
-
-
-def test_a_session_has_to_be_fused_already():
-    assert_no_unfused_weights(session_of(FUSED.model(), fused=True))
+    # A session has to be fused already.
+    assert_no_unfused_weights(session_of(FUSED.model(), EXACT))
     with pytest.raises(AssertionError, match="matmul: would fuse"):
-        assert_no_unfused_weights(session_of(FUSED.model(), fused=False))
+        assert_no_unfused_weights(session_of(FUSED.model()))
 
 
 @pytest.mark.filterwarnings("error")
@@ -163,16 +145,22 @@ def test_records_of_packed_weights_are_no_obstacle(tmp_path: Path):
 
 def test_the_same_outputs_pass_and_a_session_runs_as_it_is():
     model = FUSED.model()
-    exact = ortplugins.DqMatMulNBitsFusion(accuracy_level="0")
-    assert_same_outputs(model, ortplugins.optimize(model, passes=[exact]))
-    assert_same_outputs(model, session_of(model, fused=True), samples=2)
+    assert_same_outputs(model, ortplugins.optimize(model, passes=[EXACT]))
+    assert_same_outputs(model, session_of(model, EXACT), samples=2)
+
+
+def unary(line: str, size: str = "float[n]", weights: str = "") -> onnx.ModelProto:
+    return proto_of(f"g ({size} x) => ({size} y) {weights} {{ {line} }}")
+
+
+SAME = unary("y = Identity(x)")
+LOG = unary("y = Log(x)")
 
 
 def test_the_message_names_output_place_values_and_errors():
-    a = from_text("g (float[2, 2] x) => (float[2, 2] y) { y = Identity(x) }")
-    b = from_text("""g (float[2, 2] x) => (float[2, 2] y)
-        <float[2, 2] k = {0, 0, 0.5, 0}> { y = Add(x, k) }""")
+    b = unary("y = Add(x, k)", "float[2, 2]", "<float[2, 2] k = {0, 0, 0.5, 0}>")
     x = np.array([[1, 2], [3, 4]], np.float32)
+    a = unary("y = Identity(x)", "float[2, 2]")
     with pytest.raises(AssertionError) as error:
         assert_same_outputs(a, b, rtol=1e-3, atol=0.1, inputs={"x": x})
     text = str(error.value)
@@ -182,37 +170,45 @@ def test_the_message_names_output_place_values_and_errors():
     assert_same_outputs(a, b, rtol=1e-3, atol=0.5, inputs={"x": x})
 
 
-def test_without_atol_the_greatest_element_is_the_measure():
-    a = from_text("g (float[2] x) => (float[2] y) { y = Identity(x) }")
-    b = from_text(
-        "g (float[2] x) => (float[2] y) <float[2] k = {0.0005, 0}> { y = Add(x, k) }"
-    )
-    x = np.array([0, 1], np.float32)
-    assert_same_outputs(a, b, 1e-3, inputs={"x": x})
-    with pytest.raises(AssertionError, match=r"worst at \[0\]"):
-        assert_same_outputs(a, b, 1e-3, 0.0, {"x": x})
-
-
-def test_nan_equals_nan_and_nothing_else():
-    log = from_text("g (float[3] x) => (float[3] y) { y = Log(x) }")
-    x = {"x": np.array([-1, 0, 1], np.float32)}  # NaN, -inf, 0
-    assert_same_outputs(log, log, inputs=x)
-    zero = from_text("g (float[3] x) => (float[3] y) { a = Abs(x) y = Log(a) }")
-    with pytest.raises(AssertionError, match=r"worst at \[0\]: a = nan, b = 0.0"):
-        assert_same_outputs(log, zero, inputs=x)
+@pytest.mark.parametrize(
+    ("a", "b", "x", "options", "message"),
+    [
+        # Without atol the greatest element is the measure.
+        (SAME, unary("y = Add(x, k)", weights="<float k = {0.0005}>"), [0, 1], {}, None),
+        (
+            *(SAME, unary("y = Add(x, k)", weights="<float k = {0.0005}>"), [0, 1]),
+            *({"atol": 0.0}, r"worst at \[0\]"),
+        ),
+        # NaN equals NaN and nothing else.
+        (LOG, LOG, [-1, 0, 1], {}, None),
+        (LOG, unary("a = Abs(x) y = Log(a)"), [-1, 0, 1], {}, r"\[0\]: a = nan, b = 0.0"),
+    ],
+)
+def test_what_is_the_same(
+    a: onnx.ModelProto,
+    b: onnx.ModelProto,
+    x: list[float],
+    options: dict[str, float],
+    message: str | None,
+):
+    inputs = {"x": np.array(x, np.float32)}
+    if message is None:
+        assert_same_outputs(a, b, 1e-3, inputs=inputs, **options)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            assert_same_outputs(a, b, 1e-3, inputs=inputs, **options)
 
 
 def test_an_output_that_is_missing_or_no_tensor_is_not_passed_over():
-    both = from_text("g (float[2] x) => (float[2] y, float[2] z) { y = Relu(x) z = Neg(x) }")
-    one = from_text("g (float[2] x) => (float[2] y) { y = Relu(x) }")
+    both = proto_of("g (float[2] x) => (float[2] y, float[2] z) { y = Relu(x) z = Neg(x) }")
+    one = unary("y = Relu(x)", "float[2]")
     with pytest.raises(AssertionError, match="output 'z': model b has no such output"):
         assert_same_outputs(both, one)
     assert_same_outputs(both, one, outputs=["y"])
-    with pytest.raises(
-        ValueError, match="'yy' is not an output of either model; did you mean 'y'"
-    ):
+    unknown = "'yy' is not an output of either model; did you mean 'y'"
+    with pytest.raises(ValueError, match=unknown):
         assert_same_outputs(both, one, outputs=["yy"])
-    listed = from_text("""g (float[2] x) => (seq(float[2]) s, float[2] y)
+    listed = proto_of("""g (float[2] x) => (seq(float[2]) s, float[2] y)
         { s = SequenceConstruct(x) y = Relu(x) }""")
     with pytest.raises(ortplugins.ModelFileError, match=r"output 's' is seq\(tensor\(float\)"):
         assert_same_outputs(listed, listed)
@@ -220,21 +216,13 @@ def test_an_output_that_is_missing_or_no_tensor_is_not_passed_over():
 
 
 def test_texts_are_compared_and_cannot_be_made_up():
-    a = from_text("g (string[n] x) => (string[n] y) { y = Identity(x) }")
-    b = from_text("""g (string[n] x) => (string[n] y) <int64[2] first = {0, 0}>
-        { y = Gather(x, first) }""")
+    a = unary("y = Identity(x)", "string[n]")
+    b = unary("y = Gather(x, first)", "string[n]", "<int64[2] first = {0, 0}>")
     with pytest.raises(ortplugins.ModelFileError, match="input 'x' takes strings"):
         assert_same_outputs(a, b)
     assert_same_outputs(a, b, inputs={"x": np.array(["one", "one"])})
     with pytest.raises(AssertionError, match=r"worst at \[1\]: a = two, b = one"):
         assert_same_outputs(a, b, inputs={"x": np.array(["one", "two"])})
-
-
-def test_a_file_that_names_an_input_wrongly_is_told_which(tmp_path: Path):
-    model = from_text("g (float[n] pixels) => (float[n] y) { y = Relu(pixels) }")
-    np.savez(tmp_path / "in.npz", pixel=np.zeros(3, np.float32))
-    with pytest.raises(CalibrationError, match=r"'pixel', which is no.*did you mean 'pixels'"):
-        assert_same_outputs(model, model, inputs=tmp_path / "in.npz")
 
 
 # assert_runs_in_order
@@ -245,7 +233,7 @@ BRANCHES = """g (float[2] x) => (float[2] y) {
 
 
 def test_the_order_is_that_of_the_run_and_not_of_the_file():
-    model = from_text(BRANCHES)
+    model = proto_of(BRANCHES)
     assert_runs_in_order(model, ["a", "c", "b", "d"])
     assert_runs_in_order(model, ["a", "d"])
     with pytest.raises(AssertionError) as error:
@@ -253,17 +241,14 @@ def test_the_order_is_that_of_the_run_and_not_of_the_file():
     text = str(error.value)
     assert "'c' ran as number 1, before 'b', which ran as number 2" in text
     assert "around there ran: a, c, b, d" in text
-
-
-def test_the_files_order_is_asserted_where_nodes_have_no_names():
-    model = from_text("""g (float[2] x) => (float[2] y)
-        { k = Constant<value_float = 2.0>() u = Mul(x, k) y = Mul(u, k) }""")
-    assert_runs_in_order(model)
+    # The file's order, where nodes have no names.
+    constant = "k = Constant<value_float = 2.0>() u = Mul(x, k) y = Mul(u, k)"
+    assert_runs_in_order(unary(constant))
 
 
 def test_a_session_is_run_with_its_own_options(tmp_path: Path):
     path = tmp_path / "model.onnx"
-    onnx.save(from_text(BRANCHES), path)
+    onnx.save(proto_of(BRANCHES), path)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
@@ -274,7 +259,7 @@ def test_a_session_is_run_with_its_own_options(tmp_path: Path):
 
 
 def test_a_node_that_does_not_run_is_named():
-    model = from_text(BRANCHES)
+    model = proto_of(BRANCHES)
     with pytest.raises(AssertionError, match=r"1 nodes of the model did not run:\n  e"):
         assert_runs_in_order(model, ["a", "e"])
     with pytest.raises(ValueError, match="'a' names more than one node"):
@@ -293,28 +278,17 @@ def test_files_of_the_checkout_are_told_relative_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
-    report = Report(
-        (
-            PassReport(
-                "p",
-                0.0,
-                (
-                    Remark("p", "n1", Outcome.FIRED, "done"),
-                    Remark("p", "n2", Outcome.REFUSED, "why not"),
-                    Remark("p", "n3", Outcome.NOTE, "by the way"),
-                ),
-            ),
-        ),
-        "built",
-    )
+    outcomes = {
+        "n1": (Outcome.FIRED, "done"),
+        "n2": (Outcome.REFUSED, "why not"),
+        "n3": (Outcome.NOTE, "by the way"),
+    }
+    remarks = tuple(Remark("p", node, *outcome) for node, outcome in outcomes.items())
+    report = Report((PassReport("p", 0.0, remarks),), "built")
     assert list(annotations_of(report, tmp_path / "models" / "m.onnx")) == [
         "::warning file=models/m.onnx,title=p refused%3A n2::why not",
         "::notice file=models/m.onnx,title=p fired%3A n1::done",
     ]
-
-
-def command(*arguments: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 @pytest.fixture
@@ -328,7 +302,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("models")
 def test_inspect_annotates_what_was_refused():
-    done = command("inspect", "refused.onnx", "--format", "github")
+    done = ortplugins_command("inspect", "refused.onnx", "--format", "github")
     (line,) = done.stdout.splitlines()
     title = "title=dq_matmulnbits_fusion refused%3A matmul::"
     assert line.startswith(f"::warning file=refused.onnx,{title}")
@@ -340,46 +314,42 @@ def test_inspect_annotates_what_was_refused():
 
 @pytest.mark.usefixtures("models")
 def test_check_holds_a_model_to_its_bounds():
-    assert command("check", "fused.onnx", *EXACT, "--max-unfused", 0).exit_code == 0
-    assert command("check", "refused.onnx").exit_code == 0
-    assert command("check", "refused.onnx", "--max-unfused", 1).exit_code == 0
-    done = command("check", "refused.onnx", "--max-unfused", 0)
-    assert done.exit_code == 1
-    assert "unfused matmul: " in done.output
-    assert "failed: 1 nodes keep a dequantised weight, 0 may: matmul" in done.output
-    assert {path.name for path in Path().iterdir()} == {
-        "fused.onnx",
-        "refused.onnx",
-        "refused.data",
-    }
+    before = {path.name for path in Path().iterdir()}
+    for arguments in (
+        ("fused.onnx", *EXACTLY, "--max-unfused", 0),
+        ("refused.onnx",),
+        ("refused.onnx", "--max-unfused", 1),
+    ):
+        assert ortplugins_command("check", *arguments).returncode == 0
+    done = ortplugins_command("check", "refused.onnx", "--max-unfused", 0)
+    assert done.returncode == 1
+    assert "unfused matmul: " in done.stdout
+    told = "failed: 1 nodes keep a dequantised weight, 0 may: matmul"
+    assert told in done.stdout + done.stderr
+    done = ortplugins_command("check", "refused.onnx", "--max-unfused", 0, "--format", "json")
+    content = json.loads(done.stdout)
+    assert (content["ok"], list(content["unfused"])) == (False, ["matmul"])
+    assert content["report"]["refused"] == 1
+    assert {path.name for path in Path().iterdir()} == before
 
 
 @pytest.mark.usefixtures("models")
 def test_check_compares_outputs():
     level = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")  # int8 activations
-    assert command("check", "fused.onnx", *level, "--rtol", 0.1).exit_code == 0
-    done = command("check", "fused.onnx", *level, "--rtol", 1e-5, "--format", "github")
-    assert done.exit_code == 1
-    assert done.output.startswith(
-        "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
-    )
-    done = command("check", "fused.onnx", *level, "--rtol", 0, "--atol", 1e3)
-    assert done.exit_code == 0
-
-
-@pytest.mark.usefixtures("models")
-def test_check_as_json_says_everything():
-    done = command("check", "refused.onnx", "--max-unfused", 0, "--format", "json")
-    content = json.loads(done.stdout)
-    assert (content["ok"], list(content["unfused"])) == (False, ["matmul"])
-    assert content["report"]["refused"] == 1
+    check = "check", "fused.onnx", *level
+    assert ortplugins_command(*check, "--rtol", 0.1).returncode == 0
+    done = ortplugins_command(*check, "--rtol", 1e-5, "--format", "github")
+    assert done.returncode == 1
+    told = "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
+    assert done.stdout.startswith(told)
+    assert ortplugins_command(*check, "--rtol", 0, "--atol", 1e3).returncode == 0
 
 
 @pytest.mark.usefixtures("models")
 def test_check_leaves_with_2_where_it_cannot_check():
     assert ortplugins_command("check", "fused.onnx", "--dims", "row=3").returncode == 2
     assert ortplugins_command("check", "fused.onnx", "--dims", "rows").returncode == 2
-    done = ortplugins_command("check", "fused.onnx", *EXACT, "--dims", "rows=3")
+    done = ortplugins_command("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
     assert done.returncode == 0
     done = ortplugins_command("check", "none.onnx")
     assert done.returncode == 2
@@ -468,5 +438,5 @@ def test_the_plugin_costs_nothing_where_it_is_only_installed():
         "import sys; import pytest_ortplugins\n"
         "print({'ortplugins', 'onnxruntime', 'onnx', 'numpy', 'pytest'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stdout == "set()\n", done.stderr

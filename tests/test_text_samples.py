@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from builders.command_line import ortplugins_command
 from builders.decoders import VOCABULARY, decoder
+from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, UsageError
 from ortplugins.quantization.statistics.collect import ActivationRequest, collect
@@ -58,16 +59,10 @@ def test_windows_hold_the_text_between_the_tokens_around_it():
     assert found[0]["attention_mask"].tolist() == [[1] * 6]
     assert found[0]["position_ids"].tolist() == [list(range(6))]
     assert found[0]["past_key_values_0_key"].shape[2] == 0
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_rest_is_left_out_and_a_short_text_is_one_window():
+    # A rest is left out, and a short text is one window.
     assert [feed["input_ids"].shape for feed in feeds(window=10)] == [(1, 10)] * 2
     assert [feed["input_ids"].shape for feed in feeds(window=64)] == [(1, 22)]
-
-
-@pytest.mark.usefixtures("folder")
-def test_windows_are_spread_over_the_text():
+    # A few are spread over the text.
     everything, some = feeds(window=4, count=None), feeds(window=4, count=3)
     ids = [feed["input_ids"].tolist() for feed in everything]
     assert [feed["input_ids"].tolist() for feed in some] == [ids[0], ids[4], ids[9]]
@@ -83,37 +78,26 @@ def test_chat_puts_each_paragraph_into_the_template():
     assert len(words) == 24
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_template_reaches_nothing_of_python():
-    config = {"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"}
-    Path("tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(CalibrationError, match="chat template"):
-        feeds(chat=True)
+ESCAPE = json.dumps({"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"})
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "message"),
+    ("file", "content", "settings", "message"),
     [
-        (lambda: Path("text.txt").write_text(""), {}, "text.txt: has no text"),
-        (
-            lambda: Path("text.txt").write_bytes(b"\xff"),
-            {},
-            "text.txt: cannot be read as text",
-        ),
-        (lambda: Path("text.txt").unlink(), {}, "text.txt: cannot be read"),
-        (
-            lambda: Path("tokenizer.json").write_text("{"),
-            {},
-            "cannot be read as tok",
-        ),
-        (lambda: None, {"window": 2}, "a window of 2 tokens has no room"),
-        (lambda: None, {"chat": True}, "there is no chat template"),
+        ("text.txt", b"", {}, "text.txt: has no text"),
+        ("text.txt", b"\xff", {}, "text.txt: cannot be read as text"),
+        ("text.txt", None, {}, "text.txt: cannot be read"),
+        ("tokenizer.json", b"{", {}, "cannot be read as tok"),
+        ("other", b"", {"window": 2}, "a window of 2 tokens has no room"),
+        ("other", b"", {"chat": True}, "there is no chat template"),
+        ("tokenizer_config.json", ESCAPE.encode(), {"chat": True}, "chat template"),
     ],
-    ids=["empty", "bytes", "no text", "no tokenizer", "window", "template"],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_cannot_be_used_is_named(change, settings, message):
-    change()
+def test_what_cannot_be_used_is_named(file, content, settings, message):
+    Path(file).unlink(missing_ok=True)
+    if content is not None:
+        Path(file).write_bytes(content)
     with pytest.raises((CalibrationError, UsageError), match=message):
         feeds(**settings)
 
@@ -146,23 +130,16 @@ def test_the_commands_take_text(arguments):
     assert (both.returncode, "--samples" in both.stderr) == (2, True)
 
 
-FIXED = """<ir_version: 10, opset_import: ["": 21]>
-g (int64[batch, 12] input_ids, int64[batch, 12] attention_mask) => (float[batch, 12, 8] y) {
-    x = Gather(table, input_ids)
-    y = MatMul(x, w)
-}"""
+FIXED = """g (int64[batch, 12] input_ids, int64[batch, 12] attention_mask)
+=> (float[batch, 12, 8] y) { x = Gather(table, input_ids) y = MatMul(x, w) }"""
 
 
 @pytest.mark.usefixtures("folder")
 def test_padding_never_counts_in_statistics():
-    model = onnx.parser.parse_model(FIXED)
-    rng = np.random.default_rng(0)
-    for name, shape in {"table": (VOCABULARY, 8), "w": (8, 8)}.items():
-        array = rng.standard_normal(shape, np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    onnx.save(model, "model.onnx")
+    table = normal(VOCABULARY, 8)
+    graph = model_of(FIXED, {"table": table, "w": normal(8, 8)})
+    ir.save(graph, "model.onnx")
     Path("text.txt").write_text("a b c")
-    graph = ir.from_proto(model)
     (feed,) = feeds()
     assert feed["input_ids"].tolist() == [[0, 3, 4, 5, 1] + [0] * 7]
     assert feed["attention_mask"].tolist() == [[1] * 5 + [0] * 7]
@@ -171,9 +148,6 @@ def test_padding_never_counts_in_statistics():
 
     samples = KeptSamples([feed], graph, scratch=Path())
     request = ActivationRequest("x", 8, gram=True)
-    ((found,),) = [
-        list(part.values()) for part in collect(graph, [request], samples, scratch=Path())
-    ]
-    table = onnx.numpy_helper.to_array(model.graph.initializer[0])
-    rows = table[[0, 3, 4, 5, 1]]
-    np.testing.assert_allclose(found.mean_abs, np.abs(rows).mean(0), rtol=1e-5)
+    (part,) = collect(graph, [request], samples, scratch=Path())
+    expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
+    np.testing.assert_allclose(part["x"].mean_abs, expected, rtol=1e-5)

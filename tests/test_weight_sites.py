@@ -8,10 +8,9 @@ import re
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
-from builders.quantized_files import dequantised, kinds, read
-from test_quantize import FORMATS, model_of, normal
+from builders.quantized_files import FORMATS, dequantised, kinds, read
+from builders.text_models import model_of, normal
 
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
@@ -56,18 +55,24 @@ def test_k_and_n_are_read_from_the_node(line, weights, expected):
     assert found(text, weights) == {"m": expected}
 
 
-def test_a_table_is_read_along_its_rows():
-    text = "g (int64[A] x) => (float[A, N] y) { [m] y = Gather(W, x) }"
-    assert found(text, {"W": normal(9, K)}, "Gather") == {"m": (0, "W", K, 9, True)}
-    assert found(text, {"W": normal(9, K)}) == {}
+ROWS = (0, "W", K, 9, True)
 
 
-def test_what_is_between_is_looked_through():
-    text = """g (float[P, Q] x) => (float[R, S] y) {
-        a = Transpose <perm = [1, 0]> (W) b = Identity(a) c = Transpose <perm = [0, 1]> (b)
-        [m] y = MatMul(x, c)
-    }"""
-    assert found(text, LEFT) == {"m": (1, "W", K, N, True)}
+@pytest.mark.parametrize(
+    ("axis", "table", "expected"),
+    [
+        (0, normal(9, K), ROWS),
+        (-2, normal(9, K), ROWS),
+        (1, normal(9, K), "axis 0"),
+        (-1, normal(9, K), "axis 0"),
+        (0, np.ones((9, 4), np.int64), None),  # shapes that are gathered are left in peace
+    ],
+)
+def test_a_table_is_read_along_its_rows(axis, table, expected):
+    text = f"g (int64[A] x) => (float[A, N] y) {{ [m] y = Gather <axis = {axis}> (W, x) }}"
+    answer = found(text, {"W": table}, "Gather").get("m")
+    assert expected in answer if isinstance(expected, str) else answer == expected
+    assert found(text, {"W": table}) == {}
 
 
 def test_two_constants_are_one_site():
@@ -105,20 +110,6 @@ def test_a_constant_node_is_a_weight_in_every_body():
         assert abs(matrices["b"] - whole.reshape(5, 6).T).max() < 2
 
 
-def test_a_small_constant_node_is_a_weight():
-    text = """g (float[3, 2] x) => (float[3, 3] y) {
-        W = Constant <value = float[2, 3] { 1, 2, 3, 4, 5, 6 }> ()
-        [m] y = MatMul(x, W)
-    }"""
-    result = quantize(model_of(text, {}), bits=8)
-    assert abs(dequantised(read(result.model))["m"] - [[1, 2, 3], [4, 5, 6]]).max() < 0.1
-
-
-def with_input(model: ir.Model) -> ir.Model:
-    model.graph.inputs.append(model.graph.initializers["W"])
-    return model
-
-
 REFUSED = {
     "a stack": ("MatMul(x, W)", normal(2, K, N), r"'W'.*\[2, 12, 5\]"),
     "double": ("MatMul(d, W)", normal(K, N, dtype=np.float64), "'W' is double"),
@@ -153,25 +144,26 @@ def test_what_cannot_be_quantised_is_refused_by_name(name):
 
 def test_a_weight_that_may_be_fed_is_refused():
     text = "g (float[P, Q] x) => (float[P, S] y) { [m] y = MatMul(x, W) }"
-    model = with_input(model_of(text, RIGHT))
+    model = model_of(text, RIGHT)
+    model.graph.inputs.append(model.graph.initializers["W"])
     with pytest.raises(ModelFileError, match="'W' is a graph input"):
         quantize(model)
 
 
-def test_a_weight_that_is_a_graph_output_stays_one():
-    text = "g (float[P, 12] x) => (float[P, 5] y, float[12, 5] W) { [m] y = MatMul(x, W) }"
+@pytest.mark.parametrize(
+    ("outputs", "line", "left"),
+    [
+        ("float[12, 5] W", "", []),
+        ("float[12, 5] z", "z = Relu(W)", ["Relu"]),
+    ],
+)
+def test_a_weight_that_others_read_stays_for_them(outputs, line, left):
+    text = (
+        f"g (float[P, 12] x) => (float[P, 5] y, {outputs}) {{ [m] y = MatMul(x, W) {line} }}"
+    )
     proto = read(quantize(model_of(text, RIGHT)).model)
     assert "W" in [tensor.name for tensor in proto.graph.initializer]
-    assert "DequantizeLinear" in kinds(proto)
-
-
-def test_a_weight_that_others_read_stays_for_them():
-    text = """g (float[P, 12] x) => (float[P, 5] y, float[12, 5] z) {
-        [m] y = MatMul(x, W) z = Relu(W)
-    }"""
-    proto = read(quantize(model_of(text, RIGHT)).model)
-    assert "W" in [tensor.name for tensor in proto.graph.initializer]
-    assert sorted(kinds(proto)) == ["DequantizeLinear", "MatMul", "Relu"]
+    assert sorted(kinds(proto)) == ["DequantizeLinear", "MatMul", *left]
 
 
 def test_a_weight_behind_a_transpose_that_others_read():
@@ -184,30 +176,15 @@ def test_a_weight_behind_a_transpose_that_others_read():
         assert "W" in [tensor.name for tensor in proto.graph.initializer]
 
 
-def test_what_is_read_no_more_is_gone():
+def test_what_is_between_is_looked_through_and_gone_where_nothing_reads_it():
     text = """g (float[P, 12] x) => (float[P, 5] y) {
-        i = Identity(W) t = Transpose(i) u = Identity(t) [m] y = MatMul(x, u)
+        i = Identity(W) t = Transpose <perm = [1, 0]> (i)
+        u = Transpose <perm = [0, 1]> (t) [m] y = MatMul(x, u)
     }"""
+    assert found(text, LEFT) == {"m": (1, "W", K, N, True)}
     proto = read(quantize(model_of(text, LEFT)).model)
     assert [node.op_type for node in proto.graph.node] == ["DequantizeLinear", "MatMul"]
     assert all("W." in tensor.name for tensor in proto.graph.initializer)
-
-
-@pytest.mark.parametrize("axis", [1, -1])
-def test_a_table_picked_along_its_columns_is_refused(axis):
-    text = f"g (int64[A] x) => (float[M, A] y) {{ [m] y = Gather <axis = {axis}> (W, x) }}"
-    answers = found(text, {"W": normal(9, K)}, "Gather")
-    assert "axis 0" in answers["m"]
-
-
-def test_a_table_picked_along_minus_two_is_its_rows():
-    text = "g (int64[A] x) => (float[A, M] y) { [m] y = Gather <axis = -2> (W, x) }"
-    assert found(text, {"W": normal(9, K)}, "Gather") == {"m": (0, "W", K, 9, True)}
-
-
-def test_shapes_that_are_gathered_are_left_in_peace():
-    text = "g (int64[A] x) => (int64[A, M] y) { [m] y = Gather(W, x) }"
-    assert found(text, {"W": np.ones((9, 4), np.int64)}, "Gather") == {}
 
 
 QUANTISED = {

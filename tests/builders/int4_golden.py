@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """What ModelOpt's int4 functions give on arrays that anyone can make again.
 
-    python tests/builders/int4_golden.py    # where nvidia-modelopt[onnx] 0.47.0 is installed
+    PYTHONPATH=tests python tests/builders/int4_golden.py
 
-wrote tests/data/int4_golden.npz (numpy 2.4.6, x86-64 with AVX512). Every function here takes a
-module, ModelOpt's or ours, and returns named arrays: equal ones, bit for bit. No random
-numbers: numpy's streams may change.
+beside nvidia-modelopt[onnx] 0.47.0 wrote tests/data/int4_golden.npz (numpy 2.4.6, x86-64 with
+AVX512). Every function here takes a module, ModelOpt's or ours, and returns named arrays: equal
+ones, bit for bit. No random numbers: numpy's streams may change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 from onnx import TensorProto, numpy_helper
+
+from builders.text_models import proto_of
 
 GOLDEN = Path(__file__).parents[1] / "data" / "int4_golden.npz"
 
@@ -107,19 +108,9 @@ def searches(int4):
         packed("a", weight(4, 48, 20)),
         packed("b", weight(5, 48, 12), transposed=True),
     ]
+    places = [None, None]
     helpers, _ = int4.run_awq_scale_search_per_node(
-        pack,
-        "model.onnx",
-        48,
-        False,
-        Session(),
-        [None, None],
-        inputs,
-        "",
-        False,
-        False,
-        [],
-        {},
+        pack, "model.onnx", 48, False, Session(), places, inputs, "", False, False, [], {}
     )
     found = {}
     for name, helper in zip("ab", helpers, strict=True):
@@ -140,38 +131,27 @@ def searches(int4):
     return found
 
 
-def model(opset=21, k=33):
+MODEL = """g (int64[b, s] ids) => (float[b, s, 8] y) {
+    ["/embed/Gather"] x = Gather (table, ids)
+    ["/n/LayerNormalization"] n = LayerNormalization (x, norm)
+    ["/model/layers.0/attn/q_proj/MatMul"] q = MatMul (n, wq)
+    ["/model/layers.0/attn/v_proj/MatMul"] v = MatMul (n, wv)
+    ["/a/Add"] a = Add (q, v)
+    ["/flat/Reshape"] flat = Reshape (a, two)
+    ["/model/layers.0/mlp/Gemm"] g = Gemm (flat, wg, bg)
+    ["/r/Relu"] r = Relu (g)
+    ["/h/Reshape"] h = Reshape (r, three)
+    ["/lm_head/MatMul"] y = MatMul (h, head)
+}"""
+
+
+def model(k=33):
     """Gather, two MatMuls of an activation, a Gemm, an excluded head."""
     shapes = {"wq": (k, 16), "wv": (k, 16), "wg": (16, 12), "bg": (12,), "head": (12, 8)}
     tensors = {name: numbers(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     tensors |= {"table": numbers(9, 20, k), "norm": np.ones(k, np.float32)}
-    proto = onnx.parser.parse_model(f"""
-        <ir_version: 9, opset_import: ["": {opset}]>
-        g (int64[b, s] ids) => (float[b, s, 8] y) {{
-            x = Gather (table, ids)
-            n = LayerNormalization (x, norm)
-            q = MatMul (n, wq)
-            v = MatMul (n, wv)
-            a = Add (q, v)
-            flat = Reshape (a, two)
-            g = Gemm (flat, wg, bg)
-            r = Relu (g)
-            h = Reshape (r, three)
-            y = MatMul (h, head)
-        }}""")
-    shapes_of = {"two": np.array([-1, 16]), "three": np.array([1, -1, 12])}
-    for name, array in (tensors | shapes_of).items():
-        proto.graph.initializer.append(numpy_helper.from_array(array, name))
-    names = {
-        "x": "/embed/Gather",
-        "q": "/model/layers.0/attn/q_proj/MatMul",
-        "v": "/model/layers.0/attn/v_proj/MatMul",
-        "g": "/model/layers.0/mlp/Gemm",
-        "y": "/lm_head/MatMul",
-    }
-    for node in proto.graph.node:
-        node.name = names.get(node.output[0], f"/{node.output[0]}/{node.op_type}")
-    return proto
+    tensors |= {"two": np.array([-1, 16]), "three": np.array([1, -1, 12])}
+    return proto_of(MODEL, tensors, ir_version=9)
 
 
 def rounded_models(int4):

@@ -13,6 +13,8 @@ import onnx_ir as ir
 
 Numbers = npt.NDArray[np.float64]
 
+# What quantize() takes as quant_format.
+FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 _LOOKED_THROUGH = ("Transpose", "Identity")
 
 

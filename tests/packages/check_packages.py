@@ -9,11 +9,9 @@ all-MiniLM-L6-v2 from a wheel.
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -21,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
+from builders.environments import CACHE, python_with
 
 from ortplugins.quantization import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / ".cache" / "packages"
 OURS = ("--editable", f"{ROOT}[cpu,cli]")
 
 # One call of pip each. torch comes alone: the wheel for CPUs satisfies what follows. Where pip
@@ -53,39 +51,6 @@ FUSION = ("--pass", "dq_matmulnbits_fusion", "--pass", "prepacked_weights")
 # that takes; rounded activations take 5.4e-3.
 SUMMED = 1e-6
 ROUNDED = 1e-2
-
-
-def python_with(name: str) -> Path:
-    """The interpreter of an environment, made at the first call.
-
-    Without one, tests are skipped; where nobody would see that, they fail.
-    """
-    python, reason = environment(name)
-    if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
-        pytest.fail(reason, pytrace=False)
-    if reason:
-        pytest.skip(reason)
-    return python
-
-
-@functools.cache
-def environment(name: str) -> tuple[Path, str]:
-    """An environment's interpreter, and why it can't be had, if so."""
-    home = CACHE / name
-    python, done = home / "bin" / "python", home / "installed"
-    wanted = repr(ENVIRONMENTS[name])
-    if done.exists() and done.read_text() == wanted:
-        return python, ""
-    shutil.rmtree(home, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    for requirements in ENVIRONMENTS[name]:
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        install = subprocess.run([*pip, *requirements], capture_output=True, text=True)
-        if install.returncode:
-            lines = install.stderr.strip().splitlines() or ["pip failed"]
-            return python, f"{', '.join(requirements)} can't be installed: {lines[-1]}"
-    done.write_text(wanted)
-    return python, ""
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +98,13 @@ def results(
     script = Path(__file__).with_name(f"{program}.py")
     output = folder / "results.npz"
     done = subprocess.run(
-        [python_with(kind), *start, script, *arguments, output],
+        [
+            python_with(CACHE / "packages" / kind, *ENVIRONMENTS[kind]),
+            *start,
+            script,
+            *arguments,
+            output,
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

@@ -12,10 +12,8 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.environments import CACHE, python_with
 from builders.layout_matrix import LayoutCase, Quantized, layout_cases
 
 import ortplugins
@@ -30,7 +29,6 @@ import ortplugins
 VERSIONS = ("1.22.1", "1.24.4", "1.27.0", "1.29.0", "1.31.1")
 NEWEST = VERSIONS[-1]
 ACCURACY_LEVELS = (0, 4)
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "onnxruntime-versions"
 RUNNER = Path(__file__).with_name("run_models.py")
 LEVELS = ("plain", "optimised")  # of onnxruntime's optimisers
 
@@ -162,37 +160,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 # The versions.
 
 
-def python_with(version: str) -> Path:
-    """The interpreter of a version's virtual environment, made at the first call.
-
-    Without one, tests are skipped; where nobody would see that, they fail.
-    """
-    python, reason = environment(version)
-    if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
-        pytest.fail(reason, pytrace=False)
-    if reason:
-        pytest.skip(reason)
-    return python
-
-
-@functools.cache
-def environment(version: str) -> tuple[Path, str]:
-    """A version's interpreter, and why it can't be had, if so."""
-    home = CACHE / version
-    python, done = home / "bin" / "python", home / "installed"
-    if done.exists():
-        return python, ""
-    shutil.rmtree(home, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    install = subprocess.run(
-        [*pip, f"onnxruntime=={version}", "numpy"], capture_output=True, text=True
-    )
-    if install.returncode:
-        lines = install.stderr.strip().splitlines() or ["pip failed"]
-        return python, f"onnxruntime {version} can't be installed: {lines[-1]}"
-    done.touch()
-    return python, ""
+def python_of(version: str) -> Path:
+    """The interpreter of a version's virtual environment."""
+    requirements = (f"onnxruntime=={version}", "numpy")
+    return python_with(CACHE / "onnxruntime-versions" / version, requirements)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +224,7 @@ def outcomes(corpus: Corpus):
 
     @functools.cache
     def of(version: str) -> Outcomes:
-        return run_models(python_with(version), corpus.folder, corpus.models(version))
+        return run_models(python_of(version), corpus.folder, corpus.models(version))
 
     return of
 
@@ -338,7 +309,7 @@ def accuracy_level(request: pytest.FixtureRequest) -> int:
 # Session-wide, and first in the lists of fixtures: what can't be installed costs no models.
 @pytest.fixture(params=VERSIONS, scope="session")
 def version(request: pytest.FixtureRequest) -> str:
-    python_with(request.param)
+    python_of(request.param)
     return request.param
 
 

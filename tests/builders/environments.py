@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT
+"""Virtual environments of slow checks, made once and kept below .cache."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache"
+
+
+def python_with(home: Path, *calls: tuple[str, ...]) -> Path:
+    """Return the interpreter of an environment, made at the first call.
+
+    Without one, tests are skipped; where nobody would see that, they fail.
+
+    Args:
+        home: Where it is.
+        calls: What to install, for one call of pip each.
+    """
+    python, reason = _environment(home, calls)
+    if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        pytest.fail(reason, pytrace=False)
+    if reason:
+        pytest.skip(reason)
+    return python
+
+
+@functools.cache
+def _environment(home: Path, calls: tuple[tuple[str, ...], ...]) -> tuple[Path, str]:
+    """The interpreter, and why it can't be had, if so."""
+    python, done = home / "bin" / "python", home / "installed"
+    if done.exists() and done.read_text() == repr(calls):
+        return python, ""
+    shutil.rmtree(home, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    for requirements in calls:
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        install = subprocess.run([*pip, *requirements], capture_output=True, text=True)
+        if install.returncode:
+            lines = install.stderr.strip().splitlines() or ["pip failed"]
+            return python, f"{', '.join(requirements)} can't be installed: {lines[-1]}"
+    done.write_text(repr(calls))
+    return python, ""
