@@ -3,8 +3,8 @@
 
     PYTHONPATH=tests python tests/builders/int4_golden.py
 
-beside nvidia-modelopt[onnx] 0.47.0 wrote tests/data/int4_golden.npz (numpy 2.4.6, x86-64 with
-AVX512). Every function here takes a module, ModelOpt's or ours, and returns named arrays: equal
+wrote tests/data/int4_golden.npz beside nvidia-modelopt[onnx] 0.47.0 (numpy 2.4.6, x86-64 with
+AVX512). Every function takes a module, ModelOpt's or ours, and returns named arrays: equal
 ones, bit for bit. No random numbers: numpy's streams may change.
 """
 

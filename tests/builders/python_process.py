@@ -17,7 +17,7 @@ def python(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         cwd=cwd,
         env={**os.environ, **variables},
