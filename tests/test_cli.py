@@ -375,6 +375,9 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]
         ("inspect model.onnx --format yaml", "yaml"),
         ("inspect model.onnx --set accuracy_level", "accuracy_level"),
         ("cache", ""),
+        ("compare a.onnx", ""),
+        ("compare a.onnx b.onnx --pass dq_matmulnbits_fusion", ""),
+        ("compare a.onnx b.onnx --optimization-level most --runs 0", "most"),
         ("quantise", "Did you mean 'quantize'"),
     ],
 )

@@ -384,18 +384,3 @@ def test_the_command_runs_passes_and_times_them():
         if sys.platform == "linux":
             held, peak = timing["private"]["values"], timing["peak_resident"]["values"]
             assert max(held) < min(peak)
-
-
-@pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "a.onnx",
-        "a.onnx b.onnx --pass dq_matmulnbits_fusion",
-        "a.onnx b.onnx --set dq_matmulnbits_fusion.accuracy_level=4",
-        "a.onnx b.onnx --dims n=1 --runs 0",
-        "a.onnx b.onnx --optimization-level most --runs 0",
-    ],
-)
-def test_wrong_usage_is_2(arguments: str):
-    assert ortplugins_command("compare", *arguments.split()).returncode == 2

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, ModelFileError
+from ortplugins.optimization import offline_optimizers
 from rewrite_rules.remarks import PassContext
 
 ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
@@ -249,6 +250,21 @@ def test_baking_without_an_output_gives_the_baked_model():
     assert result.session_settings["graph_optimization_level"] == "ORT_DISABLE_ALL"
     (y,) = run(result.model, {"x": np.array([[-1, 0, 2, 3]], np.float32)})
     np.testing.assert_array_equal(y, [[0, 0, -2, -3]])
+
+
+@pytest.mark.parametrize(("perm", "shape"), [([0, 2, 1], [2, 4, 3]), ([1, 0, 2], None)])
+def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(
+    tmp_path: Path, perm: list[int], shape: list[int] | None
+):
+    """A node of that name with other values of its attributes makes another tensor."""
+    text = """g (float[2, 3, 4] x) => (float[a, b, c] z) {}
+        {{ [t] y = Transpose <perm = {}> (x) z = Neg(y) }}"""
+    source, target = tmp_path / "source.onnx", tmp_path / "target.onnx"
+    onnx.save(proto_of(text.format("<float[2, 4, 3] y>", [0, 2, 1])), source)
+    onnx.save(proto_of(text.format("", perm)), target)
+    offline_optimizers._finish(source, target)
+    found = ir.load(target).graph.node("t").outputs[0].shape
+    assert found == (shape if shape is None else ir.Shape(shape))
 
 
 @given(

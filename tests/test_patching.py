@@ -637,22 +637,14 @@ ENDINGS = {
 def test_programs_end_as_they_do_under_python(tmp_path: Path):
     for name, code in ENDINGS.items():
         (tmp_path / f"{name}.py").write_text(code)
-    starter = (
-        "import subprocess, sys\n"
-        "for how in ([], ['-m', 'ortplugins', 'run']):\n"
-        "    print(*[(lambda p: (p.wait(), p.communicate()))(p) for p in [subprocess.Popen(\n"
-        "        [sys.executable, *how, x], stdout=-1, stderr=-1) for x in sys.argv[1:]]],\n"
-        "        sep='\\n')\n"
-    )
-    done = python("-c", starter, *(f"{name}.py" for name in ENDINGS), cwd=tmp_path)
-    lines = done.stdout.splitlines()
-    plain, ours = lines[: len(ENDINGS)], lines[len(ENDINGS) :]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        plain = pool.map(lambda name: python(f"{name}.py", cwd=tmp_path), ENDINGS)
+        ours = pool.map(lambda name: run(f"{name}.py", cwd=tmp_path), ENDINGS)
     for name, expected, found in zip(ENDINGS, plain, ours, strict=True):
-        code, (output, errors) = eval(expected)
-        found_code, (found_output, found_errors) = eval(found)
-        assert (name, found_code, found_output) == (name, code, output)
+        assert found.returncode == expected.returncode, name
+        assert found.stdout == expected.stdout, name
         # The last line says what happened; lines of ours may stand in the traceback above.
-        assert found_errors.splitlines()[-1:] == errors.splitlines()[-1:], name
+        assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:], name
 
 
 def test_run_tells_what_is_wrong_before_the_program_starts(program: Path):

@@ -69,33 +69,26 @@ class Everything(Pass):
 
 
 def test_fields_are_the_options():
-    assert [(spec.name, spec.default, spec.help) for spec in options_of(Everything)] == [
+    specs = options_of(Everything)
+    assert [(spec.name, spec.default, spec.help) for spec in specs] == [
         ("flag", False, "A flag."),
         ("count", 3, "A count."),
         ("share", 0.5, "A share."),
         ("mode", "fast", "A mode."),
     ]
-    assert options_of(Everything)[1].choices == (3, 5)
-    assert options_of(Everything)[2].onnxruntime_key == "session.share"
-
-
-def test_keys_are_made_of_the_names():
-    assert session_options.enable_key(DqMatMulNBitsFusion.name) == ENABLE
-    assert session_options.option_key(DqMatMulNBitsFusion.name, "accuracy_level") == (
-        ACCURACY_LEVEL
-    )
+    assert (specs[1].choices, specs[2].onnxruntime_key) == ((3, 5), "session.share")
+    name = DqMatMulNBitsFusion.name
+    assert session_options.enable_key(name) == ENABLE
+    assert session_options.option_key(name, "accuracy_level") == ACCURACY_LEVEL
+    for cls in registered_passes().values():
+        assert cls.summary
+        assert all(spec.help.endswith(".") for spec in options_of(cls))
 
 
 def test_general_options_are_the_plans_fields():
     fields = {field.name: field.default for field in dataclasses.fields(Plan)}
     del fields["passes"]
     assert {spec.name: spec.default for spec in GENERAL_OPTIONS} == fields
-
-
-def test_every_pass_of_ours_tells_its_help():
-    for cls in registered_passes().values():
-        assert cls.summary
-        assert all(spec.help.endswith(".") for spec in options_of(cls))
 
 
 @pytest.mark.parametrize(
@@ -215,29 +208,27 @@ def test_configure_writes_defaults_too():
     assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level="auto"),)
 
 
-@dataclasses.dataclass(frozen=True)
-class DqMatMulNbitsFusion(Pass):
-    """Nearly the name of one of ours, and not registered."""
-
-    name: ClassVar[str] = "dq_matmulnbit_fusion"
-    summary: ClassVar[str] = "nothing"
-
-
-@dataclasses.dataclass(frozen=True)
-class Impostor(Pass):
-    name: ClassVar[str] = "dq_matmulnbits_fusion"
-    summary: ClassVar[str] = "nothing"
+def a_pass(called: str, position: int = 50) -> Pass:
+    """A pass of that name, not registered."""
+    namespace = {"name": called, "summary": called, "position": position}
+    return dataclasses.make_dataclass(
+        called, [], bases=(Pass,), namespace=namespace, frozen=True
+    )()
 
 
 @pytest.mark.parametrize(
     ("passes", "general", "words"),
     [
         (
-            [DqMatMulNbitsFusion()],
+            [a_pass("dq_matmulnbit_fusion")],
             {},
             "unknown pass 'dq_matmulnbit_fusion': did you mean 'dq_matmulnbits_fusion'?",
         ),
-        ([Impostor()], {}, "'dq_matmulnbits_fusion' is registered with another class"),
+        (
+            [a_pass("dq_matmulnbits_fusion")],
+            {},
+            "'dq_matmulnbits_fusion' is registered with another class",
+        ),
         ([FUSION, DqMatMulNBitsFusion(4)], {}, "'dq_matmulnbits_fusion' is given 2 times"),
         ([FUSION], {"strikt": True}, "unknown option 'strikt': did you mean 'strict'?"),
         ([FUSION], {"strict": "1"}, "ortplugins.strict is '1': a bool is expected"),
@@ -256,13 +247,6 @@ def test_configure_refuses_and_writes_nothing(
 
 
 # Plans.
-
-
-def a_pass(called: str, position: int) -> Pass:
-    namespace = {"name": called, "summary": called, "position": position}
-    return dataclasses.make_dataclass(
-        called, [], bases=(Pass,), namespace=namespace, frozen=True
-    )()
 
 
 def test_passes_run_by_position_then_by_name():
