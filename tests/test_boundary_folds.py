@@ -8,8 +8,8 @@ import collections
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from builders.dequantized_models import run
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
@@ -45,18 +45,6 @@ def fold(model: ir.Model, target: str = "cpu") -> Remarks:
     fold_pairs(model, target, PassContext(remarks))
     model.graph.sort()
     return remarks
-
-
-def run(
-    model: ir.Model, feeds: dict[str, npt.NDArray[np.generic]]
-) -> list[npt.NDArray[np.generic]]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    content = ir.to_proto(model).SerializeToString()
-    providers = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(content, options, providers=providers)
-    return list(session.run(None, feeds))
 
 
 def operators(model: ir.Model) -> collections.Counter[str]:

@@ -10,6 +10,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders.dequantized_models import run as run_model
+from builders.text_models import text_model
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
@@ -47,12 +49,8 @@ def unpacked(text: str, limit_mb: int = 1024) -> tuple[ir.Model, Remarks]:
 
 
 def run(model: ir.Model) -> np.ndarray:
-    so = onnxruntime.SessionOptions()
-    so.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    content = ir.to_proto(model).SerializeToString()
-    session = onnxruntime.InferenceSession(content, so, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
-    return session.run(None, {"x": x})[0]
+    return run_model(model, {"x": x})[0]
 
 
 def test_constants_of_a_float_region_are_dequantised_ahead():
@@ -143,41 +141,19 @@ def test_what_stays_is_told(change, reason):
 def quantised_chain(folder: Path) -> Path:
     """Write two products with int8 weights of 256 KB, every activation in 8 bits."""
     rng = np.random.default_rng(1)
-    helper, tensors, nodes = onnx.helper, [], []
-
-    def constant(name: str, array: np.ndarray) -> str:
-        tensors.append(onnx.numpy_helper.from_array(array, name))
-        return name
-
-    def pair(value: str) -> str:
-        grid = [
-            constant(f"{value}_s", np.float32(0.05)),
-            constant(f"{value}_z", np.uint8(128)),
-        ]
-        nodes.append(helper.make_node("QuantizeLinear", [value, *grid], [f"{value}_q"]))
-        nodes.append(
-            helper.make_node("DequantizeLinear", [f"{value}_q", *grid], [f"{value}_d"])
-        )
-        return f"{value}_d"
-
-    value = pair("x")
-    for index in range(2):
-        codes = rng.integers(-127, 128, (512, 512), np.int8)
-        grid = [constant(f"w{index}_s", np.float32(0.001))]
-        codes_name = constant(f"w{index}", codes)
-        nodes.append(
-            helper.make_node("DequantizeLinear", [codes_name, *grid], [f"w{index}_d"])
-        )
-        nodes.append(
-            helper.make_node("MatMul", [value, f"w{index}_d"], [f"m{index}"], name=f"m{index}")
-        )
-        value = pair(f"m{index}")
-    nodes.append(helper.make_node("Relu", [value], ["y"]))
-    info = [helper.make_tensor_value_info(n, 1, ["n", 512]) for n in ("x", "y")]
-    graph = helper.make_graph(nodes, "chain", info[:1], info[1:], tensors)
+    pair = "{0}_q = QuantizeLinear ({0}, s, z)  {0}_d = DequantizeLinear ({0}_q, s, z)".format
+    text = f"""{pair("x")}
+        v0 = DequantizeLinear (w0, t)  [m0] m0 = MatMul (x_d, v0)  {pair("m0")}
+        v1 = DequantizeLinear (w1, t)  [m1] m1 = MatMul (m0_d, v1)  {pair("m1")}
+        y = Relu (m1_d)"""
+    constants = {
+        **{name: rng.integers(-127, 128, (512, 512), np.int8) for name in ("w0", "w1")},
+        "s": np.float32(0.05),
+        "z": np.uint8(128),
+        "t": np.float32(0.001),
+    }
     path = folder / "chain.onnx"
-    opset = [helper.make_opsetid("", 21)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+    onnx.save(text_model(text, constants, {"x": (1, ["n", 512])}), path)
     return path
 
 
@@ -198,9 +174,6 @@ def test_a_session_has_float_weights_in_the_region_only(tmp_path):
     assert Path(session.ortplugins_report.artifact).stat().st_size < 400_000
     written = ortplugins.optimize(path, tmp_path / "o.onnx", passes=[item])
     x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
-    so = onnxruntime.SessionOptions()
-    so.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    other = onnxruntime.InferenceSession(written.path, so, providers=["CPUExecutionProvider"])
-    expected = other.run(None, {"x": x})[0]
+    expected = run_model(str(written.path), {"x": x})[0]
     # Quantised products may round otherwise: by one step of the output's grid.
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=0.051)

@@ -26,7 +26,6 @@ import queue
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,8 +41,18 @@ import numpy.typing as npt
 import onnx
 import onnx.printer
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
+from builders.same_numbers import (
+    TooSlow,
+    feeds_of,
+    holds_halves,
+    run_all,
+    serialised,
+    session,
+    time_limit,
+    wrong_numbers,
+)
+from builders.text_models import FUNCTIONS, text_model
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
@@ -69,116 +78,6 @@ STORAGE = {
     "int2": (T.INT2, ml_dtypes.int2, -2, 2),
     "uint2": (T.UINT2, ml_dtypes.uint2, 0, 4),
 }
-TOLERANCE = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3}
-
-
-# What both searches ask of a model and of its optimised form.
-
-
-def session(model: bytes | str) -> ort.InferenceSession:
-    """As the model stands: without onnxruntime's own fusions."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def feeds_of(opened: ort.InferenceSession) -> list[list[dict[str, npt.NDArray]]]:
-    """Three sets of random inputs, for each branch of a condition; undeclared sizes are 3."""
-    conditions = any(value.type == "tensor(bool)" for value in opened.get_inputs())
-    return [
-        [_feed(opened, seed, truth) for seed in range(3)]
-        for truth in ((False, True) if conditions else (True,))
-    ]
-
-
-def _feed(opened: ort.InferenceSession, seed: int, truth: bool) -> dict[str, npt.NDArray]:
-    rng = np.random.default_rng(seed)
-    feeds = {}
-    for value in opened.get_inputs():
-        shape = [size if isinstance(size, int) and size >= 0 else 3 for size in value.shape]
-        if math.prod(shape) > 1 << 20:
-            raise ValueError(f"input {value.name!r} has {shape}: too large to try")
-        name = value.type.removeprefix("tensor(").removesuffix(")")
-        dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}.get(name)
-        if dtype is not None:
-            feeds[value.name] = np.asarray(rng.standard_normal(shape)).astype(dtype)
-        elif name == "bool":
-            feeds[value.name] = np.full(shape, truth)
-        else:
-            feeds[value.name] = np.zeros(shape, name)
-    return feeds
-
-
-def run_all(
-    opened: ort.InferenceSession, feeds: Sequence[Sequence[dict[str, npt.NDArray]]]
-) -> list[list[list[npt.NDArray]]]:
-    """Outputs for what :func:`feeds_of` gave."""
-    return [[opened.run(None, feed) for feed in group] for group in feeds]
-
-
-def wrong_numbers(
-    before: Sequence[Sequence[list[npt.NDArray]]],
-    after: Sequence[Sequence[list[npt.NDArray]]],
-    *,
-    halves: bool,
-) -> str:
-    """The first difference beyond rounding; empty if there is none.
-
-    Sums that cancel lose more digits: wrong numbers are wrong for every set of inputs.
-    """
-    for groups in zip(before, after, strict=True):
-        wrong = [difference(a, b, halves=halves) for a, b in zip(*groups, strict=True)]
-        if all(wrong):
-            return wrong[0]
-    return ""
-
-
-def difference(
-    before: Sequence[npt.NDArray], after: Sequence[npt.NDArray], *, halves: bool
-) -> str:
-    """What is different beyond rounding; empty if nothing is."""
-    for index, (a, b) in enumerate(zip(before, after, strict=True)):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"output {index} was {a.dtype} {a.shape} and is {b.dtype} {b.shape}"
-        if a.dtype.kind != "f":
-            if not np.array_equal(a, b):
-                return f"output {index} differs: {a} {b}"
-            continue
-        expected, actual = a.astype(np.float64), b.astype(np.float64)
-        greatest = np.abs(expected).max(initial=0.0)
-        limit = 1e3 if halves else 1e30
-        if not np.isfinite(greatest) or greatest > limit or 0 < greatest < 1 / limit:
-            continue  # where an overflow happens depends on the order of sums
-        tolerance = TOLERANCE["float16" if halves else a.dtype.name]
-        error = np.abs(actual - expected).max(initial=0.0)
-        if not error <= tolerance * greatest:
-            return f"output {index} is off by {error} where the greatest is {greatest}"
-    return ""
-
-
-def holds_halves(proto: onnx.ModelProto) -> bool:
-    """Whether anything in the model rounds to float16 or bfloat16."""
-    halves = (T.FLOAT16, T.BFLOAT16)
-
-    def in_graph(graph: onnx.GraphProto) -> bool:
-        return (
-            any(tensor.data_type in halves for tensor in graph.initializer)
-            or any(value.type.tensor_type.elem_type in halves for value in graph.input)
-            or in_nodes(graph.node)
-        )
-
-    def in_nodes(nodes: Sequence[onnx.NodeProto]) -> bool:
-        attributes = [attribute for node in nodes for attribute in node.attribute]
-        return any(
-            (a.name in ("to", "output_dtype", "dtype") and a.i in halves)
-            or a.t.data_type in halves
-            or (a.type == a.GRAPH and in_graph(a.g))
-            for a in attributes
-        )
-
-    return in_graph(proto.graph) or any(in_nodes(f.node) for f in proto.functions)
 
 
 # Random chains.
@@ -573,13 +472,6 @@ def test_random_chains(proto: onnx.ModelProto, options: FusionOptions):
     assert not wrong, (wrong, [str(remark) for remark in remarks])
 
 
-def serialised(model: ir.Model) -> bytes:
-    """The model, without the types that reading a Constant node's tensor writes down."""
-    proto = ir.to_proto(model)
-    del proto.graph.value_info[:]
-    return proto.SerializeToString()
-
-
 def check_remarks(proto: onnx.ModelProto, remarks: Sequence[Remark]) -> None:
     """Each use of a dequantised constant has its fate told."""
     for node in proto.graph.node:
@@ -590,149 +482,52 @@ def check_remarks(proto: onnx.ModelProto, remarks: Sequence[Remark]) -> None:
             ), f"no remark on {node.name}"
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow, which no ``except Exception`` stops, where the block takes longer."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def too_slow(*_: object) -> None:
-        raise TooSlow(f"more than {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-class TooSlow(BaseException):
-    pass
-
-
 # Damaged files.
-
-
-def _tensor(name: str, array: npt.NDArray) -> onnx.TensorProto:
-    return numpy_helper.from_array(np.ascontiguousarray(array), name)
-
-
-def _weight(
-    rng: np.random.Generator, storage: str, shape: Sequence[int], axis: int, block: int
-):  # type: ignore[no-untyped-def]
-    """Codes, scales and zero points in blocks."""
-    _, dtype, low, high = STORAGE[storage]
-    scale_shape = list(shape)
-    scale_shape[axis] = -(-shape[axis] // block)
-    return [
-        _tensor("w", rng.integers(low, high, shape).astype(dtype)),
-        _tensor("w_scale", rng.uniform(0.5, 2, scale_shape).astype(np.float32)),
-        _tensor("w_zero", rng.integers(low, high, scale_shape).astype(dtype)),
-    ]
-
-
-def _dequantize(axis: int, block: int, output: str = "d") -> onnx.NodeProto:
-    return helper.make_node(
-        "DequantizeLinear",
-        ["w", "w_scale", "w_zero"],
-        [output],
-        f"dq_{output}",
-        axis=axis,
-        block_size=block,
-    )
-
-
-def _saved(
-    nodes: Sequence[onnx.NodeProto],
-    tensors: Sequence[onnx.TensorProto],
-    inputs: Sequence[onnx.ValueInfoProto] = (),
-    outputs: Sequence[str] = ("y",),
-    functions: Sequence[onnx.FunctionProto] = (),
-) -> onnx.ModelProto:
-    x = helper.make_tensor_value_info("x", T.FLOAT, ["rows", 32])
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [*inputs] or [x],
-        [helper.make_tensor_value_info(name, T.FLOAT, None) for name in outputs],
-        tensors,
-    )
-    imports = [helper.make_opsetid(domain, v) for domain, v in (("", 21), ("f", 1))]
-    model = helper.make_model(graph, opset_imports=imports, functions=functions)
-    model.ir_version = 10
-    return model
 
 
 def seed_models() -> list[onnx.ModelProto]:
     """Small models of many kinds: a random byte falls on a name, a shape, an attribute."""
     rng = np.random.default_rng(7)
-    node = helper.make_node
-    indices = helper.make_tensor_value_info("i", T.INT64, ["rows"])
-    flag = helper.make_tensor_value_info("flag", T.BOOL, [])
-    x = helper.make_tensor_value_info("x", T.FLOAT, ["rows", 32])
-    plain = node("MatMul", ["x", "d"], ["y"], "matmul")
-    bias = _tensor("b", rng.standard_normal(6).astype(np.float32))
-    shape = _tensor("shape", np.int64([6, 32]))
-    branches = {
-        f"{name}_branch": helper.make_graph(
-            [
-                _dequantize(0, 16, f"d_{name}"),
-                node("MatMul", ["x", f"d_{name}"], [f"y_{name}"]),
-            ],
-            name,
-            [],
-            [helper.make_tensor_value_info(f"y_{name}", T.FLOAT, None)],
-        )
-        for name in ("then", "else")
-    }
-    function = helper.make_function(
-        "f",
-        "linear",
-        ["x", "w", "w_scale", "w_zero"],
-        ["y"],
-        [_dequantize(0, 16), plain],
-        [helper.make_opsetid("", 21)],
-    )
-    call = node("linear", ["x", "w", "w_scale", "w_zero"], ["y"], "call", domain="f")
-    return [
-        _saved([_dequantize(0, 16), plain], _weight(rng, "int4", [32, 6], 0, 16)),
-        _saved(
-            [
-                _dequantize(2, 16),
-                node("Reshape", ["d", "shape"], ["r"], "reshape"),
-                node("Transpose", ["r"], ["t"], "transpose", perm=[1, 0]),
-                node("MatMul", ["x", "t"], ["z"], "matmul"),
-                node("Add", ["z", "b"], ["y"], "add"),
-            ],
-            [*_weight(rng, "uint4", [6, 2, 16], 2, 16), bias, shape],
-        ),
-        _saved(
-            [
-                _dequantize(1, 32),
-                node("Gemm", ["x", "d", "b"], ["y"], "gemm", alpha=0.5, beta=2.0, transB=1),
-            ],
-            [*_weight(rng, "int8", [6, 32], 1, 32), bias],
-        ),
-        _saved(
-            [
-                _dequantize(1, 16),
-                node("Gather", ["d", "i"], ["e"], "gather"),
-                node("Transpose", ["d"], ["t"], "transpose"),
-                node("MatMul", ["e", "t"], ["y"], "head"),
-            ],
-            _weight(rng, "uint4", [6, 32], 1, 16),
-            [indices],
-        ),
-        _saved(
-            [node("If", ["flag"], ["y"], "if", **branches)],
-            _weight(rng, "uint4", [32, 6], 0, 16),
-            [x, flag],
-        ),
-        _saved([call], _weight(rng, "int4", [32, 6], 0, 16), functions=[function]),
-    ]
+    branch = "D{0} = $w  y{0} = MatMul (x, D{0})"
+    linear = "linear (x, w, w_scale, w_zero) => (y) { W = $w  y = MatMul (x, W) }"
+    kinds = (
+        ("W = $w  y = MatMul (x, W)", "int4", (32, 6), 0, 16),
+        ("""V = $w  R = Reshape (V, shape)  W = Transpose <perm = [1, 0]> (R)
+            z = MatMul (x, W)  y = Add (z, b)""", "uint4", (6, 2, 16), 2, 16),
+        ("W = $w  y = Gemm <alpha = 0.5, beta = 2.0, transB = 1> (x, W, b)",
+         "int8", (6, 32), 1, 32),
+        ("""V = $w  e = Gather (V, i)  W = Transpose <perm = [1, 0]> (V)  y = MatMul (e, W)""",
+         "uint4", (6, 32), 1, 16),
+        (f"""y = If (flag) <then_branch = then () => (y1) {{ {branch.format(1)} }},
+                           else_branch = other () => (y2) {{ {branch.format(2)} }}>""",
+         "uint4", (32, 6), 0, 16),
+        (f"y = {FUNCTIONS}.linear (x, w, w_scale, w_zero)", "int4", (32, 6), 0, 16),
+    )  # fmt: skip
+    made = []
+    for text, storage, shape, axis, block in kinds:
+        _, dtype, low, high = STORAGE[storage]
+        scale_shape = list(shape)
+        scale_shape[axis] = -(-shape[axis] // block)
+        constants = {
+            "w": rng.integers(low, high, shape).astype(dtype),
+            "w_scale": rng.uniform(0.5, 2, scale_shape).astype(np.float32),
+            "w_zero": rng.integers(low, high, scale_shape).astype(dtype),
+            "b": rng.standard_normal(6).astype(np.float32),
+            "shape": np.int64([6, 32]),
+        }
+        inputs = {"x": (T.FLOAT, ["rows", 32])}
+        if "(V, i)" in text:
+            inputs = {"i": (T.INT64, ["rows"])}
+        if "(flag)" in text:
+            inputs["flag"] = (T.BOOL, [])
+        attributes = f"<axis = {axis}, block_size = {block}>"
+        dequantize = f"DequantizeLinear {attributes} (w, w_scale, w_zero)"
+        function = f'<domain: "{FUNCTIONS}", opset_import: ["" : 21]> {linear}'
+        functions = function.replace("$w", dequantize) if FUNCTIONS in text else ""
+        nodes = text.replace("$w", dequantize)
+        constants = {n: a for n, a in constants.items() if re.search(rf"\b{n}\b", nodes)}
+        made.append(text_model(nodes, constants, inputs, functions=functions))
+    return made
 
 
 class Damage:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders import order_graphs
+from builders.same_numbers import session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,19 +165,11 @@ def test_applying_keeps_the_result(tmp_path: Path):
     ordered(model).apply()
     onnx.checker.check_model(ir.to_proto(model))
     for cond in (True, False):
-        first, second = (
-            outputs(data, cond)
-            for data in (proto.SerializeToString(), ir.to_proto(model).SerializeToString())
-        )
+        opened = [session(each) for each in (proto, model)]
+        feeds = order_graphs.feeds(cond)
+        feeds = {value.name: feeds[value.name] for value in opened[0].get_inputs()}
+        first, second = (each.run(None, feeds) for each in opened)
         assert all((a == b).all() for a, b in zip(first, second, strict=True))
-
-
-def outputs(data: bytes, cond: bool):
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    feeds = order_graphs.feeds(cond)
-    return session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()})
 
 
 def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
@@ -248,42 +240,6 @@ def test_a_circle_in_a_body_is_refused():
         }""")
     with pytest.raises(Refusal, match="wait for each other"):
         ordered(graph)
-
-
-def layers(count: int) -> ir.Model:
-    """A residual network with as many nodes, a Shape in each block."""
-    rng_shape = ir.Shape([64, 64])
-
-    def node(op: str, *inputs: ir.Value) -> ir.Value:
-        made = ir.Node("", op, inputs, num_outputs=1, name=f"n{len(nodes)}")
-        made.outputs[0].name = f"v{len(nodes)}"
-        made.outputs[0].shape = ir.Shape([2]) if op == "Shape" else rng_shape
-        made.outputs[0].type = ir.TensorType(
-            ir.DataType.INT64 if op == "Shape" else ir.DataType.FLOAT
-        )
-        nodes.append(made)
-        return made.outputs[0]
-
-    nodes: list[ir.Node] = []
-    x = start = ir.Value(name="x", shape=rng_shape, type=ir.TensorType(ir.DataType.FLOAT))
-    while len(nodes) < count:
-        shape = node("Shape", x)
-        a = node("Sin", node("Neg", x))
-        x = node("Reshape", node("Add", a, node("Mul", x, node("Exp", x))), shape)
-    graph = ir.Graph([start], [x], nodes=nodes, opset_imports={"": 21})
-    return ir.Model(graph, ir_version=10)
-
-
-def test_time_grows_with_the_size():
-    def seconds(count: int) -> float:
-        graph = layers(count)
-        start = time.process_time()
-        ordered(graph)
-        return time.process_time() - start
-
-    small, large = min(seconds(2000) for _ in range(2)), seconds(16000)
-    # 8 times n log n is 10 times; the machine may be busy.
-    assert large < max(20 * small, 4)
 
 
 def test_concrete_shapes_go_through_what_is_computed_and_fused():

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
+
+from .same_numbers import session
 
 STORAGE = {
     "int4": (4, True, ir.DataType.INT4, ml_dtypes.int4),
@@ -154,21 +156,12 @@ def make_model(
 
 def run(
     model: ir.Model | onnx.ModelProto | str,
-    feeds: dict[str, npt.NDArray],
+    feeds: Mapping[str, npt.NDArray],
     *,
     optimised: bool = False,
 ) -> list[npt.NDArray]:
     """Outputs by onnxruntime; without its optimisers, and so without its own fusions."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    if not optimised:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if isinstance(model, ir.Model):
-        model = ir.to_proto(model)
-    source = model if isinstance(model, str) else model.SerializeToString()
-    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return session(model, optimised=optimised).run(None, dict(feeds))
 
 
 def relative_error(actual: npt.NDArray, expected: npt.NDArray) -> float:

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 
 from rewrite_rules.graph.quantize_linear import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 
 def grid(
@@ -108,20 +107,16 @@ def place(model: ir.Model, **options: object) -> Remarks:
     return remarks
 
 
-def run(
-    model: ir.Model, feeds: Mapping[str, np.ndarray], optimised: bool = False
-) -> list[np.ndarray]:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
-    settings.graph_optimization_level = (
-        ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-        if optimised
-        else ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )
-    session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, dict(feeds))
+def serialized(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString(deterministic=True)
+
+
+def refused(model: ir.Model, words: str, **options: object) -> None:
+    """Ask for what is refused with one remark; the model stays as it is."""
+    before = serialized(model)
+    (remark,) = place(model, **options)
+    assert remark.outcome is Outcome.REFUSED and words in remark.reason, remark
+    assert serialized(model) == before
 
 
 def chains(model: ir.Model) -> set[str]:
