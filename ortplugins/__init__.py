@@ -46,11 +46,11 @@ __all__ = [
     "warm",
 ]
 
-import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortplugins._version import __version__
+from session_options.lazy_names import lazy_names
 
 if importlib.util.find_spec("onnxruntime") is None:
     raise ImportError(
@@ -58,57 +58,69 @@ if importlib.util.find_spec("onnxruntime") is None:
         "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
     )
 
-from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.report import Report
-from ortplugins.weight_only_quantization import WeightOnlyQuantization
-from session_options import (
-    DqMatMulNBitsFusion,
-    MixedPrecisionBoundaries,
-    OptionError,
-    Pass,
-    PassWarning,
-    PrepackedWeights,
-    ShapeSizeReorder,
-    TransformerFusion,
-    TrimPadding,
-    configure,
-    option,
-    read,
-)
-from session_options.registry import ship
-
-ship(WeightOnlyQuantization)
-
 if TYPE_CHECKING:
     from ortplugins.artifacts.warming import warm
     from ortplugins.comparison.compare import Comparison, compare
+    from ortplugins.errors import (
+        MissingFileError,
+        ModelFileError,
+        OrtpluginsWarning,
+        PassError,
+    )
     from ortplugins.optimization.optimize import OptimizeResult, optimize
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
+    from ortplugins.report import Report
     from ortplugins.session.inference_session import InferenceSession
     from ortplugins.session.patching import disable, enable, enabled
+    from ortplugins.weight_only_quantization import WeightOnlyQuantization
+    from session_options import (
+        DqMatMulNBitsFusion,
+        MixedPrecisionBoundaries,
+        OptionError,
+        Pass,
+        PassWarning,
+        PrepackedWeights,
+        ShapeSizeReorder,
+        TransformerFusion,
+        TrimPadding,
+        configure,
+        option,
+        read,
+    )
 
-# Imported when first used: a session that comes from the cache needs no onnx.
-_LAZY = {
-    "Comparison": "ortplugins.comparison.compare",
-    "InferenceSession": "ortplugins.session.inference_session",
-    "OptimizeResult": "ortplugins.optimization.optimize",
-    "compare": "ortplugins.comparison.compare",
-    "disable": "ortplugins.session.patching",
-    "enable": "ortplugins.session.patching",
-    "enabled": "ortplugins.session.patching",
-    "optimize": "ortplugins.optimization.optimize",
-    "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
-    "warm": "ortplugins.artifacts.warming",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Imported when first used: a session that comes from the cache needs no onnx, and each module
+# costs a start part of a millisecond.
+_ERRORS = ("MissingFileError", "ModelFileError", "OrtpluginsWarning", "PassError")
+_OPTIONS = (
+    "DqMatMulNBitsFusion",
+    "MixedPrecisionBoundaries",
+    "OptionError",
+    "Pass",
+    "PassWarning",
+    "PrepackedWeights",
+    "ShapeSizeReorder",
+    "TransformerFusion",
+    "TrimPadding",
+    "configure",
+    "option",
+    "read",
+)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        **dict.fromkeys(_ERRORS, "ortplugins.errors"),
+        **dict.fromkeys(_OPTIONS, "session_options"),
+        "Comparison": "ortplugins.comparison.compare",
+        "InferenceSession": "ortplugins.session.inference_session",
+        "OptimizeResult": "ortplugins.optimization.optimize",
+        "Report": "ortplugins.report",
+        "WeightOnlyQuantization": "ortplugins.weight_only_quantization",
+        "compare": "ortplugins.comparison.compare",
+        "disable": "ortplugins.session.patching",
+        "enable": "ortplugins.session.patching",
+        "enabled": "ortplugins.session.patching",
+        "optimize": "ortplugins.optimization.optimize",
+        "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
+        "warm": "ortplugins.artifacts.warming",
+    },
+)

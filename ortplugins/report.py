@@ -7,6 +7,7 @@ __all__ = ["PassReport", "Report"]
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rewrite_rules.remarks import Outcome, Remark
@@ -116,7 +117,7 @@ class Report:
         }
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Report:
+    def from_dict(cls, content: Mapping[str, Any]) -> Report:
         """Read what :meth:`to_dict` wrote.
 
         Raises:

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rewrite_rules.cpu_providers import are_cpu_only
+
 if TYPE_CHECKING:
     from rewrite_rules.trials import Trial
 
@@ -149,9 +151,5 @@ class PassContext:
 
     @property
     def cpu_only(self) -> bool:
-        """Whether every node will run on the CPU.
-
-        The Azure provider, which CPU wheels list among the available ones, takes no
-        standard operator.
-        """
-        return set(self.providers) <= {"CPUExecutionProvider", "AzureExecutionProvider"}
+        """Whether every node will run on the CPU."""
+        return are_cpu_only(self.providers)

@@ -15,8 +15,8 @@ __all__ = [
     "Plan",
     "PrepackedWeights",
     "ShapeSizeReorder",
-    "TrimPadding",
     "TransformerFusion",
+    "TrimPadding",
     "configure",
     "enable_key",
     "option",
@@ -25,15 +25,45 @@ __all__ = [
     "registered_passes",
 ]
 
-from session_options.builtin_passes import (
-    DqMatMulNBitsFusion,
-    MixedPrecisionBoundaries,
-    PrepackedWeights,
-    ShapeSizeReorder,
-    TransformerFusion,
-    TrimPadding,
+from typing import TYPE_CHECKING
+
+from session_options.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from session_options.builtin_passes.dq_matmulnbits_fusion import DqMatMulNBitsFusion
+    from session_options.builtin_passes.mixed_precision_boundaries import (
+        MixedPrecisionBoundaries,
+    )
+    from session_options.builtin_passes.prepacked_weights import PrepackedWeights
+    from session_options.builtin_passes.shape_size_reorder import ShapeSizeReorder
+    from session_options.builtin_passes.transformer_fusion import TransformerFusion
+    from session_options.builtin_passes.trim_padding import TrimPadding
+    from session_options.keys import OptionError, enable_key, option, option_key
+    from session_options.passes import Pass
+    from session_options.plan import Plan, configure, read
+    from session_options.registry import PassWarning, registered_passes
+
+_BUILTIN = "session_options.builtin_passes"
+
+# A start pays for the passes that it switches on, and for no other.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DqMatMulNBitsFusion": f"{_BUILTIN}.dq_matmulnbits_fusion",
+        "MixedPrecisionBoundaries": f"{_BUILTIN}.mixed_precision_boundaries",
+        "OptionError": "session_options.keys",
+        "Pass": "session_options.passes",
+        "PassWarning": "session_options.registry",
+        "Plan": "session_options.plan",
+        "PrepackedWeights": f"{_BUILTIN}.prepacked_weights",
+        "ShapeSizeReorder": f"{_BUILTIN}.shape_size_reorder",
+        "TransformerFusion": f"{_BUILTIN}.transformer_fusion",
+        "TrimPadding": f"{_BUILTIN}.trim_padding",
+        "configure": "session_options.plan",
+        "enable_key": "session_options.keys",
+        "option": "session_options.keys",
+        "option_key": "session_options.keys",
+        "read": "session_options.plan",
+        "registered_passes": "session_options.registry",
+    },
 )
-from session_options.keys import OptionError, enable_key, option, option_key
-from session_options.passes import Pass
-from session_options.plan import Plan, configure, read
-from session_options.registry import PassWarning, registered_passes

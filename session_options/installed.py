@@ -10,11 +10,8 @@ __all__ = ["Distribution", "installed_distributions"]
 
 import functools
 import os
-import re
 import sys
 from typing import NamedTuple
-
-_FOLDER = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(-py.*)?\.(dist|egg)-info")
 
 
 class Distribution(NamedTuple):
@@ -38,12 +35,18 @@ def _scan(path: tuple[str, ...]) -> tuple[Distribution, ...] | None:
     found = []
     for entry in path:
         try:
-            names = sorted(os.listdir(entry or "."))
+            names = os.listdir(entry or ".")
         except FileNotFoundError:
             continue
         except OSError:
             return None
-        for match in filter(None, map(_FOLDER.fullmatch, names)):
-            name = match["name"].lower().replace(".", "_")
-            found.append(Distribution(name, match["version"], os.path.join(entry, match[0])))
+        for folder in names:
+            stem, dot, _ = folder.rpartition(".")
+            if not dot or not folder.endswith((".dist-info", ".egg-info")):
+                continue
+            name, dash, version = stem.partition("-")
+            if dash:
+                name = name.lower().replace(".", "_")
+                version = version.partition("-")[0]  # an egg's Python comes behind it
+                found.append(Distribution(name, version, os.path.join(entry, folder)))
     return tuple(found)

@@ -20,12 +20,9 @@ __all__ = [
     "stored",
 ]
 
-import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
-
-from rewrite_rules.closest_name import did_you_mean
+from typing import Any, NamedTuple, Protocol
 
 PREFIX = "ortplugins"
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
@@ -50,8 +47,7 @@ class SessionConfig(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One option of a pass, as its field describes it.
 
     Attributes:
@@ -68,8 +64,8 @@ class Option:
     name: str
     default: Scalar
     help: str
-    choices: tuple[Scalar, ...]
-    onnxruntime_key: str | None
+    choices: tuple[Scalar, ...] = ()
+    onnxruntime_key: str | None = None
     shapes_result: bool = True
     may_name_file: bool = False
 
@@ -91,6 +87,8 @@ def option(
         "shapes_result": shapes_result,
         "may_name_file": may_name_file,
     }
+    import dataclasses
+
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -101,6 +99,8 @@ def options_of(cls: type) -> tuple[Option, ...]:
         TypeError: If a field was not declared with :func:`option`, or its default is no bool,
             int, float or str.
     """
+    import dataclasses
+
     result = []
     for field in dataclasses.fields(cls):
         default: Any = field.default
@@ -218,6 +218,8 @@ def check_length(key: str, text: str, *, may_name_file: bool) -> None:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest match, and all that are known."""
+    from rewrite_rules.closest_name import did_you_mean
+
     known = sorted(known)
     hint = did_you_mean(name, known, lead="")
     return f"{hint} known: {', '.join(known)}".lstrip()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 __all__ = ["read_option_files", "read_plan"]
 
-import dataclasses
-from pathlib import Path
+import os
 
 from session_options.keys import OptionError, SessionConfig, option_key, options_of
 from session_options.passes import Pass
@@ -37,7 +36,7 @@ def read_option_files(plan: Plan) -> Plan:
     Raises:
         OptionError: If a file can't be read, is larger than 16 MiB, or holds no such option.
     """
-    return dataclasses.replace(plan, passes=tuple(map(_with_files_read, plan.passes)))
+    return plan._replace(passes=tuple(map(_with_files_read, plan.passes)))
 
 
 def _with_files_read(item: Pass) -> Pass:
@@ -46,8 +45,10 @@ def _with_files_read(item: Pass) -> Pass:
         if not spec.may_name_file or not value.startswith("@"):
             continue
         text = _read(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
+        import dataclasses
+
         try:
-            item = dataclasses.replace(item, **{spec.name: text})
+            item = dataclasses.replace(item, **{spec.name: text})  # type: ignore[type-var]
         except OptionError as error:
             raise OptionError(f"file {value[1:]!r}: {error}") from None
     return item
@@ -55,8 +56,7 @@ def _with_files_read(item: Pass) -> Pass:
 
 def _read(name: str, what: str) -> str:
     try:
-        path = Path(name).expanduser()
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(name), "rb") as file:
             content = file.read(_LARGEST + 1)
     except (OSError, RuntimeError, ValueError) as error:  # no home folder; a NUL
         reason = getattr(error, "strerror", None) or error

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 __all__ = ["Pass"]
 
-import dataclasses
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
     from rewrite_rules.remarks import PassContext
 
 
-@dataclasses.dataclass(frozen=True)
 class Pass:
     """Base of every pass, ours and those of entry-point group ``ortplugins.passes``.
+
+    A pass is a frozen dataclass.
 
     A pass overrides the stages it takes part in. A model goes through them in this order; in
     each stage, passes run by ``position``:
@@ -44,6 +44,8 @@ class Pass:
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
         depends_on_arena: Whether what it does depends on ``PassContext.cpu_arena``.
+        needs_operator: Type of the operator that it rewrites; a model whose file does not even
+            hold this name is left alone at once. Empty for a pass that looks at every model.
         asks_for_trials: Whether it adds to ``PassContext.trials``; a copy of the graph is kept
             then while it runs.
     """
@@ -52,6 +54,7 @@ class Pass:
     summary: ClassVar[str]
     position: ClassVar[int] = 50
     depends_on_arena: ClassVar[bool] = False
+    needs_operator: ClassVar[str] = ""
     asks_for_trials: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

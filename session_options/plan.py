@@ -14,9 +14,8 @@ __all__ = [
     "settings_of",
 ]
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from session_options.keys import (
     PREFIX,
@@ -43,44 +42,33 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
         "",
         "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
         "else the user's cache directory.",
-        (),
-        None,
     ),
     Option(
         "cache_limit",
         "",
         "Size that the cache is kept below by removing what was unused longest, 10GB for "
         "instance; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no limit.",
-        (),
-        None,
     ),
     Option(
         "strict",
         False,
         "An exception inside a pass raises; else it warns and the others run.",
-        (),
-        None,
     ),
     Option(
         "bake",
         True,
         "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
-        (),
-        None,
     ),
     Option(
         "retry_failed",
         False,
         "Run a pass again that failed when a model was built; else the model stays cached "
         "without it, until a version changes.",
-        (),
-        None,
     ),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What to do to a model before the session.
 
     Attributes:
@@ -99,18 +87,14 @@ class Plan:
     bake: bool = True
     retry_failed: bool = False
 
-    def __post_init__(self) -> None:
-        """Check what no parser of one value has checked.
-
-        Raises:
-            OptionError: If the limit of the cache is not a size.
-        """
-        if self.cache_limit:
-            parse_size(f"{PREFIX}.cache_limit", self.cache_limit)
-
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return bool(self.passes)
+
+    def without(self, name: str) -> Plan:
+        """Return the plan without one of its passes."""
+        left = tuple(item for item in self.passes if item.name != name)
+        return self._replace(passes=left)
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return what the result depends on, as JSON: passes, versions, options."""
@@ -141,8 +125,10 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     """Order passes into a plan.
 
     Raises:
-        OptionError: If a pass comes twice.
+        OptionError: If a pass comes twice, or the limit of the cache is not a size.
     """
+    if limit := general.get("cache_limit"):
+        parse_size(f"{PREFIX}.cache_limit", limit)
     names = [item.name for item in passes]
     for name in names:
         if names.count(name) > 1:

@@ -10,15 +10,14 @@ __all__ = [
     "pass_names",
     "registered_passes",
     "resolve",
-    "ship",
     "version_of",
 ]
 
 import functools
+import importlib
 import os
 from typing import TYPE_CHECKING
 
-from session_options.builtin_passes import BUILTIN_PASSES
 from session_options.caller_warnings import warn_caller
 from session_options.installed import installed_distributions
 from session_options.keys import OptionError, closest
@@ -35,28 +34,26 @@ class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
 
 
-# Passes of ours whose work is done in a room above this one.
-_SHIPPED: list[type[Pass]] = []
+_PACKAGE = "session_options.builtin_passes"
 
-
-def ship(cls: type[Pass]) -> None:
-    """Have a pass count as one of ours; for the package that this one is installed with.
-
-    Entry points would do it, too, but finding those takes each session's start milliseconds.
-    """
-    if cls not in _SHIPPED:
-        cls.validate(cls.name)
-        _SHIPPED.append(cls)
-
-
-def _ours() -> tuple[type[Pass], ...]:
-    return (*BUILTIN_PASSES, *_SHIPPED)
+# Classes of ours by name, or where they are: a start imports those that it switches on.
+BUILTIN_PASSES: dict[str, str | type[Pass]] = {
+    "trim_padding": f"{_PACKAGE}.trim_padding:TrimPadding",
+    "mixed_precision_boundaries": (
+        f"{_PACKAGE}.mixed_precision_boundaries:MixedPrecisionBoundaries"
+    ),
+    "dq_matmulnbits_fusion": f"{_PACKAGE}.dq_matmulnbits_fusion:DqMatMulNBitsFusion",
+    "transformer_fusion": f"{_PACKAGE}.transformer_fusion:TransformerFusion",
+    "shape_size_reorder": f"{_PACKAGE}.shape_size_reorder:ShapeSizeReorder",
+    "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
+    # Quantisers work on files, which rules must not; so this one is in the package above.
+    "weight_only_quantization": "ortplugins.weight_only_quantization:WeightOnlyQuantization",
+}
 
 
 def pass_names() -> tuple[str, ...]:
     """Return the names of all passes, ours first; nothing of other packages is imported."""
-    ours = [cls.name for cls in _ours()]
-    return (*ours, *sorted(_entry_points()))
+    return (*BUILTIN_PASSES, *sorted(_entry_points()))
 
 
 def registered_passes() -> dict[str, type[Pass]]:
@@ -80,9 +77,11 @@ def resolve(name: str) -> type[Pass]:
 
 def find(name: str) -> type[Pass] | None:
     """Return the class of a name from :func:`pass_names`; warn and return None if broken."""
-    for cls in _ours():
-        if cls.name == name:
-            return cls
+    if (ours := BUILTIN_PASSES.get(name)) is not None:
+        if isinstance(ours, str):
+            module, _, attribute = ours.partition(":")
+            ours = BUILTIN_PASSES[name] = getattr(importlib.import_module(module), attribute)
+        return ours
     entry_point = _entry_points()[name]
     try:
         cls = entry_point.load()
@@ -135,11 +134,10 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
     # Heavy: 3 MB of every worker's memory, and 10 ms of its start.
     import importlib.metadata
 
-    ours = {cls.name: "ortplugins" for cls in _ours()}
     found: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
-        if point.name in ours or point.name in found:
-            first = ours.get(point.name) or found[point.name].value
+        if point.name in BUILTIN_PASSES or point.name in found:
+            first = found[point.name].value if point.name in found else "ortplugins"
             warn_caller(
                 f"ortplugins skips pass {point.name!r} of {point.value!r}: {first!r} has the "
                 "name already",

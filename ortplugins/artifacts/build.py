@@ -10,6 +10,7 @@ __all__ = [
     "is_usable",
     "look_up",
     "session_key_content",
+    "source_files",
 ]
 
 import dataclasses
@@ -78,6 +79,22 @@ def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str
     if content is None:
         raise MissingFileError(f"{request.name}: its data vanished while it was read")
     return content
+
+
+def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | None:
+    """Return the paths of the model and of its data; None where another path may take over.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model can't be read.
+    """
+    if isinstance(request.source, bytes):
+        return None
+    locations = cache.sources.data_locations(_digest(request, cache)) or []
+    found = [_data_file(request, location) for location in locations]
+    first = [_data_folders(request)[0] / location for location in locations]
+    if [os.path.realpath(path) for path in first] != [str(path) for path in found]:
+        return None
+    return [request.name, *map(str, found)]
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
@@ -204,8 +221,12 @@ def _key_content(
 
 def _data_file(request: BuildRequest, location: str) -> Path:
     """Where external data lies: beside the model, or beside the file that it links to."""
-    folders = [Path(request.data_folder or "")]
-    if request.data_folder is None and not isinstance(request.source, bytes):
-        folders = [Path(request.name).parent, Path(os.path.realpath(request.name)).parent]
+    folders = _data_folders(request)
     found = next((f / location for f in folders if (f / location).exists()), None)
     return Path(os.path.realpath(found or folders[0] / location))
+
+
+def _data_folders(request: BuildRequest) -> list[Path]:
+    if request.data_folder is None and not isinstance(request.source, bytes):
+        return [Path(request.name).parent, Path(os.path.realpath(request.name)).parent]
+    return [Path(request.data_folder or "")]

@@ -3,23 +3,28 @@
 
     <root>/sources/<digest of .onnx>.json   locations of the model's external data
     <root>/digests/<path and status>        digest of a large file
+    <root>/starts/<request>.json            entry that a start on unchanged files took
     <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on
     <root>/entries/<key>/manifest.json      its files' sizes and digests, how to open it, the
                                             report; its modification time is the last use
     <root>/building/<key>.<random>/         an entry that is being built
     <root>/locks/<key>.lock                 held by the process that builds
 
-Nothing in this package that a hit imports imports onnx: a hit costs a digest, a few stat calls
-and one small JSON file.
+A start on files that an earlier one knew costs a few stat calls and two small JSON files, and
+imports neither this package's other modules nor, like every hit, onnx.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "CacheDirectory",
+    "cache_folder",
     "cache_limit",
     "cache_root",
     "disk_size",
+    "file_identity",
+    "is_private",
+    "page_checksum",
     "read_json",
     "remove_tree",
     "write_json",
@@ -31,18 +36,23 @@ import json
 import os
 import re
 import stat
+import sys
 import warnings
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortplugins.errors import OrtpluginsWarning
 from session_options.keys import parse_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
     "sources": re.compile(r"[0-9a-f]{64}\.json"),
     "digests": re.compile("[0-9a-f]{64}"),
+    "starts": re.compile(r"[0-9a-f]{8}\.json"),
     "building": re.compile(r"[0-9a-f]{40}\..+"),
     "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
 }
@@ -52,13 +62,27 @@ _NAMES = {
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def cache_root(chosen: str = "") -> Path:
+_SAMPLED_PAGES, _PAGE_BYTES = 64, 4096
+_PLATFORM: str = sys.platform
+
+
+def cache_folder(chosen: str = "") -> str:
     """Return the cache directory: the one chosen, ORTPLUGINS_CACHE_DIR, or the user's own."""
     if chosen or (chosen := os.environ.get("ORTPLUGINS_CACHE_DIR", "")):
-        return Path(chosen).expanduser().absolute()
+        return os.path.abspath(os.path.expanduser(chosen))
+    if _PLATFORM == "linux":  # importing platformdirs takes longer than the rest of a hit
+        base = os.environ.get("XDG_CACHE_HOME", "").strip() or os.path.expanduser("~/.cache")
+        return os.path.join(base, "ortplugins")
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("ortplugins", appauthor=False))
+    return platformdirs.user_cache_dir("ortplugins", appauthor=False)
+
+
+def cache_root(chosen: str = "") -> Path:
+    """Return the directory of :func:`cache_folder` as a Path."""
+    from pathlib import Path
+
+    return Path(cache_folder(chosen))
 
 
 def cache_limit(chosen: str = "") -> int | None:
@@ -84,14 +108,7 @@ class CacheDirectory:
 
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
-        if not hasattr(os, "geteuid"):
-            return True  # Windows: the user's cache directory is private by its ACL
-        try:
-            status = os.stat(self.root)
-        except OSError:
-            return False
-        others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        return status.st_uid in (os.geteuid(), 0) and not others_write
+        return is_private(self.root)
 
     def check_trusted(self) -> None:
         """Raise PermissionError if the directory exists and others can put models there."""
@@ -158,6 +175,44 @@ class CacheDirectory:
             lock.release()
 
 
+def is_private(root: str | os.PathLike[str]) -> bool:
+    """Whether nobody but this user, or the administrator, can write to a directory."""
+    if not hasattr(os, "geteuid"):
+        return True  # Windows: the user's cache directory is private by its ACL
+    try:
+        status = os.stat(root)
+    except OSError:
+        return False
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (os.geteuid(), 0) and not others_write
+
+
+def file_identity(status: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file does; the change time, last, with its links too."""
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+
+
+def page_checksum(file: int, size: int) -> int:
+    """Return a checksum of pages spread over an open file of this size.
+
+    File systems without a change time of their own (squashfs, say, with every time set to one
+    date) could show two files alike.
+    """
+    checksum = 0
+    for number in range(_SAMPLED_PAGES):
+        os.lseek(file, number * (size // _SAMPLED_PAGES), os.SEEK_SET)
+        checksum = zlib.crc32(os.read(file, _PAGE_BYTES), checksum)
+        if size <= _PAGE_BYTES:
+            break
+    return checksum
+
+
 def disk_size(folder: Path) -> int:
     """Return the bytes that removing a folder frees; its files may vanish meanwhile."""
     size = 0
@@ -177,7 +232,7 @@ def remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_json(folder: Path, name: str, content: Any) -> None:
+def write_json(folder: str | os.PathLike[str], name: str, content: Any) -> None:
     """Write a file that readers see whole or not at all.
 
     Raises:
@@ -187,12 +242,13 @@ def write_json(folder: Path, name: str, content: Any) -> None:
 
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
         json.dump(content, file)
-    os.replace(file.name, folder / name)
+    os.replace(file.name, os.path.join(folder, name))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """Return the content of a JSON file; None where there is none that can be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            return json.loads(file.read())
     except (OSError, ValueError):
         return None

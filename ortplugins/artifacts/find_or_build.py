@@ -5,41 +5,40 @@ from __future__ import annotations
 
 __all__ = ["Artifact", "find_or_build"]
 
-import dataclasses
 import os
+import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ortplugins.artifacts.build import build_entry, cache_of, is_usable, look_up
-from ortplugins.artifacts.manifest import Entry, read_manifest
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts.directory import cache_folder
+from ortplugins.artifacts.known_starts import find_known_start, remember_start
 from ortplugins.errors import PassError
 from ortplugins.optimization.request import DATA_FOLDER_KEY, BuildRequest
-from ortplugins.report import Report
 
 if TYPE_CHECKING:
     import tempfile
 
+    from ortplugins.artifacts.manifest import Entry
+    from ortplugins.artifacts.store import ArtifactCache
 
-@dataclasses.dataclass(frozen=True)
-class Artifact:
+
+class Artifact(NamedTuple):
     """What a session opens.
 
     Attributes:
-        report: What was done to the model.
+        report: What was done to the model, as ``Report.to_dict`` has it.
         model: Path of the model; None for the one that the user gave.
         baked: Whether onnxruntime's optimisers have run already.
         settings: What the model needs of its session, see ``Pass.session_settings``.
-        entry: Where it comes from; None where nothing was looked up.
+        source: What the manifest says of the user's model: ``inputs``, ``initializers``.
         temporary: Folder to remove after the start, where there is no cache.
     """
 
-    report: Report
+    report: Mapping[str, Any]
     model: str | None = None
     baked: bool = False
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    entry: Entry | None = None
+    settings: Mapping[str, str] = {}
+    source: Mapping[str, Any] = {}
     temporary: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -50,17 +49,63 @@ def find_or_build(request: BuildRequest) -> Artifact:
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails and the plan is strict, or nothing can be built.
     """
+    root, started = cache_folder(request.plan.cache_dir), time.time()
+    known = find_known_start(root, request)
+    if known is not None:
+        if not known.folder:
+            return _nothing_to_do(request)
+        return _artifact(known.folder, known.manifest, "cache", request)
+    if _has_nothing_to_do(request):
+        remember_start(root, request, None, [request.name], started)
+        return _nothing_to_do(request)
+    # The long way is by content, and imports more.
+    from ortplugins.artifacts.build import cache_of, is_usable, look_up, source_files
+
     cache = cache_of(request.plan)
     entry = look_up(request, cache)
     if entry is not None and is_usable(entry, request.plan, warn=True):
-        return _from_entry(entry, "cache", request)
-    return _build(request, cache)
+        artifact = _artifact(entry.folder, entry.manifest, "cache", request)
+    else:
+        artifact, entry = _build(request, cache)
+    if entry is not None and not entry.manifest["provisional"]:
+        files = source_files(request, cache)
+        if files is not None:
+            remember_start(root, request, entry.folder.name, files, started)
+    return artifact
 
 
-def _build(request: BuildRequest, cache: ArtifactCache) -> Artifact:
+def _has_nothing_to_do(request: BuildRequest) -> bool:
+    """Whether each pass needs an operator that the file does not even name."""
+    import mmap
+
+    names = [item.needs_operator.encode() for item in request.plan.passes]
+    if not all(names) or isinstance(request.source, bytes):
+        return False
+    try:
+        with (
+            open(request.name, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return all(content.find(name) < 0 for name in names)
+    except (OSError, ValueError):  # whoever loads it says what is wrong
+        return False
+
+
+def _nothing_to_do(request: BuildRequest) -> Artifact:
+    passes = [
+        {"name": item.name, "seconds": 0.0, "remarks": []} for item in request.plan.passes
+    ]
+    return Artifact({"source": "untouched", "passes": passes, "notes": [], "artifact": ""})
+
+
+def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry | None]:
+    """Return what was built; the entry too, unless it goes with the session."""
     import tempfile
+    from pathlib import Path
 
+    from ortplugins.artifacts.build import build_entry
     from ortplugins.artifacts.build_process import build_in_child
+    from ortplugins.artifacts.manifest import read_manifest
 
     try:
         temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
@@ -71,29 +116,34 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> Artifact:
         spare = Path(temporary.name)
         built = build_in_child(request, spare) or build_entry(request, spare)
         if built.is_temporary:
-            manifest = read_manifest(built.folder)
-            entry = None if manifest is None else Entry(built.folder, manifest)
+            entry, manifest = None, read_manifest(built.folder)
         else:
             entry = cache.find(built.folder.name)
-        if entry is None:
+            manifest = None if entry is None else entry.manifest
+        if manifest is None:
             raise PassError(f"{built.folder}: was removed as soon as it was built")
-        artifact = _from_entry(entry, built.origin, request)
+        artifact = _artifact(built.folder, manifest, built.origin, request)
         keep = built.is_temporary and artifact.model is not None
-        return dataclasses.replace(artifact, temporary=temporary if keep else None)
+        return artifact._replace(temporary=temporary if keep else None), entry
     finally:
         if not keep:
             temporary.cleanup()
 
 
-def _from_entry(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
-    manifest = entry.manifest
-    report = Report.from_dict(manifest["report"])
-    if entry.model is None:
-        return Artifact(dataclasses.replace(report, source="untouched"), entry=entry)
+def _artifact(
+    folder: str | os.PathLike[str],
+    manifest: Mapping[str, Any],
+    origin: str,
+    request: BuildRequest,
+) -> Artifact:
+    from ortplugins.artifacts.manifest import MODEL
+
+    if MODEL not in manifest["files"]:
+        return Artifact({**manifest["report"], "source": "untouched"})
     settings = dict(manifest["session_settings"])
     if request.data_folder is not None:
         # onnxruntime looks there for the data of any model, ours too.
-        settings[DATA_FOLDER_KEY] = os.fspath(entry.folder)
-    model = os.fspath(entry.model)
-    report = dataclasses.replace(report, source=origin, artifact=model)
-    return Artifact(report, model, bool(manifest["baked"]), settings, entry)
+        settings[DATA_FOLDER_KEY] = os.fspath(folder)
+    model = os.path.join(folder, MODEL)
+    report = {**manifest["report"], "source": origin, "artifact": model}
+    return Artifact(report, model, bool(manifest["baked"]), settings, manifest["model_given"])

@@ -9,23 +9,25 @@ __all__ = [
     "USE_SECONDS",
     "Entry",
     "file_sha256",
+    "is_as_published",
     "last_use",
     "link_status",
+    "note_use",
     "read_manifest",
     "write_manifest",
 ]
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortplugins.artifacts.directory import read_json, write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -33,8 +35,7 @@ MODEL = "model.onnx"
 USE_SECONDS = 60.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A published artifact.
 
     Attributes:
@@ -126,20 +127,56 @@ class Entry:
         where an overlay copies a whole file first. Nothing is written twice in a minute, nor
         while the clock is behind an earlier use.
         """
-        manifest = self.folder / MANIFEST
-        try:
-            if time.time() - os.stat(manifest).st_mtime >= USE_SECONDS:
-                os.utime(manifest)
-        except FileNotFoundError:
+        return note_use(self.folder)
+
+
+def note_use(folder: str | os.PathLike[str]) -> bool:
+    """Do what :meth:`Entry.note_use` does."""
+    manifest = os.path.join(folder, MANIFEST)
+    try:
+        if time.time() - os.stat(manifest).st_mtime >= USE_SECONDS:
+            os.utime(manifest)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass  # a read-only cache
+    return True
+
+
+def is_as_published(
+    folder: str | os.PathLike[str],
+    manifest: Mapping[str, Any],
+    digest_of: Callable[[str], str] | None,
+) -> bool:
+    """Whether files have the sizes, and linked ones the content, they were published with.
+
+    Args:
+        folder: Of the entry.
+        manifest: Its manifest.
+        digest_of: Reads the digest of a link whose status changed; None to refuse it.
+
+    Raises:
+        OSError: If a file is missing.
+    """
+    links = manifest["links"]
+    for name, size in manifest["files"].items():
+        path = os.path.join(folder, name)
+        status = os.stat(path)
+        if status.st_size != size:
             return False
-        except OSError:
-            pass  # a read-only cache
-        return True
+        # Copied with the whole cache? Or written to, through its other name?
+        if (
+            name in links
+            and link_status(status) != links[name]["status"]
+            and (digest_of is None or digest_of(path) != manifest["digests"][name])
+        ):
+            return False
+    return True
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return a manifest that names files of its folder only; None where there is no such."""
-    content = read_json(folder / MANIFEST)
+    content = read_json(os.path.join(folder, MANIFEST))
     if not isinstance(content, dict) or not isinstance(files := content.get("files"), dict):
         return None
     if not isinstance(content.get("created"), int | float):
@@ -202,5 +239,7 @@ def file_sha256(path: Path) -> str:
     Raises:
         OSError: If it can't be read.
     """
+    import hashlib
+
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,14 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ortplugins.artifacts.directory import CacheDirectory, read_json, write_json
+from ortplugins.artifacts.directory import (
+    CacheDirectory,
+    file_identity,
+    page_checksum,
+    read_json,
+    write_json,
+)
 
 # Layout of the cache; another number is another cache.
 _FORMAT = 2
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
 _SETTLED_SECONDS = 2.0
-_SAMPLED_PAGES, _PAGE_BYTES = 64, 4096
 
 
 def content_digest(content: bytes) -> str:
@@ -51,9 +56,8 @@ def content_key(content: Mapping[str, Any]) -> str:
 class SourceIndex:
     """The part of a cache that saves a start from reading the model.
 
-    A file's digest is kept under its path, device, inode, size and times. File systems without
-    a change time of their own (squashfs, say, with every time set to one date) could show two
-    files alike, so pages spread over the file are compared as well.
+    A file's digest is kept under its path, device, inode, size and times, with a checksum of
+    pages spread over it.
     """
 
     def __init__(self, directory: CacheDirectory) -> None:
@@ -98,7 +102,7 @@ class SourceIndex:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 new = os.fstat(file.fileno())
                 digest = self._known(path, old, file)
-                if digest is not None and _identity(old)[:-1] == _identity(new)[:-1]:
+                if digest is not None and file_identity(old)[:-1] == file_identity(new)[:-1]:
                     self._remember(path, new, file, digest)
 
     def is_current(self, memo: Path) -> bool:
@@ -114,15 +118,17 @@ class SourceIndex:
     def _known(
         self, path: str | os.PathLike[str], status: os.stat_result, file: BinaryIO
     ) -> str | None:
-        if (digest := self._digests.get(_identity(status))) is not None:
+        if (digest := self._digests.get(file_identity(status))) is not None:
             return digest
         memo = read_json(self._directory.root / "digests" / _memo_name(path, status))
         if not isinstance(memo, dict) or not self._directory.is_trusted():
             return None
         digest = memo.get("digest")
-        if not isinstance(digest, str) or memo.get("sample") != _sample(file, status.st_size):
+        if not isinstance(digest, str) or memo.get("sample") != page_checksum(
+            file.fileno(), status.st_size
+        ):
             return None
-        self._digests[_identity(status)] = digest
+        self._digests[file_identity(status)] = digest
         return digest
 
     def _remember(
@@ -132,11 +138,11 @@ class SourceIndex:
         file: BinaryIO,
         digest: str,
     ) -> None:
-        self._digests[_identity(status)] = digest
+        self._digests[file_identity(status)] = digest
         memo = {
             "path": os.path.realpath(path),
             "digest": digest,
-            "sample": _sample(file, status.st_size),
+            "sample": page_checksum(file.fileno(), status.st_size),
         }
         with contextlib.suppress(OSError):  # whoever builds warns
             write_json(self._directory.make("digests"), _memo_name(path, status), memo)
@@ -157,26 +163,6 @@ class SourceIndex:
         write_json(self._directory.make("sources"), f"{digest}.json", sorted(locations))
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file does; the change time, last, with its links and modes too."""
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
-
-
 def _memo_name(path: str | os.PathLike[str], status: os.stat_result) -> str:
-    text = repr((os.path.realpath(path), _identity(status)))
+    text = repr((os.path.realpath(path), file_identity(status)))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _sample(file: BinaryIO, size: int) -> str:
-    """Digest of pages spread over a file."""
-    digest = hashlib.sha256()
-    for number in range(_SAMPLED_PAGES):
-        file.seek(number * (size // _SAMPLED_PAGES))
-        digest.update(file.read(_PAGE_BYTES))
-    return digest.hexdigest()

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.artifacts.directory import CacheDirectory, remove_tree
-from ortplugins.artifacts.manifest import Entry, link_status, read_manifest, write_manifest
+from ortplugins.artifacts.manifest import (
+    Entry,
+    is_as_published,
+    read_manifest,
+    write_manifest,
+)
 from ortplugins.artifacts.source_index import SourceIndex
 
 
@@ -49,30 +54,10 @@ class ArtifactCache(CacheDirectory):
             return None
         entry = Entry(folder, manifest)
         try:
-            return entry if self._is_intact(entry) else None
+            intact = is_as_published(folder, manifest, self.sources.file_digest)
+            return entry if intact else None
         except OSError:
             return None
-
-    def _is_intact(self, entry: Entry) -> bool:
-        """Whether files have the sizes, and linked ones the content, they were published with.
-
-        Raises:
-            OSError: If a file is missing.
-        """
-        links = entry.manifest["links"]
-        for name, size in entry.manifest["files"].items():
-            status = os.stat(entry.folder / name)
-            if status.st_size != size:
-                return False
-            # Copied with the whole cache? Or written to, through its other name?
-            if (
-                name in links
-                and link_status(status) != links[name]["status"]
-                and self.sources.file_digest(entry.folder / name)
-                != entry.manifest["digests"][name]
-            ):
-                return False
-        return True
 
     def is_published(self, key: str) -> bool:
         """Whether :meth:`find` finds an entry; the entry is not used."""

@@ -186,7 +186,7 @@ def _warm_one(
     if artifact.model is not None:
         folder = Path(artifact.model).parent
         size = disk_size(folder)
-    return WarmResult(name, artifact.report, size)
+    return WarmResult(name, Report.from_dict(artifact.report), size)
 
 
 def _session_options(

@@ -21,11 +21,11 @@ from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.model_io.linked_data import link_data
 from ortplugins.model_io.loading import LoadedModel
 from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
-from ortplugins.optimization.probe import write_probe
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
 from ortplugins.report import Report
+from ortplugins.runtime.hidden_options import describe_model
 from session_options.caller_warnings import warn_caller
 
 
@@ -141,7 +141,7 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
         links, copied = link_data(model, target)
 
     while True:
-        probe = write_probe(loaded.model, folder)
+        described = describe_model(loaded.model)
         try:
             links, copied = {}, []
             result = build(
@@ -169,7 +169,7 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
         "provisional": list(result.provisional),
         "failed": failed,
         "links": links,
-        **probe,
+        "model_given": described,
     }
 
 

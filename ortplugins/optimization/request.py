@@ -9,17 +9,16 @@ from __future__ import annotations
 
 __all__ = ["BuildRequest", "read_request"]
 
-import dataclasses
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
 from ortplugins.runtime.cpu_features import cpu_features
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.package_versions import package_versions
-from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.cpu_providers import are_cpu_only
 from session_options.keys import stored
 from session_options.plan import Plan, plan_from_json
 
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
-@dataclasses.dataclass(frozen=True)
-class BuildRequest:
+class BuildRequest(NamedTuple):
     """A model, and everything else that the result depends on.
 
     Attributes:
@@ -126,8 +124,7 @@ class BuildRequest:
 
     def without(self, pass_name: str) -> BuildRequest:
         """Return the request without one of its passes."""
-        left = tuple(item for item in self.plan.passes if item.name != pass_name)
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, passes=left))
+        return self._replace(plan=self.plan.without(pass_name))
 
     @property
     def _depends_on_arena(self) -> bool:
@@ -152,7 +149,7 @@ def read_request(
     """
     settings = read_optimizer_settings(options, disabled_optimizers)
     final_graph = settings.level == "ORT_DISABLE_ALL"
-    on_cpu = PassContext(Remarks(""), providers).cpu_only
+    on_cpu = are_cpu_only(providers)
     chosen = stored(options, DATA_FOLDER_KEY)
     return BuildRequest(
         source=source if isinstance(source, bytes) else os.path.abspath(source),
@@ -167,7 +164,7 @@ def read_request(
 
 
 def _as_json(settings: OptimizerSettings | None) -> dict[str, Any] | None:
-    return None if settings is None else dataclasses.asdict(settings)
+    return None if settings is None else settings._asdict()
 
 
 def _optimizers_from_json(content: dict[str, Any] | None) -> OptimizerSettings | None:

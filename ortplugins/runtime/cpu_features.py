@@ -6,8 +6,8 @@ from __future__ import annotations
 __all__ = ["cpu_features", "instruction_sets", "processor_name"]
 
 import functools
-import hashlib
-import platform
+import os
+import zlib
 
 # Those that onnxruntime's kernels for quantised weights differ by.
 _NOTED = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
@@ -15,13 +15,17 @@ _NOTED = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8m
 
 @functools.cache
 def cpu_features() -> str:
-    """Return a digest of the processor's architecture and instruction sets."""
-    return hashlib.sha256(f"{platform.machine()} {_flags()}".encode()).hexdigest()[:16]
+    """Return a checksum of the processor's architecture and instruction sets."""
+    return f"{_architecture()} {zlib.crc32(_flags().encode()):08x}"
 
 
 def processor_name() -> str:
     """Return what the processor calls itself."""
-    return _first_processor().get("model name") or platform.processor() or platform.machine()
+    if (name := _first_processor().get("model name")) is not None:
+        return name
+    import platform
+
+    return platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
@@ -38,11 +42,20 @@ def _first_processor() -> dict[str, str]:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 name, colon, value = line.partition(":")
-                if colon:
-                    found.setdefault(name.strip(), value.strip())
+                if not colon:  # the end of the first one
+                    break
+                found[name.strip()] = value.strip()
     except OSError:
         pass  # not Linux
     return found
+
+
+def _architecture() -> str:
+    if hasattr(os, "uname"):
+        return os.uname().machine
+    import platform  # milliseconds of a start
+
+    return platform.machine()
 
 
 def _flags() -> str:
@@ -54,5 +67,5 @@ def _flags() -> str:
         # What numpy.show_runtime() prints.
         from numpy._core._multiarray_umath import __cpu_features__
     except ImportError:
-        return platform.processor()
+        return processor_name()
     return " ".join(sorted(name for name, present in __cpu_features__.items() if present))

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 __all__ = ["ALL_OPTIMIZERS", "OptimizerSettings", "read_optimizer_settings"]
 
-import dataclasses
 from collections.abc import Collection
+from typing import NamedTuple
 
 import onnxruntime
 
@@ -42,8 +42,7 @@ _KEYS = (
 _QDQ = "QDQSelectorActionTransformer"
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerSettings(NamedTuple):
     """How to run the optimisers.
 
     Attributes:

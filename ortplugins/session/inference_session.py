@@ -7,13 +7,15 @@ __all__ = ["InferenceSession"]
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.report import Report
-from ortplugins.session.opening import open_session
+from ortplugins.session.opening import STOCK, ReportDict, open_session
 from session_options.option_files import read_plan
+
+if TYPE_CHECKING:
+    from ortplugins.report import Report
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -23,9 +25,14 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     written. Else the model is optimised at the first start and comes from the cache
     afterwards. The ``SessionOptions`` come back as they went in.
 
-    Attributes:
-        ortplugins_report: What was done to the model, and what not and why.
     """
+
+    @property
+    def ortplugins_report(self) -> Report:
+        """What was done to the model, and what not and why."""
+        from ortplugins.report import Report
+
+        return Report.from_dict(self._ortplugins_report)
 
     def __init__(
         self,
@@ -43,13 +50,13 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.
         """
-        self.ortplugins_report = Report()
+        self._ortplugins_report: ReportDict = STOCK
         self._ortplugins_source = path_or_bytes
         self._ortplugins_kwargs = kwargs
         if sess_options is None:
             super().__init__(path_or_bytes, None, providers, provider_options, **kwargs)
             return
-        self.ortplugins_report = open_session(
+        self._ortplugins_report = open_session(
             self,
             super().__init__,
             read_plan,
@@ -69,7 +76,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         An optimised model is for the providers it was made for.
         """
-        if self.ortplugins_report.source == "stock":
+        if self._ortplugins_report["source"] == "stock":
             super().set_providers(providers, provider_options)
             return
         self.__init__(  # type: ignore[misc]

@@ -3,27 +3,33 @@
 
 from __future__ import annotations
 
-__all__ = ["open_session", "untouched_report"]
+__all__ = ["STOCK", "ReportDict", "open_session", "untouched_report"]
 
-import contextlib
-import dataclasses
-import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
 from ortplugins.artifacts.find_or_build import Artifact, find_or_build
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import BuildRequest, read_request
-from ortplugins.report import Report
-from ortplugins.runtime.hidden_options import find_hidden_options
+from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 from ortplugins.runtime.temporary_settings import construct_with, options_lock
-from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
+from session_options.keys import OptionError
+
+if TYPE_CHECKING:
+    import os
+
+    from session_options.plan import Plan
+
+# What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
+# object would take a start longer than reading the entry.
+ReportDict = Mapping[str, Any]
+STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
 
 
 def open_session(
@@ -37,7 +43,7 @@ def open_session(
     kwargs: Mapping[str, Any],
     *,
     opted_in: bool = True,
-) -> Report:
+) -> ReportDict:
     """Read the options, find or build the artifact, and construct the session on it.
 
     onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
@@ -58,7 +64,7 @@ def open_session(
             its very error.
 
     Returns:
-        What was done.
+        What was done, as ``Report.to_dict`` has it.
 
     Raises:
         OptionError: If an entry of ours has a value that it can't have.
@@ -77,50 +83,84 @@ def open_session(
                 _provider_names(providers, options),
                 kwargs.get("disabled_optimizers"),
             )
-    if not plan:
+
+    def construct_untouched() -> None:
         construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
-        return Report()
+
+    if not plan:
+        construct_untouched()
+        return STOCK
+
+    def construct_on(artifact: Artifact, settings: Mapping[str, str]) -> None:
+        no_fallback = {**kwargs, "enable_fallback": 0}
+        construct_with(settings, construct, artifact.model, *arguments, **no_fallback)
+
     artifact = _find_or_build(request, opted_in)
-    artifact = _respect_hidden_options(artifact, request, options)
     report = artifact.report
     try:
         if artifact.model is not None:
-            level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
-            settings = {**artifact.settings, **level}
             try:
-                construct_with(
-                    settings,
-                    construct,
-                    artifact.model,
-                    *arguments,
-                    **{**kwargs, "enable_fallback": 0},
-                )
+                report = _open_artifact(session, artifact, construct_on)
             except Exception as error:
                 # The entry was removed a moment ago, say. Whoever starts a server wants it up.
                 if plan.strict:
                     raise
                 report = untouched_report(f"{artifact.model} cannot be opened: {error}")
-            else:
-                if int(kwargs.get("enable_fallback", 1)) == 1:
-                    session.enable_fallback()
-                _call_opened(plan)
-        if report.source == "untouched":
-            construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
+        if report["source"] == "untouched":
+            construct_untouched()
+        else:
+            if int(kwargs.get("enable_fallback", 1)) == 1:
+                session.enable_fallback()
+            _call_opened(plan)
     finally:
         if artifact.temporary is not None:
             # POSIX keeps the mapped files until the session closes; Windows refuses to
             # unlink them, so the folder goes with the session.
-            with contextlib.suppress(OSError):
+            try:
                 artifact.temporary.cleanup()
-            weakref.finalize(session, artifact.temporary.cleanup)
+            except OSError:
+                weakref.finalize(session, artifact.temporary.cleanup)
     _log_start(request.name, time.perf_counter() - start, report)
     return report
 
 
-def _log_start(name: str, seconds: float, report: Report) -> None:
+def _open_artifact(
+    session: onnxruntime.InferenceSession,
+    artifact: Artifact,
+    construct_on: Callable[[Artifact, Mapping[str, str]], None],
+) -> ReportDict:
+    """Open an artifact, and give way to options that it was made without.
+
+    Returns:
+        The report; its source is "untouched" where the user's model has to run after all.
+
+    Raises:
+        Exception: Whatever onnxruntime raises.
+    """
+    report = artifact.report
+    level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+    construct_on(artifact, {**artifact.settings, **level})
+    if (name := added_initializer(session, artifact.source)) is not None:
+        note = (
+            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
+        )
+        notes = [*report["notes"], note]
+        return {**report, "source": "untouched", "notes": notes, "artifact": ""}
+    if artifact.baked and overrides_dimensions(session, artifact.source):
+        construct_on(artifact, artifact.settings)
+        note = "free dimensions are overridden, so onnxruntime optimises at this start"
+        return {**report, "notes": [*report["notes"], note]}
+    return report
+
+
+def _log_start(name: str, seconds: float, report: ReportDict) -> None:
     # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
-    if (logging := sys.modules.get("logging")) is not None:
-        logging.getLogger("ortplugins").info("%s in %.3f s: %s", name, seconds, report)
+    logging = sys.modules.get("logging")
+    if logging is None or not (logger := logging.getLogger("ortplugins")).isEnabledFor(20):
+        return
+    from ortplugins.report import Report
+
+    logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(report))
 
 
 def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
@@ -129,45 +169,12 @@ def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
         return find_or_build(request)
     except Exception as error:
         if isinstance(error, MissingFileError) and not opted_in:
-            return Artifact(Report(source="untouched", notes=(str(error),)))
+            return Artifact({**STOCK, "source": "untouched", "notes": [str(error)]})
         if request.plan.strict or (opted_in and not isinstance(error, PassError)):
             raise
         worded = isinstance(error, PassError | ModelFileError | OptionError)
         message = str(error) if worded else f"{type(error).__name__}: {error}"
         return Artifact(untouched_report(message))
-
-
-def _respect_hidden_options(
-    artifact: Artifact, request: BuildRequest, options: onnxruntime.SessionOptions
-) -> Artifact:
-    """Give way to options that the artifact was made without.
-
-    Raises:
-        PassError: If the entry cannot be opened and the plan is strict.
-    """
-    if artifact.model is None or artifact.entry is None:
-        return artifact
-    entry = artifact.entry
-    try:
-        hidden = find_hidden_options(options, entry.folder, entry.manifest)
-    except Exception as error:  # removed a moment ago, say
-        text = f"{entry.folder} cannot be opened: {error}"
-        if request.plan.strict:
-            raise PassError(text) from error
-        return dataclasses.replace(artifact, model=None, report=untouched_report(text))
-    report = artifact.report
-    if (name := hidden.added_initializer) is not None:
-        note = (
-            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
-        )
-        notes = (*report.notes, note)
-        report = dataclasses.replace(report, source="untouched", notes=notes, artifact="")
-        return dataclasses.replace(artifact, model=None, report=report)
-    if hidden.overrides_dimensions and artifact.baked:
-        note = "free dimensions are overridden, so onnxruntime optimises at this start"
-        report = dataclasses.replace(report, notes=(*report.notes, note))
-        return dataclasses.replace(artifact, report=report, baked=False)
-    return artifact
 
 
 def _call_opened(plan: Plan) -> None:
@@ -186,11 +193,11 @@ def _call_opened(plan: Plan) -> None:
             warn_caller(text, OrtpluginsWarning)
 
 
-def untouched_report(reason: str) -> Report:
+def untouched_report(reason: str) -> ReportDict:
     """Warn that the untouched model runs, and return the report that says so."""
     text = f"{reason}; the untouched model runs"
     warn_caller(text, OrtpluginsWarning)
-    return Report(source="untouched", notes=(text,))
+    return {**STOCK, "source": "untouched", "notes": [text]}
 
 
 def _provider_names(

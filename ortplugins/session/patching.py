@@ -28,6 +28,7 @@ from typing import Any
 import onnxruntime
 
 import session_options
+from ortplugins.report import Report
 from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
 from session_options.environment import general_entries, plan_entries
@@ -270,9 +271,9 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             _working.now = False
         if problems:
             (report,) = problems
-        elif report.source != "stock":
+        elif report["source"] != "stock":
             _forget_artifact(self, path_or_bytes, sess_options)
-        self.ortplugins_report = report
+        self.ortplugins_report = Report.from_dict(report)
 
     _replacements[__init__] = original
     return __init__

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: MIT
+"""Options of MixedPrecisionBoundaries."""
+
+from __future__ import annotations
+
+__all__ = ["MixedPrecisionBoundaries"]
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from session_options.keys import OptionError, option, option_key
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionBoundaries(Pass):
+    """DQ -> Q where regions of 8-bit and of 16-bit (or float) activations meet.
+
+    Changes a model that is quantised already; it keeps what it computes outside of the
+    regions, and refines the grids inside.
+    """
+
+    name: ClassVar[str] = "mixed_precision_boundaries"
+    summary: ClassVar[str] = (
+        "give chosen activations of a QDQ model 16 bits, or leave them float"
+    )
+    # Before the fusions, which take away the DQ nodes of weights.
+    position: ClassVar[int] = 10
+
+    # Kept as canonical JSON, whatever was given.
+    overrides: str | Mapping[str, Any] = option(
+        "",
+        "Types, scales and ranges of single tensors, and who reads them converted, in the "
+        "schema of onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries "
+        "end at 8,192 bytes); in Python a dict as well.",
+        may_name_file=True,
+    )
+    promote: str = option(
+        "",
+        "Tensors, or nodes with what they compute, that get promoted_type: names, separated "
+        "by commas.",
+    )
+    promoted_type: str = option("QUInt16", "Type of promoted tensors: QUInt16 or QInt16.")
+    mode: str = option(
+        "int16",
+        "What becomes of the regions: 'int16' quantises them with 16 bits, for NPUs; 'float' "
+        "takes their quantisation out, which on CPUs is faster than 16 bits.",
+        choices=("int16", "float"),
+    )
+    target: str = option(
+        "cpu",
+        "Whom the result is for: 'qnn' keeps every DQ->Q, which such accelerators run as a "
+        "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
+        choices=("cpu", "qnn"),
+    )
+    close_regions: bool = option(
+        True,
+        "Promote also what the nodes around a promoted tensor read and write, so that no node "
+        "has two types.",
+    )
+    merge: bool = option(
+        False,
+        "Where a region's exit leads right into another region, leave the 8 bits between out: "
+        "more accurate, and not the same numbers.",
+    )
+    clip: bool = option(
+        True,
+        "In mode 'float': values stay in the range that their codes had, which stands for "
+        "every Relu and Clip that a quantiser removed; off, greater ones come through.",
+    )
+    float_limit_mb: int = option(
+        1024,
+        "In mode 'float': megabytes that weights of float regions may take as float "
+        "constants; beyond, they are dequantised at every inference.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options; bring overrides and type into their canonical form.
+
+        Raises:
+            OptionError: If the overrides are no such JSON, or the type has not 16 bits.
+        """
+        if self.overrides and not self.overrides_file:
+            from session_options.override_json import canonical_overrides
+
+            with _as_option_error(option_key(self.name, "overrides")):
+                text = canonical_overrides(self.overrides)
+            object.__setattr__(self, "overrides", text)
+        elif isinstance(self.overrides, Mapping):
+            object.__setattr__(self, "overrides", "")
+        super().__post_init__()
+        object.__setattr__(self, "promoted_type", self._promoted_spelling())
+
+    @property
+    def overrides_file(self) -> str:
+        """The path that ``overrides`` names, empty if it names none."""
+        is_named = isinstance(self.overrides, str) and self.overrides.startswith("@")
+        return str(self.overrides)[1:] if is_named else ""
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Place boundaries and fold pairs; see :mod:`.place`.
+
+        Raises:
+            OptionError: If the overrides' file was not read; ``ortplugins`` does that before
+                it runs a plan.
+            OverrideError: If an override does not fit the model.
+        """
+        import onnx_ir as ir
+
+        from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+        from rewrite_rules.mixed_precision_boundaries.place import (
+            BoundaryOptions,
+            place_boundaries,
+        )
+        from session_options.override_json import read_overrides, read_quant_type
+
+        key = option_key(self.name, "overrides")
+        if self.overrides_file:
+            raise OptionError(f"{key} is {self.overrides!r}, and nobody has read that file")
+        options = BoundaryOptions(
+            overrides=read_overrides(self.overrides or "{}"),
+            promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),
+            promoted_type=ir.DataType[read_quant_type(self.promoted_type, "promoted_type")],
+            mode=self.mode,
+            target=self.target,
+            close_regions=self.close_regions,
+            clip=self.clip,
+        )
+        if not options.overrides and not options.promote:
+            context.remarks.note(
+                "model", "nothing is to change its precision: give overrides, or promote"
+            )
+        place_boundaries(model, options, context)
+        fold_pairs(model, self.target, context, merge=self.merge)
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Dequantise constants of float regions; see :mod:`.float_region_constants`.
+
+        After all fusions, which may have taken the codes.
+        """
+        from rewrite_rules.mixed_precision_boundaries.float_region_constants import (
+            unpack_constants,
+        )
+
+        unpack_constants(model, self.float_limit_mb, context)
+
+    def takes_part_in(self, stage: str) -> bool:
+        """Whether there is something to do: other modes have no float regions."""
+        return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")
+
+    def _promoted_spelling(self) -> str:
+        from session_options.override_json import read_quant_type
+
+        key = option_key(self.name, "promoted_type")
+        with _as_option_error(key):
+            chosen = read_quant_type(self.promoted_type, "the type")
+        if chosen not in _PROMOTED:
+            raise OptionError(
+                f"{key} is {self.promoted_type!r}: one of {', '.join(_PROMOTED.values())} is "
+                "expected"
+            )
+        return _PROMOTED[chosen]
+
+
+_PROMOTED = {"UINT16": "QUInt16", "INT16": "QInt16"}
+
+
+@contextlib.contextmanager
+def _as_option_error(key: str) -> Iterator[None]:
+    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+
+    try:
+        yield
+    except OverrideError as error:
+        raise OptionError(f"{key}: {error}") from None

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Options of ShapeSizeReorder."""
+
+from __future__ import annotations
+
+__all__ = ["ShapeSizeReorder"]
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import OptionError, option, option_key
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeSizeReorder(Pass):
+    """Shape and Size read early and small; nodes run in an order of low peak memory."""
+
+    name: ClassVar[str] = "shape_size_reorder"
+    summary: ClassVar[str] = "free tensors that only their shapes keep, order nodes for memory"
+    depends_on_arena: ClassVar[bool] = True
+    # Last of those that change the graph.
+    position: ClassVar[int] = 80
+
+    dims: str = option(
+        "",
+        "Numbers that symbolic dimensions count as where memory is reckoned: "
+        "batch=1,seq=512. Others count as 128. Results are right for any sizes.",
+    )
+    for_default_order: bool = option(
+        False,
+        "Write a file whose default order is good, for sessions that can't be told to run in "
+        "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
+    )
+
+    lean_session: bool = option(
+        True,
+        "Also set sessions to hold less: no memory pattern beside an arena, which holds the "
+        "peak twice from the second run on; without an arena no reuse of buffers, where "
+        "that holds more in between.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OptionError: If ``dims`` is no list of names and sizes.
+        """
+        super().__post_init__()
+        _ = self.sizes
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Rewrite and reorder in place; see :mod:`.reorder`.
+
+        After onnxruntime's own fusions: they give new nodes another place, and which of them
+        fire depends on where shapes are read.
+        """
+        from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
+
+        options = ReorderOptions(self.sizes, self.for_default_order, self.lean_session)
+        reorder(model, options, context)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The option ``dims``, read."""
+        sizes = {}
+        for part in filter(None, (part.strip() for part in self.dims.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not (name and equals and size.isdecimal()):
+                raise OptionError(
+                    f"{option_key(self.name, 'dims')} is {self.dims!r}: {part!r} is no "
+                    "NAME=SIZE, as in batch=1,seq=512"
+                )
+            sizes[name] = int(size)
+        return sizes

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""Options of TransformerFusion."""
+
+from __future__ import annotations
+
+__all__ = ["TransformerFusion"]
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import option
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerFusion(Pass):
+    """Attention's repeated heads and norms, whoever exported the model."""
+
+    name: ClassVar[str] = "transformer_fusion"
+    summary: ClassVar[str] = "read shared key and value heads once; fuse norms with residuals"
+    # After the weights are those of MatMulNBits.
+    position: ClassVar[int] = 60
+
+    grouped_queries: bool = option(
+        True,
+        "One MatMul for all query heads that share a key or value head, instead of repeated "
+        "heads; standard operators, for every provider.",
+    )
+    norms: bool = option(
+        True,
+        "Root-mean-square norms as one node, and each norm with the residual sum before it "
+        "(CPU sessions: the operators are onnxruntime's own).",
+    )
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Rewrite in place; see :mod:`.fuse`."""
+        from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+        fuse_transformer(model, TransformerOptions(self.norms, self.grouped_queries), context)
