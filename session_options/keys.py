@@ -7,7 +7,6 @@ __all__ = [
     "Option",
     "OptionError",
     "Scalar",
-    "SessionConfig",
     "check_length",
     "closest",
     "enable_key",
@@ -22,7 +21,21 @@ __all__ = [
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class SessionConfig(Protocol):
+        """The part of ``onnxruntime.SessionOptions`` that keeps string entries."""
+
+        def add_session_config_entry(self, key: str, value: str, /) -> None:
+            """Store an entry."""
+
+        def get_session_config_entry(self, key: str, /) -> str:
+            """Return an entry; raises RuntimeError when there is none."""
+            ...
+
 
 PREFIX = "ortplugins"
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
@@ -34,17 +47,6 @@ Scalar = bool | int | float | str
 
 class OptionError(ValueError):
     """An option has a value, or a pass has a name, that nobody knows."""
-
-
-class SessionConfig(Protocol):
-    """The part of ``onnxruntime.SessionOptions`` that keeps string entries."""
-
-    def add_session_config_entry(self, key: str, value: str, /) -> None:
-        """Store an entry."""
-
-    def get_session_config_entry(self, key: str, /) -> str:
-        """Return an entry; raises RuntimeError when there is none."""
-        ...
 
 
 class Option(NamedTuple):

@@ -10,10 +10,14 @@ from __future__ import annotations
 __all__ = ["read_option_files", "read_plan"]
 
 import os
+from typing import TYPE_CHECKING
 
-from session_options.keys import OptionError, SessionConfig, option_key, options_of
+from session_options.keys import OptionError, option_key, options_of
 from session_options.passes import Pass
 from session_options.plan import Plan, read
+
+if TYPE_CHECKING:
+    from session_options.keys import SessionConfig
 
 # An override takes about 200 bytes, and the largest models have some 10,000 activations.
 _LARGEST = 16 << 20

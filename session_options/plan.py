@@ -15,13 +15,12 @@ __all__ = [
 ]
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from session_options.keys import (
     PREFIX,
     Option,
     OptionError,
-    SessionConfig,
     check_length,
     closest,
     enable_key,
@@ -35,6 +34,9 @@ from session_options.keys import (
 )
 from session_options.passes import Pass
 from session_options.registry import find, pass_names, resolve, version_of
+
+if TYPE_CHECKING:
+    from session_options.keys import SessionConfig
 
 GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(

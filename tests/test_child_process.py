@@ -80,7 +80,7 @@ def test_without_a_cache_the_child_builds_too(
     def build(*_: object) -> None:
         raise AssertionError("this process builds")
 
-    monkeypatch.setattr("ortplugins.artifacts.find_or_build.build_entry", build)
+    monkeypatch.setattr("ortplugins.artifacts.build.build_entry", build)
     with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
         session = start(model_path)
     assert session.ortplugins_report.source == "built"

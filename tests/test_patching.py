@@ -26,7 +26,6 @@ from builders.text_models import proto_of
 from onnxruntime import InferenceSession as EarlyBound
 
 import ortplugins
-import session_options.registry
 from ortplugins import (
     DqMatMulNBitsFusion,
     MixedPrecisionBoundaries,
@@ -35,6 +34,7 @@ from ortplugins import (
     PrepackedWeights,
 )
 from rewrite_rules.remarks import PassContext
+from session_options import registry
 from session_options.environment import plan_entries, plan_text
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
@@ -244,8 +244,8 @@ class Failing(ortplugins.Pass):
 
 @pytest.fixture
 def more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    builtin = (*session_options.registry.BUILTIN_PASSES, Peeking, Failing)
-    monkeypatch.setattr(session_options.registry, "BUILTIN_PASSES", builtin)
+    for cls in (Peeking, Failing):
+        monkeypatch.setitem(registry.BUILTIN_PASSES, cls.name, cls)
 
 
 @pytest.mark.usefixtures("more_passes")
@@ -329,7 +329,7 @@ def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.Monk
     def prepare(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("ortplugins.session.opening.find_or_build", prepare)
+    monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", prepare)
     with (
         ortplugins.enabled(),
         pytest.warns(OrtpluginsWarning, match="ZeroDivisionError: a bug; the untouched"),
@@ -571,7 +571,7 @@ def test_general_options_from_the_environment(
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
-    monkeypatch.setattr("ortplugins.session.opening.find_or_build", lambda *_: 1 / 0)
+    monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
     with ortplugins.enabled(strict=False), pytest.warns(OrtpluginsWarning):

@@ -161,8 +161,8 @@ PACKING, BUILDING = (
 
 
 _TIDY = re.compile(
-    r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|probe\.onnx|[\w.]+\.data)"
-    r"|sources/[0-9a-f]{64}\.json|digests/[0-9a-f]{64}|locks/[0-9a-f]{40}(\.[a-z]+)?\.lock"
+    r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|[\w.]+\.data)"
+    r"|(sources|starts)/[0-9a-f]+\.json|digests/[0-9a-f]{64}|locks/[0-9a-f]{40}(\.[a-z]+)?\.lock"
 )
 
 

@@ -18,11 +18,11 @@ from builders.python_process import python
 from builders.sessions import CPU, EXACT, check, options, save, source, start
 
 import ortplugins
-import session_options.registry
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
+from ortplugins.artifacts import find_or_build as finding
 from ortplugins.optimization import request
-from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
+from session_options import registry
 from session_options.keys import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
@@ -256,8 +256,7 @@ class Failing(ortplugins.Pass):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    builtin = (*session_options.registry.BUILTIN_PASSES, Failing)
-    monkeypatch.setattr(session_options.registry, "BUILTIN_PASSES", builtin)
+    monkeypatch.setitem(registry.BUILTIN_PASSES, Failing.name, Failing)
 
 
 FAILED = "pass 'failing' failed at node 'the_node': KeyError: 'surprise'"
@@ -311,7 +310,7 @@ def test_an_entry_removed_while_a_session_opens(
     model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The next start builds it again."""
-    real = opening.find_or_build
+    real = finding.find_or_build
 
     def find_or_build(*args: object) -> object:
         artifact = real(*args)
@@ -320,7 +319,7 @@ def test_an_entry_removed_while_a_session_opens(
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(opening, "find_or_build", find_or_build)
+            patch.setattr(finding, "find_or_build", find_or_build)
             warning = "cannot be opened.*the untouched model runs"
             with pytest.warns(OrtpluginsWarning, match=warning):
                 session = start(model_path)

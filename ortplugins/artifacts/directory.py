@@ -62,7 +62,7 @@ _NAMES = {
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-_SAMPLED_PAGES, _PAGE_BYTES = 64, 4096
+_SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
 _PLATFORM: str = sys.platform
 
 

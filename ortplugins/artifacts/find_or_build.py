@@ -52,12 +52,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
     root, started = cache_folder(request.plan.cache_dir), time.time()
     known = find_known_start(root, request)
     if known is not None:
-        if not known.folder:
-            return _nothing_to_do(request)
         return _artifact(known.folder, known.manifest, "cache", request)
-    if _has_nothing_to_do(request):
-        remember_start(root, request, None, [request.name], started)
-        return _nothing_to_do(request)
     # The long way is by content, and imports more.
     from ortplugins.artifacts.build import cache_of, is_usable, look_up, source_files
 
@@ -72,30 +67,6 @@ def find_or_build(request: BuildRequest) -> Artifact:
         if files is not None:
             remember_start(root, request, entry.folder.name, files, started)
     return artifact
-
-
-def _has_nothing_to_do(request: BuildRequest) -> bool:
-    """Whether each pass needs an operator that the file does not even name."""
-    import mmap
-
-    names = [item.needs_operator.encode() for item in request.plan.passes]
-    if not all(names) or isinstance(request.source, bytes):
-        return False
-    try:
-        with (
-            open(request.name, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            return all(content.find(name) < 0 for name in names)
-    except (OSError, ValueError):  # whoever loads it says what is wrong
-        return False
-
-
-def _nothing_to_do(request: BuildRequest) -> Artifact:
-    passes = [
-        {"name": item.name, "seconds": 0.0, "remarks": []} for item in request.plan.passes
-    ]
-    return Artifact({"source": "untouched", "passes": passes, "notes": [], "artifact": ""})
 
 
 def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry | None]:

@@ -7,36 +7,35 @@ identity and a checksum of some pages, and whatever is not known exactly takes t
 
 from __future__ import annotations
 
-__all__ = ["KnownStart", "find_known_start", "remember_start"]
+__all__ = ["KnownStart", "find_known_start", "is_current", "lacks_operators", "remember_start"]
 
 import contextlib
 import json
 import os
+import time
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortplugins.artifacts.directory import (
+    cache_folder,
     file_identity,
     is_private,
     page_checksum,
     read_json,
     write_json,
 )
-from ortplugins.artifacts.manifest import is_as_published, note_use, read_manifest
-from ortplugins.optimization.request import BuildRequest
+
+if TYPE_CHECKING:
+    from ortplugins.optimization.request import BuildRequest
+    from session_options.plan import Plan
 
 # A file changed a moment ago may change again within the resolution of its time stamps.
 _SETTLED_SECONDS = 2.0
 
 
 class KnownStart(NamedTuple):
-    """What an earlier start took.
-
-    Attributes:
-        folder: Of the entry; empty where no pass has anything to do.
-        manifest: Of the entry.
-    """
+    """The entry that an earlier start took."""
 
     folder: str
     manifest: dict[str, Any]
@@ -49,40 +48,70 @@ def find_known_start(root: str, request: BuildRequest) -> KnownStart | None:
         root: The cache directory.
         request: What the session asks for.
     """
-    if not _can_be_known(request):
+    from ortplugins.artifacts.manifest import is_as_published, note_use, read_manifest
+
+    key = _recall(root, _text(request)) if _can_be_known(request) else None
+    if not isinstance(key, str):
         return None
-    text = _text(request)
-    known = read_json(os.path.join(root, "starts", _name(text)))
-    if not isinstance(known, dict) or known.get("request") != text or not is_private(root):
-        return None
+    folder = os.path.join(root, "entries", key)
     try:
-        if any(_state(path) != state for path, state in known["files"].items()):
-            return None
-        if known["key"] is None:
-            return KnownStart("", {})
-        folder = os.path.join(root, "entries", known["key"])
         manifest = read_manifest(folder)
         if manifest is None or not is_as_published(folder, manifest, None):
             return None
-    except (OSError, KeyError, TypeError, AttributeError):
+    except OSError:
         return None
     return KnownStart(folder, manifest) if note_use(folder) else None
 
 
 def remember_start(
-    root: str, request: BuildRequest, key: str | None, files: Sequence[str], started: float
+    root: str, request: BuildRequest, key: str, files: Sequence[str], started: float
 ) -> None:
-    """Keep what a start took, where a later one may rely on it; a cache may be read-only.
+    """Keep which entry a start took, where a later one may rely on it.
 
     Args:
-        root: The cache directory.
+        root: The cache directory; may be read-only.
         request: What the session asked for.
-        key: Of the entry; None where no pass has anything to do.
-        files: What the decision was made from.
+        key: Of the entry.
+        files: The model and its data.
         started: When the first of them was looked at, seconds since the epoch.
     """
-    if not _can_be_known(request):
-        return
+    if _can_be_known(request):
+        _remember(root, _text(request), key, files, started)
+
+
+def lacks_operators(path: str, plan: Plan) -> bool:
+    """Whether each pass needs an operator that the model's file does not even name."""
+    names = sorted(item.needs_operator for item in plan.passes)
+    if not all(names):
+        return False
+    root, started = cache_folder(plan.cache_dir), time.time()
+    text = json.dumps({"lacks": names, "path": path})
+    if _recall(root, text) is not None:
+        return True
+    import mmap
+
+    try:
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            found = any(content.find(name.encode()) >= 0 for name in names)
+    except (OSError, ValueError):  # whoever loads it says what is wrong
+        return False
+    if not found:
+        _remember(root, text, "", [path], started)
+    return not found
+
+
+def _recall(root: str, text: str) -> Any:
+    """Return what was kept under a text; None where nothing was, or files have changed."""
+    known = read_json(os.path.join(root, "starts", _name(text)))
+    if not isinstance(known, dict) or known.get("text") != text or not is_private(root):
+        return None
+    return known["found"] if _are_unchanged(known) else None
+
+
+def _remember(root: str, text: str, found: str, files: Sequence[str], started: float) -> None:
     with contextlib.suppress(OSError):
         states = {path: _state(path) for path in files}
         newest = max(os.stat(path).st_mtime for path in files)
@@ -92,10 +121,25 @@ def remember_start(
         if not os.path.isdir(folder):
             os.makedirs(root, mode=0o700, exist_ok=True)
             os.mkdir(folder, mode=0o700)
-        text = _text(request)
         if is_private(root):
-            content = {"request": text, "key": key, "files": states}
+            content = {"text": text, "found": found, "files": states}
             write_json(folder, _name(text), content)
+
+
+def _are_unchanged(known: Mapping[str, Any]) -> bool:
+    try:
+        return all(_state(path) == state for path, state in known["files"].items())
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def is_current(root: str | os.PathLike[str], name: str) -> bool:
+    """Whether a later start may still make use of a file of ``starts``."""
+    known = read_json(os.path.join(root, "starts", name))
+    if not isinstance(known, dict) or not isinstance(known.get("found"), str):
+        return False
+    entry = os.path.join(root, "entries", known["found"])
+    return os.path.exists(entry) and _are_unchanged(known)
 
 
 def _can_be_known(request: BuildRequest) -> bool:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.artifacts.directory import disk_size, remove_tree
+from ortplugins.artifacts.known_starts import is_current
 from ortplugins.artifacts.manifest import MANIFEST, USE_SECONDS, Entry, last_use, read_manifest
 from ortplugins.artifacts.store import ArtifactCache
 
@@ -34,6 +35,8 @@ _OPENING_SECONDS = 2 * USE_SECONDS
 _REMOVING_SECONDS = 0.1
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
+# Subdirectories beside those of the entries.
+_INDEX = ("sources", "digests", "starts", "locks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +229,9 @@ def _prune_index(cache: ArtifactCache) -> None:
     for path in cache.own("digests"):
         if not cache.sources.is_current(path):
             path.unlink(missing_ok=True)
+    for path in cache.own("starts"):
+        if not is_current(cache.root, path.name):
+            path.unlink(missing_ok=True)
     for path in cache.own("locks"):
         name = path.name.removesuffix(".lock")
         if name not in keys and _is_old(path):
@@ -327,7 +333,7 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
         with contextlib.suppress(FileNotFoundError):  # by another process, just now
             remove_tree(cache.move_aside(item.key))
     _remove_abandoned(cache)
-    for path in (*cache.own("sources"), *cache.own("digests"), *cache.own("locks")):
+    for path in (path for name in _INDEX for path in cache.own(name)):
         with contextlib.suppress(OSError):
             if path.parent.name != "locks":
                 path.unlink()
@@ -354,7 +360,7 @@ def share(cache: ArtifactCache) -> None:
                 linked.add(path)
             else:
                 entry.copy_linked(name)
-    names = ("entries", "sources", "digests")
+    names = ("entries", "sources", "digests", "starts")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
         for path in cache.own(name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["STOCK", "ReportDict", "open_session", "untouched_report"]
 
+import os
 import sys
 import time
 import weakref
@@ -13,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.artifacts.find_or_build import Artifact, find_or_build
+from ortplugins.artifacts.known_starts import lacks_operators
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.optimization.request import BuildRequest, read_request
-from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 from ortplugins.runtime.temporary_settings import construct_with, options_lock
 from session_options.caller_warnings import warn_caller
 from session_options.keys import OptionError
 
 if TYPE_CHECKING:
-    import os
-
+    from ortplugins.artifacts.find_or_build import Artifact
+    from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
@@ -75,7 +74,11 @@ def open_session(
     arguments = (options, providers, provider_options)
     with options_lock(options):
         plan = read_plan(options)
-        if plan:
+        report = _nothing_to_do(path_or_bytes, plan)
+        if report is None:
+            # Most of what importing this module would take, and many starts need none of it.
+            from ortplugins.optimization.request import read_request
+
             request = read_request(
                 path_or_bytes,
                 plan,
@@ -87,9 +90,11 @@ def open_session(
     def construct_untouched() -> None:
         construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
 
-    if not plan:
+    if report is not None:
         construct_untouched()
-        return STOCK
+        if plan:
+            _log_start(_name_of(path_or_bytes), time.perf_counter() - start, report)
+        return report
 
     def construct_on(artifact: Artifact, settings: Mapping[str, str]) -> None:
         no_fallback = {**kwargs, "enable_fallback": 0}
@@ -113,13 +118,7 @@ def open_session(
                 session.enable_fallback()
             _call_opened(plan)
     finally:
-        if artifact.temporary is not None:
-            # POSIX keeps the mapped files until the session closes; Windows refuses to
-            # unlink them, so the folder goes with the session.
-            try:
-                artifact.temporary.cleanup()
-            except OSError:
-                weakref.finalize(session, artifact.temporary.cleanup)
+        _remove_temporary(artifact, session)
     _log_start(request.name, time.perf_counter() - start, report)
     return report
 
@@ -137,6 +136,8 @@ def _open_artifact(
     Raises:
         Exception: Whatever onnxruntime raises.
     """
+    from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
+
     report = artifact.report
     level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
     construct_on(artifact, {**artifact.settings, **level})
@@ -153,6 +154,35 @@ def _open_artifact(
     return report
 
 
+def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession) -> None:
+    """Remove the folder of an artifact that is in no cache.
+
+    POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so
+    the folder goes with the session.
+    """
+    if artifact.temporary is not None:
+        try:
+            artifact.temporary.cleanup()
+        except OSError:
+            weakref.finalize(session, artifact.temporary.cleanup)
+
+
+def _nothing_to_do(
+    path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
+) -> ReportDict | None:
+    """Return the report of a start that needs no artifact; None where one has to be found."""
+    if not plan:
+        return STOCK
+    if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
+        return None
+    passes = [{"name": item.name, "seconds": 0.0, "remarks": []} for item in plan.passes]
+    return {**STOCK, "source": "untouched", "passes": passes}
+
+
+def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
+    return "bytes" if isinstance(path_or_bytes, bytes) else os.path.abspath(path_or_bytes)
+
+
 def _log_start(name: str, seconds: float, report: ReportDict) -> None:
     # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
     logging = sys.modules.get("logging")
@@ -165,6 +195,8 @@ def _log_start(name: str, seconds: float, report: ReportDict) -> None:
 
 def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
     """Return the artifact; the untouched model's where it cannot be made, and may be run."""
+    from ortplugins.artifacts.find_or_build import Artifact, find_or_build
+
     try:
         return find_or_build(request)
     except Exception as error:

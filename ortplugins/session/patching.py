@@ -23,7 +23,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
@@ -32,9 +32,12 @@ from ortplugins.report import Report
 from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
 from session_options.environment import general_entries, plan_entries
-from session_options.keys import PREFIX, SessionConfig, stored
+from session_options.keys import PREFIX, stored
 from session_options.option_files import read_plan
 from session_options.registry import pass_names
+
+if TYPE_CHECKING:
+    from session_options.keys import SessionConfig
 
 # Whose sessions are never caught: one rule for the modules that there are and will be.
 _OURS = ("ortplugins", "rewrite_rules", "session_options")
