@@ -7,11 +7,13 @@ All is decided before any node is rewritten.
 
 from __future__ import annotations
 
-__all__ = ["Known", "Picked", "Reading", "Readings", "SizeOf", "Span"]
+__all__ = ["Reading", "Readings"]
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import int_attribute
@@ -30,8 +32,8 @@ _LONG_CHAIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """Numbers that no run can change, and the shape of their tensor."""
+class FoldNumbers:
+    """Numbers that no run can change -> a constant."""
 
     numbers: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,10 +41,14 @@ class Known:
     def __str__(self) -> str:
         return f"constant {list(self.numbers)}"
 
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        numbers = np.array(self.numbers, np.int64).reshape(self.shape)
+        return op.Constant(value=ir.tensor(numbers), _name=name)  # type: ignore[no-any-return]
+
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """``Shape(source, start, end)``; all of it without a start and an end."""
+class ReadSpan:
+    """Sizes that lie side by side in a shape -> ``Shape(source, start, end)``."""
 
     source: ir.Value
     start: int | None = None
@@ -55,10 +61,15 @@ class Span:
             what = f"dimensions {self.start or 0}:{'' if self.end is None else self.end}"
         return f"reads {what} of {self.source.name!r}"
 
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        ends = {"start": self.start, "end": self.end}
+        ends = {end: axis for end, axis in ends.items() if axis is not None}
+        return op.Shape(self.source, **ends, _name=name)  # type: ignore[no-any-return]
+
 
 @dataclasses.dataclass(frozen=True)
-class SizeOf:
-    """``Size(source)``."""
+class ReadSize:
+    """Size -> Size of the first value of as many elements."""
 
     source: ir.Value
     nodes = 1
@@ -66,10 +77,13 @@ class SizeOf:
     def __str__(self) -> str:
         return f"reads the size of {self.source.name!r}"
 
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        return op.Size(self.source, _name=name)  # type: ignore[no-any-return]
+
 
 @dataclasses.dataclass(frozen=True)
-class Picked:
-    """``Gather(Shape(source), axes)``; a scalar for one axis if so wanted."""
+class PickSizes:
+    """Sizes anywhere in a shape -> ``Gather(Shape(source), axes)``; of one, maybe a scalar."""
 
     source: ir.Value
     axes: tuple[int, ...]
@@ -80,8 +94,14 @@ class Picked:
         axes = ", ".join(map(str, self.axes))
         return f"reads dimension{'s' * (len(self.axes) > 1)} {axes} of {self.source.name!r}"
 
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        shape = op.Shape(self.source)
+        shape.type = ir.TensorType(ir.DataType.INT64)
+        axes = np.array(self.axes, np.int64).reshape(() if self.scalar else -1)
+        return op.Gather(shape, op.Constant(value=ir.tensor(axes)), axis=0, _name=name)  # type: ignore[no-any-return]
 
-Reading = Known | Span | SizeOf | Picked
+
+Reading = FoldNumbers | ReadSpan | ReadSize | PickSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +148,7 @@ class Readings:
             found = self._find(node, now)
             if found is not None:
                 self.better[node] = found
-                now = _Now(-1, 0) if isinstance(found, Known) else self._rank(found)
+                now = _Now(-1, 0) if isinstance(found, FoldNumbers) else self._rank(found)
             self._now[out] = now
 
     def _reads(self, node: ir.Node) -> _Now | None:
@@ -148,9 +168,11 @@ class Readings:
     def _find(self, node: ir.Node, now: _Now) -> Reading | None:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
-            return Known(integers.constants, integers.shape)
+            return FoldNumbers(integers.constants, integers.shape)
         if node.op_type == "Size":
-            return self._if_earlier(SizeOf, node, now)
+            assert now.source is not None
+            first = self._earliest.of_count(self._shapes.count(now.source), node)
+            return ReadSize(first) if self._is_earlier(first, now) else None
         dims = None if integers is None else integers.known
         if integers is None or dims is None:
             unranked = node.op_type == "Shape" and now.source is not None
@@ -175,29 +197,21 @@ class Readings:
         assert now.source is not None
         shape = self._shapes.shape(now.source)
         first = self._earliest.of_shape(shape, node)
-        if (
-            isinstance(shape, tuple)
-            or first is None
-            or self._earliest.place(first) >= now.place
-        ):
+        if isinstance(shape, tuple) or not self._is_earlier(first, now):
             return None
         try:
             start = int_attribute(node, "start", 0) or None
             end = int_attribute(node, "end", 0) if "end" in node.attributes else None
         except Refusal:
             return None
-        return Span(first, start, end)
+        return ReadSpan(first, start, end)
 
-    def _if_earlier(self, kind: type[SizeOf], node: ir.Node, now: _Now) -> Reading | None:
-        assert now.source is not None
-        first = self._earliest.of_count(self._shapes.count(now.source), node)
-        if first is None or self._earliest.place(first) >= now.place:
-            return None
-        return kind(first)
+    def _is_earlier(self, value: ir.Value | None, now: _Now) -> TypeGuard[ir.Value]:
+        return value is not None and self._earliest.place(value) < now.place
 
     def _forms(
         self, source: ir.Value, dims: Dims, scalar: bool, opset: int
-    ) -> Iterator[Span | Picked]:
+    ) -> Iterator[ReadSpan | PickSizes]:
         """How to read sizes from a value."""
         shape = self._shapes.shape(source)
         if not isinstance(shape, tuple) or not set(dims) <= set(shape):
@@ -205,13 +219,13 @@ class Readings:
         count = len(dims)
         starts = [i for i in range(len(shape) - count + 1) if shape[i : i + count] == dims]
         if scalar or not starts or (opset < 15 and count < len(shape)):
-            yield Picked(source, tuple(shape.index(dim) for dim in dims), scalar)
+            yield PickSizes(source, tuple(shape.index(dim) for dim in dims), scalar)
         else:
             end = starts[0] + count
-            yield Span(source, starts[0] or None, end if end < len(shape) else None)
+            yield ReadSpan(source, starts[0] or None, end if end < len(shape) else None)
 
-    def _rank(self, reading: Span | SizeOf | Picked) -> _Now:
+    def _rank(self, reading: ReadSpan | ReadSize | PickSizes) -> _Now:
         return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
 
-    def _order(self, reading: Span | Picked) -> tuple[int, int]:
+    def _order(self, reading: ReadSpan | PickSizes) -> tuple[int, int]:
         return self._earliest.place(reading.source), reading.nodes

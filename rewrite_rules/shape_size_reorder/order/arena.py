@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 _ROUNDING = 256
 _FIRST_REGION = 1 << 20
-_MOST_DEAD = 128 << 20
+_MAX_DEAD = 128 << 20
 _LARGEST_STEP = 1 << 30
 
 # (size, first address): how free chunks are sorted.
@@ -36,80 +36,52 @@ def touched_bytes(requests: Iterable[tuple[int, int]]) -> int:
         requests: In their order: ``(tensor, bytes)`` to get memory for a tensor, and
             ``(tensor, -1)`` to give it back.
     """
-    arena = _Arena()
+    next_region, end = _FIRST_REGION, 0
+    # Of free chunks: sorted sizes and addresses; size by address, address by the one behind.
+    free: list[_Chunk] = []
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    used: dict[int, _Chunk] = {}
+    touched: list[tuple[int, int]] = []
+
+    def insert(start: int, length: int) -> None:
+        bisect.insort(free, (length, start))
+        starts[start] = length
+        ends[start + length] = start
+
+    def remove(start: int) -> int:
+        length = starts.pop(start)
+        del ends[start + length]
+        del free[bisect.bisect_left(free, (length, start))]
+        return length
+
     for tensor, size in requests:
-        if size < 0:
-            arena.free(tensor)
-        else:
-            arena.allocate(tensor, size)
-    return arena.touched()
-
-
-class _Arena:
-    """Regions lie one behind the other with a gap, so that no chunks of two are joined."""
-
-    def __init__(self) -> None:
-        self._end = 0
-        self._next_region = _FIRST_REGION
-        self._free: list[_Chunk] = []
-        # Of free chunks: size by first address, and first address by the one behind.
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._used: dict[int, _Chunk] = {}
-        self._touched: list[tuple[int, int]] = []
-
-    def allocate(self, tensor: int, size: int) -> None:
-        if size <= 0:
-            return
-        rounded = -(-size // _ROUNDING) * _ROUNDING
-        index = bisect.bisect_left(self._free, (rounded, 0))
-        if index == len(self._free):
-            self._add_region(rounded)
-            index = bisect.bisect_left(self._free, (rounded, 0))
-        length, start = self._free[index]
-        self._remove(start)
-        if length >= 2 * rounded or length - rounded >= _MOST_DEAD:
-            self._insert(start + rounded, length - rounded)
-            length = rounded
-        self._used[tensor] = length, start
-        self._touched.append((start, start + size))
-
-    def free(self, tensor: int) -> None:
-        chunk = self._used.pop(tensor, None)
-        if chunk is None:
-            return
-        length, start = chunk
-        if (before := self._ends.get(start)) is not None:
-            length += start - before
-            self._remove(before)
-            start = before
-        if (behind := self._starts.get(start + length)) is not None:
-            self._remove(start + length)
-            length += behind
-        self._insert(start, length)
-
-    def touched(self) -> int:
-        total = reach = 0
-        for start, end in sorted(self._touched):
-            total += max(0, end - max(start, reach))
-            reach = max(reach, end)
-        return total
-
-    def _add_region(self, needed: int) -> None:
-        grown = needed > self._next_region
-        while needed > self._next_region:
-            self._next_region *= 2
-        self._insert(self._end + 1, self._next_region)
-        self._end += self._next_region + 1
-        if not grown:
-            self._next_region = min(2 * self._next_region, _LARGEST_STEP)
-
-    def _insert(self, start: int, length: int) -> None:
-        bisect.insort(self._free, (length, start))
-        self._starts[start] = length
-        self._ends[start + length] = start
-
-    def _remove(self, start: int) -> None:
-        length = self._starts.pop(start)
-        del self._ends[start + length]
-        del self._free[bisect.bisect_left(self._free, (length, start))]
+        if size > 0:
+            rounded = -(-size // _ROUNDING) * _ROUNDING
+            if not free or free[-1][0] < rounded:
+                # Between regions is a gap, so that no chunks of two are joined.
+                doubled = (-(-rounded // next_region) - 1).bit_length()
+                region = next_region << doubled
+                insert(end + 1, region)
+                end += region + 1
+                next_region = region if doubled else min(2 * region, _LARGEST_STEP)
+            length, start = free[bisect.bisect_left(free, (rounded, 0))]
+            remove(start)
+            if length >= 2 * rounded or length - rounded >= _MAX_DEAD:
+                insert(start + rounded, length - rounded)
+                length = rounded
+            used[tensor] = length, start
+            touched.append((start, start + size))
+        elif size < 0 and tensor in used:
+            length, start = used.pop(tensor)
+            if start in ends:
+                start = ends[start]
+                length += remove(start)
+            if start + length in starts:
+                length += remove(start + length)
+            insert(start, length)
+    total = reach = 0
+    for first, behind in sorted(touched):
+        total += max(0, behind - max(first, reach))
+        reach = max(reach, behind)
+    return total

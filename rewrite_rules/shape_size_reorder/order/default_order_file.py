@@ -6,7 +6,6 @@ from __future__ import annotations
 __all__ = ["DefaultFile", "closest_default_order"]
 
 import dataclasses
-import heapq
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
@@ -18,7 +17,7 @@ from rewrite_rules.shape_size_reorder.order.memory_plan import (
     Timeline,
     inner_bytes,
 )
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, ranks
 from rewrite_rules.shape_size_reorder.order.search import (
     SimulatedOrder,
     memory_order,
@@ -129,44 +128,20 @@ def _default_files(
     yield list(wanted)
     tensors = HeuristicBytes(dependencies, model, {})
     for order in (wanted, subtrees(tensors)):
-        rank = [0] * count
-        for step, node in enumerate(order):
-            rank[node] = step
-        yield _from_the_end(dependencies, rank)
+        rank = ranks(order)
+        yield dependencies.smallest_last(rank)
         earliest = list(rank)
         for node in order:
             for producer in dependencies.producers[node]:
                 earliest[node] = min(earliest[node], earliest[producer])
         # Branches of one beginning are all as early: the shorter way first.
         keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
-        for step, node in enumerate(keys):
-            earliest[node] = step
-        yield _from_the_end(dependencies, earliest)
-
-
-def _from_the_end(dependencies: Dependencies, rank: Sequence[int]) -> list[int]:
-    waiting = [len(consumers) for consumers in dependencies.consumers]
-    absent = set(dependencies.constants)
-    heap = [
-        (rank[node], node)
-        for node, left in enumerate(waiting)
-        if not left and node not in absent
-    ]
-    heapq.heapify(heap)
-    result: list[int] = []
-    while heap:
-        _, node = heapq.heappop(heap)
-        result.append(node)
-        for producer in dependencies.producers[node]:
-            waiting[producer] -= 1
-            if not waiting[producer]:
-                heapq.heappush(heap, (rank[producer], producer))
-    return [*dependencies.constants, *reversed(result)]
+        yield dependencies.smallest_last(ranks(keys))
 
 
 def _closeness(order: Sequence[int], wanted: Sequence[int]) -> float:
     """Share of pairs that are in the same order in both (Kendall's tau, from 0 to 1)."""
-    rank = {node: step for step, node in enumerate(wanted)}
+    rank = ranks(wanted)
     pairs = len(order) * (len(order) - 1) // 2
     return 1 - _inversions([rank[node] for node in order]) / pairs if pairs else 1.0
 

@@ -60,6 +60,7 @@ class HeuristicBytes:
         size: Bytes of each tensor.
         reads: For each node, the tensors it reads, each once.
         makes: For each node, the tensors it makes and that are no aliases.
+        grows: For each node, the bytes of those.
         readers: For each tensor, the nodes that read it or an alias of it.
         kept: Whether a tensor stays to the end.
         inner: Bytes that the bodies of a node need while it runs.
@@ -71,24 +72,19 @@ class HeuristicBytes:
     ) -> None:
         self.dependencies = dependencies
         self.size = model.sizes
-        count = len(dependencies.nodes)
-        self.reads: list[list[int]] = []
-        self.makes: list[list[int]] = []
+        nodes = range(len(dependencies.nodes))
+        self.inner = [inner.get(node, 0) for node in nodes]
+        self.overwrites = [node in model.overwrites for node in nodes]
+        self.reads = [sorted({model.roots[v] for v in read}) for read in model.reads]
+        self.makes = [[v for v in made if model.roots[v] == v] for made in model.makes]
+        self.grows = [sum(model.sizes[v] for v in made) for made in self.makes]
         self.readers: list[list[int]] = [[] for _ in model.sizes]
-        self.kept = list(model.outputs)
-        self.inner = [inner.get(node, 0) for node in range(count)]
-        self.overwrites = [value is not None for value in model.overwrites]
-        for node in range(count):
-            read = {model.roots[value] for value in model.reads[node]}
-            self.reads.append(sorted(read - {-1}))
-            self.makes.append(
-                [value for value in model.makes[node] if model.roots[value] == value]
-            )
+        for node in nodes:
             for value in self.reads[node]:
                 self.readers[value].append(node)
-        for value, readers in enumerate(self.readers):
-            # What nobody reads is given back at the end.
-            self.kept[value] = self.kept[value] or not readers
+        # What nobody reads is given back at the end.
+        pairs = zip(model.outputs, self.readers, strict=True)
+        self.kept = [kept or not readers for kept, readers in pairs]
 
 
 class _State:
@@ -99,7 +95,7 @@ class _State:
         dependencies = tensors.dependencies
         count = len(dependencies.nodes)
         self.waiting = [len(producers) for producers in dependencies.producers]
-        self.grows = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+        self.grows = tensors.grows
         self.frees = [0] * count
         self.done = [False] * count
         self._left = [len(readers) for readers in tensors.readers]
@@ -217,8 +213,7 @@ def _backwards(tensors: HeuristicBytes) -> list[int]:
     waiting = [len(consumers) for consumers in dependencies.consumers]
     alive = list(tensors.kept)
     change = [
-        sum(tensors.size[v] for v in tensors.reads[node] if not alive[v])
-        - sum(tensors.size[v] for v in tensors.makes[node])
+        sum(tensors.size[v] for v in tensors.reads[node] if not alive[v]) - tensors.grows[node]
         for node in range(len(waiting))
     ]
     done = [False] * len(waiting)
@@ -255,7 +250,7 @@ def _backwards(tensors: HeuristicBytes) -> list[int]:
 def subtrees(tensors: HeuristicBytes) -> list[int]:
     """Depth first; what a subtree needs is reckoned as if no other one shared its nodes."""
     dependencies = tensors.dependencies
-    size = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+    size = tensors.grows
     needs = [0] * len(size)
     sorted_producers: list[list[int]] = [[] for _ in size]
     for node in dependencies.default():
@@ -301,7 +296,7 @@ def _beam(tensors: HeuristicBytes) -> list[int]:
     width = max(_BEAM_STATES // max(len(nodes), 1), 8)
     needs = [sum(1 << p for p in producers) for producers in dependencies.producers]
     readers = [sum(1 << node for node in found) for found in tensors.readers]
-    grows = [sum(tensors.size[v] for v in made) for made in tensors.makes]
+    grows = tensors.grows
     states: dict[int, _BeamState] = {
         0: (0, 0, [node for node in nodes if not needs[node]], None)
     }

@@ -61,7 +61,8 @@ _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie insid
 
 # (element bytes, dimensions): equal keys share buffers.
 _Key = tuple[int, tuple[int | str, ...]]
-_HELD_ELSEWHERE = -1
+# The number of what no node makes: the last of all lists, of no size and never free.
+_ELSEWHERE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +98,14 @@ class MemoryModel:
         parent: The node whose body the graph is.
 
     Attributes:
-        sizes: Bytes of each value that a node makes, by number.
+        sizes: Bytes of each value that a node makes, by number; the last is any other.
         reads: For each node, the values it or its bodies read, once for each time; values that
             are not the graph's own are left out.
         makes: For each node, the values it makes.
-        source: For each node, the value that its first output is an alias of; -1 for one that
-            is no node's, None for none.
-        overwrites: For each node, the value that its first output may be written over, else
-            None.
+        source: Node -> the value that its first output is an alias of.
+        overwrites: Node -> the value that its first output may be written over.
         roots: For each value, the one that it is an alias of, in the end; itself if it is
-            none, -1 for one that is no node's.
+            none.
         uses: For each value, how often it is read.
         outputs: Whether a value is an output of the graph.
         unknown_values: Names of values whose size is a guess: without rank, or no tensors.
@@ -123,37 +122,47 @@ class MemoryModel:
         self.unknown_values: list[str] = []
         self.sizes: list[int] = []
         self._keys: list[_Key | None] = []
-        self.uses: list[int] = []
-        self.outputs: list[bool] = []
         self.reads: list[list[int]] = [[] for _ in dependencies.nodes]
         self.makes: list[list[int]] = [[] for _ in dependencies.nodes]
-        self.source: list[int | None] = [None] * len(dependencies.nodes)
-        self.overwrites: list[int | None] = [None] * len(dependencies.nodes)
-        self.roots: list[int] = []
-        numbers: dict[ir.Value, int] = {}
-        results = set(graph.outputs)
+        self.source: dict[int, int] = {}
+        self.overwrites: dict[int, int] = {}
+        numbers: dict[ir.Value | None, int] = {}
         # By a topological order: guesses look at the inputs of a node.
         for index in dependencies.default():
             node = dependencies.nodes[index]
             if is_constant(node):
                 continue
-            read = [value for value in (*node.inputs, *captures(node)) if value is not None]
+            read = (*node.inputs, *captures(node))
             self.reads[index] = [numbers[value] for value in read if value in numbers]
-            for number in self.reads[index]:
-                self.uses[number] += 1
             for value in node.outputs:
                 if value.name:
-                    self._add(value, numbers, index, value in results)
-            self._set_reuse(node, index, numbers)
-            if _is_unchanged_state(node, graph, parent, results):
+                    numbers[value] = len(self.sizes)
+                    self.makes[index].append(numbers[value])
+                    size, key = self._measure(value, index)
+                    self.sizes.append(size)
+                    self._keys.append(key)
+            if node.inputs and self.makes[index] and node.outputs[0].name:
+                self._set_reuse(node, index, numbers)
+            if _is_unchanged_state(node, graph, parent):
                 self.sizes[self.makes[index][0]] = 0
+        results = set(graph.outputs)
+        self.outputs = [*(value in results for value in numbers), True]
+        self.roots = [*range(len(self.sizes)), _ELSEWHERE]
+        self.uses = [0] * len(self.roots)
+        for index in dependencies.default():
+            for number in self.reads[index]:
+                self.uses[number] += 1
+            if index in self.source and not self.outputs[self.makes[index][0]]:
+                self.roots[self.makes[index][0]] = self.roots[self.source[index]]
+        self.sizes.append(0)
+        self._keys.append(None)
 
     def needed_by(self, node: int) -> int:
         """Bytes that are held while a node runs, whatever the order."""
         held = {self.roots[value] for value in self.reads[node]}
-        if self.overwrites[node] is None:
+        if node not in self.overwrites:
             held.update(self.roots[value] for value in self.makes[node])
-        return sum(self.sizes[value] for value in held if value != _HELD_ELSEWHERE)
+        return sum(self.sizes[value] for value in held)
 
     def output_bytes(self) -> int:
         """Bytes of all outputs of the graph."""
@@ -195,20 +204,10 @@ class MemoryModel:
             reuse: ``SessionOptions.enable_mem_reuse``.
         """
         first, last = self._lives(order, reuse)
-        begin: dict[int, list[int]] = {}
-        end: dict[int, list[int]] = {}
-        for buffer, step in first.items():
-            begin.setdefault(step, []).append(buffer)
-        for buffer, step in last.items():
-            end.setdefault(step, []).append(buffer)
-        return touched_bytes(
-            request
-            for step in range(len(order))
-            for request in (
-                *((buffer, self.sizes[buffer]) for buffer in begin.get(step, ())),
-                *((buffer, -1) for buffer in end.get(step, ())),
-            )
-        )
+        requests = [(step, 0, buffer, self.sizes[buffer]) for buffer, step in first.items()]
+        requests += [(step, 1, buffer, -1) for buffer, step in last.items()]
+        requests.sort(key=lambda request: request[:2])
+        return touched_bytes((buffer, size) for *_, buffer, size in requests)
 
     def _lives(
         self, order: Sequence[int], reuse: bool
@@ -219,69 +218,41 @@ class MemoryModel:
         last: dict[int, int] = {}
         for step, node in enumerate(order):
             for value in self.reads[node]:
-                buffer = buffers[value]
-                if buffer != _HELD_ELSEWHERE and not self.outputs[buffer]:
-                    last[buffer] = step
+                if not self.outputs[buffers[value]]:
+                    last[buffers[value]] = step
             for value in self.makes[node]:
-                buffer = buffers[value]
-                if buffer != _HELD_ELSEWHERE:
-                    first.setdefault(buffer, step)
+                first.setdefault(buffers[value], step)
         return first, last
 
     def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
         """Which buffer each value has, named by the value that it was allocated for."""
-        buffers = list(range(len(self.sizes)))
+        buffers = [*range(len(self.sizes) - 1), _ELSEWHERE]
         # One more use until the node that makes the value is through with it; outputs keep it.
         left = [1 + uses + kept for uses, kept in zip(self.uses, self.outputs, strict=True)]
-        free: dict[_Key, list[int]] = {}
+        left[_ELSEWHERE] = len(order) * len(left)  # never free
+        free: dict[_Key | None, list[int]] = {}
         for node in order:
-            for place, value in enumerate(self.makes[node]):
-                found: int | None = None
-                if self.outputs[value]:
-                    continue
-                source = self.source[node] if place == 0 else None
-                over = self.overwrites[node] if place == 0 else None
-                if source is not None:
-                    found = source if source == _HELD_ELSEWHERE else buffers[source]
-                elif (
-                    over is not None
-                    and buffers[over] != _HELD_ELSEWHERE
-                    and left[buffers[over]] == 1
-                ):
-                    found = buffers[over]
-                elif (
-                    reuse
-                    and self.uses[value]
-                    and (key := self._keys[value]) is not None
-                    and key[1]
-                    and free.get(key)
-                ):
-                    found = free[key].pop()
-                if found is not None:
-                    buffers[value] = found
-                    if found != _HELD_ELSEWHERE:
+            source, over = self.source.get(node), self.overwrites.get(node)
+            for value in self.makes[node]:
+                if not self.outputs[value]:
+                    key = self._keys[value]
+                    found = value
+                    if source is not None:
+                        found = buffers[source]
+                    elif over is not None and left[buffers[over]] == 1:
+                        found = buffers[over]
+                    elif reuse and self.uses[value] and key and key[1] and free.get(key):
+                        found = free[key].pop()
+                    if found != value:
+                        buffers[value] = found
                         left[found] += left[value]
+                source = over = None  # those of the first output
             for value in (*self.reads[node], *self.makes[node]):
                 buffer = buffers[value]
-                if buffer == _HELD_ELSEWHERE:
-                    continue
                 left[buffer] -= 1
-                own = self._keys[buffer]
-                if left[buffer] == 0 and own is not None:
-                    free.setdefault(own, []).append(buffer)
+                if not left[buffer]:
+                    free.setdefault(self._keys[buffer], []).append(buffer)
         return buffers
-
-    def _add(
-        self, value: ir.Value, numbers: dict[ir.Value, int], node: int, kept: bool
-    ) -> None:
-        number = numbers[value] = len(self.sizes)
-        self.roots.append(number)
-        self.makes[node].append(number)
-        size, key = self._measure(value, node)
-        self.sizes.append(size)
-        self._keys.append(key)
-        self.uses.append(0)
-        self.outputs.append(kept)
 
     def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
         sizes = self._shapes.of.get(value)
@@ -296,26 +267,19 @@ class MemoryModel:
         key = None if planned is None else (math.ceil(bits / 8), planned)
         return math.ceil(math.prod(sizes) * bits / 8), key
 
-    def _set_reuse(self, node: ir.Node, index: int, numbers: Mapping[ir.Value, int]) -> None:
-        if not self.makes[index] or not node.outputs[0].name or not node.inputs:
-            return
+    def _set_reuse(
+        self, node: ir.Node, index: int, numbers: Mapping[ir.Value | None, int]
+    ) -> None:
         if node.op_type in _ALIASES and node.domain == "":
-            value = node.inputs[0]
-            if value is not None:
-                source = self.source[index] = numbers.get(value, _HELD_ELSEWHERE)
-                made = self.makes[index][0]
-                if not self.outputs[made]:
-                    self.roots[made] = source if source < 0 else self.roots[source]
+            if node.inputs[0] is not None:
+                self.source[index] = numbers.get(node.inputs[0], _ELSEWHERE)
             return
         place = _overwritten_input(node)
         if place is None or place >= len(node.inputs):
             return
-        value = node.inputs[place]
-        read = None if value is None else numbers.get(value)
-        if read is not None and self._keys[read] is not None:
-            made = self.makes[index][0]
-            if self._keys[read] == self._keys[made]:
-                self.overwrites[index] = read
+        read, key = numbers.get(node.inputs[place]), self._keys[self.makes[index][0]]
+        if read is not None and key is not None and self._keys[read] == key:
+            self.overwrites[index] = read
 
 
 def _overwritten_input(node: ir.Node) -> int | None:
@@ -333,9 +297,7 @@ def _overwritten_input(node: ir.Node) -> int | None:
     return None
 
 
-def _is_unchanged_state(
-    node: ir.Node, graph: ir.Graph, parent: ir.Node | None, results: set[ir.Value]
-) -> bool:
+def _is_unchanged_state(node: ir.Node, graph: ir.Graph, parent: ir.Node | None) -> bool:
     """Whether a body of a Loop hands an input through; its buffer goes on as it is.
 
     The number of the iteration is copied: the Loop counts in it.
@@ -344,7 +306,7 @@ def _is_unchanged_state(
         parent is not None
         and parent.op_type == "Loop"
         and node.op_type == "Identity"
-        and node.outputs[0] in results
+        and node.outputs[0].is_graph_output()
         and node.inputs[0] in graph.inputs[1:]
     )
 

@@ -22,9 +22,10 @@ model (optimisers, functions put in place of their calls) get the highest indice
 
 from __future__ import annotations
 
-__all__ = ["Dependencies"]
+__all__ = ["Dependencies", "ranks"]
 
 import dataclasses
+import graphlib
 import heapq
 from collections.abc import Sequence
 
@@ -91,13 +92,12 @@ class Dependencies:
         Args:
             file_order: The nodes as another file would have them; None for this one.
         """
-        rank = self._ranks(file_order)
         absent = set(self.constants)
+        file_order = file_order or range(len(self.nodes))
         stack = [
-            node
-            for node in file_order or range(len(self.nodes))
-            if not self.consumers[node] and node not in absent
+            node for node in file_order if not self.consumers[node] and node not in absent
         ]
+        rank = ranks(file_order)
         result = list(self.constants)
         visited = [False] * len(self.nodes)
         while stack:
@@ -109,9 +109,7 @@ class Dependencies:
                 continue
             visited[node] = True
             stack.append(~node)
-            producers = self.producers[node]
-            if rank is not None and len(producers) > 1:
-                producers = sorted(producers, key=rank.__getitem__)
+            producers = sorted(self.producers[node], key=rank.__getitem__)
             stack += [producer for producer in producers if not visited[producer]]
         return result
 
@@ -121,71 +119,72 @@ class Dependencies:
         Args:
             file_order: The nodes as another file would have them; None for this one.
         """
-        rank = self._ranks(file_order) or range(len(self.nodes))
-        late = len(self.nodes)
-        return self.smallest_first(
-            [
-                rank[node] if first else rank[node] + late
-                for node, first in enumerate(self.shape_readers)
-            ]
-        )
+        rank = ranks(file_order or range(len(self.nodes)))
+        late = len(rank)
+        first = self.shape_readers
+        return self.smallest_first([n if first[i] else n + late for i, n in enumerate(rank)])
 
     def smallest_first(self, key: Sequence[int]) -> list[int]:
         """Return the order in which the ready node with the smallest key runs next.
 
         Args:
-            key: A number for each node, no two alike.
+            key: A number for each node; of equal ones, the first in the file counts.
         """
         absent = set(self.constants)
         waiting = [len(producers) for producers in self.producers]
-        at_key = {number: node for node, number in enumerate(key)}
         heap = [
-            key[node]
-            for node in range(len(self.nodes))
-            if not waiting[node] and node not in absent
+            (key[node], node)
+            for node, left in enumerate(waiting)
+            if not left and node not in absent
         ]
         heapq.heapify(heap)
         result = list(self.constants)
         while heap:
-            node = at_key[heapq.heappop(heap)]
+            _, node = heapq.heappop(heap)
             result.append(node)
             for consumer in self.consumers[node]:
                 waiting[consumer] -= 1
                 if not waiting[consumer]:
-                    heapq.heappush(heap, key[consumer])
+                    heapq.heappush(heap, (key[consumer], consumer))
         return result
+
+    def smallest_last(self, key: Sequence[int]) -> list[int]:
+        """Return a file filled from its end, each time with the smallest key that is ready."""
+        reverse = dataclasses.replace(
+            self, producers=self.consumers, consumers=self.producers
+        ).smallest_first(key)
+        count = len(self.constants)
+        return [*self.constants, *reversed(reverse[count:])]
 
     def is_order(self, order: Sequence[int]) -> bool:
         """Whether every node is there once, and after all that it reads."""
-        rank = {node: index for index, node in enumerate(order)}
-        return sorted(order) == list(range(len(self.nodes))) and all(
+        if sorted(order) != list(range(len(self.nodes))):
+            return False
+        rank = ranks(order)
+        return all(
             rank[producer] < rank[node]
             for node, producers in enumerate(self.producers)
             for producer in producers
         )
 
-    def _ranks(self, file_order: Sequence[int] | None) -> list[int] | None:
-        if file_order is None:
-            return None
-        result = [0] * len(self.nodes)
-        for index, node in enumerate(file_order):
-            result[node] = index
-        return result
-
     def _check_acyclic(self) -> None:
-        run = self.priority()
-        if len(run) < len(self.nodes):
-            left = set(range(len(self.nodes))).difference(run)
-            # Each node that is left waits for another one: going back ends in a circle.
-            node = min(left)
-            seen: dict[int, None] = {}
-            while node not in seen:
-                seen[node] = None
-                node = next(producer for producer in self.producers[node] if producer in left)
-            circle = list(seen)[list(seen).index(node) :]
+        try:
+            graphlib.TopologicalSorter(dict(enumerate(self.producers))).prepare()
+        except graphlib.CycleError as error:
+            circle = error.args[1][1:]
             names = ", ".join(repr(label(self.nodes[index])) for index in circle[:4])
             more = "" if len(circle) <= 4 else f" and {len(circle) - 4} more"
-            raise Refusal(f"nodes {names}{more} wait for each other: the graph is no DAG")
+            raise Refusal(
+                f"nodes {names}{more} wait for each other: the graph is no DAG"
+            ) from None
+
+
+def ranks(order: Sequence[int]) -> list[int]:
+    """Return for each node where it lies in an order."""
+    result = [0] * len(order)
+    for rank, node in enumerate(order):
+        result[node] = rank
+    return result
 
 
 def _check_names(nodes: Sequence[ir.Node]) -> None:

@@ -37,7 +37,7 @@ from rewrite_rules.shape_size_reorder.order.memory_plan import (
     Timeline,
     inner_bytes,
 )
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, ranks
 from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
 
 # A chain's tensors are shapes; anything larger is data.
@@ -156,47 +156,60 @@ def memory_order(
     """
     dependencies = Dependencies.of(graph)
     model = MemoryModel(graph, dependencies, shapes, parent)
-    inner = _Bodies(
-        dependencies,
-        lambda body, node: memory_order(body, shapes, node, reuse=reuse),
-    )
+    bodies = {
+        index: [memory_order(body, shapes, node, reuse=reuse) for body in subgraphs(node)]
+        for index, node in enumerate(dependencies.nodes)
+    }
     chains = _Chains(dependencies, model)
 
-    def simulated(order: Sequence[int], which: str) -> SimulatedOrder:
-        timeline = model.timeline(order, inner.bytes(which))
+    def inner(of: Callable[[GraphOrder], SimulatedOrder]) -> dict[int, int]:
+        return {
+            index: inner_bytes(
+                dependencies.nodes[index], [(of(o).peak, o.output_bytes) for o in orders]
+            )
+            for index, orders in bodies.items()
+            if orders
+        }
+
+    def simulated(
+        order: Sequence[int], inside: Mapping[int, int], reuse: bool = True
+    ) -> SimulatedOrder:
+        timeline = model.timeline(order, inside, reuse)
         return SimulatedOrder(tuple(order), timeline, shape_distances(dependencies, order))
 
-    def with_ours(order: Sequence[int]) -> Timeline:
-        return model.timeline(order, inner.bytes("ours"), reuse)
-
-    default = simulated(dependencies.default(), "default")
-    priority = simulated(dependencies.priority(), "priority")
+    inside = inner(lambda body: body.ours)
+    default = simulated(dependencies.default(), inner(lambda body: body.default))
+    priority = simulated(dependencies.priority(), inner(lambda body: body.priority))
     best: tuple[int, ...] = ()
     peak, method = -1, ""
     tried: set[tuple[int, ...]] = set()
-    lowest = _lower_bound(model)
+    lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
     native = ("priority", priority.order), ("default", default.order)
-    others = candidate_orders(dependencies, model, inner.bytes("ours"))
-    for name, order in itertools.chain(native, others):
+    for name, order in itertools.chain(native, candidate_orders(dependencies, model, inside)):
         settled = tuple(chains.settle(order))
         if settled in tried:
             continue
         tried.add(settled)
-        reached = with_ours(settled).peak
+        reached = model.timeline(settled, inside, reuse).peak
         if peak < 0 or reached < peak:
             best, peak, method = settled, reached, name
         if peak <= lowest:
             break
     if peak > lowest:
-        better = lower_peak(best, dependencies, model, with_ours, chains.settle)
+        better = lower_peak(
+            best,
+            dependencies,
+            model,
+            lambda order: model.timeline(order, inside, reuse),
+            chains.settle,
+        )
         if better is not None:
             best, method = tuple(better), f"{method}, moved"
-    ours = SimulatedOrder(best, with_ours(best), shape_distances(dependencies, best))
-    orders = inner.all
+    orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
-        ours=ours,
+        ours=simulated(best, inside, reuse),
         default=default,
         priority=priority,
         method=method,
@@ -219,7 +232,7 @@ def rearrange(graph: ir.Graph, order: Sequence[int]) -> None:
 
 def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[int, ...]:
     """Steps from each Shape's producer to it, other Shapes of that producer left out."""
-    step = {node: index for index, node in enumerate(order)}
+    step = ranks(order)
     result = []
     for node, reads_shape in enumerate(dependencies.shape_readers):
         if not reads_shape or not dependencies.producers[node]:
@@ -233,29 +246,6 @@ def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[i
         )
         result.append(step[node] - step[producer] - siblings)
     return tuple(result)
-
-
-class _Bodies:
-    """The subgraphs of a graph, ordered, and the bytes they add to their nodes."""
-
-    def __init__(
-        self, dependencies: Dependencies, order: Callable[[ir.Graph, ir.Node], GraphOrder]
-    ) -> None:
-        self.all: list[GraphOrder] = []
-        self._bytes: dict[str, dict[int, int]] = {"ours": {}, "default": {}, "priority": {}}
-        for index, node in enumerate(dependencies.nodes):
-            orders = [order(body, node) for body in subgraphs(node)]
-            if not orders:
-                continue
-            self.all += orders
-            for which, held in self._bytes.items():
-                held[index] = inner_bytes(
-                    node, [(getattr(o, which).peak, o.output_bytes) for o in orders]
-                )
-
-    def bytes(self, which: str) -> Mapping[int, int]:
-        """Bytes for each control-flow node under "ours", "default" or "priority"."""
-        return self._bytes[which]
 
 
 class _Chains:
@@ -293,11 +283,8 @@ class _Chains:
         ``PRIORITY_BASED`` moves nothing of the result: at each step, the first node that is
         ready lies next, and Shapes lie before all others that are ready.
         """
-        length = len(order)
-        key = [0] * length
-        for rank, node in enumerate(order):
-            key[node] = self._class[node] * length + rank
-        return self._dependencies.smallest_first(key)
+        pairs = zip(self._class, ranks(order), strict=True)
+        return self._dependencies.smallest_first([c * len(order) + rank for c, rank in pairs])
 
 
 def _comes_from_node_or_file(value: ir.Value | None) -> bool:
@@ -307,8 +294,3 @@ def _comes_from_node_or_file(value: ir.Value | None) -> bool:
         or value.producer() is not None
         or (value.is_initializer() and not value.is_graph_input())
     )
-
-
-def _lower_bound(model: MemoryModel) -> int:
-    """Bytes that every order has to hold while some node runs."""
-    return max(model.needed_by(node) for node in range(len(model.reads))) if model.reads else 0
