@@ -20,6 +20,7 @@ __all__ = ["output_shapes"]
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -72,6 +73,9 @@ _REDUCTIONS = (
     *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
 )
 _KEEPS_RANK = frozenset({"Pad", "Slice", "Tile", *_REDUCTIONS})
+
+
+_Rule = Callable[[Site], Sequence[Shape | None]]
 
 
 def output_shapes(site: Site) -> Sequence[Shape | None]:
@@ -283,14 +287,6 @@ def _sizes(site: Site, index: int) -> Dims:
     )
 
 
-def _expand(site: Site) -> Sequence[Shape]:
-    return [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))]
-
-
-def _constant_of_shape(site: Site) -> Sequence[Shape]:
-    return [_sizes(site, 0)]
-
-
 def _range(site: Site) -> Sequence[Shape]:
     integers = [site.facts.integers(site.input(i)) for i in range(3)]
     numbers = [i.numbers[0] if i is not None and i.numbers else None for i in integers]
@@ -307,24 +303,18 @@ def _range(site: Site) -> Sequence[Shape]:
 def _reduce(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
     keep = site.integer("keepdims", 1)
+    if site.node.op_type.startswith("Arg"):
+        return [_without(dims, {axis_of(site.integer("axis", 0), len(dims))}, keep)]
     axes = site.axes(1)
-    if not axes:
-        if site.integer("noop_with_empty_axes", 0):
-            return [dims]
-        axes = tuple(range(len(dims)))
-    return [_without(dims, axes_of(axes, len(dims)), keep)]
+    if not axes and site.integer("noop_with_empty_axes", 0):
+        return [dims]
+    return [_without(dims, axes_of(axes or range(len(dims)), len(dims)), keep)]
 
 
 def _without(dims: Dims, gone: set[int], keep: int) -> Dims:
     if keep:
         return tuple(known(1) if i in gone else dim for i, dim in enumerate(dims))
     return tuple(dim for i, dim in enumerate(dims) if i not in gone)
-
-
-def _arg_reduce(site: Site) -> Sequence[Shape]:
-    dims = site.dims(0)
-    axis = axis_of(site.integer("axis", 0), len(dims))
-    return [_without(dims, {axis}, site.integer("keepdims", 1))]
 
 
 def _top_k(site: Site) -> Sequence[Shape]:
@@ -359,20 +349,16 @@ def _shape(site: Site) -> Sequence[Shape]:
     return [(known(len(shape[span])),)]
 
 
-def _matmul(site: Site) -> Sequence[Shape]:
-    return [_product(site, site.dims(0), site.dims(1))]
-
-
-def _product(site: Site, a: Dims, b: Dims) -> Shape:
+def _product(site: Site, a: Dims, b: Dims) -> Sequence[Shape]:
     if not a or not b:
-        return ()
+        return [()]
     batch = site.unknowns.broadcast((a[:-2], b[:-2]))
     assert isinstance(batch, tuple)
-    return (*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))
+    return [(*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))]
 
 
-def _qlinear_matmul(site: Site) -> Sequence[Shape]:
-    return [_product(site, site.dims(0), site.dims(3))]
+def _matmul(other: int = 1) -> _Rule:
+    return lambda site: _product(site, site.dims(0), site.dims(other))
 
 
 def _fused_matmul(site: Site) -> Sequence[Shape]:
@@ -383,16 +369,7 @@ def _fused_matmul(site: Site) -> Sequence[Shape]:
         return []
     a = (*a[:-2], a[-1], a[-2]) if site.integer("transA", 0) else a
     b = (*b[:-2], b[-1], b[-2]) if site.integer("transB", 0) else b
-    return [_product(site, a, b)]
-
-
-def _matmul_nbits(site: Site) -> Sequence[Shape]:
-    dims = site.dims(0)
-    return [(*dims[:-1], known(site.integer("N", 0)))] if dims else []
-
-
-def _embed_layer_normalization(site: Site) -> Sequence[Shape]:
-    return [(*site.dims(0), site.dims(2)[-1])]
+    return _product(site, a, b)
 
 
 def _attention(site: Site) -> Sequence[Shape]:
@@ -463,10 +440,6 @@ def _conv(site: Site, weight: int = 1) -> Sequence[Shape]:
     return [(dims[0], kernel[0], *_window(site, dims, sizes))]
 
 
-def _qlinear_conv(site: Site) -> Sequence[Shape]:
-    return _conv(site, 3)
-
-
 def _conv_transpose(site: Site) -> Sequence[Shape]:
     dims, kernel, rank = site.dims(0), site.dims(1), len(site.dims(0)) - 2
     channels = site.unknowns.product((kernel[1], known(site.integer("group", 1))))
@@ -494,8 +467,7 @@ def _pool(site: Site) -> Sequence[Shape]:
 
 
 def _global_pool(site: Site) -> Sequence[Shape]:
-    dims = site.dims(0)
-    return [(*dims[:2], *(known(1),) * (len(dims) - 2))]
+    return [tuple(known(1) if i > 1 else dim for i, dim in enumerate(site.dims(0)))]
 
 
 def _resize(site: Site) -> Sequence[Shape]:
@@ -561,39 +533,30 @@ def _reorder_output(site: Site) -> Sequence[Shape]:
     return [(n, *sizes, channels) if last else (n, channels, *sizes)]
 
 
-def _like_input(index: int) -> Callable[[Site], Sequence[Shape]]:
-    return lambda site: [site.shape(index)]
-
-
-def _qlinear_binary(site: Site) -> Sequence[Shape]:
-    return [site.unknowns.broadcast((site.shape(0), site.shape(3)))]
-
-
-_Rule = Callable[[Site], Sequence[Shape | None]]
 _STANDARD: dict[str, _Rule] = {
-    **dict.fromkeys(("ArgMax", "ArgMin"), _arg_reduce),
+    **dict.fromkeys(("ArgMax", "ArgMin"), _reduce),
     **dict.fromkeys(("AveragePool", "MaxPool", "LpPool"), _pool),
     **dict.fromkeys(("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool"), _global_pool),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
-    **dict.fromkeys(("MatMul", "MatMulInteger"), _matmul),
+    **dict.fromkeys(("MatMul", "MatMulInteger"), _matmul()),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     "Concat": _concat,
-    "ConstantOfShape": _constant_of_shape,
+    "ConstantOfShape": lambda site: [_sizes(site, 0)],
     "Conv": _conv,
     "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
     "DepthToSpace": _depth_to_space,
-    "Expand": _expand,
+    "Expand": lambda site: [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))],
     "Flatten": _flatten,
     "Gather": _gather,
-    "GatherElements": _like_input(1),
+    "GatherElements": lambda site: [site.shape(1)],
     "GatherND": _gather_nd,
     "Gemm": _gemm,
     "NonZero": _non_zero,
     "OneHot": _one_hot,
     "Pad": _pad,
-    "QLinearConv": _qlinear_conv,
-    "QLinearMatMul": _qlinear_matmul,
+    "QLinearConv": partial(_conv, weight=3),
+    "QLinearMatMul": _matmul(3),
     "Range": _range,
     "Reshape": _reshape,
     "Resize": _resize,
@@ -611,16 +574,19 @@ _STANDARD: dict[str, _Rule] = {
 }
 _CONTRIBUTED: dict[str, _Rule] = {
     **dict.fromkeys(("FusedMatMul", "TransposeMatMul"), _fused_matmul),
-    **dict.fromkeys(("QLinearAdd", "QLinearMul"), _qlinear_binary),
+    **dict.fromkeys(
+        ("QLinearAdd", "QLinearMul"),
+        lambda site: [site.unknowns.broadcast((site.shape(0), site.shape(3)))],
+    ),
     "Attention": _attention,
-    "DynamicQuantizeMatMul": _matmul,
-    "EmbedLayerNormalization": _embed_layer_normalization,
+    "DynamicQuantizeMatMul": _matmul(),
+    "EmbedLayerNormalization": lambda site: [(*site.dims(0), site.dims(2)[-1])],
     "FusedConv": _conv,
     "FusedGemm": _gemm,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
-    "MatMulIntegerToFloat": _matmul,
-    "MatMulNBits": _matmul_nbits,
+    "MatMulIntegerToFloat": _matmul(),
+    "MatMulNBits": lambda site: [(*site.dims(0)[:-1], known(site.integer("N", 0)))],
     "MultiHeadAttention": _multi_head_attention,
 }
 # What onnxruntime makes of convolutions on the CPU: channels in blocks.

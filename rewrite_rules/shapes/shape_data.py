@@ -58,14 +58,6 @@ def _shape(site: Site) -> Integers:
     return Integers.list(dims[start:end])
 
 
-def _size(site: Site) -> Integers:
-    return Integers((site.facts.count(site.input(0)),), ())
-
-
-def _identity(site: Site) -> Integers | None:
-    return _input(site)
-
-
 def _cast(site: Site) -> Integers | None:
     to, data = site.integer("to", 0), _input(site)
     if data is None or to == ir.DataType.INT64:
@@ -133,36 +125,21 @@ def _unsqueeze(site: Site) -> Integers | None:
     return None if axes is None else _moved(site, lambda p: np.expand_dims(p, axes))
 
 
-def _squeeze(site: Site) -> Integers | None:
-    axes = site.axes(1)
-    return _moved(site, lambda places: places.squeeze(axes))
-
-
 def _reshape(site: Site) -> Integers | None:
     sizes = site.constants(1)
     copies = not site.integer("allowzero", 0)
-
-    def move(places: _Places) -> _Places:
-        return places.reshape(
+    return _moved(
+        site,
+        lambda places: places.reshape(
             [places.shape[i] if size == 0 and copies else size for i, size in enumerate(sizes)]
-        )
-
-    return _moved(site, move)
-
-
-def _transpose(site: Site) -> Integers | None:
-    return _moved(site, lambda places: places.transpose(site.ints("perm")))
+        ),
+    )
 
 
 def _product_of_all(site: Site) -> Integers | None:
     data = _input(site)
-    dims = None if data is None else data.known
-    if (
-        data is None
-        or dims is None
-        or data.rank != 1
-        or site.axes(1) not in (None, (0,), (-1,))
-    ):
+    dims = None if data is None or data.rank != 1 else data.known
+    if dims is None or site.axes(1) not in (None, (0,), (-1,)):
         return None
     if site.integer("noop_with_empty_axes", 0):
         return None
@@ -259,17 +236,17 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "ConstantOfShape": _constant_of_shape,
     "Div": _elementwise(_divided),
     "Gather": _gather,
-    "Identity": _identity,
+    "Identity": _input,
     "Mul": _elementwise(_multiplied),
     "ReduceProd": _product_of_all,
     "Reshape": _reshape,
     "Shape": _shape,
-    "Size": _size,
+    "Size": lambda site: Integers((site.facts.count(site.input(0)),), ()),
     "Slice": _slice,
-    "Squeeze": _squeeze,
+    "Squeeze": lambda site: _moved(site, lambda p: p.squeeze(site.axes(1))),
     "Sub": _elementwise(_subtracted),
     "Unsqueeze": _unsqueeze,
-    "Transpose": _transpose,
+    "Transpose": lambda site: _moved(site, lambda p: p.transpose(site.ints("perm"))),
     "Where": _where,
 }
 

@@ -14,7 +14,6 @@ from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.shape_size_reorder.order.heuristics import HeuristicBytes, subtrees
 from rewrite_rules.shape_size_reorder.order.memory_plan import (
     MemoryModel,
-    Timeline,
     inner_bytes,
 )
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, ranks
@@ -83,32 +82,27 @@ def closest_default_order(
             "once, after all that it reads"
         )
     model = MemoryModel(graph, dependencies, shapes, parent)
+    files: list[DefaultFile] = []
     inner: dict[int, int] = {}
-    files = []
     for index, node in enumerate(dependencies.nodes):
         parts = []
         for subgraph in subgraphs(node):
             order = memory_order(subgraph, shapes, node).ours.order
             parts.append(closest_default_order(subgraph, order, shapes, node))
+        files += parts
         if parts:
-            files += parts
-            inner[index] = inner_bytes(
-                node, [(part.runs.peak, part.output_bytes) for part in parts]
-            )
-    best: tuple[tuple[int, float], list[int], list[int], Timeline] | None = None
+            inner[index] = inner_bytes(node, [(p.runs.peak, p.output_bytes) for p in parts])
+    simulated = []
     for file_order in _default_files(dependencies, model, wanted):
         runs = dependencies.default(file_order)
-        timeline = model.timeline(runs, inner)
-        score = timeline.peak, -_closeness(runs, wanted)
-        if best is None or score < best[0]:
-            best = score, file_order, runs, timeline
-    assert best is not None  # the file as it is
-    score, file_order, runs, timeline = best
+        timeline, closeness = model.timeline(runs, inner), _closeness(runs, wanted)
+        simulated.append((timeline.peak, -closeness, file_order, runs, timeline))
+    _, opposite, file_order, runs, timeline = min(simulated, key=lambda item: item[:2])
     return DefaultFile(
         graph=graph,
         file_order=tuple(file_order),
         runs=SimulatedOrder(tuple(runs), timeline, shape_distances(dependencies, runs)),
-        closeness=-score[1],
+        closeness=-opposite,
         output_bytes=model.output_bytes(),
         subgraphs=tuple(files),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 __all__ = ["lower_peak"]
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel, Timeline
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, ranks
 
 # Nodes that all simulations of moves may run; about a second for a million.
 _MOVED_NODES = 100_000
-_MOST_MOVES = 150
+_MAX_MOVES = 150
 # Tensors tried at one peak, and nodes that may go along with one.
 _TENSORS_AT_PEAK = 8
 _MOVED_ALONG = 40
@@ -37,13 +37,12 @@ def lower_peak(
     Returns:
         A better order, settled; None if none was found.
     """
-    moves = _Moves(dependencies, model)
     best, found = tuple(order), simulate(order)
-    left = min(_MOST_MOVES, _MOVED_NODES // max(len(best), 1))
+    left = min(_MAX_MOVES, _MOVED_NODES // max(len(best), 1))
     improved = False
     while left > 0:
         before = best
-        for moved in moves.of(best, found.step):
+        for moved in _moves(best, found.step, dependencies, model):
             settled = tuple(settle(moved))
             timeline = simulate(settled)
             left -= 1
@@ -57,57 +56,49 @@ def lower_peak(
     return best if improved else None
 
 
-class _Moves:
-    """Orders with one tensor less at a peak than another order."""
+def _moves(
+    order: tuple[int, ...], peak: int, dependencies: Dependencies, model: MemoryModel
+) -> Iterator[list[int]]:
+    """Make later, or read earlier, what step ``peak`` holds and does not use."""
+    step = ranks(order)
+    made = {value: step[node] for node, values in enumerate(model.makes) for value in values}
+    readers: dict[int, set[int]] = {}
+    for node in order:
+        for value in model.reads[node]:
+            readers.setdefault(value, set()).add(step[node])
+    waiting = [
+        value
+        for value, steps in readers.items()
+        if made[value] < peak < max(steps) and peak not in steps
+    ]
+    waiting.sort(key=lambda value: -model.sizes[value])
+    for value in waiting[:_TENSORS_AT_PEAK]:
+        later = sorted(at for at in readers[value] if at > peak)
+        if min(readers[value]) > peak:  # make it later
+            at, first = made[value], later[0]
+            yield [*order[:at], *order[at + 1 : first], order[at], *order[first:]]
+        along = _needed([order[at] for at in later], step, peak, dependencies)
+        if along is not None:  # read it earlier
+            now = [node for node in order[peak:] if node in along]
+            after = [node for node in order[peak:] if node not in along]
+            yield [*order[:peak], *now, *after]
 
-    def __init__(self, dependencies: Dependencies, model: MemoryModel) -> None:
-        self._dependencies = dependencies
-        self._model = model
 
-    def of(self, best: Sequence[int], peak: int) -> Iterator[list[int]]:
-        """Make or read later or earlier what step ``peak`` holds and does not use."""
-        order = list(best)
-        step = {node: index for index, node in enumerate(order)}
-        model = self._model
-        maker = {value: node for node, made in enumerate(model.makes) for value in made}
-        readers: dict[int, set[int]] = {}
-        for node in order:
-            for value in model.reads[node]:
-                readers.setdefault(value, set()).add(step[node])
-        waiting = [
-            value
-            for value, steps in readers.items()
-            if step[maker[value]] < peak < max(steps) and peak not in steps
-        ]
-        waiting.sort(key=lambda value: -model.sizes[value])
-        for value in waiting[:_TENSORS_AT_PEAK]:
-            later = sorted(at for at in readers[value] if at > peak)
-            if min(readers[value]) > peak:  # make it later
-                node = maker[value]
-                rest = [other for other in order if other != node]
-                place = rest.index(order[later[0]])
-                yield [*rest[:place], node, *rest[place:]]
-            along = self._needed([order[at] for at in later], step, peak)
-            if along is not None:  # read it earlier
-                now = [node for node in order[peak:] if node in along]
-                after = [node for node in order[peak:] if node not in along]
-                yield [*order[:peak], *now, *after]
-
-    def _needed(
-        self, nodes: Sequence[int], step: Mapping[int, int], peak: int
-    ) -> set[int] | None:
-        """Nodes that have to run first to run some before the peak; None if too many."""
-        found: set[int] = set()
-        pending = list(nodes)
-        while pending:
-            node = pending.pop()
-            if step[node] < peak or node in found:
-                continue
-            if step[node] == peak or len(found) >= _MOVED_ALONG:
-                return None
-            found.add(node)
-            pending += self._dependencies.producers[node]
-        return found
+def _needed(
+    nodes: list[int], step: Sequence[int], peak: int, dependencies: Dependencies
+) -> set[int] | None:
+    """Nodes that have to run first to run some before the peak; None if too many."""
+    found: set[int] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if step[node] < peak or node in found:
+            continue
+        if step[node] == peak or len(found) >= _MOVED_ALONG:
+            return None
+        found.add(node)
+        pending += dependencies.producers[node]
+    return found
 
 
 def _height(timeline: Timeline) -> tuple[int, int]:
