@@ -135,14 +135,6 @@ def _size_of(shapes: Sequence[Sequence[int]]) -> float:
     )
 
 
-def _sum_of_sizes(_: ir.Node, arrays: Sequence[Array]) -> float:
-    return sum(array.size for array in arrays)
-
-
-def _product_of_sizes(_: ir.Node, arrays: Sequence[Array]) -> float:
-    return math.prod(float(array.size) for array in arrays)
-
-
 def _gather_size(node: ir.Node, arrays: Sequence[Array]) -> float:
     data, indices = arrays
     axis = int_attribute(node, "axis", 0)
@@ -155,37 +147,29 @@ def _gather_nd_size(_: ir.Node, arrays: Sequence[Array]) -> float:
     return float(indices.size / depth * math.prod(data.shape[depth:]))
 
 
-def _expand_size(_: ir.Node, arrays: Sequence[Array]) -> float:
-    return _size_of([arrays[0].shape, [int(n) for n in arrays[1]]])
-
-
-def _range_size(_: ir.Node, arrays: Sequence[Array]) -> float:
-    start, limit, delta = (float(array.item()) for array in arrays)
+def _range_size(start: float, limit: float, delta: float) -> float:
     return abs((limit - start) / delta)
 
 
 # Operators that are evaluated, and how many elements one makes, from above.
-_OUTPUT_SIZES: dict[str, Callable[[ir.Node, Sequence[Array]], float]] = {
+_Size = Callable[[ir.Node, Sequence[Array]], float]
+_OUTPUT_SIZES: dict[str, _Size] = {
     **dict.fromkeys(
-        ("Concat", "Flatten", "Reshape", "Shape", "Size", "Slice", "Split", "Squeeze"),
-        _sum_of_sizes,
+        (
+            *("ArgMax", "ArgMin", "Concat", "CumSum", "Flatten", "GatherElements", "NonZero"),
+            *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
+            *("ScatterElements", "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze"),
+            *("Transpose", "Trilu", "Unsqueeze"),
+        ),
+        lambda _, arrays: sum(array.size for array in arrays),
     ),
-    **dict.fromkeys(
-        ("ArgMax", "ArgMin", "CumSum", "GatherElements", "NonZero", "ScatterElements"),
-        _sum_of_sizes,
-    ),
-    **dict.fromkeys(
-        ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ScatterND"),
-        _sum_of_sizes,
-    ),
-    **dict.fromkeys(("Transpose", "Trilu", "Unsqueeze"), _sum_of_sizes),
     "ConstantOfShape": lambda _, arrays: math.prod(map(float, arrays[0])),
-    "Expand": _expand_size,
+    "Expand": lambda _, arrays: _size_of([arrays[0].shape, [int(n) for n in arrays[1]]]),
     "Gather": _gather_size,
     "GatherND": _gather_nd_size,
-    "MatMul": _product_of_sizes,
+    "MatMul": lambda _, arrays: math.prod(float(array.size) for array in arrays),
     "OneHot": lambda _, arrays: arrays[0].size * float(arrays[1].item()),
-    "Range": _range_size,
+    "Range": lambda _, arrays: _range_size(*(float(array.item()) for array in arrays)),
     "Tile": lambda _, arrays: arrays[0].size * math.prod(map(float, arrays[1])),
 }
 _OPERATORS = frozenset(_OUTPUT_SIZES) | {

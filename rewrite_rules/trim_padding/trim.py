@@ -90,22 +90,18 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
-    outputs_before = list(model.graph.outputs)
     context.trials.extend(trial_batches(model, proof.mask, proof.inputs, proof.flow))
     names = FreshNames(model)
     _forget_lengths(model, proof, f"{proof.mask.name}_kept")
+    # Packing puts other values in place of outputs.
+    places = [axes.get(value) for value in model.graph.outputs]
     packed = pack_regions(model, proof.flow, proof.mask, names) if options.pack else 0
     inputs = [value for value in model.graph.inputs if value in axes]
-    places = [axes[value] for value in outputs_before if value in axes]
-    outputs = [
-        value
-        for value, before in zip(model.graph.outputs, outputs_before, strict=True)
-        if before in axes
-    ]
+    outputs = [(v, at) for v, at in zip(model.graph.outputs, places, strict=True) if at]
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
-        gained += f" and given back to {_names(outputs)}"
-    for value in outputs:
+        gained += f" and given back to {_names(value for value, _ in outputs)}"
+    for value, _ in outputs:
         context.remarks.note(
             str(value.name), "positions behind the longest row are 0 from now on"
         )
@@ -116,7 +112,7 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     nodes = PaddingNodes(model, names, proof.mask, options.multiple)
     for value in inputs:
         nodes.cut_input(value, axes[value])
-    for value, where in zip(outputs, places, strict=True):
+    for value, where in outputs:
         nodes.pad_output(value, where)
     nodes.insert()
     context.remarks.fired(str(proof.mask.name), gained)
@@ -135,23 +131,20 @@ def _find_mask(model: ir.Model, name: str) -> _Proof:
             f"opset {model.opset_imports.get('', 0)} is too old: convert the model to opset "
             f"{_MIN_OPSET} or newer"
         )
-    candidates = _candidates(model, name)
     proofs: list[_Proof] = []
-    furthest: Stopped | None = None
-    for mask in candidates:
+    stopped: list[Stopped] = []
+    for mask in _candidates(model, name):
         try:
             proofs.append(_prove(model, mask))
         except Stopped as refusal:
-            if furthest is None or refusal.nodes_before > furthest.nodes_before:
-                furthest = refusal
+            stopped.append(refusal)
     if len(proofs) > 1:
         raise Refusal(
             f"{_names(proof.mask for proof in proofs)} may each be the mask: name it by "
             "trim_padding.mask"
         )
     if not proofs:
-        assert furthest is not None
-        raise furthest
+        raise max(stopped, key=lambda refusal: refusal.nodes_before)
     return proofs[0]
 
 
@@ -201,21 +194,20 @@ def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
         Stopped: If the model may mix padding into real positions.
     """
     assert mask.shape is not None
-    single = mask.shape[0] == 1
-    last: Stopped | None = None
+    stopped = None
     for pair in (_LONG_PAIR, _MIDDLE_PAIR):
-        runs = _runs((*_SHORT_PAIRS, pair), single)
+        runs = _runs((*_SHORT_PAIRS, pair), single=mask.shape[0] == 1)
         inputs = _inputs(model, mask, runs)
         try:
             flow = TokenFlow(model, inputs, runs, RULES)
         except Stopped as refusal:
-            last = refusal
+            stopped = refusal
             continue
         if not flow.masked_by:
             raise Stopped(f"{mask.name!r} masks nothing", 0)
         return _Proof(mask, flow, inputs)
-    assert last is not None
-    raise last
+    assert stopped is not None
+    raise stopped
 
 
 def _runs(pairs: Iterable[tuple[tuple[str, ...], int]], single: bool) -> Runs:
@@ -286,20 +278,13 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
 
 def _forget_lengths(model: ir.Model, proof: _Proof, symbol: str) -> None:
     """Write the shapes of values inside anew: they are as long as what is kept."""
-    for node in model.graph:
-        for value in node.outputs:
-            if value.shape is None or (value.shape.is_static() and not value.shape):
-                continue
-            sizes = proof.flow.sizes(proof.flow.values.get(value))
-            if sizes is None or len(sizes) != len(value.shape):
-                continue
-            runs = proof.flow.runs
-            dims = [
-                symbol
-                if size == runs.length
-                else dim
-                if len(set(size)) == 1 or size == runs.batch
-                else None
-                for size, dim in zip(sizes, value.shape, strict=True)
-            ]
-            value.shape = ir.Shape(dims)
+    flow, runs = proof.flow, proof.flow.runs
+    for value in [value for node in model.graph for value in node.outputs if value.shape]:
+        sizes = flow.sizes(flow.values.get(value))
+        if sizes is None or value.shape is None or len(sizes) != len(value.shape):
+            continue
+        dims = []
+        for size, dim in zip(sizes, value.shape, strict=True):
+            kept = len(set(size)) == 1 or size == runs.batch
+            dims.append(symbol if size == runs.length else dim if kept else None)
+        value.shape = ir.Shape(dims)
