@@ -31,7 +31,8 @@ from ortplugins.artifacts.maintenance import prune
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.artifacts.warming import WarmResult, warm
-from ortplugins.cli import terminal
+from ortplugins.cli.cache import parse_age
+from ortplugins.cli.options import parse_size
 
 CASE = DequantizedMatMul(512, 512, 32)
 NOBODY = 65534
@@ -311,7 +312,7 @@ def test_options_that_cannot_be_used(
 )
 def test_sizes_and_ages(text: str, number: float):
     is_age = text[-1] in "nhdw"
-    assert (terminal.parse_age if is_age else terminal.parse_size)(text) == number
+    assert (parse_age if is_age else parse_size)(text) == number
 
 
 def collect(cache_dir: Path, stop: Path) -> int:

@@ -346,6 +346,20 @@ def test_check_compares_outputs():
 
 
 @pytest.mark.usefixtures("models")
+def test_check_allows_the_error_that_onnxruntime_has_itself():
+    """Where the level is onnxruntime's own, so is the rounding of activations to int8."""
+    done = ortplugins_command("check", "fused.onnx", "--format", "json")
+    assert done.returncode == 0, done.stdout
+    (error,) = json.loads(done.stdout)["errors"]
+    assert error["output"] == "y" and error["max_abs"] > 1e-3
+    assert error["stock_max_abs"] == pytest.approx(error["max_abs"], rel=1e-3)
+    assert "onnxruntime's own" in ortplugins_command("check", "fused.onnx").stdout
+    chosen = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")
+    done = ortplugins_command("check", "fused.onnx", *chosen)
+    assert done.returncode == 1 and "onnxruntime's own" not in done.stdout
+
+
+@pytest.mark.usefixtures("models")
 def test_check_leaves_with_2_where_it_cannot_check():
     assert ortplugins_command("check", "fused.onnx", "--dims", "row=3").returncode == 2
     assert ortplugins_command("check", "fused.onnx", "--dims", "rows").returncode == 2

@@ -46,7 +46,7 @@ COMMANDS = {
     "passes": "List the passes and their options, as session keys.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }
-"""Each command and its line in the help; it is the Typer ``app`` of a module of its name."""
+"""Each command and its line in the help; it is the function, or group, of a module's name."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -63,8 +63,16 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _load(name: str) -> Any:
-    module = importlib.import_module(f"ortplugins.cli.{name.replace('-', '_')}")
-    return typer.main.get_command(module.app)
+    from ortplugins.cli.options import with_groups
+
+    identifier = name.replace("-", "_")
+    command = getattr(importlib.import_module(f"ortplugins.cli.{identifier}"), identifier)
+    if not isinstance(command, typer.Typer):
+        # What follows the program of `run` is the program's.
+        settings = {"allow_interspersed_args": name != "run"}
+        function, command = command, typer.Typer(add_completion=False)
+        command.command(context_settings=settings)(with_groups(function))
+    return typer.main.get_command(command)
 
 
 app = typer.Typer(

@@ -3,34 +3,28 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["cache"]
 
 import json
+import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import (
-    CacheDir,
-    Format,
-    Model,
-    Passes,
-    Settings,
-    parse_settings,
-)
-from ortplugins.cli.terminal import parse_age, parse_size, print_table
+from ortplugins.cli import options as opt
+from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
 from session_options import DqMatMulNBitsFusion, PrepackedWeights
 
 if TYPE_CHECKING:
     from ortplugins.artifacts.manifest import Entry
-    from ortplugins.artifacts.store import ArtifactCache
 
-app = typer.Typer(
+cache = typer.Typer(
     help="Fill, show, check or empty the cache of sessions.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,35 +32,73 @@ app = typer.Typer(
 
 _WARM_PASSES = [DqMatMulNBitsFusion.name, PrepackedWeights.name]
 _KEY_CHARACTERS = 12
-
-SessionEntries = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--session-entry",
-        metavar="KEY=VALUE",
-        help="An entry of the sessions' SessionOptions; repeatable.",
-    ),
-]
-Level = Annotated[
-    str, typer.Option(help="Of the sessions: disable, basic, extended, layout or all.")
-]
+_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-@app.command("dir")
-def print_directory(cache_dir: CacheDir = "") -> None:
+def parse_age(text: str) -> float:
+    """Read an age as seconds: 45min, 12h, 30d, 2w."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _AGES:
+        expected = "an age such as 45min, 12h, 30d or 2w is expected"
+        raise typer.BadParameter(f"{text!r}: {expected}")
+    return float(found[1]) * _AGES[found[2]]
+
+
+def _store(cache_dir: opt.CacheDir = "") -> Any:
+    from ortplugins.artifacts.directory import cache_root
+    from ortplugins.artifacts.store import ArtifactCache
+
+    return ArtifactCache(cache_root(cache_dir))
+
+
+def _session_start(
+    passes: opt.Passes = _WARM_PASSES,
+    settings: opt.Settings = None,
+    session_entries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--session-entry",
+            metavar="KEY=VALUE",
+            help="An entry of the sessions' SessionOptions; repeatable.",
+        ),
+    ] = None,
+    optimization_level: Annotated[
+        str, typer.Option(help="Of the sessions: disable, basic, extended, layout or all.")
+    ] = "all",
+    cache_dir: opt.CacheDir = "",
+) -> Any:
+    """Return what a start depends on besides its model, as ``warm`` takes it."""
+    return {
+        "passes": passes,
+        "options": opt.parse_settings(settings),
+        "session_entries": opt.parse_settings(session_entries, "--session-entry"),
+        "optimization_level": optimization_level,
+        "cache_dir": cache_dir or None,
+    }
+
+
+Store: TypeAlias = Annotated[Any, _store]
+SessionStart: TypeAlias = Annotated[dict[str, Any], _session_start]
+
+
+def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return lambda function: cache.command(name)(opt.with_groups(function))
+
+
+@_command("dir")
+def print_directory(store: Store) -> None:
     """Print the directory of the cache."""
-    typer.echo(_cache(cache_dir).root)
+    typer.echo(store.root)
 
 
-@app.command("list")
+@_command("list")
 def list_entries(
-    cache_dir: CacheDir = "",
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    store: Store,
+    format: opt.Format = opt.OutputFormat.TEXT,
 ) -> None:
     """List the optimised models, the newest first."""
-    cache = _cache(cache_dir)
-    entries = cache.entries()
-    if format is Format.JSON:
+    entries = store.entries()
+    if format is opt.OutputFormat.JSON:
         typer.echo(json.dumps([_as_json(entry) for entry in entries], indent=2))
         return
     rows = []
@@ -80,43 +112,28 @@ def list_entries(
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
     linked = decimal(sum(entry.linked_size for entry in entries))
-    typer.echo(f"{len(entries)} in all, {size}, and {linked} linked, in {cache.root}")
+    typer.echo(f"{len(entries)} in all, {size}, and {linked} linked, in {store.root}")
 
 
-@app.command("show")
+@_command("show")
 def show_entry(
+    store: Store,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of an entry, or its start.")],
-    cache_dir: CacheDir = "",
 ) -> None:
     """Print all that the cache knows of an entry, as JSON."""
-    cache = _cache(cache_dir)
-    found = [entry for entry in cache.entries() if entry.folder.name.startswith(key)]
+    found = [entry for entry in store.entries() if entry.folder.name.startswith(key)]
     if len(found) != 1:
         number = f"{len(found)} entries" if found else "no entry"
-        raise typer.BadParameter(f"{key!r}: {number} in {cache.root}", param_hint="KEY")
+        raise typer.BadParameter(f"{key!r}: {number} in {store.root}", param_hint="KEY")
     typer.echo(json.dumps({**_as_json(found[0]), "manifest": found[0].manifest}, indent=2))
 
 
-@app.command("explain")
-def explain_miss(
-    model: Model,
-    passes: Passes = _WARM_PASSES,
-    settings: Settings = None,
-    session_entries: SessionEntries = None,
-    optimization_level: Level = "all",
-    cache_dir: CacheDir = "",
-) -> None:
+@_command("explain")
+def explain_miss(model: opt.Model, start: SessionStart) -> None:
     """Tell why a session on the CPU finds no entry: what of its key differs; exit with 1."""
     from ortplugins.artifacts.warming import explain_miss
 
-    found = explain_miss(
-        model,
-        passes,
-        options=parse_settings(settings),
-        session_entries=parse_settings(session_entries, "--session-entry"),
-        optimization_level=optimization_level,
-        cache_dir=cache_dir or None,
-    )
+    found = explain_miss(model, **start)
     if found.is_present:
         typer.echo(f"{model}: found as {found.key[:_KEY_CHARACTERS]}")
         return
@@ -133,17 +150,16 @@ def explain_miss(
     raise typer.Exit(1)
 
 
-@app.command("verify")
+@_command("verify")
 def verify_entries(
-    cache_dir: CacheDir = "",
+    store: Store,
     remove: Annotated[bool, typer.Option("--remove", help="Remove damaged ones.")] = False,
 ) -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
     from ortplugins.artifacts.maintenance import verify
 
-    cache = _cache(cache_dir)
     number = damaged = removed = 0
-    for item in verify(cache):
+    for item in verify(store):
         number += 1
         if not item.damage:
             continue
@@ -153,26 +169,22 @@ def verify_entries(
         typer.echo(f"damaged: {name}: {what}")
         if remove:
             try:
-                cache.discard(item.key, item.manifest)
+                store.discard(item.key, item.manifest)
                 removed += 1
             except OSError as error:  # Windows keeps files that a process has open
                 typer.echo(f"left: {name}: {error}")
     outcome = f", {removed} removed" if remove else ""
-    typer.echo(f"{number} checked, {damaged} damaged{outcome}, in {cache.root}")
+    typer.echo(f"{number} checked, {damaged} damaged{outcome}, in {store.root}")
     if damaged:
         raise typer.Exit(1)
 
 
-@app.command("prune")
+@_command("prune")
 def prune_entries(
-    cache_dir: CacheDir = "",
+    store: Store,
     max_size: Annotated[
         int | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            help="Remove the least recently used above this: 500MB, 10GB, 1GiB.",
-        ),
+        opt.size_option("Remove the least recently used above this: 500MB, 10GB, 1GiB."),
     ] = None,
     older_than: Annotated[
         float | None,
@@ -191,8 +203,7 @@ def prune_entries(
 
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
-    cache = _cache(cache_dir)
-    result = prune(cache, max_size, older_than, dry_run=dry_run)
+    result = prune(store, max_size, older_than, dry_run=dry_run)
     removed, remain = ("would remove", "would remain") if dry_run else ("removed", "remain")
 
     def described(item: EntryInfo) -> str:
@@ -208,37 +219,28 @@ def prune_entries(
         typer.echo(f"{removed}: what builders left that were killed, {size}")
     size = decimal(sum(item.size for item in result.removed))
     kept = f"{result.kept} {remain}, {decimal(result.size)}"
-    typer.echo(f"{removed} {len(result.removed)}, {size}; {kept}, in {cache.root}")
+    typer.echo(f"{removed} {len(result.removed)}, {size}; {kept}, in {store.root}")
 
 
-@app.command("clean")
-def clean_cache(cache_dir: CacheDir = "") -> None:
+@_command("clean")
+def clean_cache(store: Store) -> None:
     """Remove everything from the cache."""
     from ortplugins.artifacts.maintenance import clean
 
-    cache = _cache(cache_dir)
-    number, size = clean(cache)
-    typer.echo(f"removed {number}, {decimal(size)}, from {cache.root}")
+    number, size = clean(store)
+    typer.echo(f"removed {number}, {decimal(size)}, from {store.root}")
 
 
-@app.command("warm")
+@_command("warm")
 def warm(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="An .onnx file.")],
-    passes: Passes = _WARM_PASSES,
-    settings: Settings = None,
-    cache_dir: Annotated[
-        str,
-        typer.Option(
-            "--cache-dir",
-            metavar="DIR",
-            help="A cache directory that every user may read, for an image; sessions find it "
-            "through ORTPLUGINS_CACHE_DIR. Default: the cache that sessions here use.",
-        ),
-    ] = "",
-    session_entries: SessionEntries = None,
-    optimization_level: Level = "all",
+    start: SessionStart,
 ) -> None:
-    """Build ahead what sessions on the CPU will look for; exit with 1 if a model fails."""
+    """Build ahead what sessions on the CPU will look for; exit with 1 if a model fails.
+
+    For an image, --cache-dir is a directory that every user may read; sessions find it through
+    ORTPLUGINS_CACHE_DIR.
+    """
     from ortplugins.artifacts.warming import WarmResult, expected_bytes
     from ortplugins.artifacts.warming import warm as build
 
@@ -249,30 +251,15 @@ def warm(
         else:
             typer.echo(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
 
-    if PrepackedWeights.name in passes:
+    if PrepackedWeights.name in start["passes"]:
         for model in models:
             # What is wrong with a model is reported when its turn comes.
             with suppress(ModelFileError, OSError):
                 size = decimal(expected_bytes(model))
                 typer.echo(f"{model}: may take {size} of disk with packed weights", err=True)
-    results = build(
-        models,
-        passes,
-        options=parse_settings(settings),
-        cache_dir=cache_dir or None,
-        session_entries=parse_settings(session_entries, "--session-entry"),
-        optimization_level=optimization_level,
-        done=done,
-    )
+    results = build(models, done=done, **start)
     if any(item.error for item in results):
         raise typer.Exit(1)
-
-
-def _cache(cache_dir: str) -> ArtifactCache:
-    from ortplugins.artifacts.directory import cache_root
-    from ortplugins.artifacts.store import ArtifactCache
-
-    return ArtifactCache(cache_root(cache_dir))
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

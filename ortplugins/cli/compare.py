@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["compare"]
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,26 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ortplugins.cli.options import (
-    Chat,
-    Count,
-    Dims,
-    Force,
-    Format,
-    Passes,
-    Providers,
-    Samples,
-    Seed,
-    Settings,
-    Text,
-    Tokenizer,
-    check_absent,
-    parse_dims,
-    parse_settings,
-    refuse_without_effect,
-    sample_source,
-)
-from ortplugins.cli.terminal import console, parse_size, print_table
+from ortplugins.cli import options as opt
+from ortplugins.cli.terminal import console, print_table
 
 if TYPE_CHECKING:
     from ortplugins.comparison.compare import Comparison
@@ -41,26 +23,17 @@ if TYPE_CHECKING:
 # Nodes of one model only that are named; --format json has all.
 _SHOWN = 20
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def compare(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="A", help="An .onnx file: the reference.")],
+    inputs: opt.Inputs,
     other: Annotated[
         Path | None,
         typer.Argument(metavar="[B]", help="Another; else A after --pass."),
     ] = None,
-    passes: Passes = [],  # noqa: B006  typer copies it
-    settings: Settings = None,
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
-    dims: Dims = "",
-    count: Count = 1,
-    seed: Seed = 0,
+    passes: opt.Passes = [],  # noqa: B006  typer copies it
+    settings: opt.Settings = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare what each node computes, too.")
     ] = False,
@@ -83,20 +56,15 @@ def compare(
         ),
     ] = None,
     max_memory: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            help="With --layers: for values that are held at a time.",
-        ),
+        int, opt.size_option("With --layers: for values that are held at a time.")
     ] = "256MiB",  # type: ignore[assignment]
-    providers: Providers = None,
+    providers: opt.Providers = opt.CPU,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write all of it as JSON, too."),
     ] = None,
-    force: Force = False,
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    force: opt.Force = False,
+    format: opt.Format = opt.OutputFormat.TEXT,
 ) -> None:
     """Run two models on the same inputs: errors, speed and memory."""
     from ortplugins.comparison.compare import compare
@@ -106,37 +74,34 @@ def compare(
     if other is None and not passes:
         raise typer.BadParameter("give B, or --pass NAME for A after passes", param_hint="B")
     if not passes:
-        refuse_without_effect(context, "without --pass", "settings")
-    source = sample_source(context)
+        opt.refuse_without_effect(context, "without --pass", "settings")
     if not runs:
-        refuse_without_effect(context, "with --runs 0", "rounds")
+        opt.refuse_without_effect(context, "with --runs 0", "rounds")
     if not layers:
-        refuse_without_effect(context, "without --layers", "tolerance", "max_memory")
-    check_absent(output, force=force)
+        opt.refuse_without_effect(context, "without --layers", "tolerance", "max_memory")
+    opt.check_absent(output, force=force)
     found = compare(
         model,
         other,
         passes=passes,
-        options=parse_settings(settings),
-        inputs=source,
-        dims=parse_dims(dims),
-        samples=count,
-        seed=seed,
+        options=opt.parse_settings(settings),
         layers=layers,
         runs=runs,
         rounds=rounds,
         tolerance=tolerance,
         optimization_level=optimization_level,
         max_memory=max_memory,
-        providers=providers or ("CPUExecutionProvider",),
+        providers=providers,
+        **inputs,
     )
-    if format is Format.JSON:
+    as_json = format is opt.OutputFormat.JSON
+    if as_json:
         typer.echo(found.to_json())
     else:
         _print(found)
     if output is not None:
         output.write_text(found.to_json() + "\n", encoding="utf-8")
-        typer.echo(f"wrote {output}", err=format is Format.JSON)
+        typer.echo(f"wrote {output}", err=as_json)
 
 
 def _print(found: Comparison) -> None:

@@ -3,36 +3,33 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["doctor"]
 
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import CacheDir, Format
+from ortplugins.cli.options import CacheDir, Format, OutputFormat
 from ortplugins.cli.terminal import print_table
 
-app = typer.Typer(add_completion=False)
 _OLDEST_ONNXRUNTIME = (1, 22)
 
 
-@app.command()
 def doctor(
     cache_dir: CacheDir = "",
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    format: Format = OutputFormat.TEXT,
 ) -> None:
     """Check what ortplugins depends on: versions, CPU, cache, limits.
 
     Exits with 1 if something is wrong; the last column says what, and what to do.
     """
     rows = [*_runtime(), *_machine(), *_cache(cache_dir), *_settings()]
-    if format is Format.JSON:
+    if format is OutputFormat.JSON:
         fields = ("name", "value", "problem")
         listed = [dict(zip(fields, row, strict=True)) for row in rows]
         typer.echo(json.dumps(listed, indent=1))

@@ -3,42 +3,30 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["memory"]
 
 import json
-from typing import Annotated
 
 import typer
 
-from ortplugins.cli.options import (
-    Dims,
-    Force,
-    Format,
-    Model,
-    SvgFile,
-    check_absent,
-    parse_dims,
-)
-
-app = typer.Typer(add_completion=False)
+from ortplugins.cli import options as opt
 
 
-@app.command()
 def memory(
-    model: Model,
-    dims: Dims = "",
-    svg: SvgFile = None,
-    force: Force = False,
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    model: opt.Model,
+    dims: opt.Dims = "",
+    svg: opt.SvgFile = None,
+    force: opt.Force = False,
+    format: opt.Format = opt.OutputFormat.TEXT,
 ) -> None:
     """Show what a run holds in memory, step by step, in each execution order."""
     from ortplugins.html_report.charts import memory_bars, memory_chart
     from ortplugins.html_report.live_memory import order_of
 
-    parse_dims(dims)
-    check_absent(svg, force=force)
+    opt.parse_dims(dims)
+    opt.check_absent(svg, force=force)
     order = order_of(model, {"shape_size_reorder.dims": dims} if dims else {})
-    if format is Format.JSON:
+    if format is opt.OutputFormat.JSON:
         curves = [
             {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
             for curve in order.curves
@@ -50,4 +38,4 @@ def memory(
             typer.echo(line)
     if svg is not None:
         svg.write_text(memory_chart(order.curves, str(model)), encoding="utf-8")
-        typer.echo(f"wrote {svg}", err=format is Format.JSON)
+        typer.echo(f"wrote {svg}", err=format is opt.OutputFormat.JSON)

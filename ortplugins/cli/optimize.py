@@ -3,39 +3,24 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["optimize"]
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ortplugins.cli.options import (
-    DEFAULT_PASSES,
-    Force,
-    Model,
-    OnnxruntimeVersion,
-    Output,
-    Passes,
-    ReportFormat,
-    Settings,
-    Verbose,
-    parse_settings,
-    refuse_without_effect,
-)
+from ortplugins.cli import options as opt
+from ortplugins.cli.options import ReportFormat
 from ortplugins.cli.terminal import print_report, progress_bar
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def optimize(
-    context: typer.Context,
-    model: Model,
-    output: Output,
-    passes: Passes = DEFAULT_PASSES,
-    settings: Settings = None,
-    onnxruntime: OnnxruntimeVersion = None,
+    model: opt.Model,
+    output: opt.Output,
+    chosen: opt.ChosenPasses,
+    printing: opt.ReportPrinting,
+    onnxruntime: opt.OnnxruntimeVersion = None,
     bake: Annotated[
         bool,
         typer.Option(
@@ -44,9 +29,7 @@ def optimize(
             "that run none (ORT_DISABLE_ALL).",
         ),
     ] = False,
-    force: Force = False,
-    verbose: Verbose = False,
-    format: Annotated[ReportFormat, typer.Option("--format")] = ReportFormat.TEXT,
+    force: opt.Force = False,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -61,9 +44,6 @@ def optimize(
     from ortplugins.cli.report import check_page, write_report
     from ortplugins.optimization.optimize import optimize
 
-    if format is not ReportFormat.TEXT:
-        refuse_without_effect(context, f"with --format {format}", "verbose")
-    options = parse_settings(settings)
     if page is not None:
         check_page([page], force)
         if output.exists() and output.samefile(model):
@@ -75,19 +55,16 @@ def optimize(
         result = optimize(
             model,
             output,
-            passes=passes,
-            options=options,
             onnxruntime_version=onnxruntime,
             bake=bake,
             overwrite=force,
             progress=bar,
+            **chosen,
         )
-    print_report(result.report, format, verbose, model)
+    print_report(result.report, printing, model)
     written = [output]
     if page is not None:
-        written += write_report(
-            model, page, force=force, passes=passes, options=options, result=result
-        )
-    if format is ReportFormat.TEXT:
+        written += write_report(model, page, force=force, result=result, **chosen)
+    if printing.format is ReportFormat.TEXT:
         for path in written:
             typer.echo(f"wrote {path}")

@@ -1,237 +1,47 @@
 # SPDX-License-Identifier: MIT
-"""The declaration of every option that more than one command has, and what they all check."""
+"""The declaration of every option that more than one command has, and what they all check.
+
+Options that go together are the parameters of a function, a group. A command that has a
+parameter ``Annotated[..., group]`` gets them all, and what the function returns for them.
+"""
 
 from __future__ import annotations
 
-__all__ = [
-    "DEFAULT_PASSES",
-    "CacheDir",
-    "Chat",
-    "Count",
-    "Dims",
-    "Exclude",
-    "Force",
-    "Format",
-    "Include",
-    "Mode",
-    "Model",
-    "OnnxruntimeVersion",
-    "Output",
-    "Passes",
-    "Providers",
-    "ReportFormat",
-    "Samples",
-    "Seed",
-    "Settings",
-    "SvgFile",
-    "Target",
-    "Text",
-    "Tokenizer",
-    "Verbose",
-    "WorkDir",
-    "check_absent",
-    "parse_dims",
-    "parse_settings",
-    "refuse_without_effect",
-    "sample_source",
-]
-
 import enum
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 
-from session_options import DqMatMulNBitsFusion
-
-if TYPE_CHECKING:
-    from ortplugins.samples.text import TextSamples
+from session_options import DqMatMulNBitsFusion, keys
 
 
-class Format(enum.StrEnum):
-    """Of what a command prints."""
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has the options of its groups in their place."""
+    groups: dict[str, Callable[..., Any]] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        metadata = getattr(parameter.annotation, "__metadata__", ())
+        if group := next(filter(inspect.isfunction, metadata), None):
+            groups[name] = group
+            options |= inspect.signature(group, eval_str=True).parameters
+        else:
+            options[name] = parameter
 
-    TEXT = "text"
-    JSON = "json"
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(
+                **{key: given[key] for key in inspect.signature(group).parameters}
+            )
+        command(**{key: given[key] for key in inspect.signature(command).parameters})
 
-
-class ReportFormat(enum.StrEnum):
-    """Of what a command prints that has annotations for GitHub Actions, too."""
-
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
-
-
-class Mode(enum.StrEnum):
-    """What promoted tensors become."""
-
-    INT16 = "int16"
-    FLOAT = "float"
-
-
-class Target(enum.StrEnum):
-    """What runs the model."""
-
-    CPU = "cpu"
-    QNN = "qnn"
-
-
-def _pass_names() -> list[str]:
-    from session_options import registered_passes
-
-    return list(registered_passes())
-
-
-_PATTERN = "name, glob, or re:REGEX; repeatable."
-DEFAULT_PASSES = [DqMatMulNBitsFusion.name]
-
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-Passes = Annotated[
-    list[str],
-    typer.Option(
-        "--pass", metavar="NAME", help="A pass to run; repeatable.", autocompletion=_pass_names
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="An option of a pass, <pass>.<option>; repeatable."
-    ),
-]
-OnnxruntimeVersion = Annotated[
-    str | None,
-    typer.Option(
-        "--onnxruntime",
-        metavar="VERSION",
-        help="Oldest onnxruntime to run on, for example 1.24; default: the installed one.",
-    ),
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print everything, not only refusals.")
-]
-CacheDir = Annotated[
-    str,
-    typer.Option(
-        "--cache-dir",
-        metavar="DIR",
-        help="Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.",
-    ),
-]
-Samples = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--samples",
-        metavar="FILE.npz",
-        help="Inputs, an array for each; repeatable. Default: inputs are made up.",
-    ),
-]
-Dims = Annotated[
-    str,
-    typer.Option(
-        "--dims",
-        metavar="NAME=SIZE,...",
-        help="Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a name.",
-    ),
-]
-Text = Annotated[
-    Path | None,
-    typer.Option("--text", metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="With --text: its tokenizer.json."),
-]
-Chat = Annotated[
-    bool,
-    typer.Option("--chat", help="With --text: each paragraph as a message of a conversation."),
-]
-Count = Annotated[
-    int,
-    typer.Option("--count", help="How many samples to make up, or to take of --text.", min=1),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of samples that are made up.", min=0)]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
-]
-Providers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--provider",
-        metavar="NAME",
-        help="Execution provider to run on; repeatable. Default: CPUExecutionProvider.",
-    ),
-]
-WorkDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="For intermediate files; default: the system's temporary folder."
-    ),
-]
-SvgFile = Annotated[
-    Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curves as SVG, too.")
-]
-
-
-def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
-    """Read KEY=VALUE pairs.
-
-    Args:
-        settings: The pairs; None for none.
-        param_hint: Name of the option that they come from, for errors.
-    """
-    pairs = {}
-    for item in settings or ():
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
-        pairs[key] = value
-    return pairs
-
-
-def sample_source(
-    context: typer.Context,
-) -> list[Path] | TextSamples | None:
-    """Return what ``--samples`` or ``--text`` name; None where samples are to be made up.
-
-    Raises:
-        typer.BadParameter: If one of the options that go with them has no effect, or is
-            missing.
-    """
-    given = context.params
-    if given["text"] is None:
-        refuse_without_effect(context, "without --text", "tokenizer", "chat")
-        if "dims" not in given:  # the command makes up as many as it needs
-            refuse_without_effect(context, "without --text", "count")
-        if given["samples"]:
-            made_up = ("dims", "count", "seed")
-            refuse_without_effect(context, "with --samples", *made_up)
-        return given["samples"] or None
-    refuse_without_effect(context, "with --text", "samples", "dims", "seed")
-    if given["tokenizer"] is None:
-        raise typer.BadParameter("give the tokenizer.json", param_hint="--tokenizer")
-    from ortplugins.samples.text import TextSamples
-
-    count = given["count"]
-    return TextSamples(given["text"], given["tokenizer"], count=count, chat=given["chat"])
-
-
-def parse_dims(text: str) -> dict[str, int]:
-    """Read ``batch=1,seq=16``."""
-    sizes = {}
-    for item in filter(None, text.split(",")):
-        name, equals, size = item.rpartition("=")
-        if not equals or not size.strip().isdecimal():
-            raise typer.BadParameter(f"{item!r} is not NAME=SIZE", param_hint="--dims")
-        sizes[name.strip()] = int(size)
-    return sizes
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    ordered = [parameter.replace(kind=keyword) for parameter in options.values()]
+    run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None:
@@ -261,3 +71,246 @@ def check_absent(*paths: Path | None, force: bool) -> None:
     for path in paths:
         if path is not None and path.exists() and not force:
             raise FileExistsError(f"{path}: exists; --force overwrites it")
+
+
+def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
+    """Read KEY=VALUE pairs.
+
+    Args:
+        settings: The pairs; None for none.
+        param_hint: Name of the option that they come from, for errors.
+    """
+    pairs = {}
+    for item in settings or ():
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=param_hint)
+        pairs[key] = value
+    return pairs
+
+
+def parse_dims(text: str) -> dict[str, int]:
+    """Read ``batch=1,seq=16``."""
+    sizes = {}
+    for item in filter(None, text.split(",")):
+        name, equals, size = item.rpartition("=")
+        if not equals or not size.strip().isdecimal():
+            raise typer.BadParameter(f"{item!r} is not NAME=SIZE", param_hint="--dims")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
+def parse_size(text: str) -> int:
+    """Read a size as bytes: 500MB, 10GB, 1GiB."""
+    try:
+        return keys.parse_size("size", text)
+    except keys.OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def size_option(help: str) -> Any:
+    """Declare an option that takes a number of bytes."""
+    return typer.Option(parser=parse_size, metavar="SIZE", help=help)
+
+
+def _pass_names() -> list[str]:
+    from session_options import registered_passes
+
+    return list(registered_passes())
+
+
+class OutputFormat(enum.StrEnum):
+    """Of what a command prints."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class ReportFormat(enum.StrEnum):
+    """Of what a command prints that has annotations for GitHub Actions, too."""
+
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
+
+
+class Printing(NamedTuple):
+    """How a report is printed, and whether rewrites and notes are, too."""
+
+    format: ReportFormat
+    verbose: bool
+
+
+class Modes(enum.StrEnum):
+    """What promoted tensors become."""
+
+    INT16 = "int16"
+    FLOAT = "float"
+
+
+class Targets(enum.StrEnum):
+    """What runs the model."""
+
+    CPU = "cpu"
+    QNN = "qnn"
+
+
+DEFAULT_PASSES = [DqMatMulNBitsFusion.name]
+CPU = ["CPUExecutionProvider"]
+_PATTERN = "name, glob, or re:REGEX; repeatable."
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+Format = Annotated[OutputFormat, typer.Option("--format")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print everything, not only refusals.")
+]
+Passes = Annotated[
+    list[str],
+    typer.Option(
+        "--pass", metavar="NAME", help="A pass to run; repeatable.", autocompletion=_pass_names
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="An option of a pass, <pass>.<option>; repeatable."
+    ),
+]
+OnnxruntimeVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--onnxruntime",
+        metavar="VERSION",
+        help="Oldest onnxruntime to run on, for example 1.24; default: the installed one.",
+    ),
+]
+CacheDir = Annotated[
+    str,
+    typer.Option(
+        "--cache-dir",
+        metavar="DIR",
+        help="Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.",
+    ),
+]
+Samples = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE.npz",
+        help="Inputs, an array for each; repeatable. Default: inputs are made up.",
+    ),
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With --text: its tokenizer.json.")
+]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="With --text: each paragraph as a message of a conversation."),
+]
+Count = Annotated[
+    int, typer.Option(help="How many samples to make up, or to take of --text.", min=1)
+]
+Dims = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME=SIZE,...",
+        help="Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a name.",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of samples that are made up.", min=0)]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
+]
+Providers = Annotated[
+    list[str],
+    typer.Option(
+        "--provider",
+        metavar="NAME",
+        help="Execution provider to run on; repeatable.",
+    ),
+]
+WorkDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="For intermediate files; default: the system's temporary folder."
+    ),
+]
+SvgFile = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curves as SVG, too.")
+]
+
+
+def _chosen_passes(passes: Passes = DEFAULT_PASSES, settings: Settings = None) -> Any:
+    """Return passes and options, as ``optimize`` takes them."""
+    return {"passes": passes, "options": parse_settings(settings)}
+
+
+def _given_samples(
+    context: typer.Context,
+    samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    count: Count = 32,
+) -> Any:
+    """Return the paths or the text; None where neither is given.
+
+    Raises:
+        typer.BadParameter: If one of the options that go with them has no effect, or is
+            missing.
+    """
+    if text is None:
+        refuse_without_effect(context, "without --text", "tokenizer", "chat")
+        if "dims" not in context.params:  # the command makes up as many as it needs
+            refuse_without_effect(context, "without --text", "count")
+        if samples:
+            refuse_without_effect(context, "with --samples", "dims", "count", "seed")
+        return samples or None
+    refuse_without_effect(context, "with --text", "samples", "dims", "seed")
+    if tokenizer is None:
+        raise typer.BadParameter("give the tokenizer.json", param_hint="--tokenizer")
+    from ortplugins.samples.text import TextSamples
+
+    return TextSamples(text, tokenizer, count=count, chat=chat)
+
+
+def _inputs(
+    context: typer.Context,
+    samples: Samples = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    dims: Dims = "",
+    count: Count = 1,
+    seed: Seed = 0,
+) -> Any:
+    """Return inputs, given or made up, as ``compare`` takes them."""
+    given = _given_samples(context, samples, text, tokenizer, chat, count)
+    return {"inputs": given, "dims": parse_dims(dims), "samples": count, "seed": seed}
+
+
+def _printing(
+    context: typer.Context,
+    verbose: Verbose = False,
+    format: Annotated[ReportFormat, typer.Option("--format")] = ReportFormat.TEXT,
+) -> Any:
+    """Return how a report is printed."""
+    if format is not ReportFormat.TEXT:
+        refuse_without_effect(context, f"with --format {format}", "verbose")
+    return Printing(format, verbose)
+
+
+ChosenPasses: TypeAlias = Annotated[dict[str, Any], _chosen_passes]
+GivenSamples: TypeAlias = Annotated[Any, _given_samples]
+Inputs: TypeAlias = Annotated[dict[str, Any], _inputs]
+ReportPrinting: TypeAlias = Annotated[Printing, _printing]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["passes"]
 
 import enum
 import json
@@ -17,7 +17,6 @@ from ortplugins.cli.terminal import print_table
 from session_options.keys import PREFIX, Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
 
-app = typer.Typer(add_completion=False)
 _HEADINGS = ("Session key", "Default", "What it does")
 
 
@@ -29,7 +28,6 @@ class TableFormat(enum.StrEnum):
     MARKDOWN = "markdown"
 
 
-@app.command()
 def passes(
     format: Annotated[TableFormat, typer.Option("--format")] = TableFormat.TEXT,
 ) -> None:

@@ -3,66 +3,65 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["plan_precision"]
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ortplugins.cli.options import (
-    Chat,
-    Count,
-    Force,
-    Mode,
-    Providers,
-    Samples,
-    SvgFile,
-    Target,
-    Text,
-    Tokenizer,
-    WorkDir,
-    check_absent,
-    refuse_without_effect,
-    sample_source,
-)
-from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
+from ortplugins.cli import options as opt
+from ortplugins.cli.options import Modes, Targets, refuse_without_effect
+from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ortplugins.quantization.planner.deviation import Deviation
     from ortplugins.quantization.planner.search import CurvePoint, Effect
 
 _SHOWN = 20
 
 
-app = typer.Typer(add_completion=False)
+def _share(text: str) -> float:
+    """Read 99.5% or 0.995."""
+    try:
+        number = float(text.removesuffix("%").strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number or a percentage") from None
+    return number / 100 if text.endswith("%") else number
 
 
-@app.command()
+def _count(text: str) -> float:
+    """Read 24 as a number and 25% as a share."""
+    try:
+        return _share(text) if text.endswith("%") else int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: a number, or a share such as 25%, is expected"
+        ) from None
+
+
 def plan_precision(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="An 8-bit QDQ .onnx file.")],
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
-    count: Count = 32,
+    source: opt.GivenSamples,
     budget: Annotated[
-        str,
+        float | None,
         typer.Option(
-            metavar="COSINE", help="Of the outputs to the reference's, to be reached: 99.5%."
+            parser=_share,
+            metavar="COSINE",
+            help="Of the outputs to the reference's, to be reached: 99.5%.",
         ),
-    ] = "",
+    ] = None,
     max_16bit: Annotated[
-        str,
+        float | None,
         typer.Option(
             "--max-16bit",
+            parser=_count,
             metavar="N",
             help="Activations that may get 16 bits: a number, or a share such as 25%.",
         ),
-    ] = "",
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -72,11 +71,11 @@ def plan_precision(
             "a node_config for quantize; else it is printed.",
         ),
     ] = None,
-    svg: SvgFile = None,
+    svg: opt.SvgFile = None,
     mode: Annotated[
-        Mode, typer.Option(help="What is measured: 16-bit regions, or regions in float.")
-    ] = Mode.INT16,
-    target: Annotated[Target, typer.Option(help="What runs the model.")] = Target.CPU,
+        Modes, typer.Option(help="What is measured: 16-bit regions, or regions in float.")
+    ] = Modes.INT16,
+    target: Annotated[Targets, typer.Option(help="What runs the model.")] = Targets.CPU,
     reference: Annotated[
         Path | None,
         typer.Option(
@@ -91,26 +90,23 @@ def plan_precision(
         ),
     ] = False,
     max_8bit: Annotated[
-        str,
+        float | None,
         typer.Option(
             "--max-8bit",
+            parser=_count,
             metavar="N",
             help="With --weights: nodes that may get 8 bits, a number or a share.",
         ),
-    ] = "",
+    ] = None,
     method: Annotated[str, typer.Option(help="With --weights: as for quantize.")] = "rtn",
     block_size: Annotated[int, typer.Option(help="With --weights: as for quantize.")] = 32,
     max_calibration_memory: Annotated[
         int,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            help="What is kept of activations and outputs, so that less is run again.",
-        ),
+        opt.size_option("What is kept of activations and outputs, so that less is run again."),
     ] = "1GiB",  # type: ignore[assignment]
-    providers: Providers = None,
-    work_dir: WorkDir = None,
-    force: Force = False,
+    providers: opt.Providers = opt.CPU,
+    work_dir: opt.WorkDir = None,
+    force: opt.Force = False,
 ) -> None:
     """Find the few activations of an 8-bit model that deserve 16 bits.
 
@@ -122,104 +118,65 @@ def plan_precision(
         )
     else:
         refuse_without_effect(context, "without --weights", "max_8bit", "method", "block_size")
-    source = sample_source(context)
     if source is None:
         raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
-    limit = max_8bit if weights else max_16bit
-    if not budget and not limit:
+    if budget is None and (max_8bit if weights else max_16bit) is None:
         name = "--max-8bit" if weights else "--max-16bit"
         raise typer.BadParameter(f"give --budget, {name} or both", param_hint="--budget")
-    cosine = _share(budget, "--budget") if budget else None
-    most = _count(limit) if limit else None
-    check_absent(output, svg, force=force)
-    if weights:
-        from ortplugins.quantization.planner.weights import plan_bits
+    opt.check_absent(output, svg, force=force)
+    with progress_bar() as bar:
+        shared: dict[str, Any] = {
+            "budget": budget,
+            "max_calibration_memory": max_calibration_memory,
+            "providers": providers,
+            "work_dir": work_dir,
+            "progress": bar,
+        }
+        if weights:
+            from ortplugins.quantization.planner.weights import plan_bits
 
-        with progress_bar() as bar:
             bits = plan_bits(
                 model,
                 source,
-                budget=cosine,
-                max_8bit=most,
+                max_8bit=max_8bit,
                 method=method,
                 block_size=block_size,
-                max_calibration_memory=max_calibration_memory,
-                providers=providers or ("CPUExecutionProvider",),
-                work_dir=work_dir,
-                progress=bar,
+                **shared,
             )
-        _print(bits.ranking, bits.curve, frozenset(bits.node_config), bits.notes)
-        _conclude(
-            len(bits.node_config), bits.nodes, "nodes at 8 bits", bits.before, bits.after
-        )
-        result, what = json.dumps(bits.node_config), "nodes with weights of 8 bits"
-        curve = bits.curve
-    else:
-        from ortplugins.quantization.planner.activations import plan_precision
+            found: Any = bits
+            promoted, count, what = bits.node_config, bits.nodes, "nodes at 8 bits"
+            result, drawn = json.dumps(bits.node_config), "nodes with weights of 8 bits"
+        else:
+            from ortplugins.quantization.planner import activations
 
-        with progress_bar() as bar:
-            plan = plan_precision(
+            found = activations.plan_precision(
                 model,
                 source,
-                budget=cosine,
-                max_16bit=most,
+                max_16bit=max_16bit,
                 mode=str(mode),
                 target=str(target),
                 reference=reference,
-                max_calibration_memory=max_calibration_memory,
-                providers=providers or ("CPUExecutionProvider",),
-                work_dir=work_dir,
-                progress=bar,
+                **shared,
             )
-        _print(plan.ranking, plan.curve, frozenset(plan.promoted), plan.notes)
-        named = "activations in float" if mode is Mode.FLOAT else "activations at 16 bits"
-        _conclude(len(plan.promoted), plan.activations, named, plan.before, plan.after)
-        result, what, curve = plan.to_json(), named, plan.curve
-    _write(result, what, curve, output, svg, str(model))
-
-
-def _write(
-    text: str,
-    what: str,
-    curve: Sequence[CurvePoint],
-    output: Path | None,
-    svg: Path | None,
-    title: str,
-) -> None:
-    from ortplugins.html_report.charts import promotion_chart
-
+            promoted, count, result = found.promoted, found.activations, found.to_json()
+            what = "activations in float" if mode is Modes.FLOAT else "activations at 16 bits"
+            drawn = what
+    _print(found.ranking, found.curve, frozenset(promoted), found.notes)
+    before, after = found.before, found.after
+    typer.echo(
+        f"{len(promoted)} of {count} {what}: error {before.error:.4g} -> {after.error:.4g}, "
+        f"cosine {before.cosine:.6f} -> {after.cosine:.6f}, measured on the rewritten model"
+    )
     if output is None:
-        typer.echo(text)
+        typer.echo(result)
     else:
-        output.write_text(text + "\n", encoding="utf-8")
+        output.write_text(result + "\n", encoding="utf-8")
         typer.echo(f"wrote {output}")
     if svg is not None:
-        svg.write_text(promotion_chart(curve, what, title), encoding="utf-8")
+        from ortplugins.html_report.charts import promotion_chart
+
+        svg.write_text(promotion_chart(found.curve, drawn, str(model)), encoding="utf-8")
         typer.echo(f"wrote {svg}")
-
-
-def _share(text: str, option: str) -> float:
-    """Read 99.5% or 0.995."""
-    try:
-        number = float(text.removesuffix("%").strip())
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not a number or a percentage", param_hint=option
-        ) from None
-    return number / 100 if text.endswith("%") else number
-
-
-def _count(text: str) -> float:
-    """Read 24 as a number and 25% as a share."""
-    if text.endswith("%"):
-        return _share(text, "--max-16bit, --max-8bit")
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r}: a number, or a share such as 25%, is expected",
-            param_hint="--max-16bit, --max-8bit",
-        ) from None
 
 
 def _print(
@@ -232,22 +189,21 @@ def _print(
     from ortplugins.html_report.charts import promotion_bars
 
     steps = {name: point for point in curve for name in point.added}
-    last = max(
-        (i for i, effect in enumerate(ranking) if promoted & set(effect.names)), default=0
-    )
+    chosen = [not promoted.isdisjoint(effect.names) for effect in ranking]
+    last = max((i for i, item in enumerate(chosen) if item), default=0)
     rows = []
     for number, effect in enumerate(ranking[: max(_SHOWN, last + 1)], 1):
-        step = steps.get(effect.names[0])
-        chosen = promoted & set(effect.names)
+        step = steps.get(effect.names[0]) if chosen[number - 1] else None
+        then = step and step.deviation
         rows.append(
             (
                 str(number),
                 ", ".join(effect.names),
                 effect.operator,
                 f"{effect.error:.3g}",
-                "yes" if chosen else "",
-                "" if step is None or not chosen else f"{step.deviation.error:.3g}",
-                "" if step is None or not chosen else f"{step.deviation.cosine:.6f}",
+                "yes" if chosen[number - 1] else "",
+                f"{then.error:.3g}" if then else "",
+                f"{then.cosine:.6f}" if then else "",
             )
         )
     print_table(
@@ -257,12 +213,3 @@ def _print(
         typer.echo(line)
     for note in notes:
         console().print(f"note: {note}", soft_wrap=True)
-
-
-def _conclude(
-    promoted: int, count: int, what: str, before: Deviation, after: Deviation
-) -> None:
-    typer.echo(
-        f"{promoted} of {count} {what}: error {before.error:.4g} -> {after.error:.4g}, "
-        f"cosine {before.cosine:.6f} -> {after.cosine:.6f}, measured on the rewritten model"
-    )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["quantize"]
 
 import contextlib
 import enum
@@ -17,24 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import (
-    Chat,
-    Count,
-    Exclude,
-    Force,
-    Format,
-    Include,
-    Model,
-    Providers,
-    Samples,
-    Text,
-    Tokenizer,
-    Verbose,
-    WorkDir,
-    refuse_without_effect,
-    sample_source,
-)
-from ortplugins.cli.terminal import console, parse_size, print_table, progress_bar
+from ortplugins.cli import options as opt
+from ortplugins.cli.options import OutputFormat, refuse_without_effect
+from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.quantization.weights.report import QuantizeReport
@@ -64,22 +49,14 @@ class OpType(enum.StrEnum):
 _OP_TYPES = [OpType.MATMUL, OpType.GEMM]
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def quantize(
     context: typer.Context,
-    model: Model,
+    model: opt.Model,
+    source: opt.GivenSamples,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write.")
     ] = None,
     method: Annotated[Method, typer.Option(help="All but rtn look at samples.")] = Method.RTN,
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
-    count: Count = 32,
     bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
     block_size: Annotated[
         int, typer.Option(help="Elements along K that share a scale; -1 for all of a column.")
@@ -90,8 +67,8 @@ def quantize(
     op_types: Annotated[
         list[OpType], typer.Option("--op-type", help="Operators to quantise; repeatable.")
     ] = _OP_TYPES,
-    include: Include = None,
-    exclude: Exclude = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
     node_config: Annotated[
         str,
         typer.Option(
@@ -112,14 +89,9 @@ def quantize(
     accuracy_level: Annotated[
         int | None, typer.Option(help="Of MatMulNBits: 0 in float32, 4 with int8 activations.")
     ] = None,
-    providers: Providers = None,
+    providers: opt.Providers = opt.CPU,
     max_calibration_memory: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            help="What activations and their statistics may take at once.",
-        ),
+        int, opt.size_option("What activations and their statistics may take at once.")
     ] = "1GiB",  # type: ignore[assignment]
     scheduler: Annotated[
         str,
@@ -129,13 +101,13 @@ def quantize(
             "folder, or --work-dir.",
         ),
     ] = "",
-    work_dir: WorkDir = None,
+    work_dir: opt.WorkDir = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be quantised; write nothing.")
     ] = False,
-    force: Force = False,
-    verbose: Verbose = False,
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    force: opt.Force = False,
+    verbose: opt.Verbose = False,
+    format: opt.Format = OutputFormat.TEXT,
 ) -> None:
     """Quantise a model's weights to 4, 8 or 2 bits."""
     from ortplugins.quantization import quantize
@@ -143,7 +115,6 @@ def quantize(
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
     _refuse_ignored(context)
-    source = sample_source(context)
     with progress_bar() as bar, _executor(scheduler) as executor:
         result = quantize(
             model,
@@ -160,7 +131,7 @@ def quantize(
             quant_format=str(quant_format),
             accuracy_level=accuracy_level,
             calibration_data_reader=source,
-            calibration_providers=providers or ("CPUExecutionProvider",),
+            calibration_providers=providers,
             max_calibration_memory=max_calibration_memory,
             overwrite=force,
             executor=executor,
@@ -169,7 +140,7 @@ def quantize(
             progress=bar,
         )
     _print(result.report, format, verbose or dry_run)
-    if format is Format.TEXT and result.path is not None:
+    if format is OutputFormat.TEXT and result.path is not None:
         typer.echo(f"wrote {result.path}")
 
 
@@ -180,7 +151,7 @@ def _refuse_ignored(context: typer.Context) -> None:
         refuse_without_effect(
             context, "with --dry-run", "output", "force", "scheduler", "work_dir", "verbose"
         )
-    if given["format"] is Format.JSON:
+    if given["format"] is OutputFormat.JSON:
         refuse_without_effect(context, "with --format json", "verbose")
     if given["quant_format"] is not QuantFormat.MATMULNBITS:
         refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
@@ -235,9 +206,9 @@ def _read_config(text: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _print(report: QuantizeReport, format: Format, all_nodes: bool) -> None:
+def _print(report: QuantizeReport, format: OutputFormat, all_nodes: bool) -> None:
     """Print the sum, then what was refused, or every node."""
-    if format is Format.JSON:
+    if format is OutputFormat.JSON:
         typer.echo(report.to_json())
         return
     out = console()

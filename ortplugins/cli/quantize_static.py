@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["app"]
+__all__ = ["quantize_static"]
 
 import enum
 from pathlib import Path
@@ -11,26 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ortplugins.cli.options import (
-    Chat,
-    Count,
-    Exclude,
-    Force,
-    Format,
-    Include,
-    Mode,
-    Model,
-    Output,
-    Providers,
-    ReportFormat,
-    Samples,
-    Target,
-    Text,
-    Tokenizer,
-    Verbose,
-    refuse_without_effect,
-    sample_source,
-)
+from ortplugins.cli import options as opt
+from ortplugins.cli.options import Modes, ReportFormat, Targets
 from ortplugins.cli.terminal import print_report, progress_bar
 
 
@@ -41,19 +23,12 @@ class CalibrateMethod(enum.StrEnum):
     DISTRIBUTION = "Distribution"
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def quantize_static(
     context: typer.Context,
-    model: Model,
-    output: Output,
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
-    count: Count = 32,
+    model: opt.Model,
+    output: opt.Output,
+    source: opt.GivenSamples,
+    printing: opt.ReportPrinting,
     overrides: Annotated[
         str,
         typer.Option(
@@ -67,12 +42,12 @@ def quantize_static(
     ] = None,
     promoted_type: Annotated[str, typer.Option(help="QUInt16 or QInt16.")] = "QUInt16",
     mode: Annotated[
-        Mode, typer.Option(help="float leaves what is promoted unquantised: faster on CPUs.")
-    ] = Mode.INT16,
+        Modes, typer.Option(help="float leaves what is promoted unquantised: faster on CPUs.")
+    ] = Modes.INT16,
     target: Annotated[
-        Target,
+        Targets,
         typer.Option(help="qnn keeps every DQ -> Q, cpu those that change values."),
-    ] = Target.QNN,
+    ] = Targets.QNN,
     close_regions: Annotated[
         bool, typer.Option(help="The nodes around a promoted tensor compute in its type.")
     ] = True,
@@ -92,22 +67,17 @@ def quantize_static(
         list[str] | None,
         typer.Option("--op-type", help="Operators to quantise; repeatable."),
     ] = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    providers: Providers = None,
-    force: Force = False,
-    verbose: Verbose = False,
-    format: Annotated[Format, typer.Option("--format")] = Format.TEXT,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    providers: opt.Providers = opt.CPU,
+    force: opt.Force = False,
 ) -> None:
     """Quantise weights and activations, some activations to 16 bits."""
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
-    if format is Format.JSON:
-        refuse_without_effect(context, "with --format json", "verbose")
-    source = sample_source(context)
-    if mode is Mode.FLOAT:
-        refuse_without_effect(context, "with --mode float", "promoted_type")
+    if mode is Modes.FLOAT:
+        opt.refuse_without_effect(context, "with --mode float", "promoted_type")
     try:
         with progress_bar() as bar:
             report = quantize_static_mixed(
@@ -128,12 +98,12 @@ def quantize_static(
                 op_types_to_quantize=op_types,
                 nodes_to_quantize=include or (),
                 nodes_to_exclude=exclude or (),
-                calibration_providers=providers or ("CPUExecutionProvider",),
+                calibration_providers=providers,
                 overwrite=force,
                 progress=bar,
             ).report
     except OverrideError as error:
         raise typer.BadParameter(str(error), param_hint="--overrides") from None
-    print_report(report, ReportFormat(format), verbose, model)
-    if format is Format.TEXT:
+    print_report(report, printing, model)
+    if printing.format is ReportFormat.TEXT:
         typer.echo(f"wrote {output}")

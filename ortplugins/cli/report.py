@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["app", "check_page", "write_report"]
+__all__ = ["check_page", "report", "write_report"]
 
 import json
 import shlex
@@ -14,63 +14,39 @@ from typing import Annotated, Any
 
 import typer
 
-from ortplugins.cli.options import (
-    DEFAULT_PASSES,
-    Dims,
-    Force,
-    Model,
-    Passes,
-    Settings,
-    check_absent,
-    parse_dims,
-    parse_settings,
-    refuse_without_effect,
-)
+from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import console
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def report(
     context: typer.Context,
-    model: Model,
+    model: opt.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The .html file to write.")],
-    passes: Passes = DEFAULT_PASSES,
-    settings: Settings = None,
-    dims: Dims = "",
+    chosen: opt.ChosenPasses,
+    dims: opt.Dims = "",
     facts: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write everything as JSON, too."),
     ] = None,
     measure: Annotated[
-        bool,
-        typer.Option(help="Start and run sessions, with the passes and without."),
+        bool, typer.Option(help="Start and run sessions, with the passes and without.")
     ] = True,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare what each node computes.")
     ] = False,
     rounds: Annotated[
         int, typer.Option(metavar="N", help="Processes of each kind to measure.", min=1)
-    ] = 3,
-    force: Force = False,
+    ] = 5,
+    force: opt.Force = False,
 ) -> None:
     """Write a page: what fires and what does not, and what sessions gain."""
     if not measure:
-        refuse_without_effect(context, "with --no-measure", "rounds")
-    written = write_report(
-        model,
-        output,
-        facts,
-        force=force,
-        passes=passes,
-        options=parse_settings(settings),
-        dims=parse_dims(dims),
-        measure=measure,
-        layers=layers,
-        rounds=rounds,
-    )
-    for path in written:
+        opt.refuse_without_effect(context, "with --no-measure", "rounds")
+    measured = {"measure": measure, "layers": layers, "rounds": rounds}
+    sizes = opt.parse_dims(dims)
+    for path in write_report(
+        model, output, facts, force=force, dims=sizes, **chosen, **measured
+    ):
         typer.echo(f"wrote {path}")
 
 
@@ -127,4 +103,4 @@ def check_page(paths: Sequence[Path], force: bool) -> None:
     except ModuleNotFoundError:
         typer.echo("The page needs: pip install 'ortplugins[report]'", err=True)
         raise typer.Exit(2) from None
-    check_absent(*paths, force=force)
+    opt.check_absent(*paths, force=force)

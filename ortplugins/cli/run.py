@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["RunProgram", "app"]
+__all__ = ["RunProgram", "run"]
 
 import dataclasses
 import logging
@@ -58,10 +58,6 @@ class RunProgram:
             sys.path[0] = folder
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
     program: Annotated[

@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What commands print: tables, reports, a progress bar; and the sizes and ages they read."""
+"""What commands print: tables, reports, a progress bar."""
 
 from __future__ import annotations
 
-__all__ = [
-    "console",
-    "parse_age",
-    "parse_size",
-    "print_report",
-    "print_table",
-    "progress_bar",
-]
+__all__ = ["console", "print_report", "print_table", "progress_bar"]
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,35 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from ortplugins.cli.options import ReportFormat
+from ortplugins.cli.options import Printing, ReportFormat
 from rewrite_rules.remarks import Outcome
-from session_options import keys
 
 if TYPE_CHECKING:
     from ortplugins.report import Report
 
 _REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
-_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def _quantity(text: str, units: dict[str, int], expected: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units:
-        raise typer.BadParameter(f"{text!r}: {expected} is expected")
-    return float(found[1]) * units[found[2]]
-
-
-def parse_size(text: str) -> int:
-    """Read a size as bytes: 500MB, 10GB, 1GiB."""
-    try:
-        return keys.parse_size("size", text)
-    except keys.OptionError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def parse_age(text: str) -> float:
-    """Read an age as seconds: 45min, 12h, 30d, 2w."""
-    return _quantity(text, _AGES, "an age such as 45min, 12h, 30d or 2w")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -93,27 +63,26 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def print_report(report: Report, format: ReportFormat, verbose: bool, model: Path) -> None:
-    """Print counts, then the refusals, or all remarks if ``verbose``.
+def print_report(report: Report, printing: Printing, model: Path) -> None:
+    """Print counts, then the refusals, or all remarks if ``printing.verbose``.
 
     Args:
         report: What passes did.
-        format: How to print it.
-        verbose: Whether rewrites and notes are listed, too.
+        printing: How to print it.
         model: Path of the model, which annotations name.
     """
-    if format is ReportFormat.GITHUB:
+    if printing.format is ReportFormat.GITHUB:
         from ortplugins.cli.github_annotations import annotations_of
 
         for line in annotations_of(report, model):
             typer.echo(line)
         return
-    if format is ReportFormat.JSON:
+    if printing.format is ReportFormat.JSON:
         typer.echo(report.to_json())
         return
     out = console()
     out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
-    for remark in report.remarks if verbose else report.refused:
+    for remark in report.remarks if printing.verbose else report.refused:
         line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
         out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:

@@ -15,7 +15,7 @@ the cosine is 0. (:mod:`.deviation` averages over outputs; its
 
 from __future__ import annotations
 
-__all__ = ["Difference", "DifferenceSum", "Violation", "find_violation"]
+__all__ = ["Difference", "DifferenceSum", "Violation", "difference_of", "find_violation"]
 
 import dataclasses
 import math
@@ -120,6 +120,13 @@ class DifferenceSum:
         )
 
 
+def difference_of(name: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Difference:
+    """Return how far ``b`` is from ``a``, in one sample of the value of this name."""
+    total = DifferenceSum(name)
+    total.add(a, b)
+    return total.result()
+
+
 @dataclasses.dataclass(frozen=True)
 class Violation:
     """Where an output is further away than it may be.
@@ -164,8 +171,9 @@ def find_violation(
     b: npt.NDArray[Any],
     rtol: float,
     atol: float | None,
+    allowed: float = 0.0,
 ) -> Violation | None:
-    """Return where ``|b - a| > atol + rtol * |a|``; None where it holds everywhere.
+    """Return where ``|b - a| > atol + rtol * |a| + allowed``; None where it does nowhere.
 
     Args:
         name: Of the output.
@@ -175,22 +183,21 @@ def find_violation(
         rtol: Relative tolerance.
         atol: Absolute tolerance; None for ``rtol`` times the greatest finite magnitude of a:
             elements near 0 are sums of greater ones, and have their errors.
+        allowed: What is allowed besides, of outputs that are rounded.
 
     Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
     rtol does not apply to them: without atol they must be equal.
     """
-    total = DifferenceSum(name)
-    total.add(a, b)
-    difference = total.result()
+    difference = difference_of(name, a, b)
     if difference.mismatch:
         return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
     if _is_exact(a) and _is_exact(b):
-        rtol = 0.0
+        rtol = allowed = 0.0
     if atol is None:
         atol = rtol * max((_greatest(x) for x, _, _ in _slices(a, b)), default=0.0)
     count, worst, excess, bound_there, offset = 0, 0, 0.0, 0.0, 0
     for x, _, d in _slices(a, b):
-        bound = atol + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
+        bound = atol + allowed + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
         over = d - bound
         count += int((over > 0).sum())
         place = int(over.argmax())
