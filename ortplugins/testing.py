@@ -26,20 +26,22 @@ __all__ = [
 import collections
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from ortplugins.errors import UsageError
+import onnxruntime
+
+from ortplugins.comparison.difference import find_violation
+from ortplugins.comparison.given_model import GivenModel, ModelSource
+from ortplugins.comparison.inputs import Inputs, comparison_feeds
+from ortplugins.comparison.model_pair import ModelPair
+from ortplugins.comparison.profile import ProfiledNode, profiled_run
+from ortplugins.comparison.unfused_weights import unfused_in
+from ortplugins.errors import ModelFileError, PassError, UsageError
+from ortplugins.runtime.stock_session import open_model, stock_options
 from rewrite_rules.closest_name import did_you_mean
-
-if TYPE_CHECKING:
-    import onnxruntime
-
-    from ortplugins.comparison.given_model import GivenModel, ModelSource
-    from ortplugins.comparison.inputs import Inputs
-    from ortplugins.comparison.profile import ProfiledNode
-    from session_options import DqMatMulNBitsFusion
+from session_options import DqMatMulNBitsFusion
 
 # Lines of a message about nodes; a model has thousands.
 _SHOWN = 30
@@ -68,8 +70,6 @@ def assert_fused(
         MissingFileError, ModelFileError: If the model cannot be used.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison.given_model import GivenModel
-
     given = GivenModel(model)
     found = _operators(given)
     wrong = []
@@ -84,10 +84,9 @@ def assert_fused(
     if not wrong:
         return
     listed = ", ".join(f"{_qualified_name(key)} {n}" for key, n in sorted(found.items()))
-    lines = [f"{given.name} has other operators:", *wrong, f"operators found: {listed}"]
-    if reasons := _reasons(given, fusion):
-        lines += ["not fused:", *_first(f"  {node}: {why}" for node, why in reasons.items())]
-    raise AssertionError("\n".join(lines))
+    reasons = [f"  {node}: {why}" for node, why in _reasons(given, fusion).items()]
+    head = [f"{given.name} has other operators:", *wrong, f"operators found: {listed}"]
+    _fail("\n".join([*head, "not fused:"] if reasons else head), reasons)
 
 
 def assert_no_unfused_weights(
@@ -108,15 +107,13 @@ def assert_no_unfused_weights(
         PassError: If the fusion fails.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison.given_model import GivenModel
-    from ortplugins.comparison.unfused_weights import unfused_in
-
     given = GivenModel(model)
     unfused = unfused_in(given, fusion, final=given.is_final)
     if unfused:
-        lines = _first(f"  {node}: {why}" for node, why in unfused.items())
-        count = f"{len(unfused)} nodes of {given.name} keep a dequantised weight:"
-        raise AssertionError("\n".join([count, *lines]))
+        _fail(
+            f"{len(unfused)} nodes of {given.name} keep a dequantised weight:",
+            (f"  {node}: {why}" for node, why in unfused.items()),
+        )
 
 
 def assert_same_outputs(
@@ -162,11 +159,6 @@ def assert_same_outputs(
         UsageError: If an argument cannot be; names it.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison.difference import find_violation
-    from ortplugins.comparison.given_model import GivenModel
-    from ortplugins.comparison.model_pair import ModelPair
-    from ortplugins.errors import ModelFileError
-
     first, second = GivenModel(a), GivenModel(b)
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
@@ -205,7 +197,7 @@ def assert_same_outputs(
     if failures:
         tolerance = f"rtol {rtol:g}, atol {'rtol * max |a|' if atol is None else f'{atol:g}'}"
         head = f"{second.name} computes something else than {first.name} ({tolerance}):"
-        raise AssertionError("\n".join([head, *_first(failures)]))
+        _fail(head, failures)
 
 
 def assert_runs_in_order(
@@ -238,32 +230,19 @@ def assert_runs_in_order(
         CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
     """
     __tracebackhide__ = True
-    from ortplugins.comparison.given_model import GivenModel
-    from ortplugins.comparison.inputs import comparison_feeds
-    from ortplugins.comparison.profile import profiled_run
-    from ortplugins.runtime.stock_session import open_model, stock_options
-
     given = GivenModel(model)
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         scratch = Path(folder)
         path = given.file(scratch)
-        options, session = sess_options, given.session
-        if session is None:
-            session = open_model(path, "disable", providers)
-            options = options or stock_options()
-        else:
-            options = options or session.get_session_options()
+        session = given.session or open_model(path, "disable", providers)
+        options = sess_options or stock_options()
+        if given.session is not None:
+            options = sess_options or session.get_session_options()
             providers = session.get_providers()
         feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
-        ran = profiled_run(
-            str(path),
-            options,
-            feeds.largest(),
-            providers,
-            name=given.name,
-        )
+        ran = profiled_run(str(path), options, feeds.largest(), providers, name=given.name)
         expected = _names_of_nodes(given) if names is None else list(names)
     if len(set(expected)) < len(expected):
         (twice, _), *_ = collections.Counter(expected).most_common(1)
@@ -277,10 +256,8 @@ def _check_order(expected: Sequence[str], ran: Sequence[ProfiledNode], called: s
     for place, node in enumerate(ran):
         places.setdefault(node.name, place)
     if missing := [name for name in expected if name not in places]:
-        lines = _first(f"  {name}{did_you_mean(name, places)}" for name in missing)
-        raise AssertionError(
-            "\n".join([f"{len(missing)} nodes of {called} did not run:", *lines])
-        )
+        lines = (f"  {name}{did_you_mean(name, places)}" for name in missing)
+        _fail(f"{len(missing)} nodes of {called} did not run:", lines)
     for before, after in itertools.pairwise(expected):
         if places[before] > places[after]:
             wanted = set(expected)
@@ -345,15 +322,11 @@ def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
 
 def _reasons(model: GivenModel, fusion: DqMatMulNBitsFusion | None) -> dict[str, str]:
     """Return why nodes are not fused, by the report; without one, by the fusion itself."""
-    from ortplugins.comparison.unfused_weights import unfused_in
-    from ortplugins.errors import PassError
-
     if model.report is not None and fusion is None:
-        reasons: dict[str, str] = {}
+        reasons: dict[str, list[str]] = {}
         for remark in model.report.refused:
-            before = reasons.get(remark.node)
-            reasons[remark.node] = f"{before}; {remark.reason}" if before else remark.reason
-        return reasons
+            reasons.setdefault(remark.node, []).append(remark.reason)
+        return {node: "; ".join(found) for node, found in reasons.items()}
     try:
         return unfused_in(model, fusion)
     except PassError as error:
@@ -361,8 +334,8 @@ def _reasons(model: GivenModel, fusion: DqMatMulNBitsFusion | None) -> dict[str,
         return {"dq_matmulnbits_fusion": f"gives no reasons: {error}"}
 
 
-def _first(lines: Any) -> Iterator[str]:
+def _fail(head: str, lines: Iterable[str]) -> NoReturn:
+    __tracebackhide__ = True
     listed = list(lines)
-    yield from listed[:_SHOWN]
-    if len(listed) > _SHOWN:
-        yield f"  and {len(listed) - _SHOWN} more"
+    more = [f"  and {len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else []
+    raise AssertionError("\n".join([head, *listed[:_SHOWN], *more]))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -20,6 +21,7 @@ from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
 from builders.text_models import proto_of
 
+from ortplugins.errors import UsageError
 from ortplugins.html_report import facts as report_facts
 from ortplugins.html_report import page as report_page
 from ortplugins.html_report.charts import Curve, error_chart, memory_chart, thinned
@@ -27,7 +29,6 @@ from ortplugins.html_report.facts import gather_facts, group_remarks
 from ortplugins.html_report.page import render_page
 from ortplugins.html_report.weight_bytes import weight_bytes
 from ortplugins.measurement.measure import Measurement
-from session_options import OptionError
 
 pytest.importorskip("jinja2", reason="the page needs ortplugins[report]")
 
@@ -178,8 +179,25 @@ def test_what_fails_is_told_in_its_place(folder: Path):
 
 
 def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
-    with pytest.raises(OptionError, match=r"'row'.*did you mean 'rows'"):
+    with pytest.raises(UsageError, match=r"'row'.*did you mean 'rows'"):
         gather_facts(folder / "model.onnx", dims={"row": 5}, measure=False)
+
+
+def test_given_samples_are_measured_and_compared(folder: Path):
+    """The page says so, and sizes are those of the samples."""
+    np.savez(folder / "samples.npz", x=np.ones((7, 64), np.float32))
+    model, page, data = folder / "model.onnx", folder / "given.html", folder / "given.json"
+    arguments = ["report", model, "-o", page, "--json", data, "--layers", "--rounds", "1"]
+    arguments += ["--samples", folder / "samples.npz"]
+    done = ortplugins_command(*arguments)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(data.read_text("utf-8"))
+    assert (written["inputs"], written["sizes"]) == ("given", {"rows": 7})
+    assert written["sessions"]["inputs"][0]["shape"] == [7, 64]
+    assert "1 inputs, given" in Page(page.read_text("utf-8")).text
+    np.savez(folder / "samples.npz", y=np.ones((7, 64), np.float32))
+    done = ortplugins_command(*arguments, "--force")
+    assert done.returncode == 2 and "'y', which is no input" in done.stderr
 
 
 def test_shared_bytes_count_once():

@@ -16,7 +16,6 @@ from rich.console import Console
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.int4_chain import write_chain
 from examples.smollm2 import demo
-from ortplugins.comparison.inputs import example_feed
 from ortplugins.measurement.measure import (
     Candidate,
     SessionProcess,
@@ -26,6 +25,7 @@ from ortplugins.measurement.measure import (
 )
 from ortplugins.model_io.loading import load_path
 from ortplugins.runtime.process_memory import proportional_bytes
+from ortplugins.samples.made_up import MadeUpInputs
 
 FUSION, PACKING = "dq_matmulnbits_fusion", "prepacked_weights"
 KINDS: dict[str, dict[str, Any]] = {
@@ -73,8 +73,8 @@ def _measure(
     with SessionProcess() as process:
         first_seconds = process.open(candidate("packed")).seconds
         first_peak = process.peak_private or 0
-    graph = load_path(model).model
-    feeds = {phase: example_feed(graph, dims)[0] for phase, dims in sizes.items()}
+    inputs = load_path(model).model.graph.inputs
+    feeds = {phase: next(MadeUpInputs(inputs, dims).feeds()) for phase, dims in sizes.items()}
     candidates = [candidate(kind) for kind in KINDS]
     measured = {
         phase: dict(
@@ -86,7 +86,8 @@ def _measure(
     (warm,) = measure([candidate("packed")], rounds=rounds)
 
     def workers(kind: str, past: int) -> float:
-        feed, _ = example_feed(graph, {**sizes["decode"], **_cache_of(sizes["decode"], past)})
+        dims = {**sizes["decode"], **_cache_of(sizes["decode"], past)}
+        feed = next(MadeUpInputs(inputs, dims).feeds())
         return _workers(candidate(kind, threads=1), feed)
 
     def figure(what: str, kind: str, field: str, unit: str, bound: float = math.nan) -> Figure:

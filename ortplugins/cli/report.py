@@ -23,7 +23,7 @@ def report(
     model: opt.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The .html file to write.")],
     chosen: opt.ChosenPasses,
-    dims: opt.Dims = "",
+    inputs: opt.Inputs,
     facts: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write everything as JSON, too."),
@@ -43,9 +43,8 @@ def report(
     if not measure:
         opt.refuse_without_effect(context, "with --no-measure", "rounds")
     measured = {"measure": measure, "layers": layers, "rounds": rounds}
-    sizes = opt.parse_dims(dims)
     for path in write_report(
-        model, output, facts, force=force, dims=sizes, **chosen, **measured
+        model, output, facts, force=force, **inputs, **chosen, **measured
     ):
         typer.echo(f"wrote {path}")
 

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-__all__ = ["Inputs", "comparison_feeds", "example_feed", "quiet_runner"]
+__all__ = [
+    "NUMPY_TYPES",
+    "Inputs",
+    "comparison_feeds",
+    "fetch",
+    "type_of",
+]
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
@@ -18,16 +25,14 @@ from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.made_up import MadeUpInputs, Run
 from ortplugins.samples.sources import CalibrationSource, Feed
 from ortplugins.samples.text import TextSamples
-from session_options import OptionError
 
 Inputs = Mapping[str, Any] | CalibrationSource
 
-_TYPES = {
-    "float": "FLOAT", "float16": "FLOAT16", "double": "DOUBLE", "bool": "BOOL",
-    "string": "STRING", "int8": "INT8", "int16": "INT16", "int32": "INT32",
-    "int64": "INT64", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32",
-    "uint64": "UINT64",
-}  # fmt: skip
+NUMPY_TYPES = frozenset({
+    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "string",
+    "uint16", "uint32", "uint64", "uint8",
+})  # fmt: skip
+"""Element types that numpy has, in onnxruntime's word: it returns arrays of no others."""
 
 
 def comparison_feeds(
@@ -66,7 +71,7 @@ def comparison_feeds(
                 raise ModelFileError(
                     f"input {value.name!r} takes strings, which cannot be made up: give inputs"
                 )
-        run = quiet_runner(session)
+        run = _quiet_runner(session)
         made = MadeUpInputs(_with_uses(values, session), dims)
         made.fit(run)
         source = made.feeds(samples, seed=seed, run=run)
@@ -83,62 +88,29 @@ def comparison_feeds(
     return KeptSamples(source, ir.Model(graph, ir_version=10), scratch=scratch)
 
 
-def example_feed(
-    model: ir.Model, dims: Mapping[str, int], run: Run | None = None
-) -> tuple[Feed, dict[str, int]]:
-    """Make up an array for each input of a model.
-
-    Args:
-        model: The model.
-        dims: As for :class:`.MadeUpInputs`.
-        run: Runs the model, to find sizes that it takes.
-
-    Returns:
-        The arrays, and the size that each named dimension got.
-
-    Raises:
-        OptionError: If no input has a dimension of ``dims``.
-        ModelFileError: If an input is not a tensor, or inputs that run cannot be made up.
-    """
-    inputs = []
-    for value in model.graph.inputs:
-        if value.name in model.graph.initializers:
-            continue  # may be left out
-        if value.type is not None and not isinstance(value.type, ir.TensorType):
-            raise ModelFileError(f"input {value.name!r} is a {type(value.type).__name__}")
-        inputs.append(value)
-    try:
-        made = MadeUpInputs(inputs, dims)
-    except UsageError as error:
-        raise OptionError(str(error)) from None
-    if run is not None:
-        made.fit(run)
-    return next(made.feeds()), made.sizes
-
-
 def _value(item: Any) -> ir.Value:
-    kind = _kind(item)
-    if not item.type.startswith("tensor(") or kind not in _TYPES:
+    kind = type_of(item)
+    if not item.type.startswith("tensor(") or kind not in NUMPY_TYPES:
         raise ModelFileError(
             f"input {item.name!r} is {item.type}: models whose inputs are tensors of numpy's "
             "types can be compared"
         )
-    dtype = ir.DataType[_TYPES[kind]]
+    dtype = ir.DataType[kind.upper()]
     return ir.Value(name=item.name, shape=ir.Shape(item.shape), type=ir.TensorType(dtype))
 
 
-def quiet_runner(session: onnxruntime.InferenceSession) -> Run:
+def _quiet_runner(session: onnxruntime.InferenceSession) -> Run:
     """Return what runs a session, without onnxruntime's log where inputs do not fit."""
     options = onnxruntime.RunOptions()
     options.log_severity_level = 4
-    names = [item.name for item in session.get_outputs() if _kind(item) in _TYPES]
+    names = [item.name for item in session.get_outputs() if type_of(item) in NUMPY_TYPES]
     if not names:  # [] would fetch the others, which numpy cannot hold
         return lambda feed: {}
     return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
 
 
-def _kind(item: Any) -> str:
-    """Return ``float`` of ``tensor(float)``."""
+def type_of(item: Any) -> str:
+    """Return ``float`` for an input or output that is ``tensor(float)``."""
     return str(item.type).removeprefix("tensor(").removesuffix(")")
 
 
@@ -150,3 +122,23 @@ def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
         return values
     inputs = {value.name: value for value in graph.inputs}
     return [inputs.get(value.name, value) for value in values]
+
+
+def fetch(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, what: str
+) -> list[npt.NDArray[Any]]:
+    """Run a session on those arrays of a feed that it takes; return outputs by name.
+
+    Raises:
+        ModelFileError: If onnxruntime fails, chained; calls the model and the sample ``what``.
+    """
+    inputs = (*session.get_inputs(), *session.get_overridable_initializers())
+    taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
+    try:
+        arrays: list[npt.NDArray[Any]] = session.run(list(names), taken)
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in taken.items())
+        raise ModelFileError(
+            f"{what}: onnxruntime failed to run it ({shapes}): {error}"
+        ) from error
+    return arrays

@@ -18,15 +18,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.profile import profiled_run
-from ortplugins.errors import ModelFileError
+from ortplugins.comparison.inputs import NUMPY_TYPES, fetch
+from ortplugins.comparison.profile import opened, profiled_run
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
 from ortplugins.runtime.stock_session import stock_options
@@ -34,10 +33,7 @@ from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import label
 
-_COMPARED = frozenset({
-    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "uint16",
-    "uint32", "uint64", "uint8",
-})  # fmt: skip
+_COMPARED = NUMPY_TYPES - {"string"}
 _MARK = "ortplugins#"
 
 
@@ -124,7 +120,7 @@ def _compare_chunk(
     sessions = [side.open(chunk) for side in sides]
     for feed in feeds:
         found = [
-            _fetch(session, chunk, feed, side.name)
+            fetch(session, chunk, feed, side.name)
             for session, side in zip(sessions, sides, strict=True)
         ]
         for name, x, y in zip(chunk, *found, strict=True):
@@ -216,18 +212,9 @@ class _Side:
         model.graph.outputs.clear()
         model.graph.outputs.extend(values[name] for name in names)
         onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
-        try:
-            return onnxruntime.InferenceSession(
-                ir.to_proto(model).SerializeToString(),
-                self._options(),
-                providers=list(self._providers),
-                enable_fallback=0,
-            )
-        except Exception as error:  # onnxruntime's own classes
-            raise ModelFileError(
-                f"{self.name}: onnxruntime refuses the part that makes {names[0]!r} to "
-                f"{names[-1]!r}: {error}"
-            ) from error
+        what = f"{self.name}, the part that makes {names[0]!r} to {names[-1]!r}"
+        content = ir.to_proto(model).SerializeToString()
+        return opened(content, self._options(), self._providers, what)
 
     def _options(self) -> onnxruntime.SessionOptions:
         options = stock_options()
@@ -255,16 +242,3 @@ def _type_of(value: ir.Value) -> str:
     if not isinstance(value.type, ir.TensorType) or value.dtype is None:
         return ""
     return value.dtype.name.lower()
-
-
-def _fetch(
-    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, model: str
-) -> list[npt.NDArray[Any]]:
-    taken = {item.name for item in session.get_inputs()}
-    try:
-        arrays: list[npt.NDArray[Any]] = session.run(
-            list(names), {k: v for k, v in feed.items() if k in taken}
-        )
-    except Exception as error:  # onnxruntime's own classes
-        raise ModelFileError(f"{model}: onnxruntime failed to run it: {error}") from error
-    return arrays

@@ -13,17 +13,16 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.inputs import Inputs, comparison_feeds
+from ortplugins.comparison.inputs import (
+    NUMPY_TYPES,
+    Inputs,
+    comparison_feeds,
+    fetch,
+    type_of,
+)
 from ortplugins.errors import ModelFileError
 from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.kept import KeptSamples
-from ortplugins.samples.sources import Feed
-
-# onnxruntime gives numpy no others.
-_NUMPY_TYPES = frozenset({
-    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "string",
-    "uint16", "uint32", "uint64", "uint8",
-})  # fmt: skip
 
 
 class ModelPair:
@@ -81,61 +80,43 @@ class ModelPair:
             ModelFileError: If onnxruntime fails, chained.
         """
         for index, feed in enumerate(self.feeds):
-            found = self._run(self.a, feed, "a", index), self._run(self.b, feed, "b", index)
+            found = [
+                fetch(session, self.outputs, feed, f"model {which}, sample {index}")
+                for which, session in (("a", self.a), ("b", self.b))
+            ]
             for name, x, y in zip(self.outputs, *found, strict=True):
                 yield index, name, x, y
 
-    def _run(
-        self, session: onnxruntime.InferenceSession, feed: Feed, which: str, index: int
-    ) -> list[npt.NDArray[Any]]:
-        taken = self._taken_a if which == "a" else self._taken_b
-        try:
-            arrays: list[npt.NDArray[Any]] = session.run(
-                list(self.outputs), {k: v for k, v in feed.items() if k in taken}
-            )
-        except Exception as error:  # as in open_model
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
-            raise ModelFileError(
-                f"model {which}: onnxruntime failed to run sample {index} ({shapes}): {error}"
-            ) from error
-        return arrays
-
     def _check_inputs(self) -> None:
         """Let b take fewer inputs than a, for which nothing was left to read them."""
-        required = {item.name: item for item in self.a.get_inputs()}
-        self._taken_a = _input_names(self.a)
-        self._taken_b = _input_names(self.b)
+        known = {
+            item.name: item.type
+            for item in (*self.a.get_inputs(), *self.a.get_overridable_initializers())
+        }
         for item in self.b.get_inputs():
-            if item.name not in self._taken_a:
-                names = ", ".join(map(repr, required))
+            if item.name not in known:
                 raise ModelFileError(
                     f"model b takes input {item.name!r}, which model a does not have: "
-                    f"it has {names}"
+                    f"it has {', '.join(map(repr, known))}"
                 )
-            other = required.get(item.name)
-            if other is not None and other.type != item.type:
+            if known[item.name] != item.type:
                 raise ModelFileError(
-                    f"input {item.name!r} is {other.type} in model a, {item.type} in model b"
+                    f"input {item.name!r} is {known[item.name]} in model a, {item.type} in "
+                    "model b"
                 )
-
-
-def _input_names(session: onnxruntime.InferenceSession) -> set[str]:
-    return {
-        item.name for item in (*session.get_inputs(), *session.get_overridable_initializers())
-    }
 
 
 def _common_outputs(
     a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    outputs_a = {item.name: item.type for item in a.get_outputs()}
-    outputs_b = {item.name: item.type for item in b.get_outputs()}
+    outputs_a = {item.name: item for item in a.get_outputs()}
+    outputs_b = {item.name: item for item in b.get_outputs()}
     reasons: dict[str, str] = {}
     for name in {**outputs_a, **outputs_b}:
-        for which, types in (("a", outputs_a), ("b", outputs_b)):
-            kind = types.get(name)
-            if kind is None:
+        for which, outputs in (("a", outputs_a), ("b", outputs_b)):
+            if name not in outputs:
                 reasons[name] = f"model {which} has no such output"
-            elif kind.removeprefix("tensor(").removesuffix(")") not in _NUMPY_TYPES:
+            elif type_of(outputs[name]) not in NUMPY_TYPES:
+                kind = outputs[name].type
                 reasons.setdefault(name, f"is {kind}, which has no numpy array")
     return tuple(name for name in outputs_a if name not in reasons), reasons

@@ -6,10 +6,11 @@ The order of a file is not that of a run: onnxruntime sorts the nodes itself.
 
 from __future__ import annotations
 
-__all__ = ["ProfiledNode", "profiled_run"]
+__all__ = ["ProfiledNode", "opened", "profiled_run"]
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,19 +28,15 @@ _SUFFIX = "_kernel_time"
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledNode:
-    """A node that ran, bodies' nodes among them.
+    """A node that ran, in a subgraph or not.
 
     Attributes:
         name: Of the node.
-        op_type: Of the node.
-        start: When it started, in microseconds.
         output_bytes: What its outputs take, all together.
         outputs: Type, in onnxruntime's word, and shape of each output that is a tensor.
     """
 
     name: str
-    op_type: str
-    start: int
     output_bytes: int
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -49,13 +46,28 @@ class ProfiledNode:
             return self.output_bytes
         kind, shape = self.outputs[index]
         try:
-            item = ir.DataType[kind.upper()].itemsize
+            return int(ir.DataType[kind.upper()].itemsize * math.prod(shape))
         except (KeyError, TypeError):
             return self.output_bytes
-        size = item
-        for dim in shape:
-            size *= dim
-        return int(size)
+
+
+def opened(
+    source: str | bytes,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[Any],
+    name: str,
+) -> onnxruntime.InferenceSession:
+    """Open a session on the path or the bytes of a model; messages call it ``name``.
+
+    Raises:
+        ModelFileError: If onnxruntime refuses the model, chained.
+    """
+    try:
+        return onnxruntime.InferenceSession(
+            source, options, providers=list(providers), enable_fallback=0
+        )
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        raise ModelFileError(f"{name}: onnxruntime refuses it: {error}") from error
 
 
 def profiled_run(
@@ -83,11 +95,7 @@ def profiled_run(
         options.enable_profiling = True
         options.profile_file_prefix = os.path.join(folder, "profile")
         try:
-            session = onnxruntime.InferenceSession(
-                source, options, providers=list(providers), enable_fallback=0
-            )
-        except Exception as error:  # onnxruntime's own classes, none of which is documented
-            raise ModelFileError(f"{name}: onnxruntime refuses it: {error}") from error
+            session = opened(source, options, providers, name)
         finally:
             options.enable_profiling, options.profile_file_prefix = before
         taken = {item.name for item in session.get_inputs()}
@@ -108,8 +116,8 @@ def profiled_run(
             path = Path(session.end_profiling())
         events = json.loads(path.read_text(encoding="utf-8"))
         del session  # Windows removes no file that is open
-    nodes = [_node(event) for event in events if _is_node(event)]
-    return sorted(nodes, key=lambda node: node.start)
+    ran = sorted(filter(_is_node, events), key=lambda event: int(event["ts"]))
+    return [_node(event) for event in ran]
 
 
 def _is_node(event: Mapping[str, Any]) -> bool:
@@ -125,8 +133,6 @@ def _node(event: Mapping[str, Any]) -> ProfiledNode:
     ]
     return ProfiledNode(
         name=str(event["name"]).removesuffix(_SUFFIX),
-        op_type=str(args.get("op_name", "")),
-        start=int(event["ts"]),
         output_bytes=int(args.get("output_size", 0)),
         outputs=tuple(outputs),
     )

@@ -17,8 +17,9 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.comparison.inputs import example_feed, quiet_runner
-from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.comparison.compare import compare, plain
+from ortplugins.comparison.inputs import Inputs, comparison_feeds
+from ortplugins.errors import ModelFileError
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, weight_bytes
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
@@ -26,7 +27,8 @@ from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.runtime.machine import machine, versions
 from ortplugins.runtime.stock_session import open_model
-from ortplugins.samples.made_up import Run
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.made_up import MadeUpInputs, sizes_of
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
@@ -45,10 +47,13 @@ def gather_facts(
     *,
     passes: Sequence[str] = (DqMatMulNBitsFusion.name,),
     options: Mapping[str, str] | None = None,
+    inputs: Inputs = None,
     dims: Mapping[str, int] | None = None,
+    samples: int = 1,
+    seed: int = 0,
     measure: bool = True,
     layers: bool = False,
-    rounds: int = 3,
+    rounds: int = 5,
     result: OptimizeResult | None = None,
     command: str = "",
 ) -> dict[str, Any]:
@@ -61,10 +66,14 @@ def gather_facts(
         model: Path of an .onnx file.
         passes: Names of passes, at least one.
         options: ``{"<pass>.<option>": value}``.
+        inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
+            or None for made-up ones.
         dims: Sizes of the inputs' symbolic dimensions; others are chosen as
             :mod:`.made_up` says.
-        measure: Whether to start and run sessions.
-        layers: Whether to compare the values of both models, layer by layer.
+        samples: How many samples to make up.
+        seed: Of those that are made up.
+        measure: Whether to start and run sessions, on the largest sample.
+        layers: Whether to compare the values of both models, layer by layer, on all samples.
         rounds: How many processes of each kind are measured.
         result: What :func:`.optimize` made with these passes, if it did already.
         command: What the user typed.
@@ -74,25 +83,41 @@ def gather_facts(
 
     Raises:
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If a pass, an option or a dimension is unknown.
+        OptionError: If a pass or an option is unknown.
+        UsageError: If a dimension is unknown.
+        CalibrationError: If a given input does not fit.
         PassError: If a pass fails.
     """
     path = Path(model)
     plan = plan_from_settings(list(passes), options or {})
     before = load_path(path)
-    feed, sizes, unfit = None, dict(dims or {}), ""
-    try:
-        run = _runner(path) if measure or layers else None
-        feed, sizes = example_feed(before.model, dims or {}, run)
-    except ModelFileError as error:
-        unfit = str(error)
+    graph = before.model.graph
+    required = [value for value in graph.inputs if value.name not in graph.initializers]
+    sizes = MadeUpInputs(required, dims).sizes
     if result is None:
         result = optimize(path, passes=passes, options=options)
-    sessions: dict[str, Any] | None = None
-    if measure:
-        sessions = {"failed": unfit}
-        if feed is not None:
-            sessions = _sessions(path, passes, options or {}, feed, rounds)
+    sessions = compared = None
+    if measure or layers:
+        with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+            try:
+                feeds = comparison_feeds(
+                    open_model(path, "disable"),
+                    inputs,
+                    scratch=Path(folder),
+                    dims=dims,
+                    samples=samples,
+                    seed=seed,
+                )
+                feed = feeds.largest()
+            except ModelFileError as error:
+                failed = {"failed": str(error)}
+                sessions, compared = failed if measure else None, failed if layers else None
+            else:
+                sizes = sizes_of(required, feed)
+                if measure:
+                    sessions = _sessions(path, passes, options or {}, feed, rounds)
+                if layers:
+                    compared = _layers(path, result, feeds)
     report = _with_passes_on_files(result.report.to_dict(), sessions)
     operators = _operators(before.model, result.model)
     files = [path, *before.data_files.values()]
@@ -102,7 +127,7 @@ def gather_facts(
             "name": path.name,
             "path": str(path),
             "bytes": sum(file.stat().st_size for file in files),
-            "opset": before.model.graph.opset_imports.get("", None),
+            "opset": graph.opset_imports.get("", None),
             "output": str(result.path or ""),
         },
         "command": command,
@@ -116,20 +141,12 @@ def gather_facts(
         "nodes": {side: sum(row[side] for row in operators) for side in ("before", "after")},
         "operators": operators,
         "weights": _weights(before.model, result.model, sessions),
+        "inputs": "made up" if inputs is None else "given",
         "sizes": sizes,
         "memory": _memory(path, result, sizes, passes),
         "sessions": sessions,
-        "layers": _layers(path, result, feed, unfit) if layers else None,
+        "layers": compared,
     }
-
-
-def _runner(path: Path) -> Run | None:
-    """Return what runs the model as it is; None where onnxruntime refuses it."""
-    try:
-        session = open_model(path, "disable", ("CPUExecutionProvider",))
-    except ModelFileError:
-        return None
-    return quiet_runner(session)
 
 
 def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -319,16 +336,10 @@ def _without_repeats(notes: Sequence[str], names: Sequence[str]) -> list[str]:
     return [*texts, *notes[len(names) :]]
 
 
-def _layers(
-    path: Path, result: OptimizeResult, feed: Mapping[str, npt.NDArray[Any]] | None, unfit: str
-) -> dict[str, Any]:
-    from ortplugins.comparison.compare import compare, plain
-
-    if feed is None:
-        return {"failed": unfit}
+def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str, Any]:
     try:
-        found = compare(path, result, inputs=feed, layers=True).layers
-    except (ModelFileError, CalibrationError) as error:
+        found = compare(path, result, inputs=feeds, layers=True).layers
+    except ModelFileError as error:
         return {"failed": str(error)}
     assert found is not None
     rows: list[dict[str, Any]] = [

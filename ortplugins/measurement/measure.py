@@ -27,8 +27,10 @@ __all__ = [
     "write_feed",
 ]
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -38,7 +40,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -400,105 +402,82 @@ def measure(
     Returns:
         A measurement for each candidate, in their order.
     """
-    series = [_Series(candidate, timeout) for candidate in candidates]
+    found = [_Figures(candidate) for candidate in candidates]
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        steps: list[Callable[[_Series], None]] = [_Series.begin, _Series.start]
-        if feed is not None:
-            file = write_feed(feed, Path(folder, "feed.npz"))
-            steps += [lambda item: item.warm_up(file)] * _WARM_UPS
-            steps += [lambda item: item.run(file, seconds)] * runs
-        _take_turns(series, [_Series.begin, _Series.rehearse], lockstep)
-        for number in range(rounds):
-            first = number % len(series) if series else 0
-            _take_turns(series[first:] + series[:first], [*steps, _Series.finish], lockstep)
-    return [item.measurement() for item in series]
+        file = None if feed is None else write_feed(feed, Path(folder, "feed.npz"))
+        for number in range(-1, rounds):
+            first = max(number, 0) % max(len(found), 1)
+            processes = [
+                _steps(item, file, runs, seconds, timeout, counted=number >= 0)
+                for item in found[first:] + found[:first]
+            ]
+            for group in [processes] if lockstep else [[process] for process in processes]:
+                with contextlib.ExitStack() as ended:
+                    for process in group:
+                        ended.callback(process.close)
+                    collections.deque(itertools.zip_longest(*group), maxlen=0)
+    return [item.measurement() for item in found]
 
 
-def _take_turns(
-    series: Sequence[_Series], steps: Sequence[Callable[[_Series], None]], lockstep: bool
-) -> None:
-    """Take the steps with one process of each, all at once or one after the other."""
-    for group in [series] if lockstep else [[item] for item in series]:
-        try:
-            for step in steps:
-                for item in group:
-                    item.attempt(step)
-        finally:
-            for item in group:
-                item.end()
+@dataclasses.dataclass
+class _Figures:
+    """What the processes of one candidate took so far."""
 
+    candidate: Candidate
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    first_start: float | None = None
+    report: Mapping[str, Any] | None = None
+    failed: str = ""
 
-class _Series:
-    """The processes of one candidate, round after round: a method for each step."""
-
-    def __init__(self, candidate: Candidate, timeout: float) -> None:
-        self._candidate, self._timeout = candidate, timeout
-        self._values: dict[str, list[float]] = {}
-        self._first_start: float | None = None
-        self._report: Mapping[str, Any] | None = None
-        self._failed = ""
-        self._process: SessionProcess | None = None
-        self._runs: list[float] = []
-
-    def attempt(self, step: Callable[[_Series], None]) -> None:
-        """Take a step, unless an earlier one failed."""
-        if not self._failed:
-            try:
-                step(self)
-            except MeasureError as error:
-                self._failed = str(error)
-
-    def begin(self) -> None:
-        self._process = SessionProcess(self._candidate.label, timeout=self._timeout)
-
-    def rehearse(self) -> None:
-        self._first_start = self._open().seconds
-
-    def start(self) -> None:
-        started = self._open()
-        self._note(start=started.seconds, started_private=started.private)
-
-    def warm_up(self, feed: Path) -> None:
-        self._run(feed, watched=True)
-
-    def run(self, feed: Path, seconds: float) -> None:
-        if len(self._runs) < _LEAST_RUNS or sum(self._runs) < seconds:
-            self._runs.append(self._run(feed))
-
-    def finish(self) -> None:
-        assert self._process is not None
-        self._note(
-            run=statistics.median(self._runs) if self._runs else None,
-            private=process_memory(self._process.pid).private,
-            peak_private=self._process.peak_private,
-            peak_resident=self._process.peak_resident(),
-        )
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.close()
-        self._process, self._runs = None, []
-
-    def measurement(self) -> Measurement:
-        if self._failed:
-            return Measurement(failed=self._failed)
-        spreads: dict[str, Any] = {
-            name: Spread(tuple(values)) for name, values in self._values.items()
-        }
-        return Measurement(**spreads, first_start=self._first_start, report=self._report)
-
-    def _open(self) -> Started:
-        assert self._process is not None
-        started = self._process.open(self._candidate)
-        self._report = started.report
-        return started
-
-    def _run(self, feed: Path, watched: bool = False) -> float:
-        assert self._process is not None
-        time.sleep(_PAUSE_SECONDS)
-        return self._process.run(feed, watched=watched)
-
-    def _note(self, **values: float | None) -> None:
+    def note(self, **values: float | None) -> None:
         for name, value in values.items():
             if value is not None:
-                self._values.setdefault(name, []).append(value)
+                self.values.setdefault(name, []).append(value)
+
+    def measurement(self) -> Measurement:
+        if self.failed:
+            return Measurement(failed=self.failed)
+        spreads: dict[str, Any] = {k: Spread(tuple(v)) for k, v in self.values.items()}
+        return Measurement(**spreads, first_start=self.first_start, report=self.report)
+
+
+def _steps(
+    figures: _Figures,
+    feed: Path | None,
+    runs: int,
+    seconds: float,
+    timeout: float,
+    *,
+    counted: bool,
+) -> Generator[None, None, None]:
+    """Take one process of a candidate through its steps; yield where others take theirs."""
+    if figures.failed:
+        return
+    try:
+        process = SessionProcess(figures.candidate.label, timeout=timeout)
+        with contextlib.closing(process):
+            yield
+            started = process.open(figures.candidate)
+            figures.report = started.report
+            if not counted:
+                figures.first_start = started.seconds
+                return
+            figures.note(start=started.seconds, started_private=started.private)
+            taken: list[float] = []
+            for run in range(_WARM_UPS + runs if feed else 0):
+                assert feed is not None
+                yield
+                if len(taken) >= _LEAST_RUNS and sum(taken) >= seconds:
+                    break
+                time.sleep(_PAUSE_SECONDS)
+                took = process.run(feed, watched=run < _WARM_UPS)
+                taken += [took] if run >= _WARM_UPS else []
+            yield
+            figures.note(
+                run=statistics.median(taken) if taken else None,
+                private=process_memory(process.pid).private,
+                peak_private=process.peak_private,
+                peak_resident=process.peak_resident(),
+            )
+    except MeasureError as error:
+        figures.failed = str(error)

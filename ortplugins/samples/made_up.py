@@ -18,8 +18,9 @@ with the past that the model returned for them.
 
 from __future__ import annotations
 
-__all__ = ["MadeUpInputs", "Run", "next_step"]
+__all__ = ["MadeUpInputs", "Run", "next_step", "sizes_of"]
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,15 +78,13 @@ class MadeUpInputs:
         Raises:
             UsageError: If no input has such a dimension, or a size is not one.
         """
-        self._inputs = list(inputs)
-        self._roles = [role_of(value) for value in inputs]
-        self._names = [_dimension_names(value) for value in inputs]
+        self._inputs = [_Input.of(value) for value in inputs]
         self._given = dict(dims or {})
         self._check_given()
         self._by_label = dict.fromkeys(("sequence", "source"), length)
         self._length, self._tried = length, dict[str, int]()
-        for names, role in zip(self._names, self._roles, strict=True):
-            for name, label in zip(names, role.axes, strict=True):
+        for item in self._inputs:
+            for name, label in zip(item.names, item.role.axes, strict=True):
                 if name and label and name in self._given:
                     self._by_label[label] = self._given[name]
         self._by_label |= {k: v for k, v in self._given.items() if k in self._labels()}
@@ -97,11 +96,12 @@ class MadeUpInputs:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each named dimension."""
-        found = dict[str, int]()
-        for value, names in zip(self._inputs, self._names, strict=True):
-            shape = self._shape(value)
-            found |= {n: s for n, s in zip(names, shape, strict=False) if n and "[" not in n}
-        return found
+        return {
+            name: size
+            for item in self._inputs
+            for name, size in zip(item.names, self._shape(item), strict=False)
+            if name and "[" not in name
+        }
 
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
@@ -114,20 +114,15 @@ class MadeUpInputs:
             run: Runs the model, for the past of second feeds; None for first feeds alone.
         """
         rng = np.random.default_rng(seed)
+        roles = {item.value.name or "": item.role for item in self._inputs}
+        has_cache = any(_is_past(role) for role in roles.values())
         for _ in range(count):
             feed = self._feed(rng)
             yield feed
-            if run is not None and self._has_cache():
-                roles = {
-                    value.name or "": role
-                    for value, role in zip(self._inputs, self._roles, strict=True)
-                }
+            if run is not None and has_cache:
                 step = next_step(feed, run(feed), roles, rng)
                 if step is not None:
                     yield step
-
-    def _has_cache(self) -> bool:
-        return any(role.kind is Kind.CACHE and "past" in role.axes for role in self._roles)
 
     def fit(self, run: Run) -> None:
         """Find sizes that the model runs with, for dimensions of which nothing is known.
@@ -148,7 +143,7 @@ class MadeUpInputs:
         error: Exception | None = None
         for sizes in trials[:_MAX_TRIALS]:
             self._tried = dict(zip(open_names, sizes, strict=False))
-            if any(np.prod(self._shape(value)) > _MAX_ELEMENTS for value in self._inputs):
+            if any(np.prod(self._shape(item)) > _MAX_ELEMENTS for item in self._inputs):
                 continue
             try:
                 run(self._feed(np.random.default_rng(0)))
@@ -156,32 +151,33 @@ class MadeUpInputs:
                 error = error or found
             else:
                 return
-        named = [*open_names, *(n for names in self._names for n in names if n)]
+        named = [*open_names, *(n for item in self._inputs for n in item.names if n)]
         why = "" if error is None else f"; onnxruntime says: {_first_line(error)}"
         ask = f"the size of {named[0]!r} (--dims {named[0]}=SIZE) or " if named else ""
         raise ModelFileError(f"made-up inputs do not run: give {ask}samples{why}") from error
 
     def _free_names(self) -> list[str]:
         """Dimensions that nothing is known of, neither by their role nor by the user."""
-        free = dict[str, None]()
-        for value, names, role in zip(self._inputs, self._names, self._roles, strict=True):
-            known = self._known_sizes(value, role)
-            for name, label in zip(names, role.axes, strict=True):
-                if name and label in _FREE and label not in known:
-                    free[name] = None
+        free = dict.fromkeys(
+            name
+            for item in self._inputs
+            for name, label in zip(item.names, item.role.axes, strict=True)
+            if name and label in _FREE and label not in item.known
+        )
         return [name for name in free if self._given_size(name) is None]
 
-    def _known_sizes(self, value: ir.Value, role: Role) -> dict[str, int]:
-        return cache_sizes(value) if role.kind is Kind.CACHE else {}
-
     def _labels(self) -> set[str]:
-        return {label for role in self._roles for label in role.axes if label not in _FREE}
+        labels = {label for item in self._inputs for label in item.role.axes}
+        return labels.difference(_FREE)
 
     def _check_given(self) -> None:
         names = dict.fromkeys(
-            part for found in self._names for name in found for part in (name, *_parts(name))
+            part
+            for item in self._inputs
+            for name in filter(None, item.names)
+            for part in (name, *_parts(name))
         )
-        known = [name for name in names if name]
+        known = list(names)
         for name, size in self._given.items():
             if name not in known and name not in self._labels():
                 listed = ", ".join(map(repr, known)) or "no symbolic dimension"
@@ -192,15 +188,13 @@ class MadeUpInputs:
                     f"dimension {name!r} is {size!r}: 0 or a positive int is expected"
                 )
 
-    def _shape(self, value: ir.Value) -> tuple[int, ...]:
-        if value.shape is None:
+    def _shape(self, item: _Input) -> tuple[int, ...]:
+        if item.value.shape is None:
             return (1, self._length)
-        index = self._inputs.index(value)
-        role, names = self._roles[index], self._names[index]
-        known = self._known_sizes(value, role)
+        axes = zip(item.value.shape, item.names, item.role.axes, strict=True)
         return tuple(
-            dim if isinstance(dim, int) and dim > 0 else self._size(name, label, known)
-            for dim, name, label in zip(value.shape, names, role.axes, strict=True)
+            dim if isinstance(dim, int) and dim > 0 else self._size(name, label, item.known)
+            for dim, name, label in axes
         )
 
     def _size(self, name: str, label: str, known: Mapping[str, int]) -> int:
@@ -233,47 +227,58 @@ class MadeUpInputs:
     def _feed(self, rng: np.random.Generator) -> _Feed:
         past, new = self._label_size("past"), self._label_size("sequence")
         return {
-            value.name or "": _array(value, role.kind, self._shape(value), past, new, rng)
-            for value, role in zip(self._inputs, self._roles, strict=True)
+            item.value.name or "": _array(item, self._shape(item), past, new, rng)
+            for item in self._inputs
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """An input, what it is, the names of its dimensions, and what its readers say of sizes."""
+
+    value: ir.Value
+    role: Role
+    names: Sequence[str]
+    known: Mapping[str, int]
+
+    @classmethod
+    def of(cls, value: ir.Value) -> _Input:
+        role = role_of(value)
+        known = cache_sizes(value) if role.kind is Kind.CACHE else {}
+        return cls(value, role, _dimension_names(value), known)
+
+
 def _array(
-    value: ir.Value,
-    kind: Kind,
-    shape: tuple[int, ...],
-    past: int,
-    new: int,
-    rng: np.random.Generator,
+    item: _Input, shape: tuple[int, ...], past: int, new: int, rng: np.random.Generator
 ) -> npt.NDArray[Any]:
-    dtype = (value.dtype or ir.DataType.FLOAT).numpy()
-    floating = value.dtype is None or value.dtype.is_floating_point()
-    array: npt.NDArray[Any]
-    if value.dtype is ir.DataType.STRING:
+    kind, dtype = item.role.kind, item.value.dtype or ir.DataType.FLOAT
+    if dtype is ir.DataType.STRING:
         return np.full(shape, "text")
-    if kind is Kind.MASK:
+    floating = dtype.is_floating_point()
+    fixed = {
         # Of four axes, it is added to the scores: 0 lets a token count.
-        array = np.zeros(shape) if floating and len(shape) == 4 else np.ones(shape)
-    elif kind is Kind.POSITIONS:
-        length = shape[-1] if shape else 1
-        array = np.broadcast_to(np.arange(past, past + length), shape)
-    elif kind is Kind.ZEROS:
-        array = np.zeros(shape)
-    elif kind is Kind.LAST:
-        array = np.full(shape, past + new - 1)
-    elif kind is Kind.TOTAL:
-        array = np.full(shape, past + new)
-    elif kind is Kind.RATE:
-        array = np.full(shape, _RATE)
-    elif kind is Kind.HAS_PAST:
-        array = np.full(shape, past > 0)
+        Kind.MASK: 0 if floating and len(shape) == 4 else 1,
+        Kind.POSITIONS: np.arange(past, past + shape[-1]) if shape else past,
+        Kind.ZEROS: 0,
+        Kind.LAST: past + new - 1,
+        Kind.TOTAL: past + new,
+        Kind.RATE: _RATE,
+        Kind.HAS_PAST: past > 0,
+    }
+    array: npt.NDArray[Any]
+    if kind in fixed:
+        array = np.broadcast_to(fixed[kind], shape)
     elif floating:
         array = rng.standard_normal(shape, np.float32)
-    elif dtype == np.bool_:
+    elif dtype is ir.DataType.BOOL:
         array = np.ones(shape)
     else:
-        array = rng.integers(0, rows_below(value) or _IDS, shape)
-    return array.astype(dtype)
+        array = rng.integers(0, rows_below(item.value) or _IDS, shape)
+    return array.astype(dtype.numpy())
+
+
+def _is_past(role: Role) -> bool:
+    return role.kind is Kind.CACHE and "past" in role.axes
 
 
 def next_step(
@@ -297,7 +302,7 @@ def next_step(
     returned = {_cache_key(name): array for name, array in outputs.items()}
     lengths = set()
     for name, role in roles.items():
-        if role.kind is Kind.CACHE and "past" in role.axes:
+        if _is_past(role):
             array = returned.get(_cache_key(name))
             axis = role.axes.index("past")
             if array is None or array.ndim != feed[name].ndim or array is feed[name]:
@@ -340,6 +345,19 @@ def _dimension_names(value: ir.Value) -> list[str]:
         else dim.value
         for axis, dim in enumerate(value.shape or ())
     ]
+
+
+def sizes_of(
+    inputs: Sequence[ir.Value], feed: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, int]:
+    """Return the size that each named dimension of the inputs has in a feed."""
+    return {
+        name: size
+        for value in inputs
+        if (array := feed.get(value.name or "")) is not None
+        for name, size in zip(_dimension_names(value), array.shape, strict=False)
+        if name and "[" not in name
+    }
 
 
 def _parts(name: str) -> list[str]:
