@@ -10,11 +10,13 @@ from __future__ import annotations
 
 __all__ = ["ReportPlugin"]
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnxruntime
 import pytest
@@ -38,14 +40,13 @@ class ReportPlugin:
         self._config, self._target = config, target
         self._lines: list[str] = []
         self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._restore: list[Callable[[], None]] = []
+        self._replaced = contextlib.ExitStack()
         self._watch_sessions()
         self._watch_results()
 
     def pytest_unconfigure(self) -> None:
         """Leave the classes as they were."""
-        while self._restore:
-            self._restore.pop()()
+        self._replaced.close()
 
     def pytest_sessionfinish(self) -> None:
         """Hand a worker's lines to the process that started it."""
@@ -74,16 +75,13 @@ class ReportPlugin:
             terminalreporter.write_line(line)
 
     def _watch_sessions(self) -> None:
-        cls = onnxruntime.InferenceSession
-
         def record(session: Any, name: str, value: object) -> None:
             object.__setattr__(session, name, value)
             if name == "ortplugins_report" and isinstance(value, Report):
                 place = self._places.setdefault(session, len(self._lines))
                 self._lines[place : place + 1] = [_line(_source(session), value)]
 
-        cls.__setattr__ = record
-        self._restore.append(lambda: delattr(cls, "__setattr__"))
+        self._replace(onnxruntime.InferenceSession, "__setattr__", record)
 
     def _watch_results(self) -> None:
         original = OptimizeResult.__init__
@@ -92,12 +90,10 @@ class ReportPlugin:
             original(result, *args, **kwargs)
             self._lines.append(_line("optimize()", result.report))
 
-        OptimizeResult.__init__ = record  # type: ignore[method-assign, assignment]
+        self._replace(OptimizeResult, "__init__", record)
 
-        def restore() -> None:
-            OptimizeResult.__init__ = original  # type: ignore[method-assign]
-
-        self._restore.append(restore)
+    def _replace(self, cls: type, name: str, method: Callable[..., None]) -> None:
+        self._replaced.enter_context(mock.patch.object(cls, name, method))
 
 
 def _source(session: Any) -> str:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import onnxruntime
 
 from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.given_model import GivenModel, ModelSource
+from ortplugins.comparison.given_model import GivenModel, ModelSource, operator_counts
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.comparison.model_pair import ModelPair
 from ortplugins.comparison.profile import ProfiledNode, profiled_run
@@ -71,7 +71,7 @@ def assert_fused(
     """
     __tracebackhide__ = True
     given = GivenModel(model)
-    found = _operators(given)
+    found = operator_counts(given.graph_as_written())
     wrong = []
     for name, expected in counts.items():
         if isinstance(expected, bool) or not isinstance(expected, int) or expected < 0:
@@ -275,16 +275,6 @@ def _names_of_nodes(model: GivenModel) -> list[str]:
     graph = model.graph_as_written().graph
     nodes = (node for node in graph if node.op_type != "Constant")
     return [node.name or f"{node.op_type}_{index}" for index, node in enumerate(nodes)]
-
-
-def _operators(model: GivenModel) -> dict[tuple[str, str], int]:
-    """Count nodes by domain and operator."""
-    written = model.graph_as_written()
-    return collections.Counter(
-        (node.domain, node.op_type)
-        for graph in [written.graph, *(f.graph for f in written.functions.values())]
-        for node in graph.all_nodes()
-    )
 
 
 def _is_meant(name: str, key: tuple[str, str]) -> bool:

@@ -94,11 +94,11 @@ def print_directory(store: Store) -> None:
 @_command("list")
 def list_entries(
     store: Store,
-    format: opt.Format = opt.OutputFormat.TEXT,
+    format: opt.Format = "text",
 ) -> None:
     """List the optimised models, the newest first."""
     entries = store.entries()
-    if format is opt.OutputFormat.JSON:
+    if format == "json":
         typer.echo(json.dumps([_as_json(entry) for entry in entries], indent=2))
         return
     rows = []

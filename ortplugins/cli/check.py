@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.options import ReportFormat
 from ortplugins.cli.terminal import console
 from session_options import DqMatMulNBitsFusion
 
@@ -76,7 +75,7 @@ def check(
             min=0,
         ),
     ] = None,
-    format: Annotated[ReportFormat, typer.Option("--format")] = ReportFormat.TEXT,
+    format: opt.ReportFormat = "text",
 ) -> None:
     """Hold an optimised model to bounds: exit with 1 if it is beyond them.
 
@@ -86,7 +85,7 @@ def check(
     """
     found = _check(model, chosen, (rtol, atol), inputs)
     failures = list(found.failures(max_unfused))
-    if format is ReportFormat.JSON:
+    if format == "json":
         from ortplugins.comparison.compare import plain
 
         content = {
@@ -101,7 +100,7 @@ def check(
             "report": found.report.to_dict(),
         }
         typer.echo(json.dumps(plain(content), indent=1, allow_nan=False))
-    elif format is ReportFormat.GITHUB:
+    elif format == "github":
         _print_github(found, failures, model)
     else:
         out = console()

@@ -64,7 +64,7 @@ def compare(
         typer.Option("--output", "-o", metavar="FILE", help="Write all of it as JSON, too."),
     ] = None,
     force: opt.Force = False,
-    format: opt.Format = opt.OutputFormat.TEXT,
+    format: opt.Format = "text",
 ) -> None:
     """Run two models on the same inputs: errors, speed and memory."""
     from ortplugins.comparison.compare import compare
@@ -94,7 +94,7 @@ def compare(
         providers=providers,
         **inputs,
     )
-    as_json = format is opt.OutputFormat.JSON
+    as_json = format == "json"
     if as_json:
         typer.echo(found.to_json())
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import CacheDir, Format, OutputFormat
+from ortplugins.cli.options import CacheDir, Format
 from ortplugins.cli.terminal import print_table
 
 _OLDEST_ONNXRUNTIME = (1, 22)
@@ -22,14 +22,14 @@ _OLDEST_ONNXRUNTIME = (1, 22)
 
 def doctor(
     cache_dir: CacheDir = "",
-    format: Format = OutputFormat.TEXT,
+    format: Format = "text",
 ) -> None:
     """Check what ortplugins depends on: versions, CPU, cache, limits.
 
     Exits with 1 if something is wrong; the last column says what, and what to do.
     """
     rows = [*_runtime(), *_machine(), *_cache(cache_dir), *_settings()]
-    if format is OutputFormat.JSON:
+    if format == "json":
         fields = ("name", "value", "problem")
         listed = [dict(zip(fields, row, strict=True)) for row in rows]
         typer.echo(json.dumps(listed, indent=1))

@@ -17,7 +17,7 @@ def memory(
     dims: opt.Dims = "",
     svg: opt.SvgFile = None,
     force: opt.Force = False,
-    format: opt.Format = opt.OutputFormat.TEXT,
+    format: opt.Format = "text",
 ) -> None:
     """Show what a run holds in memory, step by step, in each execution order."""
     from ortplugins.html_report.charts import memory_bars, memory_chart
@@ -26,7 +26,7 @@ def memory(
     opt.parse_dims(dims)
     opt.check_absent(svg, force=force)
     order = order_of(model, {"shape_size_reorder.dims": dims} if dims else {})
-    if format is opt.OutputFormat.JSON:
+    if format == "json":
         curves = [
             {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
             for curve in order.curves
@@ -38,4 +38,4 @@ def memory(
             typer.echo(line)
     if svg is not None:
         svg.write_text(memory_chart(order.curves, str(model)), encoding="utf-8")
-        typer.echo(f"wrote {svg}", err=format is opt.OutputFormat.JSON)
+        typer.echo(f"wrote {svg}", err=format == "json")

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.options import ReportFormat
 from ortplugins.cli.terminal import print_report, progress_bar
 
 
@@ -65,6 +64,6 @@ def optimize(
     written = [output]
     if page is not None:
         written += write_report(model, page, force=force, result=result, **chosen)
-    if printing.format is ReportFormat.TEXT:
+    if printing.format == "text":
         for path in written:
             typer.echo(f"wrote {path}")

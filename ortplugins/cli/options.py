@@ -7,11 +7,10 @@ parameter ``Annotated[..., group]`` gets them all, and what the function returns
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 
@@ -119,40 +118,11 @@ def _pass_names() -> list[str]:
     return list(registered_passes())
 
 
-class OutputFormat(enum.StrEnum):
-    """Of what a command prints."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class ReportFormat(enum.StrEnum):
-    """Of what a command prints that has annotations for GitHub Actions, too."""
-
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
-
-
 class Printing(NamedTuple):
     """How a report is printed, and whether rewrites and notes are, too."""
 
-    format: ReportFormat
+    format: str
     verbose: bool
-
-
-class Modes(enum.StrEnum):
-    """What promoted tensors become."""
-
-    INT16 = "int16"
-    FLOAT = "float"
-
-
-class Targets(enum.StrEnum):
-    """What runs the model."""
-
-    CPU = "cpu"
-    QNN = "qnn"
 
 
 DEFAULT_PASSES = [DqMatMulNBitsFusion.name]
@@ -162,7 +132,8 @@ _PATTERN = "name, glob, or re:REGEX; repeatable."
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-Format = Annotated[OutputFormat, typer.Option("--format")]
+Format = Annotated[Literal["text", "json"], typer.Option("--format")]
+ReportFormat = Annotated[Literal["text", "json", "github"], typer.Option("--format")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print everything, not only refusals.")
 ]
@@ -302,10 +273,10 @@ def _inputs(
 def _printing(
     context: typer.Context,
     verbose: Verbose = False,
-    format: Annotated[ReportFormat, typer.Option("--format")] = ReportFormat.TEXT,
+    format: ReportFormat = "text",
 ) -> Any:
     """Return how a report is printed."""
-    if format is not ReportFormat.TEXT:
+    if format != "text":
         refuse_without_effect(context, f"with --format {format}", "verbose")
     return Printing(format, verbose)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 __all__ = ["passes"]
 
-import enum
 import json
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,24 +19,16 @@ from session_options.plan import GENERAL_OPTIONS
 _HEADINGS = ("Session key", "Default", "What it does")
 
 
-class TableFormat(enum.StrEnum):
-    """Of the table; Markdown is what the documentation holds."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 def passes(
-    format: Annotated[TableFormat, typer.Option("--format")] = TableFormat.TEXT,
+    format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format")] = "text",
 ) -> None:
     """List the passes and their options, as session keys."""
     rows = list(_key_rows())
-    if format is TableFormat.JSON:
+    if format == "json":
         fields = ("key", "default", "help")
         listed = [dict(zip(fields, row, strict=True)) for row in rows]
         typer.echo(json.dumps(listed, indent=1))
-    elif format is TableFormat.MARKDOWN:
+    elif format == "markdown":
         typer.echo(f"| {' | '.join(_HEADINGS)} |\n|---|---|---|")
         for key, default, text in rows:
             shown = f"`{default}`" if default else ""

@@ -8,12 +8,12 @@ __all__ = ["plan_precision"]
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.options import Modes, Targets, refuse_without_effect
+from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -73,9 +73,12 @@ def plan_precision(
     ] = None,
     svg: opt.SvgFile = None,
     mode: Annotated[
-        Modes, typer.Option(help="What is measured: 16-bit regions, or regions in float.")
-    ] = Modes.INT16,
-    target: Annotated[Targets, typer.Option(help="What runs the model.")] = Targets.CPU,
+        Literal["int16", "float"],
+        typer.Option(help="What is measured: 16-bit regions, or regions in float."),
+    ] = "int16",
+    target: Annotated[
+        Literal["cpu", "qnn"], typer.Option(help="What runs the model.")
+    ] = "cpu",
     reference: Annotated[
         Path | None,
         typer.Option(
@@ -153,13 +156,13 @@ def plan_precision(
                 model,
                 source,
                 max_16bit=max_16bit,
-                mode=str(mode),
-                target=str(target),
+                mode=mode,
+                target=target,
                 reference=reference,
                 **shared,
             )
             promoted, count, result = found.promoted, found.activations, found.to_json()
-            what = "activations in float" if mode is Modes.FLOAT else "activations at 16 bits"
+            what = "activations in float" if mode == "float" else "activations at 16 bits"
             drawn = what
     _print(found.ranking, found.curve, frozenset(promoted), found.notes)
     before, after = found.before, found.after

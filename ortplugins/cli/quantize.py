@@ -6,57 +6,39 @@ from __future__ import annotations
 __all__ = ["quantize"]
 
 import contextlib
-import enum
 import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.options import OutputFormat, refuse_without_effect
+from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.quantization.weights.report import QuantizeReport
 
 
-class Method(enum.StrEnum):
-    RTN = "rtn"
-    AWQ_LITE = "awq_lite"
-    AWQ_CLIP = "awq_clip"
-    AWQ_FULL = "awq_full"
-    GPTQ = "gptq"
-    AWQ_GPTQ = "awq_gptq"
-
-
-class QuantFormat(enum.StrEnum):
-    QDQ = "QDQ"
-    QDQ_TRANSPOSED = "QDQ_transposed"
-    MATMULNBITS = "MatMulNBits"
-
-
-class OpType(enum.StrEnum):
-    MATMUL = "MatMul"
-    GEMM = "Gemm"
-    GATHER = "Gather"
-
-
-_OP_TYPES = [OpType.MATMUL, OpType.GEMM]
+_OP_TYPES = ["MatMul", "Gemm"]
 
 
 def quantize(
     context: typer.Context,
     model: opt.Model,
-    source: opt.GivenSamples,
+    *,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write.")
     ] = None,
-    method: Annotated[Method, typer.Option(help="All but rtn look at samples.")] = Method.RTN,
+    method: Annotated[
+        Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"],
+        typer.Option(help="All but rtn look at samples."),
+    ] = "rtn",
+    source: opt.GivenSamples,
     bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
     block_size: Annotated[
         int, typer.Option(help="Elements along K that share a scale; -1 for all of a column.")
@@ -65,7 +47,8 @@ def quantize(
         bool, typer.Option("--asymmetric", help="Unsigned codes with zero points.")
     ] = False,
     op_types: Annotated[
-        list[OpType], typer.Option("--op-type", help="Operators to quantise; repeatable.")
+        list[str],
+        typer.Option("--op-type", help="MatMul, Gemm or Gather; repeatable."),
     ] = _OP_TYPES,
     include: opt.Include = None,
     exclude: opt.Exclude = None,
@@ -84,8 +67,9 @@ def quantize(
         ),
     ] = 0.0,
     quant_format: Annotated[
-        QuantFormat, typer.Option(help="MatMulNBits is for onnxruntime alone.")
-    ] = QuantFormat.QDQ,
+        Literal["QDQ", "QDQ_transposed", "MatMulNBits"],
+        typer.Option(help="MatMulNBits is for onnxruntime alone."),
+    ] = "QDQ",
     accuracy_level: Annotated[
         int | None, typer.Option(help="Of MatMulNBits: 0 in float32, 4 with int8 activations.")
     ] = None,
@@ -107,7 +91,7 @@ def quantize(
     ] = False,
     force: opt.Force = False,
     verbose: opt.Verbose = False,
-    format: opt.Format = OutputFormat.TEXT,
+    format: opt.Format = "text",
 ) -> None:
     """Quantise a model's weights to 4, 8 or 2 bits."""
     from ortplugins.quantization import quantize
@@ -123,12 +107,12 @@ def quantize(
             bits=bits,
             block_size=block_size,
             is_symmetric=not asymmetric,
-            op_types=[str(kind) for kind in op_types],
+            op_types=op_types,
             nodes_to_include=include or None,
             nodes_to_exclude=exclude or (),
             node_config=_read_config(node_config),
             share_of_8_bits=share_of_8_bits,
-            quant_format=str(quant_format),
+            quant_format=quant_format,
             accuracy_level=accuracy_level,
             calibration_data_reader=source,
             calibration_providers=providers,
@@ -140,7 +124,7 @@ def quantize(
             progress=bar,
         )
     _print(result.report, format, verbose or dry_run)
-    if format is OutputFormat.TEXT and result.path is not None:
+    if format == "text" and result.path is not None:
         typer.echo(f"wrote {result.path}")
 
 
@@ -151,12 +135,12 @@ def _refuse_ignored(context: typer.Context) -> None:
         refuse_without_effect(
             context, "with --dry-run", "output", "force", "scheduler", "work_dir", "verbose"
         )
-    if given["format"] is OutputFormat.JSON:
+    if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")
-    if given["quant_format"] is not QuantFormat.MATMULNBITS:
+    if given["quant_format"] != "MatMulNBits":
         refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
     samples = given["samples"] or given["text"]
-    if given["method"] is Method.RTN and not given["share_of_8_bits"] and not samples:
+    if given["method"] == "rtn" and not given["share_of_8_bits"] and not samples:
         refuse_without_effect(
             context,
             "with --method rtn and without samples",
@@ -206,9 +190,9 @@ def _read_config(text: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _print(report: QuantizeReport, format: OutputFormat, all_nodes: bool) -> None:
+def _print(report: QuantizeReport, format: str, all_nodes: bool) -> None:
     """Print the sum, then what was refused, or every node."""
-    if format is OutputFormat.JSON:
+    if format == "json":
         typer.echo(report.to_json())
         return
     out = console()

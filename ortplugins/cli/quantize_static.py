@@ -5,22 +5,13 @@ from __future__ import annotations
 
 __all__ = ["quantize_static"]
 
-import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.options import Modes, ReportFormat, Targets
 from ortplugins.cli.terminal import print_report, progress_bar
-
-
-class CalibrateMethod(enum.StrEnum):
-    MINMAX = "MinMax"
-    ENTROPY = "Entropy"
-    PERCENTILE = "Percentile"
-    DISTRIBUTION = "Distribution"
 
 
 def quantize_static(
@@ -42,12 +33,13 @@ def quantize_static(
     ] = None,
     promoted_type: Annotated[str, typer.Option(help="QUInt16 or QInt16.")] = "QUInt16",
     mode: Annotated[
-        Modes, typer.Option(help="float leaves what is promoted unquantised: faster on CPUs.")
-    ] = Modes.INT16,
+        Literal["int16", "float"],
+        typer.Option(help="float leaves what is promoted unquantised: faster on CPUs."),
+    ] = "int16",
     target: Annotated[
-        Targets,
+        Literal["cpu", "qnn"],
         typer.Option(help="qnn keeps every DQ -> Q, cpu those that change values."),
-    ] = Targets.QNN,
+    ] = "qnn",
     close_regions: Annotated[
         bool, typer.Option(help="The nodes around a promoted tensor compute in its type.")
     ] = True,
@@ -57,8 +49,9 @@ def quantize_static(
         bool, typer.Option(help="Weights get a scale for each channel.")
     ] = True,
     calibrate_method: Annotated[
-        CalibrateMethod, typer.Option(help="How ranges are found.")
-    ] = CalibrateMethod.MINMAX,
+        Literal["MinMax", "Entropy", "Percentile", "Distribution"],
+        typer.Option(help="How ranges are found."),
+    ] = "MinMax",
     calibration_cache: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Ranges: read if of this model, or written."),
@@ -76,7 +69,7 @@ def quantize_static(
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 
-    if mode is Modes.FLOAT:
+    if mode == "float":
         opt.refuse_without_effect(context, "with --mode float", "promoted_type")
     try:
         with progress_bar() as bar:
@@ -87,13 +80,13 @@ def quantize_static(
                 overrides=overrides,
                 promote=promote or (),
                 promoted_type=promoted_type,
-                mode=str(mode),
-                target=str(target),
+                mode=mode,
+                target=target,
                 close_regions=close_regions,
                 activation_type=activation_type,
                 weight_type=weight_type,
                 per_channel=per_channel,
-                calibrate_method=str(calibrate_method),
+                calibrate_method=calibrate_method,
                 calibration_cache=calibration_cache,
                 op_types_to_quantize=op_types,
                 nodes_to_quantize=include or (),
@@ -105,5 +98,5 @@ def quantize_static(
     except OverrideError as error:
         raise typer.BadParameter(str(error), param_hint="--overrides") from None
     print_report(report, printing, model)
-    if printing.format is ReportFormat.TEXT:
+    if printing.format == "text":
         typer.echo(f"wrote {output}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from ortplugins.cli.options import Printing, ReportFormat
+from ortplugins.cli.options import Printing
 from rewrite_rules.remarks import Outcome
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def print_report(report: Report, printing: Printing, model: Path) -> None:
         printing: How to print it.
         model: Path of the model, which annotations name.
     """
-    if printing.format is ReportFormat.GITHUB:
+    if printing.format == "github":
         from ortplugins.cli.github_annotations import annotations_of
 
         for line in annotations_of(report, model):
             typer.echo(line)
         return
-    if printing.format is ReportFormat.JSON:
+    if printing.format == "json":
         typer.echo(report.to_json())
         return
     out = console()

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-__all__ = ["GivenModel", "ModelSource"]
+__all__ = ["GivenModel", "ModelSource", "operator_counts"]
 
+import collections
 import contextlib
 import os
 import tempfile
@@ -153,6 +154,14 @@ class GivenModel:
                 "cache, or the cache was emptied since"
             )
         return path
+
+
+def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
+    """Count nodes by domain and operator, those of subgraphs and functions too."""
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return collections.Counter(
+        (node.domain, node.op_type) for graph in graphs for node in graph.all_nodes()
+    )
 
 
 def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:

@@ -96,8 +96,7 @@ def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
     steps = max((curve.steps or len(curve.live) for curve in curves), default=0) or 1
     scale, unit = next((item for item in _UNITS if top >= item[0]), _UNITS[-1])
     ticks = [(quarter / 4, f"{top * quarter / 4 / scale:.4g} {unit}") for quarter in range(5)]
-    parts = _frame("Live memory over the steps of a run", ticks, title)
-    parts += _axis(steps, "step ")
+    parts = _frame("Live memory over the steps of a run", ticks, steps, "step ", title)
     for number, curve in enumerate(curves):
         live = thinned(curve.live)
         each = (curve.steps or len(curve.live)) / len(live) / steps if live else 0
@@ -129,8 +128,7 @@ def error_chart(errors: Sequence[Any]) -> str:
     high = max(high, low + 1)
     every = -(-(high - low) // 5)
     ticks = [((p - low) / (high - low), f"1e{p}") for p in range(high, low - 1, -every)]
-    parts = _frame("Error over the steps of a run", ticks)
-    parts += _axis(len(errors), "step ")
+    parts = _frame("Error over the steps of a run", ticks, len(errors), "step ")
     shown = thinned(finite)
     line, draws = "", False
     for number, error in enumerate(shown):
@@ -163,12 +161,9 @@ def promotion_chart(curve: Sequence[CurvePoint], what: str, title: str) -> str:
     top = _greatest([point.deviation.error for point in curve])
     most = max(1, curve[-1].promoted)
     ticks = [(quarter / 4, f"{top * quarter / 4:.3g}") for quarter in range(5)]
-    parts = _frame("Error against promotions", ticks, title)
-    parts += _axis(most, "")
+    parts = _frame("Error against promotions", ticks, most, "", title)
     parts.append(f'<text x="{_LEFT}" y="16">relative squared error of the outputs</text>')
-    parts.append(
-        f'<text x="{_x(1)}" y="{_HEIGHT - 1}" text-anchor="end">{escape(what)}</text>'
-    )
+    parts.append(_text(_x(1), str(_HEIGHT - 1), "end", what))
     places = [
         (_x(point.promoted / most), _y(min(point.deviation.error, top) / top))
         for point in curve
@@ -205,8 +200,18 @@ def _y(share: float) -> str:
     return f"{_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share):.1f}"
 
 
-def _frame(label: str, ticks: Sequence[tuple[float, str]], title: str = "") -> list[str]:
-    """Return the beginning of a picture: its description, and a scale on the left."""
+def _frame(
+    label: str, ticks: Sequence[tuple[float, str]], steps: int, name: str, title: str = ""
+) -> list[str]:
+    """Return the beginning of a picture: its description, and both scales.
+
+    Args:
+        label: What a reader who does not see it hears, inside a page.
+        ticks: Places on the left, from 0 to 1, and their texts.
+        steps: The scale below goes from 0 to this.
+        name: Stands before its 0.
+        title: Of a file of its own.
+    """
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     if title:
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']
@@ -215,23 +220,17 @@ def _frame(label: str, ticks: Sequence[tuple[float, str]], title: str = "") -> l
         text = f"{label}; a table below has the values"
         parts = [f'<svg class="chart" {size} role="img" aria-label="{text}">']
     for share, text in ticks:
-        place = f'x="{_LEFT - 8}" y="{_y(share)}" dy="4"'
-        parts += [
-            f'<path class="grid" d="M{_LEFT} {_y(share)}H{_WIDTH - _RIGHT}"/>',
-            f'<text {place} text-anchor="end">{text}</text>',
-        ]
-    return parts
-
-
-def _axis(steps: int, name: str) -> list[str]:
-    """Return the numbers from 0 to ``steps`` below the picture."""
-    parts = []
+        parts.append(f'<path class="grid" d="M{_LEFT} {_y(share)}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_text(str(_LEFT - 8), _y(share), "end", text, 'dy="4" '))
     for quarter in range(5) if steps >= 4 else (0, 4):
         anchor = {0: "start", 4: "end"}.get(quarter, "middle")
         text = f"{name}0" if quarter == 0 else f"{round(steps * quarter / 4):,}"
-        place = f'x="{_x(quarter / 4)}" y="{_HEIGHT - 16}"'
-        parts.append(f'<text {place} text-anchor="{anchor}">{text}</text>')
+        parts.append(_text(_x(quarter / 4), str(_HEIGHT - 16), anchor, text))
     return parts
+
+
+def _text(x: str, y: str, anchor: str, text: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" {more}text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _round_up(value: int) -> float:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.comparison.compare import compare, plain
+from ortplugins.comparison.given_model import operator_counts
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.live_memory import order_of
@@ -241,7 +242,7 @@ def _with_passes_on_files(
 
 
 def _operators(before: ir.Model, after: ir.Model) -> list[dict[str, Any]]:
-    counts = [_operator_counts(model) for model in (before, after)]
+    counts = [operator_counts(model) for model in (before, after)]
     rows = [
         {"operator": name, "domain": domain, "before": counts[0][key], "after": counts[1][key]}
         for key in counts[0] | counts[1]
@@ -256,13 +257,6 @@ def _operators(before: ir.Model, after: ir.Model) -> list[dict[str, Any]]:
             row["operator"],
         ),
     )
-
-
-def _operator_counts(model: ir.Model) -> Counter[tuple[str, str]]:
-    nodes = [*model.graph.all_nodes()]
-    for function in model.functions.values():
-        nodes += function.all_nodes()
-    return Counter((node.domain, node.op_type) for node in nodes)
 
 
 def _weights(

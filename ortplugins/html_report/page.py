@@ -115,42 +115,20 @@ def _page_facts(facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int
 
     Lists are cut behind, so that a place in the page's is the place in the JSON's.
     """
-    page = _readable(
-        {
-            key: value
-            for key, value in facts.items()
-            if key not in ("remarks", "report", "memory")
-        }
-    )
-    assert isinstance(page, dict)
-    report = facts["report"]
-    page["report"] = _readable(
-        {
-            **report,
-            "notes": report["notes"][:_NOTES],
-            "passes": [
-                {key: value for key, value in item.items() if key != "remarks"}
-                for item in report["passes"]
-            ],
-        }
-    )
-    page["remarks"] = []
-    nodes = _NODES
+    report, memory, nodes = facts["report"], dict(facts["memory"]), _NODES
+    groups = []
     for group in facts["remarks"][:_GROUPS]:
         # Of each group some, whatever the others took.
         kept = group["remarks"][: max(1, min(_NODES_PER_GROUP, nodes))]
         nodes -= len(kept)
         kept = [{**remark, "names": _first_names(remark["names"])} for remark in kept]
-        page["remarks"].append(_readable({**group, "remarks": kept}))
-    memory = facts["memory"]
-    page["memory"] = _readable(
-        {
-            key: [{**curve, "live": thinned(curve["live"])} for curve in value]
-            if key == "curves"
-            else value
-            for key, value in memory.items()
-        }
-    )
+        groups.append({**group, "remarks": kept})
+    if "curves" in memory:
+        curves = memory["curves"]
+        memory["curves"] = [{**curve, "live": thinned(curve["live"])} for curve in curves]
+    passes = [{"name": item["name"], "seconds": item["seconds"]} for item in report["passes"]]
+    shown = {**report, "notes": report["notes"][:_NOTES], "passes": passes}
+    page: Any = _readable({**facts, "report": shown, "remarks": groups, "memory": memory})
     cut = {
         "remarks": max(0, len(facts["remarks"]) - _GROUPS),
         "operators": _cut(page, "operators", _ROWS),

@@ -78,8 +78,7 @@ class KeptSamples:
             return
         index = 0
         while index < len(self._kept) or self._pull():
-            kept = self._kept[index]
-            yield kept.load() if isinstance(kept, _SpooledFeed) else dict(kept)
+            yield self._load(index)
             index += 1
 
     def read_all(self) -> int:
@@ -103,9 +102,12 @@ class KeptSamples:
             CalibrationError: As iterating.
         """
         if not self.rewinds and self._kept:
-            kept = self._kept[self._largest[1]]
-            return kept.load() if isinstance(kept, _SpooledFeed) else dict(kept)
+            return self._load(self._largest[1])
         return next(iter(self))
+
+    def _load(self, index: int) -> Feed:
+        kept = self._kept[index]
+        return kept.load() if isinstance(kept, _SpooledFeed) else dict(kept)
 
     def _pull(self) -> bool:
         """Keep one more sample of the source; False at its end."""

@@ -66,8 +66,8 @@ class TextSamples:
             named = ", ".join(repr(value.name) for value in inputs)
             raise CalibrationError(f"text is for a model that takes token ids, not {named}")
         shape = takers[0].shape
-        fixed = shape[-1] if shape is not None and len(shape) else None
-        fixed = fixed if isinstance(fixed, int) and fixed > 0 else 0
+        last = shape[-1] if shape is not None and len(shape) else None
+        fixed = last if isinstance(last, int) and last > 0 else 0
         length = fixed or self.window
         windows = _Encoder(Path(self.tokenizer), self.chat).windows(Path(self.text), length)
         if len(windows) > 1 and len(windows[-1]) < length:
@@ -116,11 +116,13 @@ class _Encoder:
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        special = self._tokenizer.encode("a").special_tokens_mask
-        ids = self._tokenizer.encode("a").ids
-        first = special.index(0) if 0 in special else len(special)
-        last = len(special) - special[::-1].index(0) if 0 in special else len(special)
-        self._before, self._after = ids[:first], ids[last:]
+        encoded = self._tokenizer.encode("a")
+        ids = encoded.ids
+        own = [
+            place for place, special in enumerate(encoded.special_tokens_mask) if not special
+        ]
+        self._before = ids[: own[0]] if own else ids
+        self._after = ids[own[-1] + 1 :] if own else []
         self._render = _chat_template(path) if chat else None
 
     def windows(self, path: Path, length: int) -> list[list[int]]:
