@@ -103,14 +103,7 @@ class Report:
                 {
                     "name": item.name,
                     "seconds": round(item.seconds, 6),
-                    "remarks": [
-                        {
-                            "node": remark.node,
-                            "outcome": remark.outcome.value,
-                            "reason": remark.reason,
-                        }
-                        for remark in item.remarks
-                    ],
+                    "remarks": [_remark_to_dict(remark) for remark in item.remarks],
                 }
                 for item in self.passes
             ],
@@ -151,3 +144,7 @@ class Report:
 
     def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
         return tuple(remark for remark in self.remarks if remark.outcome is outcome)
+
+
+def _remark_to_dict(remark: Remark) -> dict[str, str]:
+    return {"node": remark.node, "outcome": remark.outcome.value, "reason": remark.reason}

@@ -28,12 +28,12 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import onnxruntime
 
 from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.given_model import GivenModel, ModelSource, operator_counts
+from ortplugins.comparison.given_model import GivenModel, operator_counts
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.comparison.model_pair import ModelPair
 from ortplugins.comparison.profile import ProfiledNode, profiled_run
@@ -42,6 +42,9 @@ from ortplugins.errors import ModelFileError, PassError, UsageError
 from ortplugins.runtime.stock_session import open_model, stock_options
 from rewrite_rules.closest_name import did_you_mean
 from session_options import DqMatMulNBitsFusion
+
+if TYPE_CHECKING:
+    from ortplugins.comparison.given_model import ModelSource
 
 # Lines of a message about nodes; a model has thousands.
 _SHOWN = 30

@@ -112,7 +112,7 @@ def _print(found: Comparison) -> None:
         out.print(str(found.report), soft_wrap=True)
     print_table(
         ("Output", "Max abs", "Max rel", "Relative RMS", "Cosine", ""),
-        [(d.name, *_figures(d), d.mismatch) for d in found.outputs],
+        [(d.name, *_figures(d)) for d in found.outputs],
     )
     for name, why in found.not_compared.items():
         out.print(f"output {name!r} not compared: {why}", soft_wrap=True)
@@ -134,7 +134,6 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
                 else f"{layer.op_type} -> {layer.other_op_type}",
                 (d := layer.difference).name,
                 *_figures(d),
-                d.mismatch,
             )
             for layer in layers.layers
         ],
@@ -182,4 +181,4 @@ def _verdict(cost: Cost) -> str:
 
 def _figures(d: Difference) -> tuple[str, ...]:
     numbers = d.max_abs, d.max_rel, d.relative_rms
-    return (*(f"{number:.3g}" for number in numbers), f"{d.cosine:.7f}")
+    return (*(f"{number:.3g}" for number in numbers), f"{d.cosine:.7f}", d.mismatch)

@@ -48,13 +48,11 @@ def _runtime() -> _Rows:
     from ortplugins.runtime.machine import versions
 
     for name, found in versions().items():
-        problem = ""
-        if name == "onnxruntime":
-            numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
-            if tuple(numbers) < _OLDEST_ONNXRUNTIME:
-                oldest = ".".join(map(str, _OLDEST_ONNXRUNTIME))
-                problem = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
-        yield name, found, problem
+        numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+        old = name == "onnxruntime" and numbers < _OLDEST_ONNXRUNTIME
+        oldest = ".".join(map(str, _OLDEST_ONNXRUNTIME))
+        advice = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
+        yield name, found, advice if old else ""
     yield "execution providers", ", ".join(onnxruntime.get_available_providers()), ""
 
 

@@ -17,24 +17,25 @@ import typer
 from session_options import DqMatMulNBitsFusion, keys
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that has the options of its groups in their place."""
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command, or a group, that has the options of its groups in their place."""
     groups: dict[str, Callable[..., Any]] = {}
     options: dict[str, inspect.Parameter] = {}
-    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+    own = inspect.signature(command, eval_str=True).parameters
+    for name, parameter in own.items():
         metadata = getattr(parameter.annotation, "__metadata__", ())
         if group := next(filter(inspect.isfunction, metadata), None):
-            groups[name] = group
-            options |= inspect.signature(group, eval_str=True).parameters
+            groups[name] = with_groups(group)
+            options |= inspect.signature(groups[name]).parameters
         else:
             options[name] = parameter
 
-    def run(**given: Any) -> None:
+    def run(**given: Any) -> Any:
         for name, group in groups.items():
             given[name] = group(
                 **{key: given[key] for key in inspect.signature(group).parameters}
             )
-        command(**{key: given[key] for key in inspect.signature(command).parameters})
+        return command(**{key: given[key] for key in own})
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     ordered = [parameter.replace(kind=keyword) for parameter in options.values()]
@@ -165,27 +166,6 @@ CacheDir = Annotated[
         help="Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.",
     ),
 ]
-Samples = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE.npz",
-        help="Inputs, an array for each; repeatable. Default: inputs are made up.",
-    ),
-]
-Text = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
-]
-Tokenizer = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With --text: its tokenizer.json.")
-]
-Chat = Annotated[
-    bool,
-    typer.Option("--chat", help="With --text: each paragraph as a message of a conversation."),
-]
-Count = Annotated[
-    int, typer.Option(help="How many samples to make up, or to take of --text.", min=1)
-]
 Dims = Annotated[
     str,
     typer.Option(
@@ -193,7 +173,9 @@ Dims = Annotated[
         help="Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a name.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of samples that are made up.", min=0)]
+Count = Annotated[
+    int, typer.Option(help="How many samples to make up, or to take of --text.", min=1)
+]
 Include = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
@@ -228,10 +210,26 @@ def _chosen_passes(passes: Passes = DEFAULT_PASSES, settings: Settings = None) -
 
 def _given_samples(
     context: typer.Context,
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Inputs, an array for each; repeatable. Default: inputs are made up.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --text: its tokenizer.json.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="With --text: each paragraph as a message of a conversation."
+        ),
+    ] = False,
     count: Count = 32,
 ) -> Any:
     """Return the paths or the text; None where neither is given.
@@ -255,18 +253,16 @@ def _given_samples(
     return TextSamples(text, tokenizer, count=count, chat=chat)
 
 
+GivenSamples: TypeAlias = Annotated[Any, _given_samples]
+
+
 def _inputs(
-    context: typer.Context,
-    samples: Samples = None,
-    text: Text = None,
-    tokenizer: Tokenizer = None,
-    chat: Chat = False,
+    given: GivenSamples,
     dims: Dims = "",
     count: Count = 1,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of samples that are made up.", min=0)] = 0,
 ) -> Any:
     """Return inputs, given or made up, as ``compare`` takes them."""
-    given = _given_samples(context, samples, text, tokenizer, chat, count)
     return {"inputs": given, "dims": parse_dims(dims), "samples": count, "seed": seed}
 
 
@@ -282,6 +278,5 @@ def _printing(
 
 
 ChosenPasses: TypeAlias = Annotated[dict[str, Any], _chosen_passes]
-GivenSamples: TypeAlias = Annotated[Any, _given_samples]
 Inputs: TypeAlias = Annotated[dict[str, Any], _inputs]
 ReportPrinting: TypeAlias = Annotated[Printing, _printing]

@@ -192,7 +192,7 @@ class _Side:
                 # outputs: some are no tensors.
                 kind, nbytes = types[name], None
                 if record is not None and len(record.outputs) == len(outputs):
-                    kind, nbytes = record.outputs[number][0], record.bytes_of(number)
+                    kind, nbytes = record.outputs[number]
                 result[name] = _Made(label(node), node.op_type, nbytes, kind in _COMPARED)
         return result
 

@@ -32,23 +32,12 @@ class ProfiledNode:
 
     Attributes:
         name: Of the node.
-        output_bytes: What its outputs take, all together.
-        outputs: Type, in onnxruntime's word, and shape of each output that is a tensor.
+        outputs: Type, in onnxruntime's word, and bytes of each output that is a tensor; the
+            bytes of all where its type has none of numpy's.
     """
 
     name: str
-    output_bytes: int
-    outputs: tuple[tuple[str, tuple[int, ...]], ...]
-
-    def bytes_of(self, index: int) -> int:
-        """Bytes of one output; where its type has none of numpy's, those of all."""
-        if index >= len(self.outputs):
-            return self.output_bytes
-        kind, shape = self.outputs[index]
-        try:
-            return int(ir.DataType[kind.upper()].itemsize * math.prod(shape))
-        except (KeyError, TypeError):
-            return self.output_bytes
+    outputs: tuple[tuple[str, int], ...]
 
 
 def opened(
@@ -126,13 +115,12 @@ def _is_node(event: Mapping[str, Any]) -> bool:
 
 def _node(event: Mapping[str, Any]) -> ProfiledNode:
     args = event["args"]
-    outputs = [
-        (kind, tuple(shape))
-        for item in args.get("output_type_shape", ())
-        for kind, shape in item.items()
-    ]
-    return ProfiledNode(
-        name=str(event["name"]).removesuffix(_SUFFIX),
-        output_bytes=int(args.get("output_size", 0)),
-        outputs=tuple(outputs),
-    )
+    described = (pair for item in args.get("output_type_shape", ()) for pair in item.items())
+    outputs = []
+    for kind, shape in described:
+        try:
+            size = int(ir.DataType[kind.upper()].itemsize * math.prod(shape))
+        except (KeyError, TypeError):
+            size = int(args.get("output_size", 0))
+        outputs.append((kind, size))
+    return ProfiledNode(str(event["name"]).removesuffix(_SUFFIX), tuple(outputs))

@@ -257,21 +257,17 @@ class SessionProcess:
             MeasureError: If that fails, or takes too long.
         """
         cache = None if candidate.cache_dir is None else os.path.abspath(candidate.cache_dir)
-        answer = self._ask(
-            "onnxruntime refuses it",
-            do="open",
-            model=os.path.abspath(candidate.model),
-            level=LEVELS[candidate.level],
-            settings=dict(candidate.settings),
-            providers=list(candidate.providers),
-            passes=list(candidate.passes),
-            options=dict(candidate.options),
-            cache_dir=cache,
-        )
-        memory = process_memory(self.pid)
-        return Started(
-            answer["seconds"], memory.private, answer["report"], tuple(answer["modules"])
-        )
+        job = {
+            **vars(candidate),
+            "model": os.path.abspath(candidate.model),
+            "level": LEVELS[candidate.level],
+            "settings": dict(candidate.settings),
+            "options": dict(candidate.options),
+            "cache_dir": cache,
+        }
+        answer = self._ask("onnxruntime refuses it", do="open", **job)
+        private = process_memory(self.pid).private
+        return Started(answer["seconds"], private, answer["report"], tuple(answer["modules"]))
 
     def run(self, feed: Path, *, watched: bool = False) -> float:
         """Run the session on inputs that :func:`write_feed` wrote; return the seconds.
