@@ -6,19 +6,34 @@ from __future__ import annotations
 __all__ = ["TransformerOptions", "fuse_transformer"]
 
 import dataclasses
+from collections.abc import Sequence
 
 import onnx_ir as ir
-import onnx_ir.passes.common
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
+from rewrite_rules.graph.constants import constant
+from rewrite_rules.graph.initializers import new_initializer
+from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.masks.graph_evaluator import GraphEvaluator
+from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.remarks import Outcome, PassContext
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.attention import FuseAttention
+from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
+from rewrite_rules.transformer_fusion.mask_reading import MaskReader
 from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
+from rewrite_rules.transformer_fusion.projections import merge_projections
+from rewrite_rules.transformer_fusion.rotary import Rotary
 
 _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization")
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
+# Greatest difference of a trial; kernels add up in another order.
+_BOUND = 1e-4
+_ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +43,16 @@ class TransformerOptions:
     Attributes:
         norms: Normalisation, with the residual sum before it.
         grouped_queries: MatMuls of query heads that share key and value heads.
+        rotary: Rotary embeddings.
+        attention: Attention with a cache.
+        projections: MatMulNBits nodes that multiply one input.
     """
 
     norms: bool = True
     grouped_queries: bool = True
+    rotary: bool = True
+    attention: bool = True
+    projections: bool = True
 
 
 def fuse_transformer(
@@ -47,6 +68,11 @@ def fuse_transformer(
     model.graph.sort()
     remarks = context.remarks
     opset = model.opset_imports.get("", 0)
+    if context.cpu_only and opset >= _SHAPE_OPSET:
+        _drop_casts(model)
+        _fold_scalars(model)
+        CommonSubexpressionEliminationPass()(model)
+        _fuse_attention(model, options, context)
     if options.grouped_queries and opset < _SHAPE_OPSET:
         reason = f"opset {opset} has no Shape of a part: convert the model to opset 15"
         remarks.refused("model", reason)
@@ -58,4 +84,80 @@ def fuse_transformer(
         skip = [SkipNorm.rule(operator, remarks) for operator in _NORMS]
         for rules in (rms, skip):
             DispatchingRuleSet(rules).apply_to_model(model)
-    ir.passes.common.RemoveUnusedNodesPass()(model)
+    if options.projections and context.cpu_only:
+        merge_projections(model, remarks)
+    RemoveUnusedNodesPass()(model)
+
+
+def _fuse_attention(
+    model: ir.Model, options: TransformerOptions, context: PassContext
+) -> None:
+    """Fuse rotary embeddings, then attention; both are read by what they compute."""
+    remarks = context.remarks
+    try:
+        inputs = DecoderInputs(model)
+    except Refusal as refusal:
+        remarks.refused("model", f"rotary and attention: {refusal}")
+        return
+    nodes = NodeEvaluator()
+
+    def in_main(node: ir.Node) -> bool:
+        return node.graph is model.graph
+
+    def evaluators(runs: Sequence[Run]) -> list[tuple[Run, GraphEvaluator]]:
+        return [
+            (
+                run,
+                GraphEvaluator(
+                    ProvedShapes(model, inputs.names(run)), inputs.feeds(run), nodes
+                ),
+            )
+            for run in runs
+            if inputs.has_cache or not run.past
+        ]
+
+    if options.rotary:
+        runs = [evaluator for _, evaluator in evaluators(_ROTARY_RUNS)]
+        rotary = Rotary.rule(ProvedShapes(model), runs, remarks).commute()
+        DispatchingRuleSet(rotary, in_main).apply_to_model(model)
+        RemoveUnusedNodesPass()(model)
+    if options.attention and inputs.has_cache:
+        masks = MaskReader(evaluators(RUNS[2:9]))
+        rule = FuseAttention.rule(ProvedShapes(model), masks, FreshNames(model), remarks)
+        DispatchingRuleSet([rule], in_main).apply_to_model(model)
+        RemoveUnusedNodesPass()(model)
+    if any(remark.outcome is Outcome.FIRED for remark in remarks):
+        context.trials.extend(inputs.trials(_BOUND))
+
+
+def _drop_casts(model: ir.Model) -> None:
+    """Cast(x) -> x, where x has the type already: exporters put one around each Softmax."""
+    for node in list(model.graph):
+        if node.op_type == "Cast" and not node.domain and node.inputs[0] is not None:
+            source, result = node.inputs[0], node.outputs[0]
+            same = source.dtype is not None and source.dtype == node.attributes.get_int(
+                "to", 0
+            )
+            if same and not result.is_graph_output():
+                result.replace_all_uses_with(source)
+                model.graph.remove(node, safe=True)
+
+
+def _fold_scalars(model: ir.Model) -> None:
+    """Make numbers that scale others constants: the root of a head's size, of a Shape."""
+    facts, names = ProvedShapes(model), FreshNames(model)
+    evaluator = GraphEvaluator(facts, {}, NodeEvaluator())
+    for node in model.graph:
+        if node.op_type not in ("Mul", "Div") or node.domain:
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is None or value.producer() is None or constant(value) is not None:
+                continue
+            if value.dtype != ir.DataType.FLOAT or facts.shape(value) not in ((), ((1, ()),)):
+                continue
+            try:
+                array = evaluator.array(value)
+            except CannotEvaluate:
+                continue
+            tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))
+            node.replace_input_with(index, new_initializer(model.graph, tensor))

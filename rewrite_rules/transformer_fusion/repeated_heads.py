@@ -62,8 +62,15 @@ class RepeatedHeads:
     scalings: tuple[tuple[ir.Node, int], ...] = ()
 
 
-def read_repeated_heads(operand: ir.Value, facts: ProvedShapes) -> RepeatedHeads | None:
+def read_repeated_heads(
+    operand: ir.Value, facts: ProvedShapes, once: bool = False
+) -> RepeatedHeads | None:
     """Read the right operand of a MatMul; None where it repeats no head.
+
+    Args:
+        operand: The operand.
+        facts: Proves shapes.
+        once: Whether to read a cache ``Concat(past, new)`` that is not repeated as well.
 
     Raises:
         Refusal: If heads are repeated in a way that can't be taken apart; says where.
@@ -74,7 +81,10 @@ def read_repeated_heads(operand: ir.Value, facts: ProvedShapes) -> RepeatedHeads
         node = value.producer()
         if node is None or node.domain:
             return None
-        if (found := _repetition(node, facts)) is not None:
+        found = _repetition(node, facts)
+        if found is None and once and node.op_type == "Concat":
+            found = _cache(node, facts)
+        if found is not None:
             transposed = _is_transposed(value, [node for node, _ in chain[::-1]], facts)
             scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
             return dataclasses.replace(found, transposed=transposed, scalings=scalings)
@@ -95,6 +105,19 @@ def _repetition(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     if node.op_type == "Reshape":
         return _merged(node, facts)
     return None
+
+
+def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
+    """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
+    shape = facts.shape(node.outputs[0])
+    if not isinstance(shape, tuple) or len(shape) != _RANK or len(node.inputs) != 2:
+        return None
+    # What is fed has as many heads as declared; new ones that have others fit no MatMul.
+    past = None if node.inputs[0] is None else facts.shape(node.inputs[0])
+    groups = number(past[_HEADS]) if isinstance(past, tuple) else None
+    if groups is None or int_attribute(node, "axis", 0) % _RANK != 2:
+        return None
+    return RepeatedHeads(node.outputs[0], groups, 1)
 
 
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
@@ -215,10 +238,13 @@ def _is_transposed(repeated: ir.Value, chain: Sequence[ir.Node], facts: ProvedSh
             axes = [axes[axis] for axis in perm]
         elif node.op_type == "Reshape":
             axes = _regrouped(axes, dims, node, facts)
-    order = [atom for axis in axes for atom in axis]
-    if [len(axis) for axis in axes] != [1] * _RANK or order[:2] != [0, _HEADS]:
-        raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
-    return order == [0, 1, 3, 2]
+    # An axis of size 1 may be split off and merged anywhere.
+    found = [[atom for atom in axis if dims[atom] != (1, ())] for axis in axes]
+    for turned in (False, True):
+        order = (0, 1, 3, 2) if turned else (0, 1, 2, 3)
+        if found == [[atom] if dims[atom] != (1, ()) else [] for atom in order]:
+            return turned
+    raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
 
 
 def _regrouped(

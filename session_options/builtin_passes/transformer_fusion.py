@@ -19,12 +19,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerFusion(Pass):
-    """Attention's repeated heads and norms, whoever exported the model."""
+    """Attention, rotary embeddings, projections and norms, whoever exported the model."""
 
     name: ClassVar[str] = "transformer_fusion"
-    summary: ClassVar[str] = "read shared key and value heads once; fuse norms with residuals"
+    summary: ClassVar[str] = "fuse attention, rotary embeddings, and norms with residuals"
     # After the weights are those of MatMulNBits.
     position: ClassVar[int] = 60
+    asks_for_trials: ClassVar[bool] = True
+
+    rotary: bool = option(
+        True, "Rotary embeddings, found by what they compute, as one node (CPU sessions)."
+    )
+    attention: bool = option(
+        True,
+        "Attention with a cache in the fastest form for one token and for a prompt, chosen at "
+        "each run (CPU sessions).",
+    )
+    projections: bool = option(
+        True, "One MatMulNBits for all that multiply one input: Q, K, V; gate, up (CPU sessions)."
+    )
 
     grouped_queries: bool = option(
         True,
@@ -41,4 +54,7 @@ class TransformerFusion(Pass):
         """Rewrite in place; see :mod:`.fuse`."""
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
-        fuse_transformer(model, TransformerOptions(self.norms, self.grouped_queries), context)
+        options = TransformerOptions(
+            self.norms, self.grouped_queries, self.rotary, self.attention, self.projections
+        )
+        fuse_transformer(model, options, context)

@@ -119,7 +119,11 @@ def exported(name: str, exporter: str, attention: str) -> bytes:
                 module, tuple(arguments), path, dynamo=False, opset_version=17,
                 dynamic_axes=axes, **names,
             )  # fmt: skip
-        model = onnx.load(path)
+        return without_notes(onnx.load(path))
+
+
+def without_notes(model: onnx.ModelProto) -> bytes:
+    """Strip what exporters note beside the graph."""
     for node in model.graph.node:
         node.ClearField("doc_string")
         node.ClearField("metadata_props")

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: MIT
+"""Made-up runs of a transformer: which inputs hold tokens, mask, positions and cache.
+
+The same runs serve to see what a mask computes, and to try the result beside the original.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RUNS", "DecoderInputs", "Run"]
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from rewrite_rules.graph.constants import constant
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.shapes.declared_names import DeclaredNames
+from rewrite_rules.trials import Trial
+
+# Sizes of float inputs that a cache or tokens do not explain.
+_OTHER = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Sizes of one run; row r of the batch is padded by 2 r positions, on one side.
+
+    Attributes:
+        batch: Rows.
+        length: New tokens.
+        past: Tokens in the cache.
+        padding: ``"left"``, ``"right"`` or nothing.
+    """
+
+    batch: int
+    length: int
+    past: int
+    padding: str = ""
+
+    def __str__(self) -> str:
+        rows = f"{self.batch} x {self.length} tokens, {self.past} cached"
+        return f"{rows}, {self.padding} padding" if self.padding else rows
+
+    def kept(self) -> NDArray[np.bool_]:
+        """Return which positions hold tokens, ``[batch, past + length]``."""
+        total = self.past + self.length
+        kept = np.ones((self.batch, total), np.bool_)
+        for row in range(self.batch):
+            most = total - 1 - (self.past if self.padding == "right" else 0)
+            count = min(2 * row, most)
+            if self.padding == "left":
+                kept[row, :count] = False
+            elif self.padding and count:
+                kept[row, -count:] = False
+        return kept
+
+
+RUNS = (
+    Run(1, 1, 0),
+    Run(1, 11, 0),
+    Run(1, 1, 9),
+    Run(2, 1, 14),
+    Run(1, 6, 7),
+    Run(2, 5, 7),
+    Run(3, 6, 0, "left"),
+    Run(3, 9, 0, "right"),
+    Run(3, 6, 7, "left"),
+    Run(3, 1, 7, "left"),
+)
+
+
+class DecoderInputs:
+    """The inputs of a transformer by role.
+
+    Args:
+        model: Its inputs are read by type, rank and name.
+
+    Attributes:
+        has_cache: Whether there are inputs ``[batch, heads, past, size]``.
+        has_mask: Whether there is an attention mask.
+
+    Raises:
+        Refusal: If an input has no role here.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._model = model
+        graph = model.graph
+        self._roles: dict[ir.Value, str] = {}
+        for value in graph.inputs:
+            if str(value.name) not in graph.initializers:
+                self._roles[value] = _role(value)
+        self.has_cache = "cache" in self._roles.values()
+        self.has_mask = "mask" in self._roles.values()
+
+    def names(self, run: Run) -> DeclaredNames:
+        """Return what the names of the inputs' dimensions stand for in a run."""
+        sizes: dict[str, int] = {}
+        for value, role in self._roles.items():
+            for dim, size in zip(
+                value.shape or (), self._sizes(value, role, run), strict=True
+            ):
+                if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                    sizes[dim.value] = size
+        return DeclaredNames(sizes, _OTHER)
+
+    def feeds(self, run: Run, seed: int = 0) -> dict[ir.Value, NDArray[Any]]:
+        """Make up the inputs of a run."""
+        rng, kept = np.random.default_rng(seed), run.kept()
+        feeds = {}
+        for value, role in self._roles.items():
+            sizes = self._sizes(value, role, run)
+            assert value.dtype is not None
+            array: NDArray[Any]
+            if role == "mask":
+                array = kept
+            elif role == "positions":
+                positions = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
+                array = positions if len(sizes) == 2 else np.arange(run.past, kept.shape[1])
+            elif role == "tokens":
+                array = rng.integers(0, _limit(value), sizes)
+            else:
+                array = rng.standard_normal(sizes)
+            feeds[value] = np.ascontiguousarray(array.astype(value.dtype.numpy()))
+        return feeds
+
+    def trials(self, bound: float) -> list[Trial]:
+        """Return the runs as trials; what padding computes does not count."""
+        found = []
+        for index, run in enumerate(RUNS):
+            if (run.past and not self.has_cache) or (run.padding and not self.has_mask):
+                continue
+            feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
+            kept = run.kept()
+            compared = {}
+            for output in self._model.graph.outputs:
+                rank = None if output.shape is None else len(output.shape)
+                if run.padding and rank in (3, 4):
+                    new = kept[:, run.past :, None]
+                    compared[str(output.name)] = new if rank == 3 else kept[:, None, :, None]
+                elif run.padding:  # one row for each text: it may be that of padding
+                    compared[str(output.name)] = np.zeros((1,) * (rank or 1), np.bool_)
+            found.append(Trial(str(run), feeds, compared, bound))
+        return found
+
+    def _sizes(self, value: ir.Value, role: str, run: Run) -> list[int]:
+        asked = {
+            "tokens": (run.batch, run.length),
+            "mask": (run.batch, run.past + run.length),
+            "positions": (run.batch, run.length),
+            "cache": (run.batch, 0, run.past, 0),
+        }.get(role, (run.batch, _OTHER, _OTHER, _OTHER))
+        assert value.shape is not None
+        if role == "positions" and len(value.shape) == 1:
+            asked = (run.length,)
+        return [
+            dim if isinstance(dim, int) else asked[axis]
+            for axis, dim in enumerate(value.shape)
+        ]
+
+
+def _role(value: ir.Value) -> str:
+    name, shape = str(value.name), value.shape
+    rank = None if shape is None else len(shape)
+    if value.dtype is None or shape is None:
+        raise Refusal(f"input {name!r} has no declared type and shape")
+    if not value.dtype.is_floating_point():
+        if "position" in name and rank in (1, 2):
+            return "positions"
+        if "mask" in name and rank == 2:
+            return "mask"
+        if rank == 2:
+            return "tokens"
+    elif rank == 2 and "mask" in name:
+        return "mask"
+    elif rank == 4 and isinstance(shape[1], int) and isinstance(shape[3], int):
+        return "cache" if not isinstance(shape[2], int) else "floats"
+    elif rank is not None and rank <= 4:
+        return "floats"
+    raise Refusal(f"what input {name!r} of rank {rank} holds is not known")
+
+
+def _limit(tokens: ir.Value) -> int:
+    """How many rows the tables have that tokens choose from."""
+    limit, pending = 1 << 16, [tokens]
+    while pending:
+        for node in pending.pop().consumers():
+            if node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten"):
+                pending += node.outputs
+            elif node.op_type in ("Gather", "GatherBlockQuantized"):
+                table = constant(node.inputs[0])
+                if table is not None and table.shape.numpy():
+                    limit = min(limit, int(table.shape.numpy()[0]))
+    return limit if limit < 1 << 16 else 2

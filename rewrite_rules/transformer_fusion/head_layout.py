@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT
+"""Heads between a projection and attention: ``[B, S, H * D]`` split, ``[B, H, S, D]``."""
+
+from __future__ import annotations
+
+__all__ = ["SPLIT_HEADS", "in_order", "ints", "is_transposed_heads", "rows", "unsplit"]
+
+from typing import Any
+
+import onnx_ir as ir
+
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+SPLIT_HEADS = (0, 2, 1, 3)
+
+
+def ints(op: Any, *numbers: int) -> ir.Value:
+    """Return a constant list of int64."""
+    constant: ir.Value = op.Constant(value_ints=[*numbers])
+    return constant
+
+
+def is_transposed_heads(value: ir.Value) -> bool:
+    """Whether a value is ``Transpose(..., [0, 2, 1, 3])``."""
+    node = value.producer()
+    if node is None or node.op_type != "Transpose" or node.domain:
+        return False
+    perm = node.attributes.get("perm")
+    return perm is not None and tuple(perm.as_ints()) == SPLIT_HEADS
+
+
+def unsplit(heads: ir.Value) -> ir.Value:
+    """Return ``[B, S, H, D]`` of ``[B, H, S, D]``, where a Transpose makes it; else itself."""
+    node = heads.producer() if is_transposed_heads(heads) else None
+    return heads if node is None or node.inputs[0] is None else node.inputs[0]
+
+
+def in_order(heads: ir.Value) -> ir.Value:
+    """Return what has the elements of ``[B, H, S, D]`` in order wherever S is 1.
+
+    For one token, splitting and transposing heads moves nothing.
+    """
+    value = unsplit(heads)
+    while (
+        (node := value.producer()) is not None and node.op_type == "Reshape" and node.inputs[0]
+    ):
+        value = node.inputs[0]
+    return value
+
+
+def rows(op: Any, heads: ir.Value, facts: ProvedShapes, width: int = -1) -> ir.Value:
+    """Return ``[B, S, H * D]`` of ``[B, H, S, D]``: what was split, where that is proved.
+
+    Args:
+        op: Makes the nodes.
+        heads: The heads.
+        facts: Proves shapes.
+        width: H * D, where it is known.
+    """
+    split = unsplit(heads)
+    maker = split.producer()
+    if split is heads:
+        split = op.Transpose(heads, perm=SPLIT_HEADS)
+    elif maker is not None and maker.op_type == "Reshape" and _splits(maker, facts):
+        return maker.inputs[0]  # type: ignore[return-value]
+    made: ir.Value = op.Reshape(split, ints(op, 0, 0, width))
+    return made
+
+
+def _splits(node: ir.Node, facts: ProvedShapes) -> bool:
+    """Whether a Reshape is ``[B, S, H * D] -> [B, S, H, D]``, for the batch of all inputs."""
+    source, target = node.inputs[0], node.inputs[1]
+    before = None if source is None else facts.shape(source)
+    asked = None if target is None else facts.integers(target)
+    if not isinstance(before, tuple) or len(before) != 3 or asked is None:
+        return False
+    width = number(before[2])
+    if width is None or len(asked.numbers) != 4:
+        return False
+    _, length, heads, size = (number(dim) for dim in asked.numbers)
+    if size is None or heads is None or size < 1 or width % size:
+        return False
+    if length == -1:
+        return heads * size == width
+    return heads in (-1, width // size) and asked.numbers[1] in (before[1], (0, ()))

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""What an additive mask lets attention see, found by computing it on concrete inputs."""
+
+from __future__ import annotations
+
+__all__ = ["MaskReader", "MaskSight"]
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.masks.graph_evaluator import GraphEvaluator
+from rewrite_rules.masks.node_evaluator import Array, CannotEvaluate
+from rewrite_rules.transformer_fusion.decoder_runs import Run
+
+# What is added to a score that must not count; float16's lowest is -65504.
+_LOW = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSight:
+    """What a mask was seen to do.
+
+    Attributes:
+        kind: For remarks: "causal", "sliding window of 6", or what it is instead.
+        causal: Whether no token sees a later one.
+        full: Whether it has a row for each new token and a column for each key.
+        infinite: Whether it holds -inf, of which Softmax makes NaN where nothing is seen.
+    """
+
+    kind: str
+    causal: bool
+    full: bool
+    infinite: bool
+
+
+class MaskReader:
+    """Computes masks in made-up runs; each once.
+
+    Args:
+        runs: The runs, and what evaluates the graph in them.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Run, GraphEvaluator]]) -> None:
+        self._runs = runs
+        self._seen: dict[ir.Value, MaskSight] = {}
+
+    def read(self, mask: ir.Value) -> MaskSight:
+        """Return what a mask does.
+
+        Raises:
+            Refusal: If it cannot be computed.
+        """
+        if mask not in self._seen:
+            try:
+                arrays = [evaluator.array(mask) for _, evaluator in self._runs]
+            except CannotEvaluate as error:
+                raise Refusal(f"mask {mask.name!r} can't be computed: {error}") from error
+            self._seen[mask] = _sight([run for run, _ in self._runs], arrays)
+        return self._seen[mask]
+
+
+def _sight(runs: Sequence[Run], arrays: Sequence[Array]) -> MaskSight:
+    full = causal = plain = True
+    windows = set()
+    for run, array in zip(runs, arrays, strict=True):
+        total = run.past + run.length
+        full &= array.ndim == 4 and array.shape[2:] == (run.length, total)
+        try:
+            added = np.broadcast_to(array, (run.batch, array.shape[1], run.length, total))
+        except (IndexError, ValueError):
+            return MaskSight("not [batch, heads, queries, keys]", False, False, False)
+        kept = run.kept()
+        # Rows of padding see whatever the exporter found handy.
+        sees = np.asarray(np.all(added > _LOW, axis=1))[kept[:, run.past :]]
+        key = np.arange(total)[None]
+        query = np.broadcast_to(np.arange(run.past, total), (run.batch, run.length))
+        query = query[kept[:, run.past :]][:, None]
+        causal &= not (sees & (key > query)).any()
+        visible = np.repeat(kept, kept[:, run.past :].sum(axis=1), axis=0)
+        reach = int(np.max(np.where(sees, query - key, 0), initial=0)) + 1
+        plain &= bool(np.isin(added, (0.0, added.min())).all())
+        plain &= np.array_equal(sees, visible & (key <= query) & (key > query - reach))
+        windows.add((reach, total))
+    infinite = any(np.isneginf(array).any() for array in arrays)
+    longest = max(reach for reach, _ in windows)
+    if not causal:
+        kind = "not causal"
+    elif not plain:
+        kind = "causal, with a bias"
+    elif all(reach == min(longest, total) for reach, total in windows) and longest < max(
+        total for _, total in windows
+    ):
+        kind = f"sliding window of {longest}"
+    else:
+        kind = "causal"
+    return MaskSight(kind, causal, full, infinite)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: MIT
+"""Attention, rotary embeddings and projections are fused whoever exported the decoder."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx_ir as ir
+import onnx_ir.passes.common
+import onnxruntime
+import pytest
+from builders.decoder_exports import (
+    DECODERS,
+    decoder,
+    decoder_feeds,
+    greatest_difference,
+)
+from builders.dequantized_models import run
+
+import ortplugins
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
+from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+LAYERS = 2
+# Sizes that the fusing itself never saw, a caller's single row of positions apart.
+OTHER_RUNS = (
+    Run(1, 1, 21),
+    Run(4, 1, 5, "left"),
+    Run(2, 17, 0, "left"),
+    Run(3, 4, 9, "right"),
+    Run(1, 8, 16),
+)
+
+
+def fused(
+    model: onnx.ModelProto, **options: bool
+) -> tuple[ir.Model, dict[str, list[str]], PassContext]:
+    """The rewritten model, and the reasons of its remarks by outcome."""
+    result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
+    onnx_ir.passes.common.ShapeInferencePass()(result)
+    onnx_ir.passes.common.LiftConstantsToInitializersPass(lift_all_constants=True)(result)
+    context = PassContext(remarks)
+    fuse_transformer(result, TransformerOptions(**options), context)
+    result.graph.sort()
+    found: dict[str, list[str]] = {"fired": [], "refused": []}
+    for remark in remarks:
+        found[remark.outcome.value].append(remark.reason)
+    return result, found, context
+
+
+def counts(model: ir.Model) -> collections.Counter[str]:
+    """Nodes by operator, subgraphs included."""
+    return collections.Counter(node.op_type for node in model.graph.all_nodes())
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_exports_are_fused_and_right(name: str):
+    model = decoder(name)
+    result, remarks, _ = fused(model)
+    kinds = [text.partition("; mask: ")[2] for text in remarks["fired"] if "mask: " in text]
+    windowed = ["sliding window of 6", "causal"] if "gemma3" in name else ["causal"] * LAYERS
+    assert kinds == windowed
+    assert not remarks["refused"]
+    found = counts(result)
+    assert found["GroupQueryAttention"] == LAYERS
+    assert found["RotaryEmbedding"] == (0 if "gpt2" in name else 2 * LAYERS)
+    assert not found["ReduceMean"]
+    for seed, sizes in enumerate((*RUNS, *OTHER_RUNS)):
+        feeds = decoder_feeds(model, sizes, seed)
+        actual, expected = run(result, feeds), run(model, feeds)
+        assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
+
+
+@pytest.mark.parametrize("name", ["llama-dynamo-sdpa", "llama-torchscript-eager"])
+def test_one_row_of_positions_serves_the_batch(name: str):
+    model = decoder(name)
+    result, *_ = fused(model)
+    sizes = Run(2, 5, 7)
+    feeds = decoder_feeds(model, sizes, 1)
+    feeds["position_ids"] = feeds["position_ids"][:1]
+    actual, expected = run(result, feeds), run(model, feeds)
+    assert greatest_difference(sizes, actual, expected) < 1e-5
+
+
+def test_parts_can_be_switched_off():
+    model = decoder("llama-dynamo-eager")
+    result, *_ = fused(model, attention=False, rotary=False)
+    assert not counts(result)["If"] + counts(result)["RotaryEmbedding"]
+    result, *_ = fused(model, attention=True, rotary=False)
+    assert counts(result)["GroupQueryAttention"] == LAYERS
+    sizes = Run(2, 3, 4)
+    feeds = decoder_feeds(model, sizes, 1)
+    assert greatest_difference(sizes, run(result, feeds), run(model, feeds)) < 1e-5
+
+
+def test_a_soft_cap_is_named():
+    model = decoder("llama-dynamo-eager")
+    for node in list(model.graph.node):
+        if node.op_type == "Softmax":
+            (add,) = (n for n in model.graph.node if node.input[0] in n.output)
+            made = onnx.helper.make_node("Tanh", [add.input[0]], [f"{add.output[0]}_capped"])
+            model.graph.node.insert(list(model.graph.node).index(add), made)
+            add.input[0] = made.output[0]
+    result, remarks, _ = fused(model)
+    assert remarks["refused"] == ["attention: the scores are soft-capped"] * LAYERS
+    assert not counts(result)["If"]
+
+
+def test_another_rotation_stays():
+    model = decoder("llama-dynamo-eager")
+    for node in model.graph.node:
+        if node.op_type == "Neg":
+            node.op_type = "Abs"
+    result, *_ = fused(model)
+    assert not counts(result)["RotaryEmbedding"]
+    assert counts(result)["GroupQueryAttention"] == LAYERS
+
+
+def test_a_mask_that_sees_ahead_gets_no_kernel():
+    model = decoder("llama-dynamo-eager")
+    for node in model.graph.node:
+        if node.op_type == "LessOrEqual":
+            node.op_type = "GreaterOrEqual"
+    result, remarks, _ = fused(model)
+    assert [text for text in remarks["fired"] if "attention" in text] == [
+        "attention: grouped queries; mask: not causal"
+    ] * LAYERS
+    assert not counts(result)["GroupQueryAttention"]
+    for sizes in (Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3)):
+        feeds = decoder_feeds(model, sizes, 1)
+        assert greatest_difference(sizes, run(result, feeds), run(model, feeds)) < 1e-5
+
+
+def test_trials_cover_padding():
+    model = decoder("llama-torchscript-sdpa")
+    *_, context = fused(model)
+    names = [trial.name for trial in context.trials]
+    assert names == [str(sizes) for sizes in RUNS]
+    assert "3 x 6 tokens, 7 cached, left padding" in names
+
+
+def test_inputs_of_unknown_role_are_named():
+    model = decoder("llama-dynamo-eager")
+    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
+    with pytest.raises(Exception, match="input_ids"):
+        DecoderInputs(ir.from_proto(model))
+
+
+def test_a_session_runs_the_fused_decoder():
+    model = decoder("gemma3-dynamo-eager")
+    so = onnxruntime.SessionOptions()
+    ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)
+    session = ortplugins.InferenceSession(
+        model.SerializeToString(), so, providers=["CPUExecutionProvider"]
+    )
+    (report,) = session.ortplugins_report.passes
+    assert sum("attention" in remark.reason for remark in report.remarks) == LAYERS
+    for sizes in (Run(2, 6, 0, "left"), Run(2, 1, 6, "left")):
+        feeds = decoder_feeds(model, sizes, 3)
+        actual = session.run(None, feeds)
+        assert greatest_difference(sizes, actual, run(model, feeds)) < 1e-5
+
+
+def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:
+    """Two MatMulNBits of one input, 32 -> 16 and 32 -> 8."""
+    rng = np.random.default_rng(2)
+    nodes, tensors = [], []
+    for name, n, level in (("a", 16, levels[0]), ("b", 8, levels[1])):
+        codes = rng.integers(0, 256, (n, 1, 16)).astype(np.uint8)
+        scales = rng.standard_normal(n).astype(np.float32)
+        tensors += [
+            onnx.numpy_helper.from_array(codes, f"{name}_codes"),
+            onnx.numpy_helper.from_array(scales, f"{name}_scales"),
+        ]
+        nodes.append(
+            onnx.helper.make_node(
+                "MatMulNBits", ["x", f"{name}_codes", f"{name}_scales"], [f"{name}_product"],
+                domain="com.microsoft", K=32, N=n, bits=4, block_size=32, accuracy_level=level,
+            )
+        )  # fmt: skip
+        nodes.append(onnx.helper.make_node("Neg", [f"{name}_product"], [name]))
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        nodes,
+        "projections",
+        [value("x", onnx.TensorProto.FLOAT, ["B", "S", 32])],
+        [value(name, onnx.TensorProto.FLOAT, None) for name in "ab"],
+        tensors,
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def test_projections_of_one_input_are_one():
+    model = projections()
+    result, remarks, _ = fused(model)
+    assert counts(result)["MatMulNBits"] == counts(result)["Split"] == 1
+    assert len(remarks["fired"]) == 1
+    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 32)).astype(np.float32)}
+    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_projections_of_different_levels_stay():
+    result, *_ = fused(projections((0, 4)))
+    assert counts(result)["MatMulNBits"] == 2
