@@ -28,6 +28,7 @@ from benchmarks.sessions.prepacked import measure_prepacked
 from benchmarks.sessions.rewrite_speed import measure_rewrite_speed
 from benchmarks.sessions.smollm2_sessions import measure_smollm2
 from benchmarks.sessions.start_cost import measure_start_cost
+from benchmarks.sessions.transformer_fusion import measure_transformer_fusion
 from benchmarks.sessions.trim_padding import measure_trim_padding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "order_peaks": measure_order_peaks,
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
+    "transformer_fusion": measure_transformer_fusion,
 }
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
@@ -54,6 +56,7 @@ TITLES = {
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
+    "transformer_fusion": "SmolLM2-135M, int4 level 4, fused beside plain onnxruntime",
 }
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = "benchmarks"

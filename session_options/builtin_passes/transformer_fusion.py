@@ -36,7 +36,7 @@ class TransformerFusion(Pass):
         "each run (CPU sessions).",
     )
     projections: bool = option(
-        True, "One MatMulNBits for all that multiply one input: Q, K, V; gate, up (CPU sessions)."
+        True, "One MatMulNBits for Q, K, V and one for gate, up (CPU sessions)."
     )
 
     grouped_queries: bool = option(
