@@ -112,16 +112,6 @@ class BoundaryOptions:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A region that can be written, with all that it takes."""
-
-    region: Region
-    grids: Grids
-    constants: list[ConstantChange]
-    notes: list[tuple[ir.Node, str]]
-
-
 def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
     """Rewrite the regions of a QDQ model that are to be of another precision.
 
@@ -149,7 +139,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
             if (convert := override.convert) is not None and convert.quant_type is not None:
                 entries[tensor, convert.quant_type] = convert
     groups = sharing_groups(graph)
-    regions, cut = find_regions(
+    regions = find_regions(
         graph,
         {name: _as_float(entry) for name, entry in overrides.items()}
         if as_float
@@ -159,51 +149,12 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         options.close_regions,
         groups,
     )
-    for region, reason in cut:
-        _refuse(region, reason, context)
-    ready = list(_checked(regions, graph, groups, entries, options, context))
-    writer = RegionWriter(model)
-    for checked in ready:
-        changed = False
-        for change in checked.constants:
-            writer.change_constant(change)
-        for tensor, plan in checked.region.plans.items():
-            own = {
-                dtype: checked.grids[tensor, dtype]
-                for dtype in plan.types()
-                if (tensor, dtype) in checked.grids
-            }
-            told = list(_changes(tensor, plan, own))
-            if told:
-                changed = True
-                writer.retype(tensor, plan, own)
-            for reason in told:
-                context.remarks.fired(tensor.name, reason)
-        for node, reason in checked.notes:
-            if options.target == "qnn":
-                context.remarks.refused(label(node), reason)
-            else:
-                context.remarks.note(label(node), reason)
-        for seed in () if changed else checked.region.seeds:
-            context.remarks.note(
-                seed,
-                "nothing to change: it is of that type, all that reads it keeps its own, "
-                "or it reads and writes no quantised activation",
-            )
-    writer.finish()
-
-
-def _checked(
-    regions: list[Region],
-    graph: QuantizedGraph,
-    groups: Groups,
-    entries: Mapping[tuple[QuantizedTensor, ir.DataType], TensorOverride],
-    options: BoundaryOptions,
-    context: PassContext,
-) -> Iterator[_Checked]:
-    """All that is asked of each region, before any is written."""
+    # All is read before anything is written.
+    ready = []
     for region in regions:
         try:
+            if region.refusal:
+                raise Refusal(region.refusal)
             grids = choose_grids(region, groups, entries, options.ranges)
             for tensor, plan in region.plans.items():
                 plan.clipped = options.clip and _may_clip(graph, tensor)
@@ -211,15 +162,42 @@ def _checked(
                 _check_sharing(graph, groups, region, tensor)
             constants = list(constant_changes(region, graph))
         except Refusal as refusal:
-            _refuse(region, str(refusal), context)
-            continue
-        notes = []
-        for change in bias_changes(region, graph, grids):
-            if isinstance(change, ConstantChange):
-                constants.append(change)
+            for seed in region.seeds:
+                context.remarks.refused(seed, str(refusal))
+        else:
+            ready.append((region, grids, constants, list(bias_changes(region, graph, grids))))
+    writer = RegionWriter(model)
+    written = False
+    remark_bias = context.remarks.refused if options.target == "qnn" else context.remarks.note
+    for region, grids, constants, biases in ready:
+        for change in constants:
+            writer.change_constant(change)
+        for change_or_reason in biases:
+            if isinstance(change_or_reason, ConstantChange):
+                writer.change_constant(change_or_reason)
             else:
-                notes.append(change)
-        yield _Checked(region, grids, constants, notes)
+                remark_bias(label(change_or_reason[0]), change_or_reason[1])
+        changed = False
+        for tensor, plan in region.plans.items():
+            own = {
+                dtype: grids[tensor, dtype]
+                for dtype in plan.types()
+                if (tensor, dtype) in grids
+            }
+            changes = list(_changes(tensor, plan, own))
+            if changes:
+                changed = written = True
+                writer.retype(tensor, plan, own)
+            for reason in changes:
+                context.remarks.fired(tensor.name, reason)
+        for seed in () if changed else region.seeds:
+            context.remarks.note(
+                seed,
+                "nothing to change: it is of that type, all that reads it keeps its own, "
+                "or it reads and writes no quantised activation",
+            )
+    if written:
+        writer.finish()
 
 
 def _check_plan(
@@ -354,11 +332,6 @@ def _as_float(entry: TensorOverride) -> TensorOverride:
         quant_type = ir.DataType.FLOAT
     convert = None if entry.convert is None else _as_float(entry.convert)
     return dataclasses.replace(entry, quant_type=quant_type, convert=convert)
-
-
-def _refuse(region: Region, reason: str, context: PassContext) -> None:
-    for seed in region.seeds:
-        context.remarks.refused(seed, reason)
 
 
 def _changes(

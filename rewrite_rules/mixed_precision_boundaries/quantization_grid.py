@@ -175,7 +175,9 @@ class QuantizationGrid:
         return codes.astype(self.dtype.numpy())
 
     def refine(self, dtype: ir.DataType) -> QuantizationGrid:
-        """The 16-bit grid that has every value of this 8-bit grid, bit for bit.
+        """Return the grid of another type that has every value of this one, bit for bit.
+
+        Of equal width, it has another sign. The 16-bit one of an 8-bit grid is its refinement:
 
             scale16 = scale8 / 256      zero_point16 = (zero_point8 - min8) * 256 + min16
 
@@ -183,32 +185,24 @@ class QuantizationGrid:
         rounded; 257, which would use the whole range, moves values by a unit in the last
         place.
 
-        Args:
-            dtype: UINT16 or INT16.
-
         Raises:
-            Refusal: If this is no 8-bit grid, that type has no 16 bits, or the smaller scale
-                can't be told exactly in its type (float16 scales below 2^-6, mostly), so that
-                a value would move.
+            Refusal: If the type has fewer bits, or the smaller scale can't be told exactly in
+                its type (float16 scales below 2^-6, mostly), so that a value would move.
         """
-        if self.bits != 8 or dtype not in (ir.DataType.UINT16, ir.DataType.INT16):
+        bits = dtype.bitwidth - self.bits
+        if bits < 0:
             raise Refusal(f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}")
         low = int(np.iinfo(dtype.numpy()).min)
-        scale = self.float_dtype.type(float(self.scale) / 256)
+        scale = self.float_dtype.type(float(self.scale) / (1 << bits))
         if not float(scale) > 0:
             raise Refusal(f"scale {float(self.scale)} / 256 is no {self.float_dtype} above 0")
-        fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low) * 256 + low)
-        if not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
+        fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low << bits) + low)
+        if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(
                 f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
                 "overflow; have the model in float32, or promote in mode 'float'"
             )
         return fine
-
-    def retype(self, dtype: ir.DataType) -> QuantizationGrid:
-        """Return the grid of the same values under codes of equal width and another sign."""
-        low = int(np.iinfo(dtype.numpy()).min)
-        return QuantizationGrid(dtype, self.scale, self.zero_point - self.low + low)
 
     @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
     def keeps_codes(self, through: QuantizationGrid) -> bool:

@@ -59,14 +59,9 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         raise Refusal("it is quantised in blocks; per tensor is rewritten")
     if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
         raise Refusal(f"{node.op_type} {label(node)!r} has no scale")
-    value, tensor = require_constant(node.inputs[1], "scale")
-    if tensor.size != 1 or len(tensor.shape) > 1:
-        raise Refusal(
-            f"scale {value.name!r} has shape {list(tensor.shape.numpy())}; one scale for the "
-            "whole tensor is rewritten"
-        )
+    tensor = _single(node.inputs[1], "scale")
     if not tensor.dtype.is_floating_point():
-        raise Refusal(f"scale {value.name!r} is of type {tensor.dtype.name.lower()}")
+        raise Refusal(f"scale {tensor.name!r} is of type {tensor.dtype.name.lower()}")
     scale = tensor.numpy().reshape(-1)[0]
     for attribute in ("output_dtype", "precision"):
         named = _type_attribute(node, attribute)
@@ -83,15 +78,20 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
     if zero_point is None:
         return QuantizationGrid(_type_without_zero_point(node), scale, 0)
-    value, tensor = require_constant(zero_point, "zero point")
-    if tensor.size != 1:
-        raise Refusal(
-            f"zero point {value.name!r} has shape {list(tensor.shape.numpy())}; one for the "
-            "whole tensor is rewritten"
-        )
+    tensor = _single(zero_point, "zero point")
     if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 8:
         raise Refusal(f"codes of type {tensor.dtype.name.lower()} are no activations")
     return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
+
+
+def _single(value: ir.Value, role: str) -> ir.TensorProtocol:
+    value, tensor = require_constant(value, role)
+    if tensor.size != 1 or len(tensor.shape) > 1:
+        raise Refusal(
+            f"{role} {value.name!r} has shape {list(tensor.shape.numpy())}; one for the whole "
+            "tensor is rewritten"
+        )
+    return tensor
 
 
 class GridReader:

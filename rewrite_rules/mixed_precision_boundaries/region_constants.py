@@ -99,7 +99,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
             continue
         name = label(dequantize)
         try:
-            fine = grid.retype(dtype) if grid.bits == dtype.bitwidth else grid.refine(dtype)
+            fine = grid.refine(dtype)
             _, tensor = require_constant(_input(dequantize, 0), "codes")
         except Refusal as refusal:
             raise Refusal(f"constant {name!r}: {refusal}") from None

@@ -95,13 +95,12 @@ def _shared_grid(
     own = group[0].grid
     if dtype == own.dtype:
         return own
-    if dtype.bitwidth == own.bits:
-        return own.retype(dtype)
-    if dtype.bitwidth == 16:
+    if dtype.bitwidth > own.bits:
         span = span or _known_range(own)
-        if span is None or any(_converts(tensor, dtype, region) for tensor in group):
-            return own.refine(dtype)
-        return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
+        if any(_converts(tensor, dtype, region) for tensor in group):
+            span = None
+    if dtype.bitwidth == own.bits or (span is None and dtype.bitwidth > own.bits):
+        return own.refine(dtype)
     if span is None:
         raise Refusal(
             f"its {dtype.name.lower()} parameters are not known: give 'scale' and "

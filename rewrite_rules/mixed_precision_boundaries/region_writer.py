@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Writes regions of another precision into a graph: Q and DQ nodes, their parameters, names.
 
-Nothing here refuses: what comes here was checked.
+Nothing here refuses: what comes here was checked. A pair stands at every change of type; the
+fold rules take out what changes no value, and :meth:`RegionWriter.finish` what nothing reads.
 """
 
 from __future__ import annotations
@@ -11,31 +12,40 @@ __all__ = ["RegionWriter", "feeds_a_body"]
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
+import onnx_ir.passes.common
 
-from rewrite_rules.graph.nodes import remove_node
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.initializers import new_initializer
+from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.nodes import owner
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.mixed_precision_boundaries.qdq_builder import QdqBuilder, graph_of
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
 from rewrite_rules.mixed_precision_boundaries.region_constants import ConstantChange
 from rewrite_rules.mixed_precision_boundaries.regions import TensorPlan
 
 _FLOAT = ir.DataType.FLOAT
+_MICROSOFT = "com.microsoft"
 # Over these, onnxruntime repeats a DequantizeLinear; Identity nodes it has removed by then.
 _PASSED_OPERATORS = frozenset(
     {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 )
-# QuantizeLinear can name its type by an attribute from here on.
-_OPSET_OF_TYPES = 21
+# From here on, QuantizeLinear and DequantizeLinear take 16 bits, and types by an attribute.
+_OPSET_OF_16_BITS = 21
 
 
 class RegionWriter:
-    """Rewrites tensors of one model."""
+    """Rewrites tensors of one model; each new node and initializer has a name of its own."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._make = QdqBuilder(model)
+        self._model = model
+        self._opset = model.opset_imports.get("", 0)
+        self._names = FreshNames(model)
+        self._parameters: dict[
+            tuple[QuantizedTensor, QuantizationGrid], tuple[ir.Value, ...]
+        ] = {}
         # Operators whose output is float now; whether a body reads it.
         self._left: list[tuple[ir.Node, bool]] = []
 
@@ -50,8 +60,7 @@ class RegionWriter:
         """Produce a tensor in a type, and convert it once to each other type that is read.
 
         Every DequantizeLinear that is there reads the codes of the type that its readers want;
-        where they want several, it gets a twin for each. The fold rules take out what of it
-        changes no value.
+        where they want several, it gets a twin for each.
 
         Args:
             tensor: The activation.
@@ -67,12 +76,12 @@ class RegionWriter:
         for node, found in readers.items():
             kept, *others = found or [plan.produced]
             for dtype in others:
-                twin = self._make.dequantize(tensor, codes[dtype], grids[dtype])
+                twin = self._dequantize(tensor, codes[dtype], grids[dtype])
                 _graph(node).insert_after(node, twin)
                 for reader, index in found[dtype]:
                     reader.replace_input_with(index, twin.outputs[0])
             node.replace_input_with(0, codes[kept])
-            self._make.set_grid(node, tensor, grids[kept])
+            self._set_grid(node, tensor, grids[kept])
 
     def _codes(
         self,
@@ -87,82 +96,70 @@ class RegionWriter:
         if quantize is not None and produced != own and (own in read or tensor.codes_are_read):
             # Codes that others read stay the output of the QuantizeLinear that is there.
             assert tensor.source is not None
-            first = self._make.quantize(tensor, tensor.source, grids[produced])
-            start = self._make.dequantize(tensor, first.outputs[0], grids[produced])
+            first = self._quantize(tensor, tensor.source, grids[produced])
+            start = self._dequantize(tensor, first.outputs[0], grids[produced])
             _graph(quantize).insert_before(quantize, [first, start])
             quantize.replace_input_with(0, start.outputs[0])
-            self._make.set_grid(quantize, tensor, grids[own])
+            self._set_grid(quantize, tensor, grids[own])
             codes = {produced: first.outputs[0], own: tensor.codes}
         elif quantize is not None:
-            self._make.set_grid(quantize, tensor, grids[produced])
+            self._set_grid(quantize, tensor, grids[produced])
         for dtype in read:
             if dtype not in codes:
-                start = self._make.dequantize(tensor, codes[produced], grids[produced])
-                step = self._make.quantize(tensor, start.outputs[0], grids[dtype])
+                start = self._dequantize(tensor, codes[produced], grids[produced])
+                step = self._quantize(tensor, start.outputs[0], grids[dtype])
                 _insert_behind(codes[produced], [start, step])
                 codes[dtype] = step.outputs[0]
         return codes
 
     def _leave_float(self, tensor: QuantizedTensor, plan: TensorPlan) -> None:
-        source, quantize = tensor.source, tensor.quantize
-        assert source is not None and quantize is not None
+        value, quantize = tensor.source, tensor.quantize
+        assert value is not None and quantize is not None
         if tensor.producer is not None:
             self._left.append((tensor.producer, feeds_a_body(tensor, plan)))
-        value = self._clipped(tensor, source) if plan.clipped else source
+        if plan.clipped:
+            # To the range that it was quantised for.
+            clip = self._clip(_graph_of(tensor), value, tensor.grid, tensor.name)
+            _graph(quantize).insert_before(quantize, clip)
+            value = clip.outputs[0]
         for node, index in list(tensor.uses()):
             if plan.reads.get(node, _FLOAT) == _FLOAT:
                 node.replace_input_with(index, value)
         for node in tensor.dequantizes:
-            old = node.outputs[0]
-            if old.is_graph_output() and plan.output == _FLOAT:
-                _give_output(old, value, self._make.names.take(f"{tensor.name}_dequantized"))
-            if not old.uses() and not old.is_graph_output():
-                remove_node(node)
-        if not tensor.codes.uses() and not tensor.codes.is_graph_output():
-            remove_node(quantize)
-        if (
-            (clip := value.producer()) is not None
-            and value is not source
-            and not (value.uses() or value.is_graph_output())
-        ):
-            remove_node(clip)
-
-    def _clipped(self, tensor: QuantizedTensor, source: ir.Value) -> ir.Value:
-        """The values of a tensor within the range that it was quantised for."""
-        assert tensor.quantize is not None
-        node = self._clip(graph_of(tensor), source, tensor.grid, tensor.name)
-        _graph(tensor.quantize).insert_before(tensor.quantize, node)
-        return node.outputs[0]
+            if node.outputs[0].is_graph_output() and plan.output == _FLOAT:
+                free = self._names.take(f"{tensor.name}_dequantized")
+                _give_output(node.outputs[0], value, free)
 
     def _clip(
         self, graph: ir.Graph, value: ir.Value, grid: QuantizationGrid, stem: str
     ) -> ir.Node:
         low, high = map(np.asarray, grid.range)
         ends = (
-            self._make.initializer(graph, low, f"{stem}_clip_min"),
-            self._make.initializer(graph, high, f"{stem}_clip_max"),
+            self._initializer(graph, low, f"{stem}_clip_min"),
+            self._initializer(graph, high, f"{stem}_clip_max"),
         )
-        return self._make.node("Clip", [value, *ends], f"{stem}_Clip", value)
+        return self._node("Clip", [value, *ends], f"{stem}_Clip", value)
 
     def finish(self) -> None:
-        """Once all regions are written, keep onnxruntime from spoiling what is float.
+        """Once all regions are written, remove what nothing reads, and keep what is float.
 
-        Over data movement it repeats the DequantizeLinear before it, towards the readers
-        (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where the
-        body of an If or Loop reads what was moved; and of int8 codes from opset 21 on it makes
-        a QuantizeLinear of two types, with which no session loads. It does not pass a Clip,
-        and one to the range of the codes changes no value.
+        Over data movement, onnxruntime repeats the DequantizeLinear before it, towards the
+        readers (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where
+        the body of an If or Loop reads what was moved; and of int8 codes from opset 21 on it
+        makes a QuantizeLinear of two types, with which no session loads. It does not pass a
+        Clip, and one to the range of the codes changes no value.
         """
         for node, feeds_body in self._left:
             if (found := _dequantized_before(node)) is None:
                 continue
             first, value, grid = found
             graph = first.graph
-            repeated = grid.dtype == ir.DataType.INT8 and self._make.opset >= _OPSET_OF_TYPES
+            repeated = grid.dtype == ir.DataType.INT8 and self._opset >= _OPSET_OF_16_BITS
             if isinstance(graph, ir.Graph) and (feeds_body or repeated):
                 clip = self._clip(graph, value, grid, value.name or "moved")
                 graph.insert_before(first, clip)
                 first.replace_input_with(0, clip.outputs[0])
+        onnx_ir.passes.common.RemoveUnusedNodesPass()(self._model)
 
     # Constants.
 
@@ -175,20 +172,95 @@ class RegionWriter:
         if change.zero_point is not None:
             parameters.append((change.zero_point, "zero_point"))
         inputs: list[ir.Value | None] = [
-            self._make.initializer(graph, array, f"{stem}_{kind}_converted")
+            self._initializer(graph, array, f"{stem}_{kind}_converted")
             for array, kind in parameters
         ]
         inputs += old.inputs[len(inputs) :]
-        node = self._make.node("DequantizeLinear", inputs, f"{stem}_converted", value)
-        node.domain = self._make.domain(change.codes.dtype.itemsize == 2, old)
+        node = self._node("DequantizeLinear", inputs, f"{stem}_converted", value)
+        node.domain = self._domain(change.codes.dtype.itemsize == 2, old)
         if change.zero_point is None:
             node.attributes.update(old.attributes)
         graph.insert_after(old, node)
         for reader, index in list(value.uses()):
             if reader in change.readers:
                 reader.replace_input_with(index, node.outputs[0])
-        if not value.uses() and not value.is_graph_output():
-            remove_node(old)
+
+    # Nodes and initializers.
+
+    def _quantize(
+        self, tensor: QuantizedTensor, value: ir.Value, grid: QuantizationGrid
+    ) -> ir.Node:
+        stem = f"{tensor.name}_convert_QuantizeLinear"
+        node = self._node("QuantizeLinear", [value], stem, value)
+        self._set_parameters(node, tensor, grid)
+        return node
+
+    def _dequantize(
+        self, tensor: QuantizedTensor, codes: ir.Value, grid: QuantizationGrid
+    ) -> ir.Node:
+        like = tensor.dequantizes[0].outputs[0] if tensor.dequantizes else tensor.source
+        assert like is not None
+        stem = f"{tensor.name}_convert_DequantizeLinear"
+        node = self._node("DequantizeLinear", [codes], stem, like)
+        self._set_parameters(node, tensor, grid)
+        return node
+
+    def _set_grid(
+        self, node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid
+    ) -> None:
+        """Give a Q or DQ of the tensor another grid."""
+        if grid == tensor.grid:
+            return
+        # The output_dtype of a DequantizeLinear is the float type, which stays.
+        named_by = ["output_dtype"] if is_quantize_linear(node) else []
+        for name in ("axis", "saturate", *named_by):
+            node.attributes.pop(name, None)
+        self._set_parameters(node, tensor, grid)
+
+    def _set_parameters(
+        self, node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid
+    ) -> None:
+        node.resize_inputs(3)
+        for index, value in enumerate(self._grid_inputs(tensor, grid), 1):
+            node.replace_input_with(index, value)
+        if is_quantize_linear(node):
+            node.outputs[0].type = ir.TensorType(grid.dtype)
+        node.domain = self._domain(grid.bits == 16, _first_node(tensor))
+
+    def _grid_inputs(
+        self, tensor: QuantizedTensor, grid: QuantizationGrid
+    ) -> tuple[ir.Value, ...]:
+        """Return scale and zero point, which all nodes of a tensor share."""
+        found = self._parameters.get((tensor, grid)) or _initializers_of(tensor, grid)
+        if found is None:
+            zero_point = np.asarray(grid.zero_point, grid.dtype.numpy())
+            arrays = {"scale": np.asarray(grid.scale), "zero_point": zero_point}
+            found = tuple(
+                self._initializer(_graph_of(tensor), array, f"{tensor.name}_{kind}_convert")
+                for kind, array in arrays.items()
+            )
+        self._parameters[tensor, grid] = found
+        return found
+
+    def _initializer(
+        self, graph: ir.Graph, array: npt.NDArray[np.generic], name: str
+    ) -> ir.Value:
+        return new_initializer(graph, ir.Tensor(array, name=self._names.take(name)))
+
+    def _node(
+        self, op_type: str, inputs: Sequence[ir.Value | None], stem: str, like: ir.Value
+    ) -> ir.Node:
+        """Make a standard node whose output is of the type and shape of another value."""
+        name = self._names.take(f"{stem}_Output")
+        output = ir.Value(name=name, shape=like.shape, type=like.type)
+        return ir.Node("", op_type, inputs, outputs=[output], name=self._names.take(stem))
+
+    def _domain(self, wide: bool, beside: ir.Node) -> str:
+        """Return the domain of a Q or DQ (``wide``: of 16 bits) beside one of the model."""
+        if beside.domain != _MICROSOFT and not (wide and self._opset < _OPSET_OF_16_BITS):
+            return ""
+        self._model.opset_imports.setdefault(_MICROSOFT, 1)
+        return _MICROSOFT
 
 
 def _readers(
@@ -208,6 +280,23 @@ def _readers(
     return found
 
 
+def _first_node(tensor: QuantizedTensor) -> ir.Node:
+    return tensor.quantize or tensor.dequantizes[0]
+
+
+def _initializers_of(
+    tensor: QuantizedTensor, grid: QuantizationGrid
+) -> tuple[ir.Value, ...] | None:
+    """Return the tensor's own parameters, if any node of its graph may read them."""
+    graph = _graph_of(tensor)
+    found = tuple(
+        value
+        for value in _first_node(tensor).inputs[1:]
+        if value is not None and value.is_initializer() and value.graph is graph
+    )
+    return found if grid == tensor.grid and len(found) == 2 else None
+
+
 def _insert_behind(value: ir.Value, nodes: Sequence[ir.Node]) -> None:
     producer = value.producer()
     if producer is not None:
@@ -220,6 +309,13 @@ def _insert_behind(value: ir.Value, nodes: Sequence[ir.Node]) -> None:
 def _graph(node: ir.Node) -> ir.Graph:
     assert isinstance(node.graph, ir.Graph)
     return node.graph
+
+
+def _graph_of(tensor: QuantizedTensor) -> ir.Graph:
+    """Return the graph that holds an activation's codes; what is new is put there."""
+    graph = owner(tensor.codes)
+    assert isinstance(graph, ir.Graph)
+    return graph
 
 
 def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:

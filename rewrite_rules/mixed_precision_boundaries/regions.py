@@ -79,19 +79,19 @@ class TensorPlan:
         return {self.produced, self.output, *self.reads.values()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Region:
     """What is rewritten together, or not at all.
 
     Attributes:
         seeds: What the user named, as messages call it.
         plans: Of each activation that the region touches.
-        nodes: The nodes of a single type, each with that type.
+        refusal: Why the graph does not allow it; empty if it does.
     """
 
-    seeds: list[str]
-    plans: dict[QuantizedTensor, TensorPlan]
-    nodes: dict[ir.Node, ir.DataType]
+    seeds: list[str] = dataclasses.field(default_factory=list)
+    plans: dict[QuantizedTensor, TensorPlan] = dataclasses.field(default_factory=dict)
+    refusal: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,51 +108,49 @@ class _Request:
 _CONSUMER, _PRODUCER, _NAMED = range(3)
 
 
-@dataclasses.dataclass
 class _Requests:
     """What is asked, by whom, until it is known whether all of it goes together."""
 
-    graph: QuantizedGraph
-    groups: Groups
-    produced: dict[QuantizedTensor, _Request] = dataclasses.field(default_factory=dict)
-    read: dict[tuple[QuantizedTensor, ir.Node], _Request] = dataclasses.field(
-        default_factory=dict
-    )
-    nodes: dict[ir.Node, _Request] = dataclasses.field(default_factory=dict)
-    # Nodes whose output the user wants in the type that it has.
-    kept: set[ir.Node] = dataclasses.field(default_factory=set)
-    # Tensors whose consumers read what is produced, unless they are asked otherwise.
-    explicit: set[QuantizedTensor] = dataclasses.field(default_factory=set)
-    # Types of graph outputs that nodes need not read.
-    outputs: dict[QuantizedTensor, ir.DataType] = dataclasses.field(default_factory=dict)
+    def __init__(self) -> None:
+        self.produced: dict[QuantizedTensor, _Request] = {}
+        self.read: dict[tuple[QuantizedTensor, ir.Node], _Request] = {}
+        self.nodes: dict[ir.Node, _Request] = {}
+        # Nodes whose output the user wants in the type that it has.
+        self.kept: set[ir.Node] = set()
+        # Tensors whose consumers read what is produced, unless they are asked otherwise.
+        self.explicit: set[QuantizedTensor] = set()
+        # Types of graph outputs that nodes need not read.
+        self.outputs: dict[QuantizedTensor, ir.DataType] = {}
 
     def produce(self, tensor: QuantizedTensor, request: _Request) -> None:
         other = self.produced.setdefault(tensor, request)
-        if other.dtype != request.dtype:
-            raise OverrideError(
-                f"tensor {tensor.name!r} is asked to be {_name(other.dtype)} by {other.by} "
-                f"and {_name(request.dtype)} by {request.by}; give one type"
-            )
+        _agree(other, request, f"tensor {tensor.name!r} is asked to be", "give one type")
 
     def consume(self, tensor: QuantizedTensor, node: ir.Node, request: _Request) -> None:
         other = self.read.setdefault((tensor, node), request)
-        if other.dtype != request.dtype:
-            raise OverrideError(
-                f"node {label(node)!r} is asked to read tensor {tensor.name!r} as "
-                f"{_name(other.dtype)} by {other.by} and as {_name(request.dtype)} by "
-                f"{request.by}; it reads one type"
-            )
+        what = f"node {label(node)!r} is asked to read tensor {tensor.name!r} as"
+        _agree(other, request, what, "it reads one type")
 
     def unify(self, node: ir.Node, request: _Request) -> None:
-        other = self.nodes.get(node)
-        if other is None or other.strength < request.strength:
+        other = self.nodes.setdefault(node, request)
+        if other.strength < request.strength:
             self.nodes[node] = request
-        elif other.strength == request.strength and other.dtype != request.dtype:
-            raise OverrideError(
-                f"node {label(node)!r} is asked to be {_name(other.dtype)} by {other.by} and "
-                f"{_name(request.dtype)} by {request.by}; a node has one type: name its "
-                "consumers in 'convert', or give both tensors one type"
+        elif other.strength == request.strength:
+            _agree(
+                other,
+                request,
+                f"node {label(node)!r} is asked to be",
+                "a node has one type: name its consumers in 'convert', or give both tensors "
+                "one type",
             )
+
+
+def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
+    if one.dtype != other.dtype:
+        raise OverrideError(
+            f"{what} {_name(one.dtype)} by {one.by} and {_name(other.dtype)} by {other.by}; "
+            f"{advice}"
+        )
 
 
 class Groups:
@@ -205,7 +203,7 @@ def find_regions(
     promoted_type: ir.DataType,
     close: bool,
     groups: Groups,
-) -> tuple[list[Region], list[tuple[Region, str]]]:
+) -> list[Region]:
     """Find what has to change.
 
     Args:
@@ -219,13 +217,12 @@ def find_regions(
         groups: Of :func:`sharing_groups`.
 
     Returns:
-        The regions that change something, and those that the graph does not allow, each with
-        the reason.
+        The regions, those that the graph does not allow among them.
 
     Raises:
         OverrideError: If types contradict each other.
     """
-    requests = _Requests(graph, groups)
+    requests = _Requests()
     members: dict[Hashable, list[QuantizedTensor]] = {}
     for tensor in graph.tensors:
         members.setdefault(groups.find(tensor), []).append(tensor)
@@ -258,12 +255,11 @@ def find_regions(
             continue
         for member in members[groups.find(tensor)]:
             regions.union(tensor, member)
-            shared = _Request(request.dtype, request.by)
-            requests.produce(member, shared)
+            requests.produce(member, request)
             if not close or member in converted:
                 requests.explicit.add(member)
             else:
-                for node in _ask_neighbours(requests, member, shared):
+                for node in _ask_neighbours(requests, member, request):
                     regions.union(member, node)
 
     refused: dict[Hashable, str] = {}
@@ -321,11 +317,11 @@ def _gathered(
     regions: Groups,
     seeds: Mapping[Hashable, str],
     refused: Mapping[Hashable, str],
-) -> tuple[list[Region], list[tuple[Region, str]]]:
+) -> list[Region]:
     found: dict[Hashable, Region] = {}
 
     def region_of(item: Hashable) -> Region:
-        return found.setdefault(regions.find(item), Region([], {}, {}))
+        return found.setdefault(regions.find(item), Region())
 
     for seed, name in seeds.items():
         region = region_of(seed)
@@ -356,14 +352,10 @@ def _gathered(
         elif output == ir.DataType.FLOAT:
             output = produced  # what is dequantised is float
         region_of(tensor).plans[tensor] = TensorPlan(produced, reads, output)
-    for node, request in requests.nodes.items():
-        region_of(node).nodes[node] = request.dtype
-    reasons: dict[int, str] = {}
     for item, reason in refused.items():
-        reasons.setdefault(id(region_of(item)), reason)
-    whole = [region for region in found.values() if id(region) not in reasons]
-    cut = [(region, reasons[id(region)]) for region in found.values() if id(region) in reasons]
-    return whole, cut
+        region = region_of(item)
+        region.refusal = region.refusal or reason
+    return list(found.values())
 
 
 def _name(dtype: ir.DataType) -> str:

@@ -26,7 +26,41 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _ACTIVATION_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
-_INITIALIZER_TYPES = (*_ACTIVATION_TYPES, "UINT4", "INT4")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What an entry may say: its types, and the fields that have no place there."""
+
+    noun: str
+    types: tuple[str, ...]
+    misplaced: Mapping[str, str]
+
+
+_FOR_INITIALIZERS = "is for initializers, and it is an activation"
+_FOR_ACTIVATIONS = "is for activations, and it is an initializer"
+_ACTIVATION = _Kind(
+    "an activation",
+    _ACTIVATION_TYPES,
+    {
+        "reduce_range": _FOR_INITIALIZERS,
+        "recv_nodes": "stands outside of 'convert': it says who reads the converted type",
+    },
+)
+_CONVERT = _Kind(
+    "an activation",
+    _ACTIVATION_TYPES,
+    {
+        "reduce_range": _FOR_INITIALIZERS,
+        "axis": _FOR_INITIALIZERS,
+        "convert": "stands in another 'convert': a tensor has two types at most",
+    },
+)
+_INITIALIZER = _Kind(
+    "an initializer",
+    (*_ACTIVATION_TYPES, "UINT4", "INT4"),
+    {"convert": _FOR_ACTIVATIONS, "recv_nodes": _FOR_ACTIVATIONS},
+)
 # What a fixed scale and zero point leave no room for.
 _RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
 # What all channels of an initializer have in common.
@@ -146,37 +180,22 @@ def _activation_problems(
             "activations are quantised per tensor"
         )
         return
-    yield from _entry_problems(
-        first, _ACTIVATION_TYPES, "an activation", activation.quant_type
-    )
-    if first.reduce_range is not None:
-        yield "'reduce_range' is for initializers, and it is an activation"
-    if first.recv_nodes is not None:
-        yield "'recv_nodes' stands outside of 'convert': it says who reads the converted type"
+    yield from _entry_problems(first, _ACTIVATION, activation.quant_type)
     if (convert := first.convert) is None:
         return
-    for problem in _convert_problems(convert, first.quant_type or activation.quant_type):
-        yield f"'convert': {problem}"
-    if convert.recv_nodes is not None:
-        for problem in _consumer_problems(convert.recv_nodes, activation, nodes):
-            yield f"'convert': {problem}"
-
-
-def _convert_problems(convert: TensorOverride, own: ir.DataType | None) -> Iterator[str]:
+    problems = list(_entry_problems(convert, _CONVERT, None))
+    own = first.quant_type or activation.quant_type
     if convert.quant_type is None:
-        yield "'quant_type' is missing: say which type the consumers are to read"
+        problems.append("'quant_type' is missing: say which type the consumers are to read")
     elif convert.quant_type == own:
-        yield (
+        problems.append(
             f"'quant_type' is {_type_name(own)}, which is the tensor's own; it has to be "
             "another, or leave 'convert' out"
         )
-    yield from _entry_problems(convert, _ACTIVATION_TYPES, "an activation", None)
-    if convert.reduce_range is not None:
-        yield "'reduce_range' is for initializers, and it is an activation"
-    if convert.axis is not None:
-        yield "'axis' is for initializers, and it is an activation"
-    if convert.convert is not None:
-        yield "it holds another 'convert': a tensor has two types at most"
+    if convert.recv_nodes is not None:
+        problems += _consumer_problems(convert.recv_nodes, activation, nodes)
+    for problem in problems:
+        yield f"'convert': {problem}"
 
 
 def _consumer_problems(
@@ -199,13 +218,8 @@ def _initializer_problems(
     first = entries[0]
     for index, entry in enumerate(entries):
         where = f"entry {index}: " if len(entries) > 1 else ""
-        own = first.quant_type
-        for problem in _entry_problems(entry, _INITIALIZER_TYPES, "an initializer", own):
+        for problem in _entry_problems(entry, _INITIALIZER, first.quant_type):
             yield where + problem
-        if entry.convert is not None:
-            yield f"{where}'convert' is for activations, and it is an initializer"
-        if entry.recv_nodes is not None:
-            yield f"{where}'recv_nodes' is for activations, and it is an initializer"
     if first.axis is None:
         if len(entries) > 1:
             yield f"it has {len(entries)} entries, but the first has no 'axis' of the channels"
@@ -242,14 +256,17 @@ def _channel_problems(entries: tuple[TensorOverride, ...], rank: int) -> Iterato
 
 
 def _entry_problems(
-    entry: TensorOverride, types: Sequence[str], kind: str, own: ir.DataType | None
+    entry: TensorOverride, kind: _Kind, own: ir.DataType | None
 ) -> Iterator[str]:
     """What is wrong with an entry by itself."""
+    for field, reason in kind.misplaced.items():
+        if getattr(entry, field) is not None:
+            yield f"{field!r} {reason}"
     quant_type = entry.quant_type or own
-    if entry.quant_type is not None and entry.quant_type.name not in types:
+    if entry.quant_type is not None and entry.quant_type.name not in kind.types:
         yield (
-            f"'quant_type' is {_type_name(entry.quant_type)}; {kind} is one of "
-            f"{', '.join(name.lower() for name in types)}"
+            f"'quant_type' is {_type_name(entry.quant_type)}; {kind.noun} is one of "
+            f"{', '.join(name.lower() for name in kind.types)}"
         )
         quant_type = None
     if (entry.scale is None) != (entry.zero_point is None):
