@@ -137,6 +137,8 @@ class PassContext:
             start none.
         native_accuracy_level: The ``accuracy_level`` of MatMulNBits nodes that onnxruntime's
             own optimizer would make; None where it does not run.
+        native_block_size: Their block size where a weight has one scale, or one for each
+            column; 0 for onnxruntime's default, -1 for the size that pads K least.
     """
 
     remarks: Remarks
@@ -148,6 +150,7 @@ class PassContext:
     child_python: tuple[str, Mapping[str, str]] | None = None
     trials: list[Trial] = dataclasses.field(default_factory=list)
     native_accuracy_level: int | None = 4
+    native_block_size: int = 0
 
     @property
     def cpu_only(self) -> bool:

@@ -142,10 +142,8 @@ def test_remarks_name_the_level_and_why():
     assert text in remark.reason
 
 
-@pytest.mark.parametrize("storage", ["uint4", "int8"])
-def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage: str, tmp_path: Path):
-    """Activations are rounded to int8 in blocks: larger ones would be less accurate."""
-    model = DequantizedMatMul(256, 8, 256, storage).model()
+def one_scale_model(k: int, storage: str = "int8") -> ir.Model:
+    model = DequantizedMatMul(k, 8, k, storage).model()
     dequantize = model.graph.node(0)
     tensor = ir.tensor(np.float32(0.1), name="one_scale")
     scale = ir.Value(name=tensor.name, const_value=tensor, shape=tensor.shape)
@@ -153,6 +151,32 @@ def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage: str, tmp_path
     model.graph.register_initializer(scale)
     dequantize.replace_input_with(1, scale)
     dequantize.attributes.clear()
+    return model
+
+
+@pytest.mark.parametrize("text", ["0", "16", "128", "-1"])
+@pytest.mark.parametrize("k", [256, 200, 24])
+def test_the_block_size_of_the_session(text: str, k: int, tmp_path: Path):
+    path = tmp_path / "model.onnx"
+    ir.save(one_scale_model(k), path)
+    sizes = []
+    for kind in (ort, ortplugins):
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / f"{kind.__name__}.onnx")
+        options.add_session_config_entry("session.qdq_matmulnbits_block_size", text)
+        if kind is ortplugins:
+            ortplugins.configure(options, cache_dir=str(tmp_path / "cache"), strict=True)
+            options.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+        kind.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        (node,) = fused_nodes(Path(options.optimized_model_filepath))
+        sizes.append(next(a.i for a in node.attribute if a.name == "block_size"))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("storage", ["uint4", "int8"])
+def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage: str, tmp_path: Path):
+    """Activations are rounded to int8 in blocks: larger ones would be less accurate."""
+    model = one_scale_model(256, storage)
     fused = ortplugins.optimize(model).model
     assert fused.graph.node(0).attributes["block_size"].as_int() == 32
     x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)

@@ -43,6 +43,8 @@ class BuildRequest(NamedTuple):
         cpu_arena: Whether the session's memory on the CPU comes from an arena.
         native_accuracy_level: Level at which onnxruntime itself would fuse dequantised weights
             in the session; None where it would not.
+        native_block_size: Block size that it gives weights with one scale, or one for each
+            column, then; 0 for its default, -1 for the size that pads K least.
         onnxruntime_version: Oldest version that the result has to run on.
     """
 
@@ -54,6 +56,7 @@ class BuildRequest(NamedTuple):
     final_graph: bool = False
     cpu_arena: bool = True
     native_accuracy_level: int | None = 4
+    native_block_size: int = 0
     onnxruntime_version: str = onnxruntime.__version__
 
     @property
@@ -70,6 +73,7 @@ class BuildRequest(NamedTuple):
             "final_graph": self.final_graph,
             "cpu_arena": self.cpu_arena if self._depends_on_arena else None,
             "native_accuracy_level": self.native_accuracy_level,
+            "native_block_size": self.native_block_size,
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
             "cpu": cpu_features(),
@@ -105,6 +109,7 @@ class BuildRequest(NamedTuple):
             final_graph=content["final_graph"],
             cpu_arena=content["cpu_arena"],
             native_accuracy_level=content["native_accuracy_level"],
+            native_block_size=content["native_block_size"],
             onnxruntime_version=content["onnxruntime"],
         )
 
@@ -160,6 +165,7 @@ def read_request(
         final_graph=final_graph,
         cpu_arena=options.enable_cpu_mem_arena,
         native_accuracy_level=settings.native_accuracy_level,
+        native_block_size=settings.native_block_size,
     )
 
 

@@ -91,6 +91,7 @@ class PassRuns:
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
             native_accuracy_level=self._request.native_accuracy_level,
+            native_block_size=self._request.native_block_size,
         )
         original = None
         if item.asks_for_trials and isinstance(target, ir.Model):

@@ -109,7 +109,7 @@ class _MatMulRule(OperandRule):
         block_size = kernel_block_size(weights[0])
         if level.native and level.number == 4:
             # Activations are rounded in these blocks: others would change the error.
-            block_size = native_block_size(operand)
+            block_size = native_block_size(operand, context)
         # On the CPU it computes in float32 anyway. Between operators without a float16 kernel
         # onnxruntime puts Casts on the scales, which it then takes for run-time inputs; from
         # these it computes wrong numbers at accuracy_level 4 (measured, 1.22 to 1.31).

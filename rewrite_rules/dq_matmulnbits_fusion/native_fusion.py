@@ -81,9 +81,20 @@ def choose_accuracy_level(
     return AccuracyLevel(context.native_accuracy_level, "auto: as onnxruntime fuses it", True)
 
 
-def native_block_size(operand: DequantizedOperand) -> int:
-    """Return the ``block_size`` of the MatMulNBits that onnxruntime makes of a weight."""
-    return operand.dequantize.attributes.get_int("block_size", 0) or _ONE_SCALE_BLOCK
+def native_block_size(operand: DequantizedOperand, context: PassContext) -> int:
+    """Return the ``block_size`` of the MatMulNBits that onnxruntime makes of a weight.
+
+    Where the weight has none, the session's (``ComputeEffectiveBlockSize`` of onnxruntime's
+    qdq_actions.cc).
+    """
+    if size := operand.dequantize.attributes.get_int("block_size", 0):
+        return size
+    if context.native_block_size != -1:
+        return context.native_block_size or _ONE_SCALE_BLOCK
+    K = operand.shape[0]
+    fitting = [16, *(size for size in (32, 64, 128, 256) if size <= K)]
+    # What K is padded by; the largest of equal ones.
+    return min(reversed(fitting), key=lambda size: -K % size)
 
 
 def why_not_native(
