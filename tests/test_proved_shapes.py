@@ -13,42 +13,11 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import pytest
 from builders.same_numbers import session
+from builders.text_models import text_model
 
 from rewrite_rules.shapes.dimensions import Dim, Shape
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.unified_names import unify_dimension_names
-
-CONSTANTS = """<
-    float one = {1},
-    float[4] four = {1, 2, 3, 4},
-    int64[1] zero = {0},
-    int64[1] two = {2},
-    int64[1] minus = {-1},
-    int64[1] axis = {1},
-    int64 depth = {5},
-    int64[1] big = {9223372036854775807},
-    int64[1] low = {-9223372036854775807},
-    float[2] values = {0, 1},
-    int64[3] copies = {2, 1, 3},
-    int64[3] back = {0, -1, 2},
-    int64[4] heads = {0, 0, 2, 2},
-    int64[6] pads = {0, 1, 0, 0, 2, 0},
-    int64[2, 1] places = {0, 1},
-    int64[2] pair = {1, -1},
-    int64[3] ones = {1, 1, 1},
-    float[4, 6] wide = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5,
-        6, 7, 8},
-    float[12] bias = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-    uint8[6, 1, 8] codes = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4,
-        5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7,
-        8},
-    float[6, 1] scales = {1, 1, 1, 1, 1, 1},
-    float[3, 1] rows = {1, 2, 3},
-    uint8[3, 8] table = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5,
-        6, 7, 8},
-    float[2, 4, 4] gates = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-    uint8 point = {128}>"""
 
 # Blocks of nodes over x[a, b, 4], y[4, 4] and c[a, 3, b + 4].
 NODES = """
@@ -230,27 +199,52 @@ h = com.microsoft.QLinearAdd (w, one, point, w, one, point, one, point)
 i = com.microsoft.QLinearSigmoid (w, one, point, one, point)
 j = MatMulInteger (w, q8)
 """.strip().split("\n\n")
-EXTRA = {
+F = np.float32
+CONSTANTS = {
+    "one": F(1),
+    "four": F([1, 2, 3, 4]),
+    "zero": np.array([0]),
+    "two": np.array([2]),
+    "minus": np.array([-1]),
+    "axis": np.array([1]),
+    "depth": np.array(5),
+    "big": np.array([(1 << 63) - 1]),
+    "low": np.array([1 - (1 << 63)]),
+    "values": F([0, 1]),
+    "copies": np.array([2, 1, 3]),
+    "back": np.array([0, -1, 2]),
+    "heads": np.array([0, 0, 2, 2]),
+    "pads": np.array([0, 1, 0, 0, 2, 0]),
+    "places": np.array([[0], [1]]),
+    "pair": np.array([1, -1]),
+    "ones": np.array([1, 1, 1]),
+    "wide": np.ones((4, 6), F),
+    "bias": np.zeros(12, F),
+    "codes": np.ones((6, 1, 8), np.uint8),
+    "scales": np.ones((6, 1), F),
+    "rows": F([[1], [2], [3]]),
+    "table": np.ones((3, 8), np.uint8),
+    "point": np.uint8(128),
     "three": np.array([3]),
     "n2": np.array([1, 5]),
     "seven": np.array([7, 7]),
     "square": np.array([2, 2]),
-    "scales3": np.array([1, 2, 1.5], np.float32),
+    "scales3": np.array([1, 2, 1.5], F),
     "halves": np.array([3, 1]),
-    "h2": np.ones((2, 3, 1), np.float32),
+    "h2": np.ones((2, 3, 1), F),
     "depth0": np.array(0),
     "two2": np.array([1, 1]),
-    "k": np.ones((3, 3, 3), np.float32),
-    "f": np.array([1, 2, 1.5], np.float32),
-    "g3": np.ones((2, 12, 4), np.float32),
+    "k": np.ones((3, 3, 3), F),
+    "f": np.array([1, 2, 1.5], F),
+    "g3": np.ones((2, 12, 4), F),
     "n0": np.array(0),
     "n1": np.array(1),
     "ids": np.ones((2, 3), np.int32),
-    "word": np.ones((5, 4), np.float32),
-    "place": np.ones((5, 4), np.float32),
-    "g4": np.ones(4, np.float32),
-    "qkv": np.ones((4, 12), np.float32),
-    "z16": np.ones((2, 3, 16), np.float32),
+    "word": np.ones((5, 4), F),
+    "place": np.ones((5, 4), F),
+    "g4": np.ones(4, F),
+    "qkv": np.ones((4, 12), F),
+    "z16": np.ones((2, 3, 16), F),
     "lengths": np.array([2, 2], np.int32),
     "longest": np.array(3, np.int32),
     "q8": np.ones((4, 5), np.uint8),
@@ -292,22 +286,10 @@ def check(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> int:
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_proofs_hold(nodes):
-    model = ir.from_proto(
-        onnx.parser.parse_model(
-            '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> '
-            f"g (float[a, b, 4] x, float[e, 4] y, float[c0, c1, c2] c) => (float[k] h) "
-            f"{CONSTANTS} {{ {nodes} }}"
-        )
-    )
-    used = set(re.findall(r"\w+", nodes)) & set(EXTRA)
-    for name in used:
-        tensor = ir.tensor(EXTRA[name], name=name)
-        value = ir.Value(name=name, const_value=tensor)
-        model.graph.register_initializer(value)
-        for node in model.graph:
-            for i, old in enumerate(node.inputs):
-                if old is not None and old.name == name:
-                    node.replace_input_with(i, value)
+    used = set(re.findall(r"\w+", nodes)) & set(CONSTANTS)
+    inputs = {"x": (1, ["a", "b", 4]), "y": (1, ["e", 4]), "c": (1, ["c0", "c1", "c2"])}
+    constants = {name: CONSTANTS[name] for name in used}
+    model = ir.from_proto(text_model(nodes, constants, inputs, ["h"]))
     rng = np.random.default_rng(0)
     # Some constants are made for one size.
     for rows, columns in ((2, 3), *([] if used & {"h2", "lengths"} else [(3, 5)])):

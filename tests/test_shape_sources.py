@@ -99,7 +99,16 @@ def becomes(
     return after
 
 
+def kept(text: str, runs: Sequence[Mapping[str, np.ndarray]]) -> ir.Model:
+    """Simplify; the outputs stay."""
+    before, after = parse(text), parse(text)
+    simplify(after)
+    same(before, after, runs)
+    return after
+
+
 RUNS_3D = feeds([(2, 3, 4)], [(1, 5, 4)], [(0, 3, 4)], [(2, 0, 4)])
+BRANCHES = [{"x": np.ones((2, 3), F), "c": np.array(flag)} for flag in (True, False)]
 
 UNARY = [
     *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Celu", "Cos", "Cosh"),
@@ -406,10 +415,7 @@ def test_reshape_to_a_size_that_may_be_0():
         o = Shape (h)
         i = Reshape <allowzero = 1> (y, s)
         p = Shape (i) }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
-    runs = feeds([(2, 3), (3, 2)], [(4, 3), (2, 6)])
-    same(before, after, runs)
+    after = kept(text, feeds([(2, 3), (3, 2)], [(4, 3), (2, 6)]))
     assert written(after) == ["o = Shape(h)", "p = Shape(x)"]
     alone = text.replace("i = Reshape <allowzero = 1> (y, s)", "i = Relu (h)")
     becomes(alone, ["o = Shape(h)", "p = Shape(h)"], feeds([(0, 3), (2, 3)]))
@@ -431,10 +437,8 @@ def test_a_lying_annotation_is_not_believed():
         last = Relu (h)
         o = Shape (last)
         n = Size (last) }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
+    after = kept(text, [{"x": np.ones((2, 3), F), "s": np.array([3, 2])}])
     assert written(after)[:2] == ["o = Shape(h)", "n = Size(x)"]
-    same(before, after, [{"x": np.ones((2, 3), F), "s": np.array([3, 2])}])
 
 
 def test_a_lying_output_is_not_believed():
@@ -465,17 +469,13 @@ def test_unknown_ranks_are_passed_too():
         p = Shape (j)
         q = Size (j)
         r = Gather (p, zero) }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
+    after = kept(
+        text, [{"x": np.ones((2, 3), F), "s": np.array(s)} for s in ([3, 2], [6], [1, 1, 6])]
+    )
     assert written(after) == [
         *("o = Shape(h, start=-1)", "p = Shape(h)", "q = Size(x)"),
         "r = Gather(Shape(h), 0)",
     ]
-    same(
-        before,
-        after,
-        [{"x": np.ones((2, 3), F), "s": np.array(s)} for s in ([3, 2], [6], [1, 1, 6])],
-    )
 
 
 IF = """g (float[a, b] x, bool c) => (int64[k] o, float[p, q] y) {
@@ -492,8 +492,7 @@ IF = """g (float[a, b] x, bool c) => (int64[k] o, float[p, q] y) {
 
 
 def test_bodies_read_what_they_capture():
-    before, after = parse(IF), parse(IF)
-    simplify(after)
+    after = kept(IF, BRANCHES)
     branches = [a.as_graph() for a in after.graph.node(-1).attributes.values()]
     read = {
         graph.name: node.inputs[0].name
@@ -502,8 +501,6 @@ def test_bodies_read_what_they_capture():
         if node.op_type == "Shape"
     }
     assert read == {"t": "x", "f": "w"}
-    runs = [{"x": np.ones((2, 3), F), "c": np.array(flag)} for flag in (True, False)]
-    same(before, after, runs)
 
 
 def test_bodies_capture_no_tensor_for_its_shape():
@@ -515,12 +512,9 @@ def test_bodies_capture_no_tensor_for_its_shape():
             then_branch = t () => (int64[i] s) { d = Exp (h)
                 s = Shape (d) },
             else_branch = f () => (int64[j] u) { u = Shape (h) }> }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
+    after = kept(text, BRANCHES)
     read = {n.inputs[0].name for n in after.graph.all_nodes() if n.op_type == "Shape"}
     assert read == {"d", "h"}
-    runs = [{"x": np.ones((2, 3), F), "c": np.array(flag)} for flag in (True, False)]
-    same(before, after, runs)
 
 
 def test_a_constant_that_a_call_gives_is_unknown():
@@ -543,8 +537,7 @@ def test_an_if_has_the_shape_that_its_bodies_agree_on():
             else_branch = f () => (float[n, v] w) { w = Concat <axis = 0> (x, x) }>
         o = Shape (y)
         p = Gather (o, one) }"""
-    runs = [{"x": np.ones((2, 3), F), "c": np.array(flag)} for flag in (True, False)]
-    becomes(text, ["o = Shape(y)", "p = Gather(Shape(x), 1)"], runs)
+    becomes(text, ["o = Shape(y)", "p = Gather(Shape(x), 1)"], BRANCHES)
 
 
 def test_a_body_does_not_read_what_comes_after_it():
@@ -556,10 +549,7 @@ def test_a_body_does_not_read_what_comes_after_it():
             else_branch = f () => (int64[m] u) { u = Shape (x) }>
         r2 = Concat <axis = 0> (x, x)
         p = Shape (r2) }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
-    runs = [{"x": np.ones((2, 3), F), "c": np.array(flag)} for flag in (True, False)]
-    same(before, after, runs)
+    kept(text, BRANCHES)
 
 
 def test_a_loop_may_change_the_shape_it_carries():
@@ -573,11 +563,9 @@ def test_a_loop_may_change_the_shape_it_carries():
             m = Exp (x)
             t = Shape (m)
             g = Concat <axis = 0> (j, j) }> }"""
-    before, after = parse(text), parse(text)
-    simplify(after)
+    after = kept(text, [{"n": np.array(3), "x": np.ones((2, 3), F)}])
     body = after.graph.node(-1).attributes["body"].as_graph()
     assert [n.inputs[0].name for n in body if n.op_type == "Shape"] == ["h", "x"]
-    same(before, after, [{"n": np.array(3), "x": np.ones((2, 3), F)}])
 
 
 def test_outputs_that_are_left_out_are_not_read():
