@@ -21,6 +21,7 @@ from __future__ import annotations
 __all__ = ["FuseAttention"]
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._facts = facts
         self._masks = masks
         self._names = names
+        self._numbers = itertools.count()
         self._remarks = remarks
         self._found: _Attention | None = None
         self._shared: dict[object, ir.Value] = {}
@@ -288,8 +290,13 @@ class FuseAttention(RewriteRuleClassBase):
         output.dtype = ir.DataType.FLOAT
         for node in op.nodes:
             for value in node.outputs:
-                value.name = self._names.take("attention")
-        return ir.Graph([], [output], nodes=op.nodes, name=self._names.take("attention"))
+                value.name = self._names.take(f"attention_{next(self._numbers)}")
+        return ir.Graph(
+            [],
+            [output],
+            nodes=op.nodes,
+            name=self._names.take(f"attention_{next(self._numbers)}"),
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
