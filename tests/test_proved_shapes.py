@@ -48,6 +48,8 @@ h = Concat <axis = 0> (y, y)
 h, i = Split <axis = 2> (x, halves)
 
 h, i = Split <axis = 2, num_outputs = 2> (x)
+t = Concat <axis = 2> (x, x)
+u, v, w = Split <axis = 2, num_outputs = 3> (t)
 
 h = Slice (x, zero, two)
 i = Slice (x, axis, big, axis)
