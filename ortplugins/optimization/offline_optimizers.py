@@ -38,6 +38,8 @@ def bake(source: Path, target: Path, settings: OptimizerSettings) -> None:
     options.optimized_model_filepath = str(target)
     options.log_severity_level = 3  # "hardware-specific file": so is the cache key
     options.enable_cpu_mem_arena = False
+    # A plan for reusing buffers takes most of the start of a large graph without shapes.
+    options.enable_mem_reuse = False
     options.intra_op_num_threads = 1  # no thread pool for a session that never runs
     for key, text in settings.entries:
         options.add_session_config_entry(key, text)

@@ -108,6 +108,8 @@ def _open(model: Path, save_to: Path | None = None) -> onnxruntime.InferenceSess
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = False
+    # A plan for reusing buffers takes most of the start of a large graph without shapes.
+    options.enable_mem_reuse = False
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     if save_to is not None:
