@@ -77,9 +77,11 @@ class ReportPlugin:
     def _watch_sessions(self) -> None:
         def record(session: Any, name: str, value: object) -> None:
             object.__setattr__(session, name, value)
-            if name == "ortplugins_report" and isinstance(value, Report):
+            # Sessions of ours keep it as a dict, those of other packages as a Report.
+            if name in ("ortplugins_report", "_ortplugins_report"):
+                report = session.ortplugins_report
                 place = self._places.setdefault(session, len(self._lines))
-                self._lines[place : place + 1] = [_line(_source(session), value)]
+                self._lines[place : place + 1] = [_line(_source(session), report)]
 
         self._replace(onnxruntime.InferenceSession, "__setattr__", record)
 
