@@ -24,20 +24,13 @@ from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
+from ortplugins.runtime.stock_session import LEVELS
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, format_value
 from session_options.option_files import read_plan
 from session_options.plan import plan_from_settings
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
-
-_LEVELS = {
-    "disable": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "layout": "ORT_ENABLE_LAYOUT",
-    "all": "ORT_ENABLE_ALL",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +212,7 @@ def _session_options(
 
 def _level(name: str) -> onnxruntime.GraphOptimizationLevel:
     levels = onnxruntime.GraphOptimizationLevel
-    known = {short: member for short, member in _LEVELS.items() if hasattr(levels, member)}
+    known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
     if name not in known:
         raise OptionError(
             f"optimization level {name!r}: one of {', '.join(known)} is expected"
