@@ -39,7 +39,7 @@ from rewrite_rules.remarks import PassContext, Remark, Remarks, RewriteError
 
 T = onnx.TensorProto
 K, N, BLOCK = 64, 8, 32
-SECONDS = 5
+SECONDS = 20
 PASS = "dq_matmulnbits_fusion"
 node = helper.make_node
 
