@@ -223,7 +223,7 @@ def test_table_that_cannot_share_says_why(tmp_path: Path):
         counts, *fired = inspect(tmp_path, tied, version, "--verbose")
         assert counts == "fired 2, refused 0"
         (gathered,) = (line for line in fired if "GatherBlockQuantized" in line)
-        said = f"(its codes not shared with the product beside it: onnxruntime {version} "
+        said = f"(its codes not shared with the MatMul beside it: onnxruntime {version} "
         assert (said in gathered) == (version in ("1.22", "1.24"))
 
 

@@ -22,6 +22,7 @@ from ortplugins.cli.app import app
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.optimization.request import read_request
+from ortplugins.report import Report
 
 PROVIDERS = ["CPUExecutionProvider"]
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
@@ -255,7 +256,9 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
         so.enable_cpu_mem_arena = arena
         request = read_request(path, ortplugins.read(so), so, PROVIDERS, None)
         artifact = find_or_build(request)
-        (graph,) = (r.reason for r in artifact.report.remarks if r.node == "graph")
+        (graph,) = (
+            r.reason for r in Report.from_dict(artifact.report).remarks if r.node == "graph"
+        )
         return dict(artifact.settings), re.search(r"computed ([0-9.]+ MB)", graph)[1]
 
     in_file_order = {"execution_order": "PRIORITY_BASED"}
