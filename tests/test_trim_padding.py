@@ -290,25 +290,21 @@ def test_old_opsets_are_refused():
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_exports_are_trimmed_or_refused_by_name(name):
+def test_exports_are_trimmed(name):
     model = ir.from_proto(exported(name))
     remarks = Remarks("trim_padding")
     trim_padding(model, TrimOptions(), PassContext(remarks))
     (outcome,) = (r for r in remarks if r.outcome.value != "note")
-    if name.startswith("cliptext"):  # it looks for the last token among the padding
-        assert outcome.outcome.value == "refused" and outcome.reason.startswith("ArgMax ")
-    else:
-        assert outcome.outcome.value == "fired"
+    assert outcome.outcome.value == "fired"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in EXPORTS if not n.startswith("cliptext") and n.endswith("dynamo-sdpa")]
-)
+@pytest.mark.parametrize("name", [n for n in EXPORTS if n.endswith("dynamo-sdpa")])
 def test_exports_compute_the_same(name):
     model = exported(name)
     result = trimmed(model)
     assert result.report.fired
     feed = batch("1", "111", "1011101", length=20)
+    feed["input_ids"][range(3), [0, 2, 6]] = 39  # where CLIP pools
     if len(model.graph.input) == 3:
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
     real = feed["attention_mask"].astype(bool)
@@ -317,6 +313,92 @@ def test_exports_compute_the_same(name):
         if a.shape[1:2] == real.shape[1:]:
             a, b = a[real], b[real]
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
+
+
+# Pooling at a position that the input ids choose
+
+END = 31
+AT_END = """
+    hits = Equal(input_ids, end)
+    numbers = Cast<to = 6>(hits)
+    place = ArgMax<axis = -1, keepdims = 0>(numbers)
+    rows = Shape<end = 1>(input_ids)
+    count = Squeeze(rows)
+    each = Range(zero, count, unit)
+"""
+BY_ROW_AND_PLACE = """
+    row = Unsqueeze(each, middle)
+    column = Unsqueeze(place, middle)
+    at = Concat<axis = -1>(row, column)
+    y = GatherND(hidden, at)
+"""
+FLATTENED = """
+    long = Shape<start = 1, end = 2>(hidden)
+    starts = Mul(each, long)
+    at = Add(place, starts)
+    flat = Reshape(hidden, rows_of_8)
+    y = Gather(flat, at)
+"""
+END_CONSTANTS = {"end": np.int64(END), "unit": np.int64(1), "rows_of_8": np.array([-1, 8])}
+
+
+@pytest.mark.parametrize(
+    ("mask", "ends", "computed"),
+    [
+        (["111", "11111"], [[2], [4, 6, 8]], 5),
+        (["111", "11111"], [[2, 3, 4], []], 5),
+        (["111", "11111"], [[7], [4]], 9),
+        (["111", "11111"], [[3], [4]], 9),
+        (["1" * 9, "1"], [[8], [0]], 9),
+        (["1", "00101"], [[0], [2, 3]], 5),
+        (["1", "00101"], [[0], [1, 2]], 9),
+        (["000"], [[2]], 9),
+    ],
+    ids=["clip", "none in a row", "behind", "in padding", "full", "holes", "hole", "all zero"],
+)
+@pytest.mark.parametrize("head", [BY_ROW_AND_PLACE, FLATTENED], ids=["row", "flat"])
+def test_pooling_at_the_end_token(head, mask, ends, computed):
+    """A batch is trimmed as long as the token that is looked for is a real one."""
+    model = encoder(head=AT_END + head, extra=END_CONSTANTS)
+    feed = batch(*mask, length=9)
+    feed["input_ids"] %= END
+    for row, places in zip(feed["input_ids"], ends, strict=True):
+        row[places] = END
+    result = trimmed(model).model
+    assert computed_length(result, feed) == computed
+    np.testing.assert_allclose(run(result, feed)[0], run(model, feed)[0], atol=1e-6)
+
+
+def test_pooling_at_the_end_token_takes_any_mask():
+    model = encoder(head=AT_END + BY_ROW_AND_PLACE, extra=END_CONSTANTS)
+    result = trimmed(model).model
+    feed = batch("11111")
+    feed["attention_mask"] = np.ones((1, 1), np.int64)
+    feed["input_ids"][0, 3] = END
+    nothing = batch(length=6)
+    for one in (feed, nothing):
+        np.testing.assert_array_equal(run(result, one)[0], run(model, one)[0])
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_position_beside_the_end_token_is_refused(step):
+    head = AT_END.replace("place =", "end_place =") + "place = Add(end_place, step)"
+    extra = END_CONSTANTS | {"step": np.int64(step)}
+    reason = refusal(encoder(head=head + BY_ROW_AND_PLACE, extra=extra))
+    assert reason.startswith("GatherND ")
+
+
+def test_a_count_of_real_positions_is_no_real_position():
+    """Counted from the mask, it is padding in rows with holes or padding in front."""
+    head = """
+        lengths = ReduceSum<keepdims = 0>(attention_mask, middle)
+        place = Sub(lengths, unit)
+        rows = Shape<end = 1>(input_ids)
+        count = Squeeze(rows)
+        each = Range(zero, count, unit)
+    """
+    reason = refusal(encoder(head=head + BY_ROW_AND_PLACE, extra=END_CONSTANTS))
+    assert reason.startswith("GatherND ")
 
 
 # Packing

@@ -27,7 +27,9 @@ class NewNodes(list[ir.Node]):
         self._graph = graph
         self._names = names
 
-    def make(self, op_type: str, *inputs: ir.Value, name: str, **attributes: Any) -> ir.Value:
+    def make(
+        self, op_type: str, *inputs: ir.Value | None, name: str, **attributes: Any
+    ) -> ir.Value:
         """Append a node and return its output; ``name`` is what that is called, if free."""
         node = ir.node(
             op_type, inputs, attributes, name=self._names.take(f"trim_padding_{op_type}")

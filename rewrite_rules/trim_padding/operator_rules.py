@@ -14,8 +14,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
 
 from rewrite_rules.graph.attributes import axes_of, axis_of
+from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.trim_padding.token_axes import (
@@ -28,7 +31,14 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     split_axes,
 )
-from rewrite_rules.trim_padding.token_flow import Evaluated, Rule, Site, flagged, has_sequence
+from rewrite_rules.trim_padding.token_flow import (
+    Choice,
+    Evaluated,
+    Rule,
+    Site,
+    flagged,
+    has_sequence,
+)
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"
@@ -185,8 +195,41 @@ def _reduce(flag: str) -> Rule:
     return rule
 
 
-def _arg_reduce(site: Site) -> Axes:
-    return _reduced(site, {site.axis(0)}, "")
+def _arg_reduce(site: Site) -> Axes | Evaluated:
+    """Take a position that an input chooses to be a real one: where it is not, none is cut.
+
+    The same place is then found with and without the padding behind it.
+    """
+    choice = _choice(site) if site.axis(0) == 1 and site.exact else None
+    if choice is None:
+        return _reduced(site, {site.axis(0)}, "")
+    site.flow.choices.append(choice)
+    keep = site.integer("keepdims", 1)
+    places = site.runs.real_positions()
+    return Evaluated(tuple(one[:, None] if keep else one for one in places))
+
+
+def _choice(site: Site) -> Choice | None:
+    """Follow the node back to an input ``[batch, sequence]``; None where that fails."""
+    axes, steps = site.tokens(), list[tuple[ir.Node, int]]()
+    if axes[1:] != ((Sequence(),),) or site.runs.size(axes[0]) != site.runs.batch:
+        return None
+    node: ir.Node | None = site.node
+    while node is not None and node.domain == "":
+        values = [value for value in node.inputs if value is not None]
+        read = [i for i, value in enumerate(values) if constant(value) is None]
+        moved = node.op_type != "Reshape"  # from these axes to these, it changes nothing
+        if len(values) < len(node.inputs) or (moved and len(read) != 1):
+            return None
+        source = values[read[0]]
+        if site.flow.tokens(source).axes != axes:
+            return None
+        if moved:
+            steps.append((node, read[0]))
+        if source.is_graph_input():
+            return Choice(source, steps[::-1])
+        node = source.producer()
+    return None
 
 
 def _cumulative_sum(site: Site) -> Axes:
@@ -277,12 +320,39 @@ def _slice(site: Site) -> Axes:
 
 def _gather(site: Site) -> Axes:
     axes, axis = site.tokens(), site.axis(0)
+    if _picks_real(site, axes[axis : axis + 1], joined=False):
+        places = tuple(map(site.runs.axis, site.flow.sizes(site.evaluated(1)) or ()))
+        return (*axes[:axis], *places, *axes[axis + 1 :])
     if has_sequence(axes[axis]):
         if len(axes[axis]) != 1 or not site.is_zero(1):
             raise Refusal(_UNSURE)
     else:
         _limit_index(site, axes[axis])
     return (*axes[:axis], *site.tokens(1), *axes[axis + 1 :])
+
+
+def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
+    """Whether an index into axes picks the same real positions in both runs of each pair.
+
+    Args:
+        site: Its second input is the index.
+        axes: Rows and positions, or their product.
+        joined: Whether the last axis of the index holds a number for each of the axes.
+    """
+    index, runs = site.evaluated(1), site.runs
+    *rows, last = [factor for axis in plain(axes) for factor in axis] or [1]
+    if index is None or last != Sequence() or runs.size(tuple(rows)) != runs.batch:
+        return False
+    picked = list[NDArray[Any]]()
+    for run, (mask, array) in enumerate(zip(runs.masks, index.arrays, strict=True)):
+        numbers = np.add.outer(np.arange(len(mask)) << 32, np.arange(mask.shape[1]))
+        places = np.where(mask, numbers, -1).reshape([runs.size(axis)[run] for axis in axes])
+        try:
+            picked.append(places[tuple(np.moveaxis(array, -1, 0)) if joined else array])
+        except IndexError:
+            return False
+    pairs = zip(picked[::2], picked[1::2], strict=True)
+    return all(one.min(initial=0) >= 0 and np.array_equal(one, other) for one, other in pairs)
 
 
 def _limit_index(site: Site, axis: Axis) -> None:
@@ -317,8 +387,11 @@ def _gather_elements(site: Site) -> Axes:
 
 def _gather_nd(site: Site) -> Axes:
     data, indices = site.tokens(0), site.tokens(1)
-    picked = site.integer("batch_dims", 0) + site.runs.size(indices[-1])[0]
-    if any(map(has_sequence, data[:picked])):
+    skipped = site.integer("batch_dims", 0)
+    picked = skipped + site.runs.size(indices[-1])[0]
+    if any(map(has_sequence, data[:picked])) and (
+        skipped or not _picks_real(site, data[:picked], joined=True)
+    ):
         raise Refusal(_UNSURE)
     return (*indices[:-1], *data[picked:])
 

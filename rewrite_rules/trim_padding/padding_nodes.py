@@ -8,6 +8,10 @@
 
 A mask without any real position counts as one without padding: ArgMax takes the first of equal
 numbers. The 0 behind is for a sequence of length 0.
+
+Where a position that an input chooses is not a real one, nothing is cut: longest is times
+
+    real positions -> GatherElements(the place that is chosen) -> ReduceMin    1 or 0
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ __all__ = ["PaddingNodes"]
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.trim_padding.new_nodes import NewNodes
+from rewrite_rules.trim_padding.token_flow import Choice
 
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
 _INT64_MIN = np.iinfo(np.int64).min
@@ -31,7 +37,12 @@ class PaddingNodes:
     """Makes the nodes for one model; :meth:`insert` puts them into it."""
 
     def __init__(
-        self, model: ir.Model, names: FreshNames, mask: ir.Value, multiple: int
+        self,
+        model: ir.Model,
+        names: FreshNames,
+        mask: ir.Value,
+        multiple: int,
+        choices: Sequence[Choice],
     ) -> None:
         """Count the padding behind the longest row of ``mask``.
 
@@ -40,12 +51,14 @@ class PaddingNodes:
             names: Names that are free.
             mask: The mask, ``[batch, sequence]``.
             multiple: The length that is kept is a multiple of this.
+            choices: What has to choose real positions.
         """
         self._graph = model.graph
         self._names = names
         self._before = NewNodes(model.graph, names)
         self._after = NewNodes(model.graph, names)
         self._pads: dict[tuple[int, ...], ir.Value] = {}
+        self._choices = choices
         self._cut = self._count(mask, multiple, model.opset_imports[""])
 
     def cut_input(self, value: ir.Value, axes: Sequence[int]) -> None:
@@ -81,12 +94,16 @@ class PaddingNodes:
         nodes, integers = self._before, self._before.integers
         make = partial(nodes.make, name="padding_count")
         first, back = integers([0]), integers([-1])
+        if self._choices:  # a mask of length 1 stands for all positions, here as well
+            mask = make("Expand", mask, make("Shape", self._choices[0].source))
         real = nodes.is_real(mask, "padding_count")
         numbers = make("Cast", real, to=ir.DataType.INT32.value)
         if opset < _ATTRIBUTE_AXES_UNTIL:
             longest = make("ReduceMax", numbers, axes=[0], keepdims=0)
         else:
             longest = make("ReduceMax", numbers, first, keepdims=0)
+        for choice in self._choices:
+            longest = make("Mul", longest, self._is_real(choice, numbers))
         end = integers([_INT64_MIN + 1])
         backwards = make("Slice", longest, back, end, first, back)
         behind = make("Pad", backwards, integers([0, 1]))
@@ -98,6 +115,20 @@ class PaddingNodes:
         rest = make("Sub", cut, length)
         more = make("Mod", rest, integers([multiple]))
         return make("Max", make("Sub", cut, more), first)
+
+    def _is_real(self, choice: Choice, numbers: ir.Value) -> ir.Value:
+        """1 where every row's chosen position is real, by a mask of 1 and 0; 0 otherwise."""
+        make = partial(self._before.make, name="padding_choice")
+        place = choice.source
+        for node, index in choice.steps:
+            inputs = (*node.inputs[:index], place, *node.inputs[index + 1 :])
+            place = make(
+                node.op_type, *inputs, **dict[str, Any](node.attributes)
+            )  # reads what is not cut
+        last = place.producer()
+        assert last is not None
+        last.attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
+        return make("ReduceMin", make("GatherElements", numbers, place, axis=1), keepdims=0)
 
     def _pads_of(
         self, value: ir.Value, axes: Sequence[int], sign: int, nodes: NewNodes

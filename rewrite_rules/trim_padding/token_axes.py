@@ -29,7 +29,7 @@ __all__ = [
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,12 @@ class Runs:
         if isinstance(factor, Sequence):
             return self.length
         return self.batch if isinstance(factor, str) else (factor,) * len(self)
+
+    def real_positions(self) -> Iterator[NDArray[np.int64]]:
+        """A real position of each row, in every run; the same in both runs of a pair."""
+        for mask in self.masks:
+            real = [np.flatnonzero(row) for row in mask]
+            yield np.array([one[(5 * i + 3) % len(one)] for i, one in enumerate(real)])
 
     def axis(self, sizes: Sizes) -> Axis:
         """Return the factors of an axis of these sizes; a batch is taken to stand first.

@@ -14,7 +14,7 @@ What no rule covers is refused, with the node that stood in the way.
 
 from __future__ import annotations
 
-__all__ = ["Evaluated", "Site", "Stopped", "TokenFlow", "Tokens", "Value"]
+__all__ = ["Choice", "Evaluated", "Site", "Stopped", "TokenFlow", "Tokens", "Value"]
 
 import dataclasses
 import functools
@@ -82,6 +82,22 @@ class Evaluated:
 
 
 Value = Tokens | Evaluated
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """One position for each row, chosen by an input; the proof takes it to be a real one.
+
+    Attributes:
+        source: The input, ``[batch, sequence]``.
+        steps: Nodes from it to an ArgMax or ArgMin over the sequence; which input of each
+            comes from the one before. The others are constants.
+    """
+
+    source: ir.Value
+    steps: list[tuple[ir.Node, int]]
+
+
 # The axes of all outputs, of each, or numbers.
 Rule = Callable[["Site"], Axes | list[Axes] | Evaluated]
 
@@ -107,6 +123,7 @@ class TokenFlow:
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
         index_limits: Graph inputs -> the length of the shortest table that they index.
+        choices: What has to choose real positions: where it does not, nothing may be cut.
     """
 
     def __init__(
@@ -132,6 +149,7 @@ class TokenFlow:
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
         self.index_limits: dict[ir.Value, int] = {}
+        self.choices: list[Choice] = []
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()

@@ -43,7 +43,7 @@ _PADDED_TYPES = _MASK_TYPES | {
 # Rows of masks without their padding, and the length with it. Positions beyond 128 show what
 # windows of local attention do; shorter ones do for models that end before.
 _SHORT_PAIRS = (
-    (("1" * 8, "111", "00111111", "1011001"), 13),
+    (("1" * 8, "111", "00111111", "1001001"), 13),
     (("1", "1"), 9),
 )
 _LONG_PAIR = (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150)
@@ -109,7 +109,7 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
         gained += f"; {packed} nodes run on real tokens only"
     elif options.pack:
         context.remarks.note(_MODEL, "nothing works token by token for long enough to pack it")
-    nodes = PaddingNodes(model, names, proof.mask, options.multiple)
+    nodes = PaddingNodes(model, names, proof.mask, options.multiple, proof.flow.choices)
     for value in inputs:
         nodes.cut_input(value, axes[value])
     for value, where in outputs:
