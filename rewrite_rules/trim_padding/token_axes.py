@@ -54,7 +54,7 @@ class Sequence:
 
 
 BATCH = "batch"
-UNFIT = "has sizes that do not follow from the length"
+UNFIT = "has sizes that do not follow from the length: export with a dynamic one"
 Factor = int | str | Sequence
 # The factors in row-major order, without ones.
 Axis = tuple[Factor, ...]

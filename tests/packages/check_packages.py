@@ -29,7 +29,9 @@ OURS = ("--editable", f"{ROOT}[cpu,cli]")
 # One call of pip each. torch comes alone: the wheel for CPUs satisfies what follows. Where pip
 # finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu helps.
 ENVIRONMENTS = {
-    "without-torch": ((*OURS, "fastembed==0.9.1", "rapidocr-onnxruntime==1.4.4"),),
+    "without-torch": (
+        (*OURS, "fastembed==0.9.1", "rapidocr-onnxruntime==1.4.4", "chromadb==1.5.9"),
+    ),
     "with-torch": (
         ("torch==2.13.0",),
         (*OURS, "silero-vad==6.2.3", "sentence-transformers==5.7.0", "optimum-onnx==0.1.0"),
@@ -41,11 +43,13 @@ READERS = {
     "listen_with_silero_vad": ("with-torch", 1),
 }
 EMBEDDERS = {
+    "embed_with_chromadb": ("without-torch", 1),
     "embed_with_fastembed": ("without-torch", 1),
     "embed_with_sentence_transformers": ("with-torch", 1),
 }
 LAYOUT = ("--pass", "prepacked_weights", "--pass", "shape_size_reorder")
 FUSION = ("--pass", "dq_matmulnbits_fusion", "--pass", "prepacked_weights")
+TRIMMING = ("--pass", "trim_padding")
 
 # Of embeddings of length 1 with 384 numbers. Exact fusion sums in another order: 2e-7 is what
 # that takes; rounded activations take 5.4e-3.
@@ -146,6 +150,13 @@ def test_layout_alone_changes_no_bit_of_embeddings(
     program: str, float_model: Path, tmp_path: Path
 ):
     assert same_bits(*both(program, LAYOUT, str(float_model), folder=tmp_path))
+
+
+@pytest.mark.parametrize("program", EMBEDDERS)
+def test_trimming_keeps_embeddings(program: str, float_model: Path, tmp_path: Path):
+    """chromadb pads to 256 tokens, the others to the longest text."""
+    plain, ours = both(program, TRIMMING, str(float_model), folder=tmp_path)
+    assert np.abs(plain["embeddings"] - ours["embeddings"]).max() <= SUMMED
 
 
 @pytest.mark.parametrize("program", EMBEDDERS)
