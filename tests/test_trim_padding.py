@@ -280,6 +280,59 @@ def test_the_mask_may_be_named():
     assert "which changes with the padding" in refusal(encoder(), mask="input_ids")
 
 
+DECODER = """
+    target = Gather(table, decoder_input_ids)
+    target_q = MatMul(target, query)
+    target_k = Transpose<perm = [0, 2, 1]>(target)
+    target_scores = MatMul(target_q, target_k)
+    target_real = Cast<to = 9>(decoder_attention_mask)
+    target_wide = Unsqueeze(target_real, middle)
+    target_masked = Where(target_wide, target_scores, lowest)
+    target_weights = Softmax<axis = -1>(target_masked)
+    target_mixed = MatMul(target_weights, target)
+    source_k = Transpose<perm = [0, 2, 1]>(hidden)
+    cross_scores = MatMul(target_mixed, source_k)
+    cross_masked = Add(cross_scores, bias)
+    cross_weights = Softmax<axis = -1>(cross_masked)
+    cross = MatMul(cross_weights, hidden)
+    y = Add(cross, target_mixed)
+"""
+
+
+def encoder_decoder() -> onnx.ModelProto:
+    model = encoder(head=DECODER)
+    model.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch", "target"])
+        for name in ("decoder_input_ids", "decoder_attention_mask")
+    )
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def test_two_sequences_with_a_mask_each_are_refused_until_one_is_named():
+    reason = refusal(encoder_decoder())
+    assert reason == (
+        "'attention_mask', 'decoder_attention_mask' may each be the mask: name it by "
+        "trim_padding.mask"
+    )
+
+
+@pytest.mark.parametrize("mask", ["attention_mask", "decoder_attention_mask"])
+def test_the_sequence_of_the_named_mask_is_trimmed(mask):
+    model = encoder_decoder()
+    result = trimmed(model, mask=mask)
+    cut = {"attention_mask", "input_ids"}
+    if mask.startswith("decoder"):
+        cut = {f"decoder_{name}" for name in cut}
+    (fired,) = result.report.fired
+    assert {name for name in fired.reason.split("'") if name.endswith(("mask", "ids"))} == cut
+    feed = batch("111", "11", length=9)
+    feed |= {f"decoder_{name}": x for name, x in batch("1", "1111", length=6).items()}
+    real = feed["decoder_attention_mask"].astype(bool)
+    found, expected = run(result.model, feed)[0], run(model, feed)[0]
+    assert computed_length(result.model, feed) == (9 if mask.startswith("decoder") else 3)
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-6, atol=1e-6)
+
+
 def test_old_opsets_are_refused():
     model = encoder()
     model.opset_import[0].version = 10
