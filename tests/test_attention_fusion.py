@@ -88,8 +88,12 @@ def test_one_row_of_positions_serves_the_batch(name: str):
 
 def test_parts_can_be_switched_off():
     model = decoder("llama-dynamo-eager")
-    result, *_ = fused(model, attention=False, rotary=False)
+    off = {"attention": False, "rotary": False}
+    result, *_ = fused(model, **off)
     assert not counts(result)["If"] + counts(result)["RotaryEmbedding"]
+    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
+    assert not any("rotary and" in text for text in fused(model, **off)[1]["refused"])
+    model = decoder("llama-dynamo-eager")
     result, *_ = fused(model, attention=True, rotary=False)
     assert counts(result)["GroupQueryAttention"] == LAYERS
     sizes = Run(2, 3, 4)
@@ -108,6 +112,18 @@ def test_a_soft_cap_is_named():
     result, remarks, _ = fused(model)
     assert remarks["refused"] == ["attention: the scores are soft-capped"] * LAYERS
     assert not counts(result)["If"]
+
+
+def test_weights_that_something_else_reads_stay():
+    """Attention would be computed twice."""
+    model = decoder("llama-dynamo-eager")
+    for node in model.graph.node:
+        if node.op_type == "Softmax":
+            model.graph.output.add().name = node.output[0]
+    result, remarks, _ = fused(model)
+    assert remarks["refused"] == ["attention: its weights are read elsewhere"] * LAYERS
+    assert not counts(result)["If"]
+    assert counts(result)["Softmax"] == LAYERS
 
 
 def test_another_rotation_stays():
@@ -148,6 +164,26 @@ def test_inputs_of_unknown_role_are_named():
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     with pytest.raises(Exception, match="input_ids"):
         DecoderInputs(ir.from_proto(model))
+
+
+def test_what_an_encoder_made_has_a_length_of_its_own():
+    """A mask as long as the cache would fit no scores of cross attention."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (int64[B, S] ids, float[B, T, 8] encoder_states, int64[B, T] encoder_mask,
+       float[B, 2, T, 4] past_encoder_key, float[B, 2, P, 4] past_decoder_key) => (y)
+    { y = Identity(ids) }""")
+    inputs = DecoderInputs(ir.from_proto(model))
+    assert inputs.has_cache
+    assert not inputs.has_mask
+    feeds = inputs.feeds(Run(2, 3, 7))
+    shapes = {str(value.name): array.shape for value, array in feeds.items()}
+    assert shapes == {
+        "ids": (2, 3),
+        "encoder_states": (2, 5, 8),
+        "encoder_mask": (2, 5),
+        "past_encoder_key": (2, 2, 5, 4),
+        "past_decoder_key": (2, 2, 7, 4),
+    }
 
 
 def test_a_session_runs_the_fused_decoder():

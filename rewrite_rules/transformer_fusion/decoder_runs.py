@@ -117,6 +117,8 @@ class DecoderInputs:
             array: NDArray[Any]
             if role == "mask":
                 array = kept
+            elif role == "all kept":
+                array = np.ones(sizes)
             elif role == "positions":
                 positions = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
                 array = positions if len(sizes) == 2 else np.arange(run.past, kept.shape[1])
@@ -170,14 +172,13 @@ def _role(value: ir.Value) -> str:
     if not value.dtype.is_floating_point():
         if "position" in name and rank in (1, 2):
             return "positions"
-        if "mask" in name and rank == 2:
-            return "mask"
         if rank == 2:
-            return "tokens"
+            kind = "mask" if "mask" in name else "tokens"
+            return "all kept" if kind == "mask" and "encoder" in name else kind
     elif rank == 2 and "mask" in name:
         return "mask"
-    elif rank == 4 and isinstance(shape[1], int) and isinstance(shape[3], int):
-        return "cache" if not isinstance(shape[2], int) else "floats"
+    elif rank == 4 and [isinstance(size, int) for size in shape][1:] == [True, False, True]:
+        return "floats" if "encoder" in name else "cache"
     elif rank is not None and rank <= 4:
         return "floats"
     raise Refusal(f"what input {name!r} of rank {rank} holds is not known")

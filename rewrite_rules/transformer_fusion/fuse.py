@@ -68,7 +68,7 @@ def fuse_transformer(
     model.graph.sort()
     remarks = context.remarks
     opset = model.opset_imports.get("", 0)
-    if context.cpu_only and opset >= _SHAPE_OPSET:
+    if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         _drop_casts(model)
         _fold_scalars(model)
         CommonSubexpressionEliminationPass()(model)

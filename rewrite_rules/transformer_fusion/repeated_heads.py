@@ -18,7 +18,7 @@ have stretched another axis as well.
 
 from __future__ import annotations
 
-__all__ = ["RepeatedHeads", "read_repeated_heads"]
+__all__ = ["RepeatedHeads", "read_repeated_heads", "scaled_input"]
 
 import dataclasses
 from collections.abc import Sequence
@@ -212,8 +212,11 @@ def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads |
 
 def _followed_input(node: ir.Node) -> int | None:
     """The input that a node lays out or scales; None for any other node."""
-    if node.op_type in ("Transpose", "Reshape"):
-        return 0
+    return 0 if node.op_type in ("Transpose", "Reshape") else scaled_input(node)
+
+
+def scaled_input(node: ir.Node) -> int | None:
+    """Return the index of the input that a Mul or Div scales by a number; else None."""
     for index in _SCALINGS.get(node.op_type, ()):
         tensor = constant(node.inputs[1 - index])
         if tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: MIT
+"""Writes attention in the form that is fastest for one token, for a prompt, for a chunk."""
+
+from __future__ import annotations
+
+__all__ = ["Attention"]
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import producer
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import (
+    SPLIT_HEADS,
+    in_order,
+    ints,
+    rows,
+    unsplit,
+)
+
+_MICROSOFT = "com.microsoft"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention:
+    """``softmax(scale q k' + mask) v``, where query heads share key and value heads.
+
+    Attributes:
+        facts: Proves shapes.
+        query: ``[B, H, S, D]``, before it is scaled.
+        keys: ``[B, G, T, D]``, past and new.
+        values: The same.
+        mask: What is added to the scores; None for nothing.
+        scale: What the scores are multiplied by.
+        heads: H.
+        groups: G.
+        size: D.
+        reshaped: Whether only the order of the result's elements counts.
+    """
+
+    facts: ProvedShapes
+    query: ir.Value
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value | None
+    scale: float
+    heads: int
+    groups: int
+    size: int
+    reshaped: bool
+
+    def is_one_token(self, op: Any) -> Any:
+        """Emit the comparison of S with 1."""
+        split = unsplit(self.query)
+        axis = 2 if split is self.query else 1
+        return op.Equal(op.Shape(split, start=axis, end=axis + 1), ints(op, 1))
+
+    def one_token(self, op: Any) -> Any:
+        """Emit ``[B, 1, H, D]``, where query heads of a group are the rows of one MatMul.
+
+        Or ``[B, G, H / G, D]``, of the same elements in the same order.
+        """
+        sizes = ints(op, -1, self.groups, self.heads // self.groups, self.size)
+        weights = self._weights(op, self._scores(op, op.Reshape(in_order(self.query), sizes)))
+        mixed = op.MatMul(weights, self.values)
+        return mixed if self.reshaped else op.Reshape(mixed, self._sizes(op, -1, 1))
+
+    def any_tokens(self, op: Any) -> Any:
+        """Emit ``[B, S, H, D]`` for any number of tokens."""
+        heads, groups, shared = self.heads, self.groups, self.heads != self.groups
+        query = op.Transpose(
+            op.Reshape(self._rows(op, self.query, heads), self._sizes(op)), perm=SPLIT_HEADS
+        )
+        if not shared:
+            mixed = op.MatMul(self._weights(op, self._scores(op, query)), self.values)
+            return op.Transpose(mixed, perm=SPLIT_HEADS)
+        keys = op.Shape(self.keys, start=2, end=3)
+        scores = self._scores(op, op.Reshape(query, ints(op, 0, groups, -1, self.size)))
+        each = op.Reshape(scores, op.Concat(ints(op, 0, heads, -1), keys, axis=0))
+        grouped = op.Concat(ints(op, 0, groups, -1), keys, axis=0)
+        mixed = op.MatMul(op.Reshape(self._weights(op, each), grouped), self.values)
+        each = op.Reshape(mixed, ints(op, 0, heads, -1, self.size))
+        return op.Transpose(each, perm=SPLIT_HEADS)
+
+    def prompt(self, op: Any) -> Any:
+        """Emit ``[B, S, H, D]`` of new tokens among themselves, by the kernel."""
+        query = self._rows(op, self.query, self.heads)
+        new = [producer(whole).inputs[1] for whole in (self.keys, self.values)]
+        length = op.Shape(query, start=1, end=2)
+        last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
+        attended = op.GroupQueryAttention(
+            query,
+            *(self._rows(op, value, self.groups) for value in new),
+            None,
+            None,
+            op.Expand(last, op.Shape(query, start=0, end=1)),
+            op.Cast(length, to=ir.DataType.INT32),
+            None,
+            None,
+            None,
+            self.mask,
+            num_heads=self.heads,
+            kv_num_heads=self.groups,
+            scale=self.scale,
+            _domain=_MICROSOFT,
+        )
+        return op.Reshape(attended, self._sizes(op))
+
+    def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
+        return rows(op, split, self.facts, heads * self.size)
+
+    def _sizes(self, op: Any, batch: int = 0, length: int = 0) -> ir.Value:
+        return ints(op, batch, length, self.heads, self.size)
+
+    def _scores(self, op: Any, query: ir.Value) -> Any:
+        return op.FusedMatMul(query, self.keys, transB=1, alpha=self.scale, _domain=_MICROSOFT)
+
+    def _weights(self, op: Any, scores: ir.Value) -> Any:
+        total = scores if self.mask is None else op.Add(scores, self.mask)
+        return op.Softmax(total, axis=-1)
