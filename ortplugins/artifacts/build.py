@@ -196,20 +196,30 @@ def _data_read_ahead(request: BuildRequest, cache: ArtifactCache) -> Iterator[No
 
     Importing onnx and loading the graph take as long as reading most models.
     """
-    names: set[str] = set()
-    if not isinstance(request.source, bytes):
-        with contextlib.suppress(OSError), open(request.name, "rb") as file:
-            # Key and value of the tensor's entry, where the value has less than 128 bytes.
-            for match in re.finditer(rb"\n\x08location\x12([\x01-\x7f])", file.read()):
-                end = match.end() + match[1][0]
-                names.add(match.string[match.end() : end].decode(errors="replace"))
 
     def read() -> None:
-        for name in names:
-            if os.path.basename(name) == name:
-                with contextlib.suppress(OSError):
-                    cache.sources.file_digest(_data_file(request, name))
+        import mmap
 
+        names: set[str] = set()
+        with (
+            contextlib.suppress(OSError, ValueError),
+            open(request.name, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            # Key and value of the tensor's entry, where the value has less than 128 bytes.
+            for match in re.finditer(rb"\n\x08location\x12([\x01-\x7f])", content):
+                end = match.end() + match[1][0]
+                names.add(content[match.end() : end].decode(errors="replace"))
+        for name in names:
+            with contextlib.suppress(OSError, ValueError):
+                path = _data_file(request, name)
+                # Nothing is checked yet: a pipe, say, would keep the build waiting.
+                if os.path.basename(name) == name and path.is_file():
+                    cache.sources.file_digest(path)
+
+    if isinstance(request.source, bytes):
+        yield
+        return
     reader = threading.Thread(target=read)
     reader.start()
     try:
