@@ -495,6 +495,22 @@ def test_exports_are_packed(name):
     assert "nodes run on real tokens only" in fired.reason
 
 
+def test_nothing_is_packed_where_padding_may_be_pooled():
+    """Packing leaves copies of other tokens at padded positions."""
+    head = AT_END + BY_ROW_AND_PLACE.replace("GatherND(hidden", "GatherND(projected")
+    project = PROJECTED.replace("y =", "projected =")
+    model = encoder(head=project + head, extra=END_CONSTANTS)
+    result = trimmed(model, pack=True)
+    feed = batch("111", "11111", length=9)
+    feed["input_ids"] %= END
+    feed["input_ids"][[0, 1], [7, 4]] = END
+    found, expected = run(result.model, feed)[0], run(model, feed)[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert "padding may be pooled: not packed" in {
+        remark.reason for remark in result.report.passes[0].remarks
+    }
+
+
 # Trials
 
 

@@ -37,7 +37,6 @@ from rewrite_rules.trim_padding.token_flow import (
     Rule,
     Site,
     flagged,
-    has_sequence,
 )
 
 _MICROSOFT = "com.microsoft"
@@ -100,10 +99,6 @@ def _elementwise(zero: _Join = _never, low: _Join = _never) -> Callable[[Site], 
 
 def _keeps_flags(site: Site) -> Axes:
     return site.operands()[0]
-
-
-def _keeps_zero(site: Site) -> Axes:
-    return tuple(marked(axis, low=False) for axis in site.operands()[0])
 
 
 def _keeps_axes(site: Site) -> Axes:
@@ -215,17 +210,14 @@ def _choice(site: Site) -> Choice | None:
     if axes[1:] != ((Sequence(),),) or site.runs.size(axes[0]) != site.runs.batch:
         return None
     node: ir.Node | None = site.node
-    while node is not None and node.domain == "":
-        values = [value for value in node.inputs if value is not None]
-        read = [i for i, value in enumerate(values) if constant(value) is None]
-        moved = node.op_type != "Reshape"  # from these axes to these, it changes nothing
-        if len(values) < len(node.inputs) or (moved and len(read) != 1):
+    while node is not None and node.domain == "" and len(node.outputs) == 1:
+        reads = [(i, v) for i, v in enumerate(node.inputs) if v and constant(v) is None]
+        index, source = reads[0]
+        reshapes = node.op_type == "Reshape"  # from these axes to these: changes nothing
+        if len(reads) > 1 + reshapes or site.flow.tokens(source).axes != axes:
             return None
-        source = values[read[0]]
-        if site.flow.tokens(source).axes != axes:
-            return None
-        if moved:
-            steps.append((node, read[0]))
+        if not reshapes:
+            steps.append((node, index))
         if source.is_graph_input():
             return Choice(source, steps[::-1])
         node = source.producer()
@@ -275,7 +267,7 @@ def _repeated(site: Site) -> Axes:
     for axis, size in zip(((),) * (len(after) - len(axes)) + axes, after, strict=True):
         pairs = zip(size, site.runs.size(axis), strict=True)
         times = site.runs.axis(tuple(n // own if own else 1 for n, own in pairs))
-        if times and has_sequence(axis):
+        if times and sequences_of(axis):
             raise Refusal("changes the axis of the sequence")
         result.append((*times, *axis))
     return tuple(result)
@@ -284,7 +276,7 @@ def _repeated(site: Site) -> Axes:
 def _concat(site: Site) -> Axes:
     parts, axis = site.operands(), site.axis(0)
     (after,) = site.sizes()
-    if any(has_sequence(axes[axis]) for axes in parts):
+    if any(sequences_of(axes[axis]) for axes in parts):
         raise Refusal("changes the axis of the sequence")
     made = site.runs.axis(after[axis])
     joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], all, all)
@@ -293,7 +285,7 @@ def _concat(site: Site) -> Axes:
 
 def _split(site: Site) -> list[Axes]:
     axes, axis = site.tokens(), site.axis(0)
-    if has_sequence(axes[axis]):
+    if sequences_of(axes[axis]):
         raise Refusal("changes the axis of the sequence")
     return [
         (*axes[:axis], site.runs.axis(sizes[axis]), *axes[axis + 1 :])
@@ -307,9 +299,9 @@ def _slice(site: Site) -> Axes:
     for start, axis, step in zip(starts, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
         in_front = start == known(0) and step == 1
-        if not has_sequence(axes[axis]):
+        if not sequences_of(axes[axis]):
             axes[axis] = site.runs.axis(after[axis])
-            if has_sequence(axes[axis]) and not in_front:
+            if sequences_of(axes[axis]) and not in_front:
                 raise Refusal(UNFIT)
         elif not in_front or after[axis] != site.runs.size(axes[axis]):
             if not in_front or set(after[axis]) != {1} or len(axes[axis]) != 1:
@@ -323,7 +315,7 @@ def _gather(site: Site) -> Axes:
     if _picks_real(site, axes[axis : axis + 1], joined=False):
         places = tuple(map(site.runs.axis, site.flow.sizes(site.evaluated(1)) or ()))
         return (*axes[:axis], *places, *axes[axis + 1 :])
-    if has_sequence(axes[axis]):
+    if sequences_of(axes[axis]):
         if len(axes[axis]) != 1 or not site.is_zero(1):
             raise Refusal(_UNSURE)
     else:
@@ -378,7 +370,7 @@ def _gather_block_quantized(site: Site) -> Axes:
 
 def _gather_elements(site: Site) -> Axes:
     data, indices, axis = plain(site.tokens(0)), plain(site.tokens(1)), site.axis(0)
-    if has_sequence(data[axis]):
+    if sequences_of(data[axis]):
         raise Refusal(_UNSURE)
     if (*data[:axis], *data[axis + 1 :]) != (*indices[:axis], *indices[axis + 1 :]):
         raise Refusal(UNFIT)
@@ -389,7 +381,7 @@ def _gather_nd(site: Site) -> Axes:
     data, indices = site.tokens(0), site.tokens(1)
     skipped = site.integer("batch_dims", 0)
     picked = skipped + site.runs.size(indices[-1])[0]
-    if any(map(has_sequence, data[:picked])) and (
+    if any(map(sequences_of, data[:picked])) and (
         skipped or not _picks_real(site, data[:picked], joined=True)
     ):
         raise Refusal(_UNSURE)
@@ -418,7 +410,7 @@ _STANDARD: dict[str, Rule] = {
     # Elementwise: what keeps padded positions 0, and far below the others.
     **_rows(_keeps_flags, "Cast CastLike Dropout Identity"),
     **_rows(
-        _keeps_zero,
+        _elementwise(zero=all),
         "Abs Ceil Celu Elu Erf Floor Gelu HardSwish LeakyRelu Mish Relu Round Selu Sign Sin "
         "Softsign Sqrt Swish Tan Tanh",
     ),

@@ -43,7 +43,6 @@ from rewrite_rules.trim_padding.token_axes import (
     Sequence,
     Sizes,
     flat_sequences,
-    sequences_of,
 )
 
 Array = NDArray[Any]
@@ -511,8 +510,3 @@ def _stand_in(axes: Axes, runs: Runs) -> list[Array] | None:
                 array[padded] = 0 if factor.zero else -np.inf
         result.append(array.reshape([runs.size(axis)[run] for axis in axes]))
     return result
-
-
-def has_sequence(axis: Axis) -> bool:
-    """Whether an axis holds the sequence."""
-    return bool(sequences_of(axis))

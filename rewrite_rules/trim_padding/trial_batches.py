@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.trials import Trial
-from rewrite_rules.trim_padding.token_axes import BATCH, Factor, Sequence
+from rewrite_rules.trim_padding.token_axes import BATCH, Factor, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import Evaluated, TokenFlow, Tokens, Value
 
 _LENGTH, _LONG = 24, 160
@@ -93,14 +93,11 @@ def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
         shape = [1] * rank
         shape[batch] = len(real)
         result = result & real.any(axis=1).reshape(shape)
-    for i, axis in enumerate(axes):
-        if not any(isinstance(factor, Sequence) for factor in axis):
-            continue
+    for i in (i for i, axis in enumerate(axes) if sequences_of(axis)):
         shape = [1] * rank
         shape[i] = real.shape[1]
-        if batch is None:
-            result = result & real.all(axis=0).reshape(shape)
-            continue
-        shape[batch] = len(real)
-        result = result & (real if batch < i else real.T).reshape(shape)
+        if batch is not None:
+            shape[batch] = len(real)
+        rows = real.all(axis=0) if batch is None else real if batch < i else real.T
+        result = result & rows.reshape(shape)
     return result

@@ -95,7 +95,8 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     _forget_lengths(model, proof, f"{proof.mask.name}_kept")
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packed = pack_regions(model, proof.flow, proof.mask, names) if options.pack else 0
+    packable = options.pack and not proof.flow.choices
+    packed = pack_regions(model, proof.flow, proof.mask, names) if packable else 0
     inputs = [value for value in model.graph.inputs if value in axes]
     outputs = [(v, at) for v, at in zip(model.graph.outputs, places, strict=True) if at]
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
@@ -108,7 +109,10 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     if packed:
         gained += f"; {packed} nodes run on real tokens only"
     elif options.pack:
-        context.remarks.note(_MODEL, "nothing works token by token for long enough to pack it")
+        unpacked = "nothing works token by token for long enough to pack it"
+        if proof.flow.choices:
+            unpacked = "padding may be pooled: not packed"
+        context.remarks.note(_MODEL, unpacked)
     nodes = PaddingNodes(model, names, proof.mask, options.multiple, proof.flow.choices)
     for value in inputs:
         nodes.cut_input(value, axes[value])
