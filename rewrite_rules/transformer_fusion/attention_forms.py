@@ -78,9 +78,9 @@ class Attention:
             return op.Transpose(mixed, perm=SPLIT_HEADS)
         keys = op.Shape(self.keys, start=2, end=3)
         scores = self._scores(op, op.Reshape(query, ints(op, 0, groups, -1, self.size)))
-        each = op.Reshape(scores, op.Concat(ints(op, 0, heads, -1), keys, axis=0))
-        grouped = op.Concat(ints(op, 0, groups, -1), keys, axis=0)
-        mixed = op.MatMul(op.Reshape(self._weights(op, each), grouped), self.values)
+        each = op.Reshape(scores, ints(op, 0, heads, -1, keys))
+        grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, -1, keys))
+        mixed = op.MatMul(grouped, self.values)
         each = op.Reshape(mixed, ints(op, 0, heads, -1, self.size))
         return op.Transpose(each, perm=SPLIT_HEADS)
 
@@ -111,7 +111,7 @@ class Attention:
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
         return rows(op, split, self.facts, heads * self.size)
 
-    def _sizes(self, op: Any, batch: int = 0, length: int = 0) -> ir.Value:
+    def _sizes(self, op: Any, batch: int = 0, length: int = 0) -> Any:
         return ints(op, batch, length, self.heads, self.size)
 
     def _scores(self, op: Any, query: ir.Value) -> Any:

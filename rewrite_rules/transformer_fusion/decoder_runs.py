@@ -47,15 +47,10 @@ class Run:
     def kept(self) -> NDArray[np.bool_]:
         """Return which positions hold tokens, ``[batch, past + length]``."""
         total = self.past + self.length
-        kept = np.ones((self.batch, total), np.bool_)
-        for row in range(self.batch):
-            most = total - 1 - (self.past if self.padding == "right" else 0)
-            count = min(2 * row, most)
-            if self.padding == "left":
-                kept[row, :count] = False
-            elif self.padding and count:
-                kept[row, -count:] = False
-        return kept
+        most = total - 1 - (self.past if self.padding == "right" else 0)
+        count = np.minimum(2 * np.arange(self.batch), most)[:, None] * bool(self.padding)
+        place = np.arange(total)[None]
+        return place < total - count if self.padding == "right" else place >= count
 
 
 RUNS = (
@@ -98,13 +93,12 @@ class DecoderInputs:
 
     def names(self, run: Run) -> DeclaredNames:
         """Return what the names of the inputs' dimensions stand for in a run."""
-        sizes: dict[str, int] = {}
-        for value, role in self._roles.items():
-            for dim, size in zip(
-                value.shape or (), self._sizes(value, role, run), strict=True
-            ):
-                if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-                    sizes[dim.value] = size
+        sizes = {
+            dim.value: size
+            for value, role in self._roles.items()
+            for dim, size in zip(value.shape or (), self._sizes(value, role, run), strict=True)
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+        }
         return DeclaredNames(sizes, _OTHER)
 
     def feeds(self, run: Run, seed: int = 0) -> dict[ir.Value, NDArray[Any]]:
@@ -115,10 +109,8 @@ class DecoderInputs:
             sizes = self._sizes(value, role, run)
             assert value.dtype is not None
             array: NDArray[Any]
-            if role == "mask":
-                array = kept
-            elif role == "all kept":
-                array = np.ones(sizes)
+            if role in ("mask", "all kept"):
+                array = kept if role == "mask" else np.ones(sizes)
             elif role == "positions":
                 positions = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
                 array = positions if len(sizes) == 2 else np.arange(run.past, kept.shape[1])
@@ -137,14 +129,13 @@ class DecoderInputs:
                 continue
             feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
             kept = run.kept()
+            by_rank = {3: kept[:, run.past :, None], 4: kept[:, None, :, None]}
             compared = {}
-            for output in self._model.graph.outputs:
-                rank = None if output.shape is None else len(output.shape)
-                if run.padding and rank in (3, 4):
-                    new = kept[:, run.past :, None]
-                    compared[str(output.name)] = new if rank == 3 else kept[:, None, :, None]
-                elif run.padding:  # one row for each text: it may be that of padding
-                    compared[str(output.name)] = np.zeros((1,) * (rank or 1), np.bool_)
+            for output in self._model.graph.outputs if run.padding else ():
+                rank = 1 if output.shape is None else len(output.shape)
+                # One row for each text may be that of padding.
+                nothing = np.zeros((1,) * (rank or 1), np.bool_)
+                compared[str(output.name)] = by_rank.get(rank, nothing)
             found.append(Trial(str(run), feeds, compared, bound))
         return found
 
@@ -166,20 +157,19 @@ class DecoderInputs:
 
 def _role(value: ir.Value) -> str:
     name, shape = str(value.name), value.shape
-    rank = None if shape is None else len(shape)
     if value.dtype is None or shape is None:
         raise Refusal(f"input {name!r} has no declared type and shape")
+    rank, encoder = len(shape), "encoder" in name
     if not value.dtype.is_floating_point():
         if "position" in name and rank in (1, 2):
             return "positions"
         if rank == 2:
-            kind = "mask" if "mask" in name else "tokens"
-            return "all kept" if kind == "mask" and "encoder" in name else kind
+            return "tokens" if "mask" not in name else "all kept" if encoder else "mask"
     elif rank == 2 and "mask" in name:
         return "mask"
     elif rank == 4 and [isinstance(size, int) for size in shape][1:] == [True, False, True]:
-        return "floats" if "encoder" in name else "cache"
-    elif rank is not None and rank <= 4:
+        return "floats" if encoder else "cache"
+    elif rank <= 4:
         return "floats"
     raise Refusal(f"what input {name!r} of rank {rank} holds is not known")
 

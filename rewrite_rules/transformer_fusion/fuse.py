@@ -34,6 +34,8 @@ _SHAPE_OPSET = 15
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
 _ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
+# Enough to see what a mask does; each takes a walk over the graph.
+_MASK_RUNS = RUNS[2:9]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +106,19 @@ def _fuse_attention(
     def in_main(node: ir.Node) -> bool:
         return node.graph is model.graph
 
-    def evaluators(runs: Sequence[Run]) -> list[tuple[Run, GraphEvaluator]]:
-        return [
-            (
-                run,
-                GraphEvaluator(
-                    ProvedShapes(model, inputs.names(run)), inputs.feeds(run), nodes
-                ),
-            )
-            for run in runs
-            if inputs.has_cache or not run.past
-        ]
+    def evaluators(runs: Sequence[Run]) -> list[GraphEvaluator]:
+        """What evaluates the graph as it is now in each run."""
+        facts = [ProvedShapes(model, inputs.names(run)) for run in runs]
+        feeds = [inputs.feeds(run) for run in runs]
+        return [GraphEvaluator(*one, nodes) for one in zip(facts, feeds, strict=True)]
 
     if options.rotary:
-        runs = [evaluator for _, evaluator in evaluators(_ROTARY_RUNS)]
+        runs = evaluators([run for run in _ROTARY_RUNS if inputs.has_cache or not run.past])
         rotary = Rotary.rule(ProvedShapes(model), runs, remarks).commute()
         DispatchingRuleSet(rotary, in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
     if options.attention and inputs.has_cache:
-        masks = MaskReader(evaluators(RUNS[2:9]))
+        masks = MaskReader(dict(zip(_MASK_RUNS, evaluators(_MASK_RUNS), strict=True)))
         rule = FuseAttention.rule(ProvedShapes(model), masks, FreshNames(model), remarks)
         DispatchingRuleSet([rule], in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
@@ -135,10 +131,8 @@ def _drop_casts(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type == "Cast" and not node.domain and node.inputs[0] is not None:
             source, result = node.inputs[0], node.outputs[0]
-            same = source.dtype is not None and source.dtype == node.attributes.get_int(
-                "to", 0
-            )
-            if same and not result.is_graph_output():
+            target = node.attributes.get_int("to", 0)
+            if source.dtype == target and not result.is_graph_output():
                 result.replace_all_uses_with(source)
                 model.graph.remove(node, safe=True)
 

@@ -16,40 +16,21 @@ from __future__ import annotations
 
 __all__ = ["GroupQueries"]
 
-import dataclasses
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     read_repeated_heads,
 )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Grouping:
-    """What is known of a match.
-
-    Attributes:
-        heads: What the right operand repeats.
-        leading: Axes of the left operand before its heads.
-        proved: Whether the left operand has as many heads, or may have one for all.
-        inner: X, where it is a number.
-        columns: N, where it is a number.
-    """
-
-    heads: RepeatedHeads
-    leading: int
-    proved: bool
-    inner: int | None
-    columns: int | None
 
 
 class GroupQueries(RewriteRuleClassBase):
@@ -59,7 +40,7 @@ class GroupQueries(RewriteRuleClassBase):
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._remarks = remarks
-        self._grouping: _Grouping | None = None
+        self._heads: RepeatedHeads | None = None
 
     def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
         return op.MatMul(left, right, _outputs=["out"])
@@ -69,38 +50,39 @@ class GroupQueries(RewriteRuleClassBase):
     ) -> MatchResult:
         """Find what the right operand repeats; a repetition that stays is a remark."""
         del context  # Unused
-        result, node = MatchResult(), out.producer()
-        assert node is not None
+        result, node = MatchResult(), producer(out)
         with self._remarks.at(label(node)):
             try:
-                self._grouping = self._read(left, right)
+                self._heads = self._read(left, right)
             except Refusal as refusal:
                 self._remarks.refused(label(node), f"heads stay repeated: {refusal}")
                 return result.fail(str(refusal), node)
-        return result if self._grouping else result.fail("repeats no heads", node)
+        return result if self._heads else result.fail("repeats no heads", node)
 
-    def rewrite(self, op: Any, left: ir.Value, out: ir.Value, **_: object) -> Any:
+    def rewrite(
+        self, op: Any, left: ir.Value, right: ir.Value, out: ir.Value, **_: object
+    ) -> Any:
         """Emit the MatMul of all rows of a group, and the Reshapes around it."""
-        grouping, node = self._grouping, out.producer()
-        assert grouping is not None and node is not None
-        heads = grouping.heads
-        right = _emit_source(op, heads)
-        as_before = [0] * grouping.leading
-        inner = grouping.inner or op.Shape(right, start=-2, end=-1)
-        columns = grouping.columns or op.Shape(right, start=-1)
+        heads, node = self._heads, producer(out)
+        rows, columns = self._facts.shape(left), self._facts.shape(right)
+        assert heads is not None and isinstance(rows, tuple) and isinstance(columns, tuple)
+        query_heads, before = heads.groups * heads.repeats, [0] * (len(rows) - 3)
+        once = _emit_source(op, heads)
+        inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
+        width = number(columns[-1]) or op.Shape(once, start=-1)
         # One row per query would fit a single head for all as well; its own number does not.
-        queries = -1 if grouping.proved else op.Shape(left, start=-2, end=-1)
-        rows = op.Reshape(left, _sizes(op, *as_before, heads.groups, -1, inner))
-        product = op.MatMul(rows, right, _name=node.name)
+        proved = number(rows[-3]) == query_heads
+        queries = -1 if proved else op.Shape(left, start=-2, end=-1)
+        grouped = op.Reshape(left, ints(op, *before, heads.groups, -1, inner))
+        product = op.MatMul(grouped, once, _name=node.name)
         self._remarks.fired(
             label(node),
             f"{heads.repeats} query heads share each of {heads.groups} heads of "
             f"{heads.source.name!r}",
         )
-        query_heads = heads.groups * heads.repeats
-        return op.Reshape(product, _sizes(op, *as_before, query_heads, queries, columns))
+        return op.Reshape(product, ints(op, *before, query_heads, queries, width))
 
-    def _read(self, left: ir.Value, right: ir.Value) -> _Grouping | None:
+    def _read(self, left: ir.Value, right: ir.Value) -> RepeatedHeads | None:
         rows, columns = self._facts.shape(left), self._facts.shape(right)
         if not isinstance(columns, tuple) or len(columns) < 4:
             return None
@@ -110,10 +92,9 @@ class GroupQueries(RewriteRuleClassBase):
         query_heads = heads.groups * heads.repeats
         if not isinstance(rows, tuple) or len(rows) != len(columns):
             raise Refusal(f"the rank of {left.name!r} is not known to be {len(columns)}")
-        proved = number(rows[-3]) == query_heads
         if number(rows[-3]) not in (query_heads, None):
             raise Refusal(f"{left.name!r} has {number(rows[-3])} heads, not {query_heads}")
-        return _Grouping(heads, len(rows) - 3, proved, number(rows[-1]), number(columns[-1]))
+        return heads
 
 
 def _broadcast(rows: Dims | int, right: ir.Value, columns: Dims) -> RepeatedHeads | None:
@@ -130,8 +111,7 @@ def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:
     """The MatMul's new right operand: each head once, laid out and scaled as before."""
     value = heads.source
     if heads.merge is not None:
-        repeats = op.Constant(value_ints=[1, heads.repeats, 1, 1])
-        once = op.Div(heads.merge.inputs[1], repeats)
+        once = op.Div(heads.merge.inputs[1], ints(op, 1, heads.repeats, 1, 1))
         value = op.Reshape(value, once, **heads.merge.attributes)
     if heads.transposed:
         value = op.Transpose(value, perm=[0, 1, 3, 2])
@@ -140,11 +120,3 @@ def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:
         operands[index] = value
         value = getattr(op, node.op_type)(*operands)
     return value
-
-
-def _sizes(op: Any, *sizes: int | ir.Value) -> Any:
-    """A Reshape's sizes, of numbers and of tensors that hold one each."""
-    if all(isinstance(size, int) for size in sizes):
-        return op.Constant(value_ints=list(sizes))
-    parts = [op.Constant(value_ints=[s]) if isinstance(s, int) else s for s in sizes]
-    return op.Concat(*parts, axis=0)

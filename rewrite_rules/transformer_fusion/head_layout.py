@@ -15,10 +15,12 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 SPLIT_HEADS = (0, 2, 1, 3)
 
 
-def ints(op: Any, *numbers: int) -> ir.Value:
-    """Return a constant list of int64."""
-    constant: ir.Value = op.Constant(value_ints=[*numbers])
-    return constant
+def ints(op: Any, *numbers: int | ir.Value) -> Any:
+    """Return a list of int64, of numbers and of tensors that hold one each."""
+    if all(isinstance(each, int) for each in numbers):
+        return op.Constant(value_ints=[*numbers])
+    parts = [op.Constant(value_ints=[n]) if isinstance(n, int) else n for n in numbers]
+    return op.Concat(*parts, axis=0)
 
 
 def is_transposed_heads(value: ir.Value) -> bool:
@@ -78,8 +80,11 @@ def _splits(node: ir.Node, facts: ProvedShapes) -> bool:
     width = number(before[2])
     if width is None or len(asked.numbers) != 4:
         return False
-    _, length, heads, size = (number(dim) for dim in asked.numbers)
+    batch, length, heads, size = (number(dim) for dim in asked.numbers)
     if size is None or heads is None or size < 1 or width % size:
+        return False
+    # The batch of another input counts as this one's; a number may merge rows.
+    if batch not in (None, 0, -1, number(before[0])):
         return False
     if length == -1:
         return heads * size == width

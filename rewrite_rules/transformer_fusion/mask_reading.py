@@ -6,7 +6,7 @@ from __future__ import annotations
 __all__ = ["MaskReader", "MaskSight"]
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -44,7 +44,7 @@ class MaskReader:
         runs: The runs, and what evaluates the graph in them.
     """
 
-    def __init__(self, runs: Sequence[tuple[Run, GraphEvaluator]]) -> None:
+    def __init__(self, runs: Mapping[Run, GraphEvaluator]) -> None:
         self._runs = runs
         self._seen: dict[ir.Value, MaskSight] = {}
 
@@ -56,17 +56,17 @@ class MaskReader:
         """
         if mask not in self._seen:
             try:
-                arrays = [evaluator.array(mask) for _, evaluator in self._runs]
+                arrays = {run: each.array(mask) for run, each in self._runs.items()}
             except CannotEvaluate as error:
                 raise Refusal(f"mask {mask.name!r} can't be computed: {error}") from error
-            self._seen[mask] = _sight([run for run, _ in self._runs], arrays)
+            self._seen[mask] = _sight(arrays)
         return self._seen[mask]
 
 
-def _sight(runs: Sequence[Run], arrays: Sequence[Array]) -> MaskSight:
+def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
     full = causal = plain = True
     windows = set()
-    for run, array in zip(runs, arrays, strict=True):
+    for run, array in arrays.items():
         total = run.past + run.length
         full &= array.ndim == 4 and array.shape[2:] == (run.length, total)
         try:
@@ -85,16 +85,13 @@ def _sight(runs: Sequence[Run], arrays: Sequence[Array]) -> MaskSight:
         plain &= bool(np.isin(added, (0.0, added.min())).all())
         plain &= np.array_equal(sees, visible & (key <= query) & (key > query - reach))
         windows.add((reach, total))
-    infinite = any(np.isneginf(array).any() for array in arrays)
-    longest = max(reach for reach, _ in windows)
+    infinite = any(np.isneginf(array).any() for array in arrays.values())
+    longest, most = (max(sizes) for sizes in zip(*windows, strict=True))
+    windowed = longest < most and all(reach == min(longest, size) for reach, size in windows)
     if not causal:
         kind = "not causal"
     elif not plain:
         kind = "causal, with a bias"
-    elif all(reach == min(longest, total) for reach, total in windows) and longest < max(
-        total for _, total in windows
-    ):
-        kind = f"sliding window of {longest}"
     else:
-        kind = "causal"
+        kind = f"sliding window of {longest}" if windowed else "causal"
     return MaskSight(kind, causal, full, infinite)

@@ -100,10 +100,6 @@ class RmsNorm(RewriteRuleClassBase):
         )
 
 
-def _has_unknown(shape: ir.Shape) -> bool:
-    return any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in shape)
-
-
 def _either(tag: str, *patterns: Any) -> Any:
     """Any of some patterns; onnxscript 0.7 commutes only those that have a tag."""
     return OrValue(patterns, tag_var=tag, tag_values=range(len(patterns)))
@@ -149,7 +145,8 @@ class SkipNorm(RewriteRuleClassBase):
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
             return result.fail("its mean or deviation is read", node)
         # Sizes that differ only in a run make the kernel fail; it never broadcasts in silence.
-        if a.shape is None or a.shape != b.shape or len(a.shape) != 3 or _has_unknown(a.shape):
+        shape = a.shape
+        if shape is None or shape != b.shape or len(shape) != 3 or shape.has_unknown_dim():
             return result.fail("the terms are not known to have one shape [B, S, D]", node)
         return result
 

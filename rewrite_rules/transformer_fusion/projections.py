@@ -15,11 +15,11 @@ from __future__ import annotations
 
 __all__ = ["merge_projections"]
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnxscript import TapeBuilder
 
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import DerivedInitializers
@@ -29,7 +29,6 @@ from rewrite_rules.remarks import Remarks
 
 _MICROSOFT = "com.microsoft"
 _GROUP_INDICES = 4
-_SUFFIXES = ("", "_codes", "_scales", "_zero_points", "", "_bias")
 
 
 def merge_projections(model: ir.Model, remarks: Remarks) -> None:
@@ -41,12 +40,10 @@ def merge_projections(model: ir.Model, remarks: Remarks) -> None:
     """
     groups: dict[object, list[ir.Node]] = {}
     for node in model.graph:
-        key = _key(node)
-        if key is not None:
-            groups.setdefault(key, []).append(node)
+        groups.setdefault(_key(node), []).append(node)
     made = DerivedInitializers(model)
-    for nodes in groups.values():
-        if len(nodes) > 1:
+    for key, nodes in groups.items():
+        if key is not None and len(nodes) > 1:
             _merge(nodes, made)
             names = ", ".join(label(node) for node in nodes[1:])
             remarks.fired(label(nodes[0]), f"one MatMulNBits with {names}")
@@ -56,75 +53,64 @@ def _key(node: ir.Node) -> object:
     """What nodes have to share to be merged; None for others."""
     if node.op_type != "MatMulNBits" or node.domain != _MICROSOFT:
         return None
-    weights = [*node.inputs[1:]]
-    if any(value is not None and constant(value) is None for value in weights):
+    indices = node.inputs[_GROUP_INDICES : _GROUP_INDICES + 1]
+    if any(value is not None for value in indices) or node.outputs[0].is_graph_output():
         return None
-    if any(value is not None and not value.is_initializer() for value in weights):
-        return None
-    if len(node.inputs) > _GROUP_INDICES and node.inputs[_GROUP_INDICES] is not None:
-        return None
-    if node.outputs[0].is_graph_output():
-        return None
-    types = tuple(None if value is None else value.dtype for value in node.inputs)
-    while types and types[-1] is None:
-        types = types[:-1]
-    names = sorted(name for name in node.attributes if name != "N")
-    return node.inputs[0], types, *((name, node.attributes[name].value) for name in names)
+    layouts: dict[int, object] = {}
+    for index, value in enumerate(node.inputs[1:], start=1):
+        tensor = constant(value)
+        if value is not None:
+            if tensor is None or not value.is_initializer():
+                return None
+            layouts[index] = tensor.dtype, tuple(tensor.shape.numpy()[1:])
+    same = {name: attr.value for name, attr in node.attributes.items() if name != "N"}
+    return node.inputs[0], tuple(layouts.items()), tuple(sorted(same.items()))
 
 
 def _merge(nodes: Sequence[ir.Node], made: DerivedInitializers) -> None:
-    first = nodes[0]
-    graph = first.graph
+    first, graph = nodes[0], nodes[0].graph
     assert isinstance(graph, ir.Graph)
+    weights = [value for node in nodes for value in node.inputs[1:]]
     columns = [node.attributes.get_int("N", 0) for node in nodes]
-    inputs: list[ir.Value | None] = [first.inputs[0]]
-    for index, value in enumerate(first.inputs[1:], start=1):
-        joined = None if value is None else _joined(nodes, index, made)
-        inputs.append(joined)
-    attributes = [*first.attributes.values()]
-    attributes = [a for a in attributes if a.name != "N"] + [ir.AttrInt64("N", sum(columns))]
-    merged = ir.Node(_MICROSOFT, "MatMulNBits", inputs, attributes, name=first.name)
+    joined = [
+        None if value is None else _joined(value, [node.inputs[index] for node in nodes], made)
+        for index, value in enumerate(first.inputs[1:], start=1)
+    ]
     sizes = made.get(
-        inputs[1],  # type: ignore[arg-type]
+        joined[0],  # type: ignore[arg-type]
         "_columns",
         lambda name: ir.Tensor(np.array(columns, np.int64), name=name),
     )
-    split = ir.Node(
-        "",
-        "Split",
-        [merged.outputs[0], sizes],
-        [ir.AttrInt64("axis", -1)],
-        num_outputs=len(nodes),
+    op = TapeBuilder()
+    kept = {name: attr.value for name, attr in first.attributes.items()}
+    merged = op.MatMulNBits(
+        first.inputs[0], *joined, **kept | {"N": sum(columns)}, _domain=_MICROSOFT
     )
-    graph.insert_before(first, [merged, split])
-    for node, part in zip(nodes, split.outputs, strict=True):
+    parts = op.Split(merged, sizes, axis=-1, _outputs=len(nodes))
+    merged.producer().name = first.name
+    graph.insert_before(first, op.nodes)
+    for node, part in zip(nodes, parts, strict=True):
         whole = node.outputs[0]
         part.type, part.shape, name = whole.type, whole.shape, whole.name
         whole.replace_all_uses_with(part)
-        weights = list(node.inputs)
         graph.remove(node, safe=True)
-        drop_unused_initializers(weights)
         part.name = name
-    merged.outputs[0].name = f"{split.outputs[0].name}_merged"
+    drop_unused_initializers(weights)
+    merged.name = f"{parts[0].name}_merged"
 
 
-def _joined(nodes: Sequence[ir.Node], index: int, made: DerivedInitializers) -> ir.Value:
+def _joined(
+    first: ir.Value, values: Sequence[ir.Value | None], made: DerivedInitializers
+) -> ir.Value:
     """The tensors of one input of all nodes, one after another along N."""
-    values = [node.inputs[index] for node in nodes]
-    tensors = [constant(value) for value in values]
-    shapes = [tuple(tensor.shape.numpy()) for tensor in tensors if tensor is not None]
+    tensors = [tensor for tensor in map(constant, values) if tensor is not None]
+    shapes = [tuple(tensor.shape.numpy()) for tensor in tensors]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-    def chunks() -> Iterator[Any]:
-        for tensor in tensors:
-            assert tensor is not None
-            yield packed_bytes(tensor)
-
-    assert values[0] is not None and tensors[0] is not None
-    dtype = tensors[0].dtype
     return made.get(
-        values[0],
-        f"{_SUFFIXES[index]}_merged",
-        lambda name: ChunkedTensor(chunks, dtype, shape, name),
+        first,
+        "_merged",
+        lambda name: ChunkedTensor(
+            lambda: map(packed_bytes, tensors), tensors[0].dtype, shape, name
+        ),
         key=tuple(values),
     )

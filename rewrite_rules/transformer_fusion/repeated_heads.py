@@ -81,9 +81,8 @@ def read_repeated_heads(
         node = value.producer()
         if node is None or node.domain:
             return None
-        found = _repetition(node, facts)
-        if found is None and once and node.op_type == "Concat":
-            found = _cache(node, facts)
+        reader = _READERS.get(node.op_type, _cache if once else None)
+        found = None if reader is None else reader(node, facts)
         if found is not None:
             transposed = _is_transposed(value, [node for node, _ in chain[::-1]], facts)
             scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
@@ -96,21 +95,12 @@ def read_repeated_heads(
     return None
 
 
-def _repetition(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
-    """Read the node that ends a repetition; None where it is not one."""
-    if node.op_type == "Gather":
-        return _gathered(node, facts)
-    if node.op_type == "Expand":
-        return _expanded_single_head(node, facts)
-    if node.op_type == "Reshape":
-        return _merged(node, facts)
-    return None
-
-
 def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
     shape = facts.shape(node.outputs[0])
-    if not isinstance(shape, tuple) or len(shape) != _RANK or len(node.inputs) != 2:
+    if node.op_type != "Concat" or len(node.inputs) != 2:
+        return None
+    if not isinstance(shape, tuple) or len(shape) != _RANK:
         return None
     # What is fed has as many heads as declared; new ones that have others fit no MatMul.
     past = None if node.inputs[0] is None else facts.shape(node.inputs[0])
@@ -204,8 +194,7 @@ def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads |
     repeats = number(after[_HEADS])
     if repeats is None or repeats < 2:
         return None
-    others = [axis for axis in range(_RANK) if axis != _HEADS]
-    if any(before[axis] != after[axis] for axis in others):
+    if (before[0], *before[2:]) != (after[0], *after[2:]):
         raise Refusal(f"Expand {label(node)!r} may stretch more than the heads")
     return RepeatedHeads(source, 1, repeats)
 
@@ -291,3 +280,6 @@ def _asked(node: ir.Node, sizes: Sequence[Dim], facts: ProvedShapes) -> Dims:
         others = facts.unknowns.product(asked[:hole] + asked[hole + 1 :])
         asked[hole] = facts.unknowns.quotient(facts.unknowns.product(sizes), others)
     return tuple(asked)
+
+
+_READERS = {"Gather": _gathered, "Expand": _expanded_single_head, "Reshape": _merged}
