@@ -55,6 +55,11 @@ def folder_as_data(folder: Path) -> None:
     (folder / "model.onnx.data").mkdir()
 
 
+def pipe_as_data(folder: Path) -> None:
+    (folder / "model.onnx.data").unlink()
+    os.mkfifo(folder / "model.onnx.data")
+
+
 DATA = "model.onnx.data"
 BAD: dict[str, tuple[Spoil, str]] = {
     "missing": (
@@ -91,6 +96,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
         r"is a link to '.*secret', outside the model's folder",
     ),
     "folder as data": (folder_as_data, "is not a regular file"),
+    "pipe as data": (pipe_as_data, "is not a regular file"),
 }
 
 
