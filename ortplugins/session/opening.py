@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
@@ -71,14 +72,28 @@ def open_session(
         PassError: If a pass fails and the plan is strict.
     """
     start = time.perf_counter()
-    arguments = (options, providers, provider_options)
+
+    def construct_on(
+        model: Any, settings: Mapping[str, str] = MappingProxyType({}), **others: Any
+    ) -> None:
+        arguments = (model, options, providers, provider_options)
+        construct_with(settings, construct, *arguments, **{**kwargs, **others})
+
     with options_lock(options):
         plan = read_plan(options)
-        report = _nothing_to_do(path_or_bytes, plan)
-        if report is None:
-            # Most of what importing this module would take, and many starts need none of it.
-            from ortplugins.optimization.request import read_request
+    if not plan:
+        construct_on(path_or_bytes)
+        return STOCK
+    report = _nothing_to_do(path_or_bytes, plan)
+    if report is not None:
+        try:
+            construct_on(path_or_bytes)
+        except Exception:
+            report = None  # loading the model says what is wrong with it
+    if report is None:
+        from ortplugins.optimization.request import read_request
 
+        with options_lock(options):
             request = read_request(
                 path_or_bytes,
                 plan,
@@ -86,71 +101,59 @@ def open_session(
                 _provider_names(providers, options),
                 kwargs.get("disabled_optimizers"),
             )
-
-    def construct_untouched() -> None:
-        construct_with({}, construct, path_or_bytes, *arguments, **kwargs)
-
-    if report is not None:
-        construct_untouched()
-        if plan:
-            _log_start(_name_of(path_or_bytes), time.perf_counter() - start, report)
-        return report
-
-    def construct_on(artifact: Artifact, settings: Mapping[str, str]) -> None:
-        no_fallback = {**kwargs, "enable_fallback": 0}
-        construct_with(settings, construct, artifact.model, *arguments, **no_fallback)
-
-    artifact = _find_or_build(request, opted_in)
-    report = artifact.report
-    try:
-        if artifact.model is not None:
-            try:
-                report = _open_artifact(session, artifact, construct_on)
-            except Exception as error:
-                # The entry was removed a moment ago, say. Whoever starts a server wants it up.
-                if plan.strict:
-                    raise
-                report = untouched_report(f"{artifact.model} cannot be opened: {error}")
+        artifact = _find_or_build(request, opted_in)
+        try:
+            report = _open_artifact(session, artifact, plan, construct_on)
+        finally:
+            _remove_temporary(artifact, session)
         if report["source"] == "untouched":
-            construct_untouched()
+            construct_on(path_or_bytes)
         else:
             if int(kwargs.get("enable_fallback", 1)) == 1:
                 session.enable_fallback()
             _call_opened(plan)
-    finally:
-        _remove_temporary(artifact, session)
-    _log_start(request.name, time.perf_counter() - start, report)
+    _log_start(_name_of(path_or_bytes), time.perf_counter() - start, report)
     return report
 
 
 def _open_artifact(
     session: onnxruntime.InferenceSession,
     artifact: Artifact,
-    construct_on: Callable[[Artifact, Mapping[str, str]], None],
+    plan: Plan,
+    construct_on: Callable[..., None],
 ) -> ReportDict:
     """Open an artifact, and give way to options that it was made without.
 
     Returns:
-        The report; its source is "untouched" where the user's model has to run after all.
+        The report; its source is "untouched" where the user's model has to run.
 
     Raises:
-        Exception: Whatever onnxruntime raises.
+        Exception: Whatever onnxruntime raises, if the plan is strict.
     """
     from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 
     report = artifact.report
+    if artifact.model is None:
+        return report
     level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
-    construct_on(artifact, {**artifact.settings, **level})
-    if (name := added_initializer(session, artifact.source)) is not None:
-        note = (
-            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
-        )
-        notes = [*report["notes"], note]
-        return {**report, "source": "untouched", "notes": notes, "artifact": ""}
-    if artifact.baked and overrides_dimensions(session, artifact.source):
-        construct_on(artifact, artifact.settings)
-        note = "free dimensions are overridden, so onnxruntime optimises at this start"
-        return {**report, "notes": [*report["notes"], note]}
+    try:
+        construct_on(artifact.model, {**artifact.settings, **level}, enable_fallback=0)
+        if (name := added_initializer(session, artifact.source)) is not None:
+            note = (
+                f"initializer {name!r} was added to the SessionOptions; the untouched model "
+                "runs"
+            )
+            notes = [*report["notes"], note]
+            return {**report, "source": "untouched", "notes": notes, "artifact": ""}
+        if artifact.baked and overrides_dimensions(session, artifact.source):
+            construct_on(artifact.model, artifact.settings, enable_fallback=0)
+            note = "free dimensions are overridden, so onnxruntime optimises at this start"
+            return {**report, "notes": [*report["notes"], note]}
+    except Exception as error:
+        # The entry was removed a moment ago, say. Whoever starts a server wants it up.
+        if plan.strict:
+            raise
+        return untouched_report(f"{artifact.model} cannot be opened: {error}")
     return report
 
 
@@ -171,8 +174,6 @@ def _nothing_to_do(
     path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
 ) -> ReportDict | None:
     """Return the report of a start that needs no artifact; None where one has to be found."""
-    if not plan:
-        return STOCK
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
         return None
     passes = [{"name": item.name, "seconds": 0.0, "remarks": []} for item in plan.passes]
