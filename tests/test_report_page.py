@@ -186,7 +186,8 @@ def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
 def test_given_samples_are_measured_and_compared(folder: Path):
     """The page says so, and sizes are those of the samples."""
     np.savez(folder / "samples.npz", x=np.ones((7, 64), np.float32))
-    model, page, data = folder / "model.onnx", folder / "given.html", folder / "given.json"
+    model = save_named(folder / "given.onnx")
+    page, data = folder / "given.html", folder / "given.json"
     arguments = ["report", model, "-o", page, "--json", data, "--layers", "--rounds", "1"]
     arguments += ["--samples", folder / "samples.npz"]
     done = ortplugins_command(*arguments)
