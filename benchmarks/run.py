@@ -47,7 +47,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
 }
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
-    "start_cost": "What a start from the cache costs beside onnxruntime on the same file",
+    "start_cost": "What a start costs beside onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "layout_score": "The matrix of weight layouts: what becomes of each",
     "rewrite_speed": "Time of the fusion",

@@ -77,7 +77,7 @@ class ReportPlugin:
     def _watch_sessions(self) -> None:
         def record(session: Any, name: str, value: object) -> None:
             object.__setattr__(session, name, value)
-            # Sessions of ours keep it as a dict, those of other packages as a Report.
+            # Our sessions keep it as a dict, those of other packages as a Report.
             if name in ("ortplugins_report", "_ortplugins_report"):
                 report = session.ortplugins_report
                 place = self._places.setdefault(session, len(self._lines))

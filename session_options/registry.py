@@ -36,7 +36,7 @@ class PassWarning(UserWarning):
 
 _PACKAGE = "session_options.builtin_passes"
 
-# Classes of ours by name, or where they are: a start imports those that it switches on.
+# Our pass classes by name, or where they are: a start imports those that it switches on.
 BUILTIN_PASSES: dict[str, str | type[Pass]] = {
     "trim_padding": f"{_PACKAGE}.trim_padding:TrimPadding",
     "mixed_precision_boundaries": (

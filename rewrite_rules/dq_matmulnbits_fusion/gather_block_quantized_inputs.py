@@ -191,7 +191,7 @@ def _write_packed(
     scales = write_scales(initializers, weight, block_size, weight.lossless_dtype)
 
     def with_axes(rows: ir.Value) -> ir.Value:
-        """The same bytes with the rows' axes told apart again."""
+        """The same bytes with separate axes for the rows again."""
         if len(operand.shape) == 2:
             return rows
         assert rows.const_value is not None

@@ -100,7 +100,7 @@ class OperandRule(RewriteRuleClassBase):
 
 
 def check_type(operand: DequantizedOperand) -> None:
-    """Refuse types that no consumer of ours computes in.
+    """Refuse types that no fused operator computes in.
 
     Raises:
         NoKernel: If it is rounded on its way, as a kernel would not.

@@ -186,7 +186,7 @@ class QuantizationGrid:
         place.
 
         Raises:
-            Refusal: If the type has fewer bits, or the smaller scale can't be told exactly in
+            Refusal: If the type has fewer bits, or the smaller scale is not exact in
                 its type (float16 scales below 2^-6, mostly), so that a value would move.
         """
         bits = dtype.bitwidth - self.bits

@@ -108,7 +108,7 @@ class Runs:
         """Return the factors of an axis of these sizes; a batch is taken to stand first.
 
         Raises:
-            Refusal: If the order can't be told, or the sizes follow from something else.
+            Refusal: If the order is unknown, or the sizes follow from something else.
         """
         if len(set(sizes)) == 1:
             return sizes[:1] if sizes[0] != 1 else ()

@@ -416,7 +416,7 @@ def _static_axes(shape: ir.Shape | None) -> Axes | None:
 
 
 def _real_along(axes: Axes, runs: Runs, run: int) -> dict[int, Mask] | None:
-    """Return for each sequence factor which entries are real; None where rows can't be told.
+    """Return for each sequence factor which entries are real; None where rows are unknown.
 
     Masks are to be broadcast to one dimension per factor.
     """

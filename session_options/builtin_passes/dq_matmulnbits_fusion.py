@@ -21,7 +21,7 @@ ACCURACY_LEVELS = ("auto", "0", "1", "2", "3", "4")
 
 
 def level_text(level: str | int) -> str | int:
-    """Return an accuracy level as its option has it; what is no int stays to be refused."""
+    """Return an accuracy level as its option has it; other types are left."""
     return str(level) if type(level) is int else level
 
 

@@ -85,7 +85,7 @@ class MixedPrecisionBoundaries(Pass):
         """Check the options; bring overrides and type into their canonical form.
 
         Raises:
-            OptionError: If the overrides are no such JSON, or the type has not 16 bits.
+            OptionError: If the overrides are not such JSON, or the type does not have 16 bits.
         """
         if self.overrides and not self.overrides_file:
             from session_options.override_json import canonical_overrides

@@ -34,7 +34,7 @@ class ShapeSizeReorder(Pass):
     )
     for_default_order: bool = option(
         False,
-        "Write a file whose default order is good, for sessions that can't be told to run in "
+        "Write a file whose default order is good, for sessions that cannot be set to run in "
         "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
     )
 
@@ -49,7 +49,7 @@ class ShapeSizeReorder(Pass):
         """Check the options.
 
         Raises:
-            OptionError: If ``dims`` is no list of names and sizes.
+            OptionError: If ``dims`` is not a list of names and sizes.
         """
         super().__post_init__()
         _ = self.sizes

@@ -99,7 +99,7 @@ def find_sites(
 
 
 def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightSite | None:
-    """Read an operand; None where it is no constant matrix.
+    """Read an operand; None where it is not a constant matrix.
 
     Raises:
         Refusal: If it is a constant that can't be quantised.
