@@ -126,7 +126,7 @@ def test_a_large_file_is_hashed_once(
     first = digest(large_file, cache_dir)
     # Changed a moment ago by its status: not remembered yet.
     assert not (cache_dir / "digests").exists()
-    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
     assert digest(large_file, cache_dir) == first
     (memo,) = (cache_dir / "digests").iterdir()
     memo.write_text(memo.read_text().replace(first, "from the memo"))
@@ -140,7 +140,7 @@ def test_a_kept_digest_is_not_believed_where_the_content_differs(
 ):
     """Two images of a file system without change times may show two files alike."""
     status = os.stat(large_file)
-    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
     monkeypatch.setattr(os, "fstat", lambda _: status)
     first = digest(large_file, cache_dir)
     large_file.write_bytes(b"x" * (5 << 20))
@@ -242,7 +242,7 @@ def test_pruning_forgets_what_belongs_to_no_entry(
     model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
-    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
     start(model_path)
     cache = ArtifactCache(cache_dir)
     (entry,) = cache.entries()

@@ -194,7 +194,7 @@ def test_sharing_changes_no_mode_of_the_source(path: Path, tmp_path: Path, mode:
 
 @pytest.mark.usefixtures("hard_links")
 def test_a_linked_large_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(source_index, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
     monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
     read = []
     real = source_index.hashlib.file_digest

@@ -11,12 +11,13 @@
     <root>/locks/<key>.lock                 held by the process that builds
 
 A start on files that an earlier one knew costs a few stat calls and two small JSON files, and
-imports neither this package's other modules nor, like every hit, onnx.
+imports little more than ``known_starts.py`` and ``manifest.py`` of this package.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "SETTLED_SECONDS",
     "CacheDirectory",
     "cache_folder",
     "cache_limit",
@@ -63,6 +64,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 _SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
+# A file changed a moment ago may change again within the resolution of its time stamps, as in
+# git's index.
+SETTLED_SECONDS = 2.0
 _PLATFORM: str = sys.platform
 
 

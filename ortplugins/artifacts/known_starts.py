@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortplugins.artifacts.directory import (
+    SETTLED_SECONDS,
+    CacheDirectory,
     cache_folder,
     file_identity,
     is_private,
@@ -29,9 +31,6 @@ from ortplugins.artifacts.directory import (
 if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
-
-# A file changed a moment ago may change again within the resolution of its time stamps.
-_SETTLED_SECONDS = 2.0
 
 
 class KnownStart(NamedTuple):
@@ -115,15 +114,12 @@ def _remember(root: str, text: str, found: str, files: Sequence[str], started: f
     with contextlib.suppress(OSError):
         states = {path: _state(path) for path in files}
         newest = max(os.stat(path).st_mtime for path in files)
-        if newest > started - _SETTLED_SECONDS:
+        if newest > started - SETTLED_SECONDS:
             return
-        folder = os.path.join(root, "starts")
-        if not os.path.isdir(folder):
-            os.makedirs(root, mode=0o700, exist_ok=True)
-            os.mkdir(folder, mode=0o700)
-        if is_private(root):
-            content = {"text": text, "found": found, "files": states}
-            write_json(folder, _name(text), content)
+        from pathlib import Path  # a start that is known does without it
+
+        folder = CacheDirectory(Path(root)).make("starts")
+        write_json(folder, _name(text), {"text": text, "found": found, "files": states})
 
 
 def _are_unchanged(known: Mapping[str, Any]) -> bool:

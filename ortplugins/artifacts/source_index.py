@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ortplugins.artifacts.directory import (
+    SETTLED_SECONDS,
     CacheDirectory,
     file_identity,
     page_checksum,
@@ -26,7 +27,6 @@ from ortplugins.artifacts.directory import (
 _FORMAT = 2
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
-_SETTLED_SECONDS = 2.0
 
 
 def content_digest(content: bytes) -> str:
@@ -83,7 +83,7 @@ class SourceIndex:
             # As in git's index: a file changed a moment ago may change again within the
             # resolution of its time stamps.
             age = time.time() - max(status.st_mtime, status.st_ctime)
-            if age > _SETTLED_SECONDS:
+            if age > SETTLED_SECONDS:
                 self._remember(path, status, file, digest)
         return digest
 
