@@ -17,6 +17,7 @@ from __future__ import annotations
 __all__ = [
     "Comparison",
     "DqMatMulNBitsFusion",
+    "Evaluation",
     "InferenceSession",
     "MissingFileError",
     "MixedPrecisionBoundaries",
@@ -39,6 +40,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "evaluate",
     "option",
     "optimize",
     "quantize_static_mixed",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         OrtpluginsWarning,
         PassError,
     )
+    from ortplugins.evaluation.evaluate import Evaluation, evaluate
     from ortplugins.optimization.optimize import OptimizeResult, optimize
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from ortplugins.report import Report
@@ -111,6 +114,7 @@ __getattr__, __dir__ = lazy_names(
         **dict.fromkeys(_ERRORS, "ortplugins.errors"),
         **dict.fromkeys(_OPTIONS, "session_options"),
         "Comparison": "ortplugins.comparison.compare",
+        "Evaluation": "ortplugins.evaluation.evaluate",
         "InferenceSession": "ortplugins.session.inference_session",
         "OptimizeResult": "ortplugins.optimization.optimize",
         "Report": "ortplugins.report",
@@ -119,6 +123,7 @@ __getattr__, __dir__ = lazy_names(
         "disable": "ortplugins.session.patching",
         "enable": "ortplugins.session.patching",
         "enabled": "ortplugins.session.patching",
+        "evaluate": "ortplugins.evaluation.evaluate",
         "optimize": "ortplugins.optimization.optimize",
         "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
         "warm": "ortplugins.artifacts.warming",

@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import tokenizers
 from builders.command_line import ortplugins_command
 from builders.decoders import VOCABULARY, decoder
 from builders.text_models import model_of, normal
+from builders.word_tokenizer import write_tokenizer
 
 from ortplugins.errors import CalibrationError, UsageError
 from ortplugins.quantization.statistics.collect import ActivationRequest, collect
@@ -28,15 +28,7 @@ WORDS = ["[BOS]", "[EOS]", "[UNK]", *"abcdefgh", "user:"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Holds a tokenizer that puts [BOS] and [EOS] around a text, and 20 words of text."""
     monkeypatch.chdir(tmp_path)
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 0), ("[EOS]", 1)]
-    )
-    tokenizer.save("tokenizer.json")
+    write_tokenizer(Path("tokenizer.json"), WORDS)
     Path("text.txt").write_text("a b c d e\n\nf g h a b\n\nc d e f g\n\nh a b c d")
     onnx.save(decoder("torch"), "model.onnx")
     return tmp_path
@@ -124,6 +116,7 @@ def test_the_commands_take_text(arguments):
     text = ["--text", "text.txt", "--tokenizer", "tokenizer.json", "--count", "3"]
     done = ortplugins_command(*arguments.split(), *text)
     assert (done.returncode, done.stderr) == (0, "")
+    Path("tokenizer.json").rename("elsewhere.json")
     without = ortplugins_command(*arguments.split(), *text[:2])
     assert (without.returncode, "--tokenizer" in without.stderr) == (2, True)
     both = ortplugins_command(*arguments.split(), *text, "--samples", "x.npz")

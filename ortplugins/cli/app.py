@@ -35,6 +35,7 @@ COMMANDS = {
     "inspect": "Print what would fire on a model, what would not, and why; write nothing.",
     "optimize": "Apply passes to a model and write the result.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
+    "evaluate": "Judge a model on a text: perplexity or retrieval, size and speed.",
     "check": "Hold an optimised model to bounds: exit with 1 if it is beyond them.",
     "report": "Write a page: what fires and what does not, and what sessions gain.",
     "memory": "Show what a run holds in memory, step by step, in each execution order.",

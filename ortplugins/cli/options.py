@@ -131,6 +131,9 @@ CPU = ["CPUExecutionProvider"]
 _PATTERN = "name, glob, or re:REGEX; repeatable."
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
+ModelOrFolder = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="An .onnx file, or a folder with one.")
+]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 Format = Annotated[Literal["text", "json"], typer.Option("--format")]
@@ -198,6 +201,10 @@ WorkDir = Annotated[
         metavar="DIR", help="For intermediate files; default: the system's temporary folder."
     ),
 ]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="tokenizer.json; default: the one beside the model."),
+]
 SvgFile = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curves as SVG, too.")
 ]
@@ -221,9 +228,7 @@ def _given_samples(
         Path | None,
         typer.Option(metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --text: its tokenizer.json.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -246,9 +251,14 @@ def _given_samples(
             refuse_without_effect(context, "with --samples", "dims", "count", "seed")
         return samples or None
     refuse_without_effect(context, "with --text", "samples", "dims", "seed")
-    if tokenizer is None:
-        raise typer.BadParameter("give the tokenizer.json", param_hint="--tokenizer")
+    from ortplugins.model_io.model_folder import tokenizer_beside
     from ortplugins.samples.text import TextSamples
+
+    tokenizer = tokenizer or tokenizer_beside(context.params["model"])
+    if tokenizer is None:
+        raise typer.BadParameter(
+            "there is none beside the model: give its path", param_hint="--tokenizer"
+        )
 
     return TextSamples(text, tokenizer, count=count, chat=chat)
 

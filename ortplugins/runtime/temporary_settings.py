@@ -51,7 +51,8 @@ def temporarily_set(
             yield
         finally:
             for name, value in before.items():
-                _set(options, name, value)
+                if _get(options, name) != value:  # onnxruntime warns of entries set again
+                    _set(options, name, value)
 
 
 def construct_with(

@@ -9,7 +9,7 @@ which its mask leaves out. Caches are empty.
 
 from __future__ import annotations
 
-__all__ = ["TextSamples"]
+__all__ = ["TextSamples", "TextTokenizer", "TokenFeeds", "read_text"]
 
 import dataclasses
 import json
@@ -61,49 +61,92 @@ class TextSamples:
                 token ids, or a token is not a row of its table.
             UsageError: If ``window`` is too small, or a package is missing.
         """
+        feeds = TokenFeeds(inputs)
+        length = feeds.length or self.window
+        tokenizer = TextTokenizer(Path(self.tokenizer), self.chat)
+        windows = tokenizer.windows(Path(self.text), length)
+        if len(windows) > 1 and len(windows[-1]) < length:
+            windows.pop()  # a short rest would weigh as much as a full window
+        if self.count is not None and self.count < len(windows):
+            picked = np.linspace(0, len(windows) - 1, self.count).astype(int)
+            windows = [windows[index] for index in picked]
+        feeds.check(windows, tokenizer)
+        return (feeds.feed(ids) for ids in windows)
+
+
+class TokenFeeds:
+    """How a model is fed tokens.
+
+    Attributes:
+        length: Tokens that it always takes; 0 where any number will do.
+        rows: Of the table that they are looked up in; None if it is not known.
+    """
+
+    def __init__(self, inputs: Sequence[ir.Value]) -> None:
+        """Find the input that takes the tokens.
+
+        Args:
+            inputs: What must be fed, with types and shapes; with uses where the graph is at
+                hand.
+
+        Raises:
+            CalibrationError: If no input takes token ids, or several do.
+        """
         takers = [value for value in inputs if role_of(value).kind is Kind.IDS]
         if len(takers) != 1:
             named = ", ".join(repr(value.name) for value in inputs)
             raise CalibrationError(f"text is for a model that takes token ids, not {named}")
         shape = takers[0].shape
         last = shape[-1] if shape is not None and len(shape) else None
-        fixed = last if isinstance(last, int) and last > 0 else 0
-        length = fixed or self.window
-        windows = _Encoder(Path(self.tokenizer), self.chat).windows(Path(self.text), length)
-        if len(windows) > 1 and len(windows[-1]) < length:
-            windows.pop()  # a short rest would weigh as much as a full window
-        if self.count is not None and self.count < len(windows):
-            picked = np.linspace(0, len(windows) - 1, self.count).astype(int)
-            windows = [windows[index] for index in picked]
-        rows, largest = rows_below(takers[0]), max(map(max, windows))
-        if rows is not None and largest >= rows:
+        self.length = last if isinstance(last, int) and last > 0 else 0
+        self.rows = rows_below(takers[0])
+        self._inputs = inputs
+        self.roles = {value.name or "": role_of(value) for value in inputs}
+
+    def check(self, windows: Sequence[Sequence[int]], tokenizer: TextTokenizer) -> None:
+        """Check that every token is a row of the table.
+
+        Raises:
+            CalibrationError: If one is not.
+        """
+        largest = max(map(max, windows))
+        if self.rows is not None and largest >= self.rows:
             raise CalibrationError(
-                f"{os.fspath(self.tokenizer)}: token {largest} is not a row of the model's "
-                f"table of {rows}: it is the tokenizer of another model"
+                f"{tokenizer.path}: token {largest} is not a row of the model's "
+                f"table of {self.rows}: it is the tokenizer of another model"
             )
-        return (_feed(inputs, ids, max(len(ids), fixed)) for ids in windows)
+
+    def feed(self, ids: Sequence[int]) -> _Feed:
+        """Return the feed of some tokens, padded at the end to :attr:`length`."""
+        length = max(len(ids), self.length)
+        known = {label for role in self.roles.values() for label in role.axes}
+        dims = {"sequence": length} if "sequence" in known else {}
+        feed = next(MadeUpInputs(self._inputs, dims).feeds())
+        for name, role in self.roles.items():
+            array = feed[name]
+            if role.kind is Kind.IDS:
+                array[...] = 0
+                array[..., : len(ids)] = ids
+            elif role.kind is Kind.MASK and array.ndim <= 2:
+                array[..., len(ids) :] = 0
+        return feed
 
 
-def _feed(inputs: Sequence[ir.Value], ids: Sequence[int], length: int) -> _Feed:
-    """Return the feed of one window, padded at the end to ``length``."""
-    roles = {value.name or "": role_of(value) for value in inputs}
-    known = {label for role in roles.values() for label in role.axes}
-    dims = {"sequence": length} if "sequence" in known else {}
-    feed = next(MadeUpInputs(inputs, dims).feeds())
-    for name, role in roles.items():
-        array = feed[name]
-        if role.kind is Kind.IDS:
-            array[...] = 0
-            array[..., : len(ids)] = ids
-        elif role.kind is Kind.MASK and array.ndim <= 2:
-            array[..., len(ids) :] = 0
-    return feed
+class TextTokenizer:
+    """A tokenizer, and what it puts around a text.
 
+    Attributes:
+        path: Of its ``tokenizer.json``.
+    """
 
-class _Encoder:
-    """A tokenizer, and what it puts around a text."""
+    def __init__(self, path: Path, chat: bool = False) -> None:
+        """Read the file.
 
-    def __init__(self, path: Path, chat: bool) -> None:
+        Raises:
+            CalibrationError: If it cannot be read; if there is no chat template.
+            UsageError: If a package is missing.
+        """
+        self.path = path
         try:
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
@@ -125,13 +168,20 @@ class _Encoder:
         self._after = ids[own[-1] + 1 :] if own else []
         self._render = _chat_template(path) if chat else None
 
-    def windows(self, path: Path, length: int) -> list[list[int]]:
-        """Cut a text into windows of ``length`` tokens; the last one may be shorter."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
-        before, after = self._before, self._after
+    def windows(self, path: Path, length: int, *, closed: bool = True) -> list[list[int]]:
+        """Cut a text into windows of ``length`` tokens; the last one may be shorter.
+
+        Args:
+            path: Of the text, UTF-8.
+            length: Tokens of a window, those around the text included.
+            closed: Whether windows end with what the tokenizer puts after a text.
+
+        Raises:
+            CalibrationError: If the file cannot be read or has no text.
+            UsageError: If ``length`` leaves no room for text.
+        """
+        text = read_text(path)
+        before, after = self._before, self._after if closed else []
         if self._render is not None:
             paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
             text = "".join(map(self._render, paragraphs))
@@ -144,6 +194,24 @@ class _Encoder:
             raise CalibrationError(f"{path}: has no text")
         parts = (ids[start : start + step] for start in range(0, len(ids), step))
         return [[*before, *part, *after] for part in parts]
+
+    def encode(self, text: str, length: int) -> list[int]:
+        """Return the first ``length`` tokens of a text, those around it included."""
+        room = length - len(self._before) - len(self._after)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[: max(room, 0)]
+        return [*self._before, *ids, *self._after]
+
+
+def read_text(path: Path) -> str:
+    """Read a file as UTF-8.
+
+    Raises:
+        CalibrationError: If it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
 
 
 def _chat_template(tokenizer: Path) -> Any:

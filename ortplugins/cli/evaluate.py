@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins evaluate``: how good a model of text is, and how far from its float model."""
+
+from __future__ import annotations
+
+__all__ = ["evaluate", "print_evaluation"]
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+
+from ortplugins.cli import options as opt
+from ortplugins.cli.terminal import print_table, progress_bar
+
+if TYPE_CHECKING:
+    from ortplugins.evaluation.evaluate import Evaluation
+
+
+def evaluate(
+    model: opt.ModelOrFolder,
+    *,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FLOAT", help="The float model, or its folder, to compare with."),
+    ] = None,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="What is read, UTF-8.")],
+    tokenizer: opt.Tokenizer = None,
+    tokens: Annotated[
+        int, typer.Option(help="How many of the text a language model reads.", min=2)
+    ] = 4096,
+    window: Annotated[
+        int, typer.Option(help="Tokens that a language model reads at once.", min=2)
+    ] = 512,
+    pairs: Annotated[
+        int, typer.Option(help="Pairs of texts that an encoder is to match.", min=2)
+    ] = 500,
+    providers: opt.Providers = opt.CPU,
+    format: opt.Format = "text",
+) -> None:
+    """Judge a model on a text: perplexity or retrieval, size and speed."""
+    from ortplugins.evaluation.evaluate import evaluate
+
+    with progress_bar() as bar:
+        found = evaluate(
+            model,
+            against,
+            text=text,
+            tokenizer=tokenizer,
+            tokens=tokens,
+            window=window,
+            pairs=pairs,
+            providers=providers,
+            progress=bar,
+        )
+    if format == "json":
+        typer.echo(found.to_json())
+    else:
+        print_evaluation(found)
+
+
+def print_evaluation(found: Evaluation) -> None:
+    """Print the figures that apply, those of the float model beside them."""
+    both = [found.model, *([] if found.against is None else [found.against])]
+
+    def row(name: str, show: str, *values: float) -> tuple[str, ...]:
+        return (name, *("" if math.isnan(value) else format(value, show) for value in values))
+
+    def of(name: str, show: str, attribute: str) -> tuple[str, ...]:
+        return row(name, show, *(getattr(item, attribute) for item in both))
+
+    rows = [
+        of("perplexity", ".4f", "perplexity"),
+        of("retrieval accuracy", ".2%", "retrieval_accuracy"),
+        row("KL divergence", ".4f", found.kl_divergence),
+        row("top-1 agreement", ".2%", found.top1_agreement),
+        row("cosine", ".4f", found.cosine),
+        ("size", *(decimal(item.bytes) for item in both)),
+        of("prefill, tokens/s", ".1f", "prefill_tokens_per_second"),
+        of("decode, tokens/s", ".1f", "decode_tokens_per_second"),
+    ]
+    shown = [r for r in rows if any(r[1:])]
+    print_table(
+        ("", *(item.name for item in both)),
+        [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
+    )
+    typer.echo(
+        f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}"
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""What ``evaluate`` says of a model, against float64 numpy on the same windows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders.command_line import ortplugins_command
+from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
+from builders.encoders import encoder
+from builders.word_tokenizer import write_tokenizer
+
+import ortplugins
+from ortplugins.errors import CalibrationError, ModelFileError, UsageError
+from ortplugins.quantization import quantize
+
+WORDS = ["[BOS]", "[EOS]", "[UNK]", *(f"w{number}" for number in range(20))]
+RNG = np.random.default_rng(5)
+IDS = RNG.integers(3, len(WORDS), 100)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hold a decoder, its tokenizer and a text of 100 words."""
+    monkeypatch.chdir(tmp_path)
+    Path("float").mkdir()
+    onnx.save(decoder("genai"), "float/model.onnx")
+    write_tokenizer(Path("float/tokenizer.json"), WORDS)
+    Path("text.txt").write_text(" ".join(WORDS[token] for token in IDS))
+    return tmp_path
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def exact_session(path: str) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def predictions(path: str, windows) -> np.ndarray:
+    session = exact_session(path)
+    past = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
+    found = []
+    for window in windows:
+        feed = {
+            "input_ids": np.array([window]),
+            "seqlens_k": np.array([len(window) - 1], np.int32),
+            "total_sequence_length": np.array(len(window), np.int32),
+            "past_key_values_0_key": past,
+            "past_key_values_0_value": past,
+        }
+        found.append(log_softmax(session.run(["logits"], feed)[0][0, :-1]))
+    return np.concatenate(found)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_language_model_beside_its_float_model():
+    quantize("float/model.onnx", "int4.onnx", block_size=16)
+    found = ortplugins.evaluate("int4.onnx", "float", text="text.txt", window=16, tokens=64)
+    # Each window begins with BOS; none ends with EOS.
+    windows = [[0, *IDS[start : start + 15]] for start in range(0, 60, 15)]
+    targets = np.concatenate([window[1:] for window in windows])
+    log_p, log_q = predictions("float/model.onnx", windows), predictions("int4.onnx", windows)
+
+    def perplexity(logs):
+        return np.exp(-logs[np.arange(len(logs)), targets].mean())
+
+    assert found.count == 60 and found.against is not None
+    assert found.model.perplexity == pytest.approx(perplexity(log_q), rel=1e-4)
+    assert found.against.perplexity == pytest.approx(perplexity(log_p), rel=1e-4)
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+    assert 0 < found.kl_divergence == pytest.approx(divergence, rel=1e-3)
+    assert 0 < found.top1_agreement < 1
+    assert found.top1_agreement == (log_p.argmax(-1) == log_q.argmax(-1)).mean()
+    assert found.model.bytes == Path("int4.onnx").stat().st_size
+    assert found.model.prefill_tokens_per_second > 0 < found.model.decode_tokens_per_second
+
+    same = ortplugins.evaluate("float", "float", text="text.txt", window=16)
+    assert (same.kl_divergence, same.top1_agreement) == (0, 1)
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_encoder_finds_the_rest_of_its_paragraphs():
+    onnx.save(encoder(), "float/model.onnx")
+    words = RNG.choice(WORDS[3:], (6, 60))
+    paragraphs = [f"{' '.join(row[:20])}. {' '.join(row[20:])}" for row in words]
+    Path("text.txt").write_text("\n\n".join(["A short one.", *paragraphs]))
+    quantize("float/model.onnx", "int4.onnx", block_size=16)
+    found = ortplugins.evaluate("int4.onnx", "float", text="text.txt")
+
+    halves = [paragraph.split(". ") for paragraph in paragraphs]
+    texts = [first + "." for first, _ in halves] + [rest for _, rest in halves]
+    vectors = {}
+    for path in ("float/model.onnx", "int4.onnx"):
+        session, rows = exact_session(path), []
+        for text in texts:
+            # A word with its full stop is not in the vocabulary.
+            words = [WORDS.index(word) if word in WORDS else 2 for word in text.split()]
+            ids = [0, *words, 1]
+            feed = {
+                "input_ids": np.array([ids]),
+                "attention_mask": np.ones((1, len(ids)), int),
+            }
+            pooled = session.run(None, feed)[0][0].astype(np.float64).mean(0)
+            rows.append(pooled / np.linalg.norm(pooled))
+        vectors[path] = np.stack(rows)
+    floats, ours = vectors.values()
+    ranks = (ours[:6] @ ours[6:].T).argmax(1)
+    assert found.count == 6
+    assert found.model.retrieval_accuracy == pytest.approx((ranks == np.arange(6)).mean())
+    assert found.cosine == pytest.approx((floats * ours).sum(1).mean(), abs=1e-5)
+    assert np.isnan([found.model.perplexity, found.kl_divergence]).all()
+
+
+def with_nan() -> onnx.ModelProto:
+    model = decoder("genai")
+    head = next(tensor for tensor in model.graph.initializer if tensor.name == "head")
+    array = onnx.numpy_helper.to_array(head).copy()
+    array[0, 0] = np.nan
+    head.CopyFrom(onnx.numpy_helper.from_array(array, "head"))
+    return model
+
+
+def without_logits() -> onnx.ModelProto:
+    model = decoder("genai")
+    del model.graph.output[0]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (
+            decoder("genai"),
+            {"window": 512},
+            CalibrationError,
+            "has 101 tokens, fewer than a w",
+        ),
+        (decoder("genai"), {"tokens": 1}, UsageError, "tokens is 1: 2 or more"),
+        (
+            decoder("genai"),
+            {"tokenizer": "large.json", "window": 16},
+            CalibrationError,
+            "not a row of",
+        ),
+        (with_nan(), {"window": 16}, ModelFileError, "output 'logits' has NaN"),
+        (decoder("torch"), {"window": 16}, ModelFileError, "not a causal language model"),
+        (without_logits(), {"window": 16}, ModelFileError, "has no float output"),
+        (encoder(), {}, CalibrationError, "text.txt: 0 of its paragraphs"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_evaluated_is_named(model, options, error, message):
+    write_tokenizer(Path("large.json"), [*WORDS[:3], *map(str, range(VOCABULARY)), *WORDS[3:]])
+    onnx.save(model, "float/model.onnx")
+    with pytest.raises(error, match=message):
+        ortplugins.evaluate("float", text="text.txt", **options)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_command_takes_folders_of_one_model():
+    arguments = ["evaluate", "float", "--text", "text.txt", "--window", "16", "--tokens", "32"]
+    done = ortplugins_command(*arguments, "--against", "float/model.onnx", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert (found["count"], found["kl_divergence"], found["cosine"]) == (30, 0, None)
+    done = ortplugins_command(*arguments)
+    assert "perplexity" in done.stdout and "KL" not in done.stdout
+
+    shutil.copy("float/model.onnx", "float/other.onnx")
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, "model.onnx, other.onnx" in done.stderr) == (2, True)
+    Path("float/other.onnx").unlink()
+    Path("float/model.onnx").unlink()
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, "there is no .onnx file" in done.stderr) == (2, True)
+    Path("float/tokenizer.json").unlink()
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, "no tokenizer.json beside" in done.stderr) == (2, True)
