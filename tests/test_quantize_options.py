@@ -218,6 +218,33 @@ def test_accuracy_level_is_an_attribute(level):
     assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"quant_format": "MatMulNBits", "bits": 8}, "2 nodes at every run: 8-bit.*level 4"),
+        ({"quant_format": "MatMulNBits", "bits": 8, "accuracy_level": 4}, ""),
+        ({"quant_format": "MatMulNBits", "share_of_8_bits": 0.6}, "1 nodes at every run"),
+        ({"quant_format": "MatMulNBits", "bits": 2, "block_size": -1}, "2 nodes at every run"),
+        ({"quant_format": "MatMulNBits"}, ""),
+        ({"bits": 8}, ""),  # onnxruntime's own fusion has level 4
+        ({"op_types": ["Gather"]}, r"whole table at every run \(1 Gather\)"),
+        ({"op_types": ["Gather"], "quant_format": "MatMulNBits"}, ""),
+    ],
+    ids=str,
+)
+def test_codes_that_onnxruntime_dequantises_at_every_run_are_told(options, told):
+    model = model_of(
+        f"""g (int64[A] i) => (float[A, {D}] y) {{
+            h = Gather(W0, i) [a] j = MatMul(h, W1) [b] y = MatMul(j, W2)
+        }}""",
+        {f"W{number}": normal(D, D, seed=number) for number in range(3)},
+    )
+    data = [{"i": np.arange(D)}]
+    notes = quantize(model, calibration_data_reader=data, **options).report.notes
+    assert bool(notes) == bool(told)
+    assert re.search(told, "; ".join(notes))
+
+
 # What was quantised before.
 
 
@@ -462,6 +489,60 @@ def test_bytes_are_counted_once():
             codes = D * D * 3 // 2 if "node_config" in options else D * D // 2
             scales = 8 * D if "node_config" in options else 4 * D
             assert report.bytes_after == codes + scales + kept, (options, dry_run)
+
+
+HEADS = (
+    "t = Transpose(W) [n] y = MatMul(h, t)",
+    "[n] y = com.microsoft.FusedMatMul <transB = 1> (h, W)",
+)
+
+
+def tied(head: str) -> ir.Model:
+    """A table of 40 rows whose transpose is the head."""
+    text = f"g (int64[A] i) => (float[A, 40] y) {{ [t] h = Gather(W, i) {head} }}"
+    return model_of(text, {"W": normal(40, 2 * D)})
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("op_types", [("MatMul",), ("MatMul", "Gather")])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_table_is_counted_as_it_is_stored(head, op_types, layout):
+    options = {"quant_format": layout, "op_types": op_types}
+    result = quantize(tied(head), **options)
+    proto, floats, codes = read(result.model), 4 * 40 * 2 * D, 40 * (D + 8)
+    kept = {tensor.name: len(tensor.raw_data) for tensor in proto.graph.initializer}
+    assert result.report.bytes_before == floats
+    assert result.report.bytes_after == codes + kept.get("W", 0)
+    assert result.report.bits_per_weight == 5
+    assert quantize(tied(head), dry_run=True, **options).report.bytes_after == codes + (
+        kept.get("W", 0)
+    )
+    rows = {row.node: row for row in result.report.nodes}
+    assert rows["n"].bits == 4
+    assert ("W" in kept) == ("Gather" not in op_types) == (not rows["t"].quantized)
+    if "W" in kept:
+        assert "'W' in float" in rows["t"].reason
+        assert np.array_equal(arrays_of(proto)["W"], normal(40, 2 * D))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_head_becomes_what_onnxruntime_computes_on_codes(head):
+    proto = read(quantize(tied(head)).model)
+    assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
+    (codes,) = [t for t in proto.graph.initializer if t.data_type == onnx.TensorProto.INT4]
+    assert list(codes.dims) == [2 * D, 40]
+
+
+@pytest.mark.parametrize(
+    ("method", "done"), [("gptq", "gptq"), ("awq_clip", "awq_clip"), ("awq_full", "rtn")]
+)
+def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
+    data = [{"i": np.arange(40)}]
+    options = {"op_types": ("MatMul", "Gather"), "calibration_data_reader": data}
+    result = quantize(tied(HEADS[0]), method=method, **options)
+    assert {row.method for row in result.report.nodes} == {done}
+    matrices = dequantised(read(result.model))
+    assert np.array_equal(matrices["t"], matrices["n"])
 
 
 def test_the_report_is_json_and_text():

@@ -4,6 +4,8 @@
     MatMul(x, W)  ->  MatMul(x, DequantizeLinear(codes[K, N], scales, zero_points?, axis=0))
                   ->  MatMul(x, Transpose(DequantizeLinear(codes[N, K], ..., axis=1)))
     Gemm(x, W)    ->  the same; transB is flipped instead of a Transpose
+    FusedMatMul   ->  likewise, and MatMul where nothing is left of what it fused: onnxruntime
+                      computes on codes behind MatMul and Gemm only
     Gather(W, i)  ->  Gather(DequantizeLinear(codes[rows, width], ..., axis=1), i)
 
 A weight with one scale per column gets one-dimensional scales and no block_size. MatMulNBits
@@ -20,7 +22,7 @@ import onnx_ir as ir
 from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.weights.group import StoredCodes
 from ortplugins.quantization.weights.sites import WeightSite
-from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.attributes import float_attribute, int_attribute
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, remove_node
@@ -44,7 +46,7 @@ class CodeWriter:
             self._dequantized[stored] = self._dequantize(stored, site)
         value = self._dequantized[stored]
         if stored.k_last != site.wanted_k_last:
-            if site.node.op_type == "Gemm" and site.index == 1:
+            if site.node.op_type in ("Gemm", "FusedMatMul") and site.index == 1:
                 flipped = 1 - int_attribute(site.node, "transB", 0)
                 site.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
             else:
@@ -52,6 +54,7 @@ class CodeWriter:
                     self._transposed[stored] = self._transpose(value)
                 value = self._transposed[stored]
         site.node.replace_input_with(site.index, value)
+        _unfuse(site.node)
 
     def _dequantize(self, stored: StoredCodes, site: WeightSite) -> ir.Value:
         """Put in a DequantizeLinear ahead of a node; return its output."""
@@ -98,6 +101,15 @@ class CodeWriter:
         assert value.dtype is not None and value.shape is not None
         producer.graph.insert_after(producer, node)
         return _described(node, value.dtype, value.shape.numpy()[::-1])
+
+
+def _unfuse(node: ir.Node) -> None:
+    """Make a FusedMatMul that transposes nothing and has no factor a MatMul."""
+    transposes = any(int_attribute(node, name, 0) for name in ("transA", "transB"))
+    scales = float_attribute(node, "alpha", 1.0) != 1
+    if node.op_type == "FusedMatMul" and not transposes and not scales:
+        node.op_type, node.domain = "MatMul", ""
+        node.attributes.clear()
 
 
 def _described(node: ir.Node, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:

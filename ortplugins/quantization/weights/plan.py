@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -235,9 +235,35 @@ def plan_weights(model: ir.Model, settings: QuantizeSettings) -> WeightPlan:
             continue
         key = (site.weight, site.stored_k_last, form)
         weights.setdefault(key, Weight(form, [])).sites.append(site)
+    nodes += _other_readers(weights.values(), {label for label in names if label})
     if model.functions:
         notes.append("nodes of model-local functions are not quantised: inline them first")
-    return WeightPlan(model, _grouped(list(weights.values())), nodes, notes)
+    groups = _grouped(list(weights.values()), "scales" in METHODS[settings.method])
+    return WeightPlan(model, groups, nodes, notes)
+
+
+def _other_readers(weights: Iterable[Weight], told: Collection[str]) -> list[NodeReport]:
+    """Report what keeps a quantised weight's float numbers in the model: a table, mostly."""
+    rows: dict[str, NodeReport] = {}
+    for weight in weights:
+        site = weight.sites[0]
+        for name, op_type in _readers(site.weight):
+            if name not in told:
+                reason = f"reads {site.weight.name!r} in float, which stays for it"
+                row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
+                rows.setdefault(name, row)
+    return list(rows.values())
+
+
+def _readers(value: ir.Value) -> Iterator[tuple[str, str]]:
+    """Name and operator of all that reads a weight, Identity and Transpose looked through."""
+    if value.is_graph_output():
+        yield value.name or "", "graph output"
+    for node in dict.fromkeys(use.node for use in value.uses()):
+        if node.op_type in ("Identity", "Transpose"):
+            yield from _readers(node.outputs[0])
+        else:
+            yield label(node), node.op_type
 
 
 def _check_patterns(settings: QuantizeSettings, names: Sequence[str]) -> list[str]:
@@ -288,23 +314,29 @@ def check_not_empty(plan: WeightPlan, settings: QuantizeSettings) -> None:
     raise ModelFileError(f"nothing to quantise: {reason}")
 
 
-def _grouped(weights: Sequence[Weight]) -> list[Group]:
-    """Put weights together that read an activation, and activations that read a weight."""
+def _grouped(weights: Sequence[Weight], scaled: bool) -> list[Group]:
+    """Put weights together that read an activation, and activations that read a weight.
+
+    A table that is a head, too, has the head's statistics; not where a method scales input
+    channels, since nothing would divide the rows that Gather picks.
+    """
     groups: list[Group] = []
     alone = []
     for weight in weights:
-        reasons = [site.no_statistics for site in weight.sites if site.no_statistics]
+        products = [site for site in weight.sites if site.activation is not None]
+        watched = weight.sites if scaled or not products else products
+        reasons = [site.no_statistics for site in watched if site.no_statistics]
         if reasons:
             alone.append(Group([weight], [], reasons[0]))
             continue
-        activations = [site.activation for site in weight.sites if site.activation is not None]
+        activations = [site.activation for site in products if site.activation is not None]
         joined = [
             group for group in groups if not set(activations).isdisjoint(group.activations)
         ]
         found = [*(w for group in joined for w in group.weights), weight]
-        watched = [*(a for group in joined for a in group.activations), *activations]
+        activations = [*(a for group in joined for a in group.activations), *activations]
         place = groups.index(joined[0]) if joined else len(groups)
-        groups[place : place + 1] = [Group(found, list(dict.fromkeys(watched)))]
+        groups[place : place + 1] = [Group(found, list(dict.fromkeys(activations)))]
         groups = [group for group in groups if group not in joined]
     return groups + alone
 
@@ -347,13 +379,13 @@ def reported(
 
 def _report(site: WeightSite, **more: Any) -> NodeReport:
     size = site.tensor.nbytes
-    return NodeReport(
-        site.label,
-        site.node.op_type,
-        site.weight.name or "",
-        site.K,
-        site.N,
-        bytes_before=size,
-        bytes_after=size,
-        **more,
-    )
+    fields: dict[str, Any] = {
+        "node": site.label,
+        "op_type": site.node.op_type,
+        "weight": site.weight.name or "",
+        "K": site.K,
+        "N": site.N,
+        "bytes_before": size,
+        "bytes_after": size,
+    }
+    return NodeReport(**fields | more)

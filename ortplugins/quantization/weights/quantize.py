@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["QuantizeResult", "quantize"]
 
+import collections
 import concurrent.futures
 import dataclasses
 import enum
@@ -37,6 +38,10 @@ from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
+from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
+    fitting_block_size,
+    slow_kernel,
+)
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 if TYPE_CHECKING:
@@ -211,6 +216,7 @@ def quantize(
             executor=executor,
             progress=progress,
         )
+        notes += _unpacked(report, settings)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if settings.for_kernels:
             _to_kernels(loaded.model, accuracy_level or 0, report)
@@ -283,6 +289,28 @@ def _misfused(plan: WeightPlan, settings: QuantizeSettings) -> list[str]:
         return []
     remedy = "the fusion of ortplugins, and quant_format='MatMulNBits', are right"
     return [f"plain onnxruntime 1.31 {text}; {remedy}"]
+
+
+def _unpacked(report: QuantizeReport, settings: QuantizeSettings) -> list[str]:
+    """Warn of codes that plain onnxruntime dequantises at every run, and what avoids it."""
+    tables = sum(row.op_type == "Gather" for row in report.quantized)
+    if not settings.for_kernels:
+        text = (
+            f"plain onnxruntime dequantises the whole table at every run ({tables} Gather): "
+            "the fusion of ortplugins, and quant_format='MatMulNBits', read single rows"
+        )
+        return [text] if tables else []
+    reasons: collections.Counter[str | None] = collections.Counter()
+    for row in report.quantized:
+        along_k = row.K if row.block_size == -1 else row.block_size
+        size = fitting_block_size(row.bits, along_k, row.K)
+        if size is not None and row.op_type != "Gather":
+            reasons[slow_kernel(row.bits, size, settings.accuracy_level or 0)] += 1
+    return [
+        f"onnxruntime dequantises the weights of {count} nodes at every run: {reason}"
+        for reason, count in reasons.items()
+        if reason is not None
+    ]
 
 
 def _expected(plan: WeightPlan, settings: QuantizeSettings) -> QuantizeReport:

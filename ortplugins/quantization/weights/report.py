@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
-    """One node with a constant matrix.
+    """One node with a constant matrix, or what keeps a quantised one in float besides.
 
     Attributes:
         node: Its name; its first output's where it has none.
@@ -63,7 +63,8 @@ class QuantizeReport:
 
     Attributes:
         method: What was asked for.
-        nodes: One entry per node with a constant matrix, in the model's order.
+        nodes: One entry per node with a constant matrix, in the model's order; then what else
+            reads the float numbers of a quantised one.
         notes: Things to know that belong to no node.
     """
 

@@ -216,7 +216,8 @@ class _Work:
         site, forms = weight.sites[0], [weight.form]
         if self._settings.share_of_8_bits and weight.form.bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
-        k_last = self._settings.quant_format != "QDQ" or site.activation is None
+        tables = any(each.activation is None for each in weight.sites)
+        k_last = self._settings.quant_format != "QDQ" or tables
         return WeightTask(
             site.weight.name or "",
             self._sources.refer_to(site.tensor),
