@@ -17,10 +17,13 @@ import typer
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
+from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
+from ortplugins.errors import CalibrationError, ModelFileError
 
 if TYPE_CHECKING:
+    from ortplugins.model_io.saving import Progress
     from ortplugins.quantization.weights.report import QuantizeReport
 
 
@@ -29,10 +32,11 @@ _OP_TYPES = ["MatMul", "Gemm"]
 
 def quantize(
     context: typer.Context,
-    model: opt.Model,
+    model: opt.ModelOrFolder,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; for a folder, a folder."),
     ] = None,
     method: Annotated[
         Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"],
@@ -123,9 +127,37 @@ def quantize(
             dry_run=dry_run,
             progress=bar,
         )
-    _print(result.report, format, verbose or dry_run)
-    if format == "text" and result.path is not None:
+        judged = None if result.path is None else _evaluate(result.path, model, source, bar)
+    if format == "json":
+        evaluation = judged if judged is None or isinstance(judged, str) else judged.to_dict()
+        typer.echo(json.dumps({**result.report.to_dict(), "evaluation": evaluation}))
+        return
+    _print(result.report, verbose or dry_run)
+    if result.path is not None:
         typer.echo(f"wrote {result.path}")
+    if isinstance(judged, str):
+        console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
+    elif judged is not None:
+        print_evaluation(judged)
+
+
+def _evaluate(path: Path, floats: Path, source: Any, progress: Progress) -> Any:
+    """Judge what was written beside its float model, on the text of the samples.
+
+    Returns:
+        An Evaluation; text that says why there is none; None without a text.
+    """
+    from ortplugins.evaluation.evaluate import evaluate
+    from ortplugins.samples.text import TextSamples
+
+    if not isinstance(source, TextSamples):
+        return None
+    try:
+        return evaluate(
+            path, floats, text=source.text, tokenizer=source.tokenizer, progress=progress
+        )
+    except (CalibrationError, ModelFileError) as error:  # the model is written all the same
+        return str(error)
 
 
 def _refuse_ignored(context: typer.Context) -> None:
@@ -190,11 +222,8 @@ def _read_config(text: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _print(report: QuantizeReport, format: str, all_nodes: bool) -> None:
+def _print(report: QuantizeReport, all_nodes: bool) -> None:
     """Print the sum, then what was refused, or every node."""
-    if format == "json":
-        typer.echo(report.to_json())
-        return
     out = console()
     if all_nodes:
         rows = [

@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
-__all__ = ["model_in", "tokenizer_beside"]
+__all__ = ["OutputFolder", "model_in", "tokenizer_beside"]
 
+import contextlib
+import dataclasses
 import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ortplugins.errors import MissingFileError, ModelFileError
+
+# Weights in other forms, which would be those of the model as it was.
+_WEIGHTS = frozenset({
+    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ort", ".pt", ".pth",
+    ".safetensors",
+})  # fmt: skip
 
 
 def model_in(path: str | os.PathLike[str]) -> Path:
@@ -40,3 +51,104 @@ def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
     folder = Path(path) if os.path.isdir(path) else Path(path).parent
     tokenizer = folder / "tokenizer.json"
     return tokenizer if tokenizer.is_file() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputFolder:
+    """A folder for another form of the model of a folder.
+
+    Attributes:
+        source: The folder that the model is in.
+        model: The model's .onnx file.
+        target: The folder to write.
+        overwrite: Whether that may exist; what is in it goes.
+    """
+
+    source: Path
+    model: Path
+    target: Path
+    overwrite: bool = False
+
+    @property
+    def written_model(self) -> Path:
+        """The .onnx file to write, called as the source's."""
+        return self.target / self.model.relative_to(self.source)
+
+    def check(self) -> None:
+        """Raise, before any work is done, where the folder cannot go.
+
+        Raises:
+            FileExistsError, NotADirectoryError: If something else is there, or files that
+                would be lost.
+            ModelFileError: If it is the model's own, or the folder above it does not exist.
+        """
+        source, target = (
+            Path(os.path.realpath(self.source)),
+            Path(os.path.realpath(self.target)),
+        )
+        if target.is_relative_to(source) or source.is_relative_to(target):
+            raise ModelFileError(
+                f"{self.target}: is the model's own folder, or one within the other; choose "
+                "another output"
+            )
+        if not target.parent.is_dir():
+            raise ModelFileError(f"{self.target}: the folder above it does not exist")
+        if not target.exists():
+            return
+        if not target.is_dir():
+            raise NotADirectoryError(f"{self.target}: is a file, and the model is a folder")
+        data = self.written_model.with_name(f"{self.written_model.name}.data")
+        known = {
+            self.written_model,
+            data,
+            *(self.target / name for name in self._companions()),
+        }
+        others = [p for p in self.target.rglob("*") if not p.is_dir() and p not in known]
+        if self.overwrite and others:
+            raise FileExistsError(
+                f"{others[0]}: would be lost; move it, or choose another output"
+            )
+        if not self.overwrite and any(target.iterdir()):
+            raise FileExistsError(
+                f"{self.target}: exists; --force or overwrite=True overwrites it"
+            )
+
+    @contextlib.contextmanager
+    def staged(self, without: Collection[Path]) -> Iterator[Path]:
+        """Yield the file to write a model to; the folder appears when that is done, complete.
+
+        Args:
+            without: Files of the source that do not go along, such as the model's data.
+
+        Raises:
+            OSError: If a file cannot be written; nothing has changed then.
+        """
+        target = Path(os.path.realpath(self.target))
+        left = {os.path.realpath(path) for path in without}
+        with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=target.parent) as scratch:
+            folder = Path(scratch, "new")
+            model = folder / self.model.relative_to(self.source)
+            model.parent.mkdir(parents=True)
+            yield model
+            for name in self._companions():
+                if os.path.realpath(self.source / name) not in left:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(self.source / name, folder / name)
+            if target.exists():
+                target.rename(Path(scratch, "old"))
+            try:
+                folder.rename(target)
+            except OSError:
+                Path(scratch, "old").rename(target)
+                raise
+
+    def _companions(self) -> list[Path]:
+        """Return what goes along, relative to the source: no weights, nothing hidden."""
+        found = (path.relative_to(self.source) for path in sorted(self.source.rglob("*")))
+        return [
+            name
+            for name in found
+            if (self.source / name).is_file()
+            and name.suffix not in _WEIGHTS
+            and not any(part.startswith(".") for part in name.parts)
+        ]

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import initializer_tensors, is_path, load_model, same_kind
+from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.methods.block_format import BlockFormat
@@ -58,7 +59,7 @@ class QuantizeResult:
     """What :func:`quantize` made.
 
     Attributes:
-        path: The file written; None when no output was asked for.
+        path: The .onnx file written; None when no output was asked for.
         report: What became of every node.
         model: The quantised model, of the type that was given (``onnx_ir.Model`` for a path);
             None after a dry run.
@@ -102,9 +103,10 @@ def quantize(
     """Quantise the constant matrices of a model; activations stay in float.
 
     Args:
-        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
-            Weights of a path are mapped, never read whole.
-        output: File to write; its data goes to ``<output>.data``.
+        model: Path of an .onnx file or of a folder with one, ``onnx.ModelProto`` or
+            ``onnx_ir.Model``; not changed. Weights of a path are mapped, never read whole.
+        output: File to write; its data goes to ``<output>.data``. For a folder, a folder to
+            write, unless it ends with ``.onnx``: tokenizer and configurations go along.
         method: ``"rtn"`` rounds to nearest and needs no data. ``"awq_lite"`` scales input
             channels so that those that matter are rounded finer, ``"awq_clip"`` clips blocks,
             ``"awq_full"`` does both (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
@@ -179,7 +181,14 @@ def quantize(
         fold_scales=fold_scales,
     )
     target = None if output is None or dry_run else Path(output)
-    if target is not None:
+    folder = None
+    if is_path(model) and os.path.isdir(model):  # type: ignore[arg-type]
+        source, model = Path(model), model_in(model)  # type: ignore[arg-type]
+        if target is not None and target.suffix != ".onnx":
+            folder = OutputFolder(source, model, target, overwrite)
+    if folder is not None:
+        folder.check()
+    elif target is not None:
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
     plan = plan_weights(loaded.model, settings)
@@ -192,8 +201,8 @@ def quantize(
     notes += _misfused(plan, settings)
     with tempfile.TemporaryDirectory(
         prefix=".ortplugins-", dir=_work_dir(work_dir, target)
-    ) as folder:
-        scratch = Path(folder)
+    ) as scratch_folder:
+        scratch = Path(scratch_folder)
         calibration = None
         watched = any(group.activations for group in plan.groups)
         if watched and (settings.needs_statistics or calibration_data_reader is not None):
@@ -228,14 +237,28 @@ def quantize(
             own = os.path.realpath(model) if is_path(model) else None  # type: ignore[arg-type]
             files = {os.path.realpath(path) for path in loaded.data_files.values()} - {own}
             external_data = bool(files) or needs_data_file(loaded.model)
-        save_with_data(
+        save = functools.partial(
+            save_with_data,
             loaded.model,
-            target,
             inline=not external_data,
             overwrite=overwrite,
             progress=progress,
         )
+        if folder is None:
+            save(target)
+        else:
+            with folder.staged(without=loaded.data_files.values()) as staged:
+                save(staged)
+            target = folder.written_model
+            _move(loaded.model, staged.parent, target.parent)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
+
+
+def _move(model: ir.Model, old: Path, new: Path) -> None:
+    """Point tensors to a folder that has got another name."""
+    for _, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == old:
+            tensor.base_dir = os.path.realpath(new)
 
 
 def _format_name(quant_format: str | enum.Enum) -> str:
