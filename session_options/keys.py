@@ -7,6 +7,7 @@ __all__ = [
     "Option",
     "OptionError",
     "Scalar",
+    "check_choice",
     "check_length",
     "closest",
     "enable_key",
@@ -15,6 +16,7 @@ __all__ = [
     "option_key",
     "options_of",
     "parse_bool",
+    "parse_dims",
     "parse_value",
     "stored",
 ]
@@ -142,6 +144,23 @@ def parse_size(key: str, text: str) -> int:
     if found is None or found[2] not in _SIZE_UNITS:
         raise OptionError(f"{key} is {text!r}: a size such as 500MB, 10GB or 1GiB is expected")
     return int(float(found[1]) * _SIZE_UNITS[found[2]])
+
+
+def parse_dims(key: str, text: str) -> dict[str, int]:
+    """Read sizes of dimensions: ``batch=1,seq=512``.
+
+    Raises:
+        OptionError: If a part is not a name and a size; names the key.
+    """
+    sizes = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, size = (piece.strip() for piece in part.rpartition("="))
+        if not (name and equals and size.isdecimal()):
+            raise OptionError(
+                f"{key} is {text!r}: {part!r} is not NAME=SIZE, as in batch=1,seq=512"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def format_value(value: Scalar) -> str:

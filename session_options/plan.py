@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "GENERAL_OPTIONS",
+    "HINTS",
     "Plan",
     "configure",
     "make_plan",
@@ -21,6 +22,8 @@ from session_options.keys import (
     PREFIX,
     Option,
     OptionError,
+    Scalar,
+    check_choice,
     check_length,
     closest,
     enable_key,
@@ -28,6 +31,7 @@ from session_options.keys import (
     option_key,
     options_of,
     parse_bool,
+    parse_dims,
     parse_size,
     parse_value,
     stored,
@@ -38,6 +42,7 @@ from session_options.registry import find, pass_names, resolve, version_of
 if TYPE_CHECKING:
     from session_options.keys import SessionConfig
 
+HINTS = ("latency", "throughput", "memory", "start")
 GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
         "cache_dir",
@@ -67,6 +72,30 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
         "Run a pass again that failed when a model was built; else the model stays cached "
         "without it, until a version changes.",
     ),
+    Option(
+        "hint",
+        "",
+        "What matters: the first start measures passes and session settings on this machine, "
+        "beside plain onnxruntime, and keeps what gains. In place of passes.",
+        choices=("", *HINTS),
+    ),
+    Option("hint_seconds", 60, "Seconds that measuring for a hint may take."),
+    Option(
+        "hint_error",
+        0.0,
+        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
+        "accept; 0 for plain onnxruntime's own difference.",
+    ),
+    Option(
+        "hint_dims",
+        "",
+        "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones.",
+    ),
+    Option(
+        "hint_samples",
+        "",
+        "An .npz file of inputs to measure with, for a model that runs on no made-up ones.",
+    ),
 )
 
 
@@ -80,6 +109,11 @@ class Plan(NamedTuple):
         strict: Whether an exception inside a pass raises.
         bake: Whether the cache keeps onnxruntime's own optimisations.
         retry_failed: Whether an artifact that a failed pass is missing from is built again.
+        hint: What the passes and settings are chosen for; empty where the passes are given.
+        hint_seconds: Seconds that choosing may take.
+        hint_error: Difference that a choice may make; 0 for onnxruntime's own.
+        hint_dims: Sizes to measure at.
+        hint_samples: Path of inputs to measure with.
     """
 
     passes: tuple[Pass, ...] = ()
@@ -88,10 +122,15 @@ class Plan(NamedTuple):
     strict: bool = False
     bake: bool = True
     retry_failed: bool = False
+    hint: str = ""
+    hint_seconds: int = 60
+    hint_error: float = 0.0
+    hint_dims: str = ""
+    hint_samples: str = ""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.passes)
+        return bool(self.passes or self.hint)
 
     def without(self, name: str) -> Plan:
         """Return the plan without one of its passes."""
@@ -127,14 +166,20 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     """Order passes into a plan.
 
     Raises:
-        OptionError: If a pass comes twice, or the limit of the cache is not a size.
+        OptionError: If a pass comes twice or beside a hint, the limit of the cache is not a
+            size, or ``hint_dims`` is not a list of sizes.
     """
     if limit := general.get("cache_limit"):
         parse_size(f"{PREFIX}.cache_limit", limit)
+    parse_dims(f"{PREFIX}.hint_dims", general.get("hint_dims", ""))
     names = [item.name for item in passes]
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"pass {name!r} is given {names.count(name)} times")
+    if names and general.get("hint"):
+        raise OptionError(
+            f"{PREFIX}.hint chooses the passes, and {names[0]!r} is switched on: leave one out"
+        )
     return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
 
 
@@ -160,7 +205,7 @@ def read(options: SessionConfig | None) -> Plan:
             continue
         if (cls := find(name)) is not None:
             passes.append(cls(**_read_options(options, cls)))
-    if not passes:
+    if not passes and not stored(options, f"{PREFIX}.hint"):
         return Plan()
     general: dict[str, Any] = {}
     for spec in GENERAL_OPTIONS:
@@ -170,13 +215,14 @@ def read(options: SessionConfig | None) -> Plan:
     return make_plan(passes, **general)
 
 
-def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> None:
+def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
     """Write passes and their options into ``SessionOptions``, checked.
 
     Args:
         options: ``onnxruntime.SessionOptions``; gets one entry per pass and per option.
         *passes: Instances of pass classes, for instance ``DqMatMulNBitsFusion()``.
-        **general: ``cache_dir``, ``cache_limit``, ``strict``, ``bake``, ``retry_failed``.
+        **general: Options that belong to no pass, a name of :data:`GENERAL_OPTIONS` each:
+            ``cache_dir="/var/cache/models"``; ``hint="latency"`` in place of passes.
 
     Raises:
         OptionError: If a pass is not registered or comes twice, an option is unknown, or its
@@ -187,9 +233,7 @@ def configure(options: SessionConfig, *passes: Pass, **general: bool | str) -> N
     for name, value in general.items():
         if name not in specs:
             raise OptionError(f"unknown option {name!r}: {closest(name, specs)}")
-        if type(value) is not type(specs[name].default):
-            kind = type(specs[name].default).__name__
-            raise OptionError(f"{PREFIX}.{name} is {value!r}: a {kind} is expected")
+        check_choice(f"{PREFIX}.{name}", value, specs[name])
         entries[f"{PREFIX}.{name}"] = format_value(value)
     make_plan(passes, **general)
     for item in passes:

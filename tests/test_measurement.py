@@ -66,7 +66,7 @@ class Recorded:
             def open(self, candidate: Candidate) -> Started:
                 return Started(recorded.take("open", self.name), 1000, None, ())
 
-            def run(self, feed: Path, watched: bool = False) -> float:
+            def run(self, feed: Path, watched: bool = False, callers: int = 1) -> float:
                 return recorded.take("warm" if watched else "run", self.name)
 
             def peak_resident(self) -> int:

@@ -229,9 +229,15 @@ def _data_read_ahead(request: BuildRequest, cache: ArtifactCache) -> Iterator[No
 
 
 def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-    from ortplugins.optimization.build import build_artifact
+    if request.plan.hint:
+        from ortplugins.tuning.tune import tune
 
-    return {**build_artifact(request, loaded, folder), "model": request.name}
+        manifest = tune(request, folder).manifest
+    else:
+        from ortplugins.optimization.build import build_artifact
+
+        manifest = build_artifact(request, loaded, folder)
+    return {**manifest, "model": request.name}
 
 
 def _digest(request: BuildRequest, cache: ArtifactCache) -> str:

@@ -109,9 +109,11 @@ def _artifact(
 ) -> Artifact:
     from ortplugins.artifacts.manifest import MODEL
 
-    if MODEL not in manifest["files"]:
-        return Artifact({**manifest["report"], "source": "untouched"})
     settings = dict(manifest["session_settings"])
+    if MODEL not in manifest["files"]:
+        # Of a hint that changes nothing but settings; passes that modify nothing need none.
+        settings = settings if request.plan.hint else {}
+        return Artifact({**manifest["report"], "source": "untouched"}, settings=settings)
     if request.data_folder is not None:
         # onnxruntime looks there for the data of any model, ours too.
         settings[DATA_FOLDER_KEY] = os.fspath(folder)

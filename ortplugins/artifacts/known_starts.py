@@ -81,7 +81,7 @@ def remember_start(
 def lacks_operators(path: str, plan: Plan) -> bool:
     """Whether each pass needs an operator that the model's file does not even name."""
     names = sorted(item.needs_operator for item in plan.passes)
-    if not all(names):
+    if plan.hint or not all(names):
         return False
     root, started = cache_folder(plan.cache_dir), time.time()
     text = json.dumps({"lacks": names, "path": path})

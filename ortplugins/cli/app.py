@@ -42,6 +42,7 @@ COMMANDS = {
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
     "quantize-static": "Quantise weights and activations, some activations to 16 bits.",
     "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
+    "tune": "Measure passes and session settings beside plain onnxruntime; write nothing.",
     "run": "Run a Python program with passes enabled for every session that it opens.",
     "cache": "Fill, show, check or empty the cache of sessions.",
     "passes": "List the passes and their options, as session keys.",

@@ -5,20 +5,28 @@ from __future__ import annotations
 
 __all__ = ["optimize"]
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, progress_bar
+from ortplugins.cli.tune import Aim, tuned
+from ortplugins.errors import PassError
 
 
 def optimize(
+    context: typer.Context,
     model: opt.Model,
     output: opt.Output,
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
+    hint: Annotated[
+        Aim | None,
+        typer.Option(help="Take the passes that pay for this, measured here, as tune does."),
+    ] = None,
     onnxruntime: opt.OnnxruntimeVersion = None,
     bake: Annotated[
         bool,
@@ -50,6 +58,10 @@ def optimize(
                 "the report needs the model as it was: give another --output",
                 param_hint="--report",
             )
+    settings: Mapping[str, str] = {}
+    if hint is not None:
+        opt.refuse_without_effect(context, "with --hint", "passes", "settings")
+        chosen, settings = _chosen_by(model, hint)
     with progress_bar() as bar:
         result = optimize(
             model,
@@ -67,3 +79,18 @@ def optimize(
     if printing.format == "text":
         for path in written:
             typer.echo(f"wrote {path}")
+        for key, value in settings.items():
+            typer.echo(f"set for its sessions: {key} = {value}")
+
+
+def _chosen_by(model: Path, hint: Aim) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return the passes that pay, as ``optimize`` takes them, and settings of sessions.
+
+    Raises:
+        PassError: If no pass does.
+    """
+    found = tuned(model, hint)
+    if not found.change.passes:
+        raise PassError(f"{model}: {found.manifest['report']['notes'][-1]}: nothing to write")
+    passes = {"passes": list(found.change.passes), "options": dict(found.change.options)}
+    return passes, found.change.settings

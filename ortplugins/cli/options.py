@@ -91,13 +91,10 @@ def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dic
 
 def parse_dims(text: str) -> dict[str, int]:
     """Read ``batch=1,seq=16``."""
-    sizes = {}
-    for item in filter(None, text.split(",")):
-        name, equals, size = item.rpartition("=")
-        if not equals or not size.strip().isdecimal():
-            raise typer.BadParameter(f"{item!r} is not NAME=SIZE", param_hint="--dims")
-        sizes[name.strip()] = int(size)
-    return sizes
+    try:
+        return keys.parse_dims("dims", text)
+    except keys.OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="--dims") from None
 
 
 def parse_size(text: str) -> int:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "NUMPY_TYPES",
     "Inputs",
     "comparison_feeds",
     "fetch",
-    "type_of",
 ]
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +19,13 @@ import onnxruntime
 
 from ortplugins.comparison.given_model import GivenModel
 from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.runtime.stock_session import NUMPY_TYPES, quiet_runner, type_of
 from ortplugins.samples.kept import KeptSamples
-from ortplugins.samples.made_up import MadeUpInputs, Run
+from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed
 from ortplugins.samples.text import TextSamples
 
 Inputs = Mapping[str, Any] | CalibrationSource
-
-NUMPY_TYPES = frozenset({
-    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "string",
-    "uint16", "uint32", "uint64", "uint8",
-})  # fmt: skip
-"""Element types that numpy has, in onnxruntime's word: it returns arrays of no others."""
 
 
 def comparison_feeds(
@@ -71,7 +64,7 @@ def comparison_feeds(
                 raise ModelFileError(
                     f"input {value.name!r} takes strings, which cannot be made up: give inputs"
                 )
-        run = _quiet_runner(session)
+        run = quiet_runner(session)
         made = MadeUpInputs(_with_uses(values, session), dims)
         made.fit(run)
         source = made.feeds(samples, seed=seed, run=run)
@@ -97,21 +90,6 @@ def _value(item: Any) -> ir.Value:
         )
     dtype = ir.DataType[kind.upper()]
     return ir.Value(name=item.name, shape=ir.Shape(item.shape), type=ir.TensorType(dtype))
-
-
-def _quiet_runner(session: onnxruntime.InferenceSession) -> Run:
-    """Return what runs a session, without onnxruntime's log where inputs do not fit."""
-    options = onnxruntime.RunOptions()
-    options.log_severity_level = 4
-    names = [item.name for item in session.get_outputs() if type_of(item) in NUMPY_TYPES]
-    if not names:  # [] would fetch the others, which numpy cannot hold
-        return lambda feed: {}
-    return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
-
-
-def type_of(item: Any) -> str:
-    """Return ``float`` for an input or output that is ``tensor(float)``."""
-    return str(item.type).removeprefix("tensor(").removesuffix(")")
 
 
 def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:

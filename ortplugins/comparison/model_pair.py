@@ -13,15 +13,9 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.inputs import (
-    NUMPY_TYPES,
-    Inputs,
-    comparison_feeds,
-    fetch,
-    type_of,
-)
+from ortplugins.comparison.inputs import Inputs, comparison_feeds, fetch
 from ortplugins.errors import ModelFileError
-from ortplugins.runtime.stock_session import open_model
+from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
 from ortplugins.samples.kept import KeptSamples
 
 

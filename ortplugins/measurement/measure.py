@@ -42,7 +42,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,6 @@ _WARM_UPS = 2
 _PAUSE_SECONDS = 0.005
 # How often the memory of a process is looked at while it opens a session or warms up.
 _WATCH_SECONDS = 0.002
-_LEAST_RUNS = 3
 _COSTS = (
     ("run", "run", "s"),
     ("start", "start", "s"),
@@ -67,6 +66,9 @@ _COSTS = (
     ("private memory after the runs", "private", "B"),
     ("peak of resident memory", "peak_resident", "B"),
 )
+
+
+Feed = Mapping[str, npt.NDArray[Any]]
 
 
 class MeasureError(RuntimeError):
@@ -123,7 +125,8 @@ class Measurement:
 
     Attributes:
         start: Seconds to create the session; imports are not in it.
-        run: Seconds of a run, of each process the median.
+        run: Seconds of a run, of each process the median; of several feeds the geometric mean.
+        runs: The same of each feed.
         started_private: Private memory (see :mod:`.process_memory`) after the start.
         private: The same after the runs.
         peak_private: The most seen until the warm-up runs were done.
@@ -136,6 +139,7 @@ class Measurement:
 
     start: Spread | None = None
     run: Spread | None = None
+    runs: tuple[Spread, ...] = ()
     started_private: Spread | None = None
     private: Spread | None = None
     peak_private: Spread | None = None
@@ -269,18 +273,36 @@ class SessionProcess:
         private = process_memory(self.pid).private
         return Started(answer["seconds"], private, answer["report"], tuple(answer["modules"]))
 
-    def run(self, feed: Path, *, watched: bool = False) -> float:
+    def run(
+        self,
+        feed: Path,
+        *,
+        watched: bool = False,
+        callers: int = 1,
+        outputs: Path | None = None,
+    ) -> float:
         """Run the session on inputs that :func:`write_feed` wrote; return the seconds.
 
         Args:
             feed: The file; it is read once.
             watched: Whether the memory is looked at meanwhile, which costs time.
+            callers: Threads that run it at the same time; the seconds are those of all runs,
+                over their number.
+            outputs: An .npz file to write: ``output0``, ``output1``, ... in their order.
 
         Raises:
             MeasureError: If that fails, or takes too long.
         """
         what = "onnxruntime failed to run it"
-        answer = self._ask(what, watched, do="run", feed=os.path.abspath(feed))
+        written = None if outputs is None else os.path.abspath(outputs)
+        answer = self._ask(
+            what,
+            watched,
+            do="run",
+            feed=os.path.abspath(feed),
+            callers=callers,
+            outputs=written,
+        )
         return float(answer["seconds"])
 
     def call(self, function: str, **arguments: Any) -> Any:
@@ -363,7 +385,7 @@ class SessionProcess:
         self._answers.put("")
 
 
-def write_feed(feed: Mapping[str, npt.NDArray[Any]], path: Path) -> Path:
+def write_feed(feed: Feed, path: Path) -> Path:
     """Write inputs for :meth:`SessionProcess.run`; return the path."""
     # Names of inputs may be anything; those of files in an archive not.
     arrays = {f"input{index}": array for index, array in enumerate(feed.values())}
@@ -373,12 +395,15 @@ def write_feed(feed: Mapping[str, npt.NDArray[Any]], path: Path) -> Path:
 
 def measure(
     candidates: Sequence[Candidate],
-    feed: Mapping[str, npt.NDArray[Any]] | None = None,
+    feeds: Feed | Sequence[Feed] = (),
     *,
     rounds: int = 5,
     runs: int = 10,
+    least_runs: int = 3,
     seconds: float = math.inf,
+    callers: int = 1,
     lockstep: bool = False,
+    warmed: bool = False,
     timeout: float = 900.0,
 ) -> list[Measurement]:
     """Measure candidates in turn.
@@ -386,25 +411,33 @@ def measure(
     Args:
         candidates: What is measured. One that fails has a reason in place of figures, and the
             others go on.
-        feed: Inputs; a model is given those that it takes. None to measure starts only.
+        feeds: Inputs, one or several; a model is given those that it takes. None to measure
+            starts only.
         rounds: Processes of each candidate that count; one more before does not.
-        runs: Timed runs of each process.
-        seconds: After so many no further run of a process is begun, but three are.
+        runs: Timed runs of each process, on each feed.
+        least_runs: As many are begun in any case.
+        seconds: After so many no further run of a process on a feed is begun.
+        callers: Threads that run a session at the same time.
         lockstep: Whether the processes of a round live at the same time, and run in turn, run
             by run: the closest comparison of times. Else there is one process at a time, which
             takes the least memory.
+        warmed: Whether all files were read already, so that the first processes count, too.
         timeout: Seconds for one start, or one run.
 
     Returns:
         A measurement for each candidate, in their order.
     """
     found = [_Figures(candidate) for candidate in candidates]
+    limits = _Limits(runs, least_runs, seconds)
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        file = None if feed is None else write_feed(feed, Path(folder, "feed.npz"))
-        for number in range(-1, rounds):
+        files = [
+            write_feed(feed, Path(folder, f"feed{index}.npz"))
+            for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
+        ]
+        for number in range(0 if warmed else -1, rounds):
             first = max(number, 0) % max(len(found), 1)
             processes = [
-                _steps(item, file, runs, seconds, timeout, counted=number >= 0)
+                _steps(item, files, limits, callers, timeout, counted=number >= 0)
                 for item in found[first:] + found[:first]
             ]
             for group in [processes] if lockstep else [[process] for process in processes]:
@@ -413,6 +446,14 @@ def measure(
                         ended.callback(process.close)
                     collections.deque(itertools.zip_longest(*group), maxlen=0)
     return [item.measurement() for item in found]
+
+
+class _Limits(NamedTuple):
+    """How long one process runs on one feed."""
+
+    runs: int
+    least: int
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -433,15 +474,23 @@ class _Figures:
     def measurement(self) -> Measurement:
         if self.failed:
             return Measurement(failed=self.failed)
-        spreads: dict[str, Any] = {k: Spread(tuple(v)) for k, v in self.values.items()}
-        return Measurement(**spreads, first_start=self.first_start, report=self.report)
+        spreads = {name: Spread(tuple(values)) for name, values in self.values.items()}
+        runs = [spreads.pop(name) for name in list(spreads) if name.startswith("run")]
+        each = zip(*(spread.values for spread in runs), strict=True)
+        return Measurement(
+            **spreads,  # type: ignore[arg-type]
+            run=Spread(tuple(map(statistics.geometric_mean, each))) if runs else None,
+            runs=tuple(runs),
+            first_start=self.first_start,
+            report=self.report,
+        )
 
 
 def _steps(
     figures: _Figures,
-    feed: Path | None,
-    runs: int,
-    seconds: float,
+    feeds: Sequence[Path],
+    limits: _Limits,
+    callers: int,
     timeout: float,
     *,
     counted: bool,
@@ -459,18 +508,19 @@ def _steps(
                 figures.first_start = started.seconds
                 return
             figures.note(start=started.seconds, started_private=started.private)
-            taken: list[float] = []
-            for run in range(_WARM_UPS + runs if feed else 0):
-                assert feed is not None
-                yield
-                if len(taken) >= _LEAST_RUNS and sum(taken) >= seconds:
-                    break
-                time.sleep(_PAUSE_SECONDS)
-                took = process.run(feed, watched=run < _WARM_UPS)
-                taken += [took] if run >= _WARM_UPS else []
+            for index, feed in enumerate(feeds):
+                taken: list[float] = []
+                for run in range(_WARM_UPS + limits.runs):
+                    yield
+                    if len(taken) >= limits.least and sum(taken) >= limits.seconds:
+                        break
+                    time.sleep(_PAUSE_SECONDS)
+                    warms_up = run < _WARM_UPS
+                    took = process.run(feed, watched=warms_up, callers=callers)
+                    taken += [] if warms_up else [took]
+                figures.note(**{f"run{index}": statistics.median(taken)})
             yield
             figures.note(
-                run=statistics.median(taken) if taken else None,
                 private=process_memory(process.pid).private,
                 peak_private=process.peak_private,
                 peak_resident=process.peak_resident(),

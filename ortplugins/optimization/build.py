@@ -115,13 +115,20 @@ def build(
     )
 
 
-def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+def build_artifact(
+    request: BuildRequest,
+    loaded: LoadedModel,
+    folder: Path,
+    *,
+    only_if_modified: bool = True,
+) -> dict[str, Any]:
     """Make the files of a cache entry; a pass that fails is left out.
 
     Args:
         request: What to do.
         loaded: The model; changed.
-        folder: Empty; gets ``model.onnx`` and its data, if any pass modified something.
+        folder: Empty; gets ``model.onnx`` and its data.
+        only_if_modified: As for :func:`build`.
 
     Returns:
         The manifest: whether the model is baked, settings for the session, the report, what
@@ -144,8 +151,9 @@ def build_artifact(request: BuildRequest, loaded: LoadedModel, folder: Path) -> 
         described = describe_model(loaded.model)
         try:
             links, copied = {}, []
+            output = folder / "model.onnx"
             result = build(
-                request, loaded, folder / "model.onnx", only_if_modified=True, link=link
+                request, loaded, output, only_if_modified=only_if_modified, link=link
             )
             break
         except FailedPass as error:

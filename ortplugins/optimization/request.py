@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = ["BuildRequest", "read_request"]
 
+import contextlib
 import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,12 +19,34 @@ import onnxruntime
 from ortplugins.runtime.cpu_features import cpu_features
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.package_versions import package_versions
+from ortplugins.runtime.temporary_settings import default_entry
 from rewrite_rules.cpu_providers import are_cpu_only
 from session_options.keys import stored
 from session_options.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
+
+# Of SessionOptions, what decides how fast a session is or what it holds.
+_ATTRIBUTES = (
+    "graph_optimization_level",
+    "execution_mode",
+    "execution_order",
+    "intra_op_num_threads",
+    "inter_op_num_threads",
+    "enable_cpu_mem_arena",
+    "enable_mem_pattern",
+    "enable_mem_reuse",
+)
+_SPEED_ENTRIES = (
+    "session.dynamic_block_base",
+    "session.inter_op.allow_spinning",
+    "session.intra_op.allow_spinning",
+    "session.intra_op_thread_affinities",
+    "session.disable_prepacking",
+    "session.use_device_allocator_for_initializers",
+    "mlas.enable_gemm_fastmath_arm64_bfloat16",
+)
 
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
@@ -46,6 +69,8 @@ class BuildRequest(NamedTuple):
         native_block_size: Block size that it gives weights with one scale, or one for each
             column, then; 0 for its default, -1 for the size that pads K least.
         onnxruntime_version: Oldest version that the result has to run on.
+        session_settings: Attributes and entries of the session, ``(name, value)``, for a hint,
+            which measures with them.
     """
 
     source: ModelLike | bytes
@@ -58,6 +83,7 @@ class BuildRequest(NamedTuple):
     native_accuracy_level: int | None = 4
     native_block_size: int = 0
     onnxruntime_version: str = onnxruntime.__version__
+    session_settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,6 +103,8 @@ class BuildRequest(NamedTuple):
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
             "cpu": cpu_features(),
+            "session_settings": [list(pair) for pair in self.session_settings],
+            "hint": _hint_parts(self.plan) if self.plan.hint else None,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -111,6 +139,7 @@ class BuildRequest(NamedTuple):
             native_accuracy_level=content["native_accuracy_level"],
             native_block_size=content["native_block_size"],
             onnxruntime_version=content["onnxruntime"],
+            session_settings=tuple((name, text) for name, text in content["session_settings"]),
         )
 
     def load(self) -> LoadedModel:
@@ -166,7 +195,41 @@ def read_request(
         cpu_arena=options.enable_cpu_mem_arena,
         native_accuracy_level=settings.native_accuracy_level,
         native_block_size=settings.native_block_size,
+        session_settings=_session_settings(options, settings) if plan.hint else (),
     )
+
+
+def _session_settings(
+    options: onnxruntime.SessionOptions, settings: OptimizerSettings
+) -> tuple[tuple[str, str], ...]:
+    """Return what of a session's options decides how fast it is."""
+    found = {}
+    for name in filter(options.__class__.__dict__.__contains__, _ATTRIBUTES):
+        value = getattr(options, name)  # execution_order is new in 1.19
+        found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
+    entries = [(key, stored(options, key)) for key in _SPEED_ENTRIES] + [*settings.entries]
+    # One that was set back by us is there still, and means what it did before.
+    given = {key: text for key, text in entries if text not in (None, default_entry(key))}
+    return tuple({**found, **given}.items())
+
+
+def _hint_parts(plan: Plan) -> dict[str, Any]:
+    """Return what the choice of a hint depends on."""
+    from ortplugins.runtime.usable_cores import usable_cores
+
+    samples = None
+    if plan.hint_samples:
+        with contextlib.suppress(OSError):
+            status = os.stat(plan.hint_samples)
+            samples = [os.path.abspath(plan.hint_samples), status.st_size, status.st_mtime_ns]
+    return {
+        "aim": plan.hint,
+        "seconds": plan.hint_seconds,
+        "error": plan.hint_error,
+        "dims": plan.hint_dims,
+        "samples": samples,
+        "cores": usable_cores(),
+    }
 
 
 def _as_json(settings: OptimizerSettings | None) -> dict[str, Any] | None:

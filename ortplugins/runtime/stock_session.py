@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-__all__ = ["LEVELS", "open_model", "stock_options"]
+__all__ = ["LEVELS", "NUMPY_TYPES", "open_model", "quiet_runner", "stock_options", "type_of"]
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnxruntime
@@ -22,6 +22,13 @@ LEVELS = {
     "all": "ORT_ENABLE_ALL",
 }
 """Optimisation levels of onnxruntime by the names that options take."""
+
+
+NUMPY_TYPES = frozenset({
+    "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "string",
+    "uint16", "uint32", "uint64", "uint8",
+})  # fmt: skip
+"""Element types that numpy has, in onnxruntime's word: it returns arrays of no others."""
 
 
 def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
@@ -49,7 +56,7 @@ def open_model(
     path: str | os.PathLike[str],
     level: str,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str | int | bool] | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open a session on a file.
 
@@ -77,3 +84,20 @@ def open_model(
             )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
         raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {error}") from error
+
+
+def quiet_runner(
+    session: onnxruntime.InferenceSession,
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what runs a session, without onnxruntime's log where inputs do not fit."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4
+    names = [item.name for item in session.get_outputs() if type_of(item) in NUMPY_TYPES]
+    if not names:  # [] would fetch the others, which numpy cannot hold
+        return lambda feed: {}
+    return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
+
+
+def type_of(item: Any) -> str:
+    """Return ``float`` for an input or output that is ``tensor(float)``."""
+    return str(item.type).removeprefix("tensor(").removesuffix(")")

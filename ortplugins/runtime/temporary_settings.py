@@ -9,7 +9,7 @@ them sees another one's settings.
 
 from __future__ import annotations
 
-__all__ = ["construct_with", "options_lock", "temporarily_set"]
+__all__ = ["construct_with", "default_entry", "options_lock", "temporarily_set"]
 
 import contextlib
 import threading
@@ -20,6 +20,9 @@ from typing import Any
 import onnxruntime
 
 from session_options.keys import parse_bool, stored
+
+# Of the entries that passes and hints set, those whose default is not "0".
+_DEFAULTS = {"session.intra_op.allow_spinning": "1", "session.inter_op.allow_spinning": "1"}
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -41,7 +44,7 @@ def temporarily_set(
         options: The user's.
         settings: As ``Pass.session_settings`` returns them: a key with a dot is an entry, one
             without an attribute, whose value may be the name of an enumeration's member, or
-            "0" or "1" for a bool.
+            "0" or "1" for a bool, digits for an int.
     """
     with options_lock(options):
         before = {name: _get(options, name) for name in settings}
@@ -83,6 +86,11 @@ def construct_with(
         construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled})
 
 
+def default_entry(name: str) -> str:
+    """Return what a session entry means that was never set."""
+    return _DEFAULTS.get(name, "0")
+
+
 class _CalledWhenRead:
     """An iterable of names that calls a function before it is read."""
 
@@ -97,7 +105,7 @@ class _CalledWhenRead:
 def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:
     if "." in name:
         # Entries cannot be removed again: one that was not set comes back as the default.
-        return stored(options, name) or "0"
+        return stored(options, name) or default_entry(name)
     value = getattr(options, name)
     return str(value.name) if hasattr(value, "name") else value
 
@@ -108,5 +116,8 @@ def _set(options: onnxruntime.SessionOptions, name: str, value: str | int | bool
         return
     kind = type(getattr(options, name))
     if isinstance(value, str):
-        value = parse_bool(name, value) if kind is bool else getattr(kind, value)
+        if kind is int:
+            value = int(value)
+        else:
+            value = parse_bool(name, value) if kind is bool else getattr(kind, value)
     setattr(options, name, value)

@@ -107,7 +107,7 @@ def open_session(
         finally:
             _remove_temporary(artifact, session)
         if report["source"] == "untouched":
-            construct_on(path_or_bytes)
+            construct_on(path_or_bytes, artifact.settings if artifact.model is None else {})
         else:
             if int(kwargs.get("enable_fallback", 1)) == 1:
                 session.enable_fallback()

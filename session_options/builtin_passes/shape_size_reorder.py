@@ -8,7 +8,7 @@ __all__ = ["ShapeSizeReorder"]
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import OptionError, option, option_key
+from session_options.keys import option, option_key, parse_dims
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
@@ -68,13 +68,4 @@ class ShapeSizeReorder(Pass):
     @property
     def sizes(self) -> dict[str, int]:
         """The option ``dims``, read."""
-        sizes = {}
-        for part in filter(None, (part.strip() for part in self.dims.split(","))):
-            name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not (name and equals and size.isdecimal()):
-                raise OptionError(
-                    f"{option_key(self.name, 'dims')} is {self.dims!r}: {part!r} is no "
-                    "NAME=SIZE, as in batch=1,seq=512"
-                )
-            sizes[name] = int(size)
-        return sizes
+        return parse_dims(option_key(self.name, "dims"), self.dims)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins tune``: which passes and session settings pay, measured on this machine."""
+
+from __future__ import annotations
+
+__all__ = ["Aim", "tune", "tuned"]
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ortplugins.cli import options as opt
+from ortplugins.cli.terminal import print_table
+from session_options import enable_key
+from session_options.keys import PREFIX
+
+if TYPE_CHECKING:
+    from ortplugins.tuning.tune import Tuned
+
+Aim = Literal["latency", "throughput", "memory", "start"]
+_HEADINGS = ("change", "run", "start", "private memory", "")
+
+
+def tune(
+    model: opt.Model,
+    hint: Annotated[Aim, typer.Option(help="What matters.")] = "latency",
+    seconds: Annotated[int, typer.Option(help="Time to take, about.", min=1)] = 60,
+    error: Annotated[
+        float,
+        typer.Option(
+            help="Greatest error over the greatest output; 0 for plain onnxruntime's own.",
+            min=0.0,
+        ),
+    ] = 0.0,
+    dims: opt.Dims = "",
+    samples: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Inputs to measure with.")
+    ] = None,
+    format: opt.Format = "text",
+) -> None:
+    """Measure passes and session settings beside plain onnxruntime; write nothing.
+
+    A session entry ortplugins.hint does the same at the first start of a session, and keeps
+    the choice.
+    """
+    general: dict[str, Any] = {"hint_seconds": seconds, "hint_error": error, "hint_dims": dims}
+    if samples is not None:
+        general["hint_samples"] = str(samples)
+    opt.parse_dims(dims)
+    found = tuned(model, hint, **general)
+    report = found.manifest["report"]
+    entries = _entries(found)
+    if format == "json":
+        content = {"model": str(model), "hint": hint, "tried": report["tried"]}
+        typer.echo(json.dumps({**content, "settings": entries}, indent=1))
+        return
+    print_table(_HEADINGS, map(_row, report["tried"]))
+    for line in report["notes"]:
+        typer.echo(line)
+    if entries:
+        typer.echo("\noptions = onnxruntime.SessionOptions()")
+    for key, value in entries.items():
+        if "." in key:
+            typer.echo(f'options.add_session_config_entry("{key}", "{value}")')
+        else:
+            typer.echo(f"options.{key} = {int(value)}")
+
+
+def tuned(model: Path, hint: Aim, **general: Any) -> Tuned:
+    """Choose for a session with default options on the CPU.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model can't be used.
+        OptionError: If an option of the hint has a value that it can't have.
+    """
+    import onnxruntime
+
+    from ortplugins.optimization.request import read_request
+    from ortplugins.tuning.tune import tune
+    from session_options.plan import make_plan
+
+    plan = make_plan((), hint=hint, **general)
+    options = onnxruntime.SessionOptions()
+    request = read_request(str(model), plan, options, ("CPUExecutionProvider",), None)
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+        return tune(request, Path(folder))
+
+
+def _entries(found: Tuned) -> dict[str, str]:
+    """Return what a session's options get: attributes, and entries, which have a dot."""
+    change = found.change
+    passes = {enable_key(name): "1" for name in change.passes}
+    options = {f"{PREFIX}.{name}": value for name, value in change.options.items()}
+    return {**passes, **options, **change.settings}
+
+
+def _row(tried: dict[str, Any]) -> tuple[str, ...]:
+    cells = []
+    for figure in ("run", "start", "private"):
+        ratios = tried["ratios"].get(figure)
+        cells.append("{1:.2f} x ({0:.2f} to {2:.2f})".format(*ratios) if ratios else "")
+    outcome = "taken" if tried["taken"] else "not taken"
+    return (tried["name"], *cells, ": ".join(filter(None, (outcome, tried["why"]))))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""What may be changed about a start, and for which hints that is tried."""
+
+from __future__ import annotations
+
+__all__ = ["AND", "Change", "changes_for", "combined"]
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ortplugins.runtime.usable_cores import usable_cores
+
+# Between the names of changes that are taken together.
+AND = " + "
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Change(NamedTuple):
+    """One way in which a start may differ from plain onnxruntime's, or several together.
+
+    Attributes:
+        name: In tables.
+        passes: Names of the passes to run.
+        options: Of these, ``{"<pass>.<option>": value}``.
+        settings: Of the session, as ``Pass.session_settings`` has them.
+        keeps_graph: Whether onnxruntime's optimised graph is kept even if no pass fires.
+    """
+
+    name: str
+    passes: tuple[str, ...] = ()
+    options: Mapping[str, str] = NONE
+    settings: Mapping[str, str] = NONE
+    keeps_graph: bool = False
+
+
+def _pass(name: str) -> Change:
+    # What other passes do depends on which weights are fused.
+    return Change(name, tuple(dict.fromkeys(("dq_matmulnbits_fusion", name))))
+
+
+def _setting(name: str, key: str, value: str) -> Change:
+    return Change(name, settings={key: value})
+
+
+_FUSION = _pass("dq_matmulnbits_fusion")
+_INT8 = Change(
+    "int8 activations", _FUSION.passes, {"dq_matmulnbits_fusion.accuracy_level": "4"}
+)
+_SPEED = (
+    _FUSION,
+    _pass("transformer_fusion"),
+    _pass("trim_padding"),
+    _INT8,
+    _setting("denormals as zero", "session.set_denormal_as_zero", "1"),
+    _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
+    _setting("dynamic blocks", "session.dynamic_block_base", "4"),
+)
+_ARM = (_setting("bfloat16 products", "mlas.enable_gemm_fastmath_arm64_bfloat16", "1"),)
+_CHANGES: Mapping[str, Sequence[Change]] = {
+    "latency": _SPEED,
+    "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),
+    "memory": (
+        _FUSION,
+        _setting("no arena", "enable_cpu_mem_arena", "0"),
+        _pass("prepacked_weights"),
+        _setting("no memory pattern", "enable_mem_pattern", "0"),
+        _pass("shape_size_reorder"),
+    ),
+    "start": (
+        _FUSION,
+        _setting("no plan for buffers", "enable_mem_reuse", "0"),
+        Change("optimised graph kept", _FUSION.passes, keeps_graph=True),
+        _pass("prepacked_weights"),
+        _setting("no memory pattern", "enable_mem_pattern", "0"),
+    ),
+}  # fmt: skip
+
+
+def changes_for(hint: str, session: Mapping[str, str]) -> list[Change]:
+    """Return what a hint tries, the most promising first.
+
+    Args:
+        hint: One of ``session_options.plan.HINTS``.
+        session: Settings of the user's session, which are left as they are where they differ
+            from onnxruntime's defaults.
+    """
+    found = list(_CHANGES[hint])
+    if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
+        found += _ARM
+    if session.get("intra_op_num_threads", "0") == "0" and hint in ("latency", "throughput"):
+        # onnxruntime's default are the cores of the host.
+        counts = {usable_cores()} - {os.cpu_count()} | ({1} if hint == "throughput" else set())
+        found += [
+            _setting(f"{count} threads", "intra_op_num_threads", str(count))
+            for count in sorted(counts)
+        ]
+    return [item for item in found if not item.settings.keys() & _chosen(session)]
+
+
+def combined(changes: Iterable[Change]) -> Change:
+    """Return all changes as one; of two values for one option, the later counts."""
+    changes = list(changes)
+    passes = dict.fromkeys(name for item in changes for name in item.passes)
+    return Change(
+        AND.join(item.name for item in changes),
+        tuple(passes),
+        {key: value for item in changes for key, value in item.options.items()},
+        {key: value for item in changes for key, value in item.settings.items()},
+        any(item.keeps_graph for item in changes),
+    )
+
+
+def _chosen(session: Mapping[str, str]) -> set[str]:
+    """Return the settings that the user gave."""
+    defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
+    defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}
+    return {key for key, value in session.items() if defaults.get(key) != value}

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""What a hint measures with: the user's samples, or runs that are typical of the model."""
+
+from __future__ import annotations
+
+__all__ = ["Workload", "workloads"]
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from ortplugins.errors import ModelFileError
+from ortplugins.samples.made_up import MadeUpInputs, Run
+from ortplugins.samples.roles import Kind, role_of
+from ortplugins.samples.sources import Feed, checked_feeds
+
+# Tokens of a prompt or a text; and those that a later step of a decoder looks back at.
+_TOKENS, _LATER_TOKENS = 64, 256
+# A text is padded to _TOKENS from this.
+_SHORT = 16
+_MAX_SAMPLES = 4
+
+
+class Workload(NamedTuple):
+    """Inputs to measure with.
+
+    Attributes:
+        name: In tables.
+        feed: The inputs by name.
+        has_padding: Whether rows are padded, so that outputs there mean nothing.
+    """
+
+    name: str
+    feed: Feed
+    has_padding: bool = False
+
+
+def workloads(
+    model: ir.Model, run: Run, *, dims: Mapping[str, int], samples: str = ""
+) -> list[Workload]:
+    """Return the workloads of a model.
+
+    Of a decoder with a cache: a prompt, and the next token after a short and a longer past. Of
+    an encoder with a mask: a whole text, and a short one that is padded. Else one run.
+
+    Args:
+        model: The model, for its inputs and their uses.
+        run: Runs it.
+        dims: Sizes, as :class:`.MadeUpInputs` takes them.
+        samples: Path of an .npz file to take instead.
+
+    Raises:
+        CalibrationError: If the samples do not fit; names the input.
+        ModelFileError: If the model runs on no made-up inputs; names what to give.
+        UsageError: If the model has no such dimension.
+    """
+    if samples:
+        feeds = itertools.islice(checked_feeds(samples, model), _MAX_SAMPLES)
+        return [Workload(f"sample {index}", feed) for index, feed in enumerate(feeds)]
+    for value in model.graph.inputs:
+        if value.dtype is ir.DataType.STRING:
+            raise ModelFileError(
+                f"input {value.name!r} takes strings, which cannot be made up: give samples"
+            )
+    initializers = model.graph.initializers
+    inputs = [value for value in model.graph.inputs if value.name not in initializers]
+    found = _feeds(inputs, run, dims, _TOKENS)
+    if len(found) == 1:
+        return [Workload("run", found[0]), *_padded(inputs, found[0])]
+    names = ("prompt", "next token")
+    result = [Workload(name, feed) for name, feed in zip(names, found, strict=True)]
+    if not dims:
+        try:
+            later = _feeds(inputs, run, dims, _LATER_TOKENS)[1:]
+        except Exception:  # onnxruntime's own classes: the model takes no text as long
+            later = []
+        result += [Workload(f"next token after {_LATER_TOKENS}", feed) for feed in later]
+    return result
+
+
+def _feeds(
+    inputs: Sequence[ir.Value], run: Run, dims: Mapping[str, int], length: int
+) -> list[Feed]:
+    made = MadeUpInputs(inputs, dims, length=length)
+    made.fit(run)
+    return list(made.feeds(1, run=run))
+
+
+def _padded(inputs: Sequence[ir.Value], feed: Feed) -> Iterator[Workload]:
+    """Yield a feed whose mask ends early, of a model that has one mask over its tokens."""
+    masks = [value.name or "" for value in inputs if role_of(value).kind is Kind.MASK]
+    if len(masks) == 1 and feed[masks[0]].ndim == 2 and feed[masks[0]].shape[1] > _SHORT:
+        mask = feed[masks[0]].copy()
+        mask[:, _SHORT:] = np.zeros((), mask.dtype)
+        yield Workload("padded run", {**feed, masks[0]: mask}, has_padding=True)

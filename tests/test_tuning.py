@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: MIT
+"""The hint: what is measured decides, and nothing is taken that does not gain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+from typer.testing import CliRunner
+
+import ortplugins
+from ortplugins.cli.app import app
+from ortplugins.measurement.measure import Candidate, Measurement, Spread
+from ortplugins.runtime.usable_cores import usable_cores
+from ortplugins.tuning import tune as tuning
+from ortplugins.tuning.changes import changes_for, combined
+
+FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
+DYNAMIC_BLOCKS = "session.dynamic_block_base"
+Ratios = Mapping[str, float | Sequence[float] | str]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    ir.save(DequantizedMatMul(64, 32, 32).model(), path)
+    return path
+
+
+def open_session(model: Path, cache: Path, **general: Any) -> ortplugins.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, cache_dir=str(cache), **{"hint": "latency", **general})
+    return ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def taken(session: ortplugins.InferenceSession) -> list[str]:
+    return [row.name for row in session.ortplugins_report.tried if row.taken]
+
+
+def why(session: ortplugins.InferenceSession, name: str) -> str:
+    return next(row.why for row in session.ortplugins_report.tried if row.name == name)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ratios], None]:
+    """Have candidates take what a table says, as a ratio to plain onnxruntime."""
+
+    def script(ratios: Ratios) -> None:
+        def measure(
+            candidates: Sequence[Candidate], feeds: Sequence[Any], *, rounds: int, **_: Any
+        ) -> list[Measurement]:
+            first, *others = candidates
+            names = ["", *("again" if x.name == first.name else x.name for x in others)]
+            return [one(ratios.get(name, 1.0), len(feeds), rounds) for name in names]
+
+        def one(ratio: float | Sequence[float] | str, feeds: int, rounds: int) -> Measurement:
+            if isinstance(ratio, str):
+                return Measurement(failed=ratio)
+            each = ratio if isinstance(ratio, Sequence) else [ratio] * feeds
+            spreads = [Spread((value,) * rounds) for value in each]
+            single = Spread((ratio if isinstance(ratio, float) else 1.0,) * rounds)
+            mean = Spread(tuple(np.prod([x.values for x in spreads], 0) ** (1 / feeds)))
+            return Measurement(single, mean, tuple(spreads), private=single)
+
+        monkeypatch.setattr(tuning, "measure", measure)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        pytest.param({}, [], id="nothing gains"),
+        pytest.param({FUSION: 0.5}, [FUSION], id="much, believed at once"),
+        pytest.param({FUSION: 0.9}, [FUSION], id="little, confirmed"),
+        pytest.param({FUSION: 0.99}, [], id="too little"),
+        pytest.param({BLOCKS: 0.9}, [BLOCKS], id="a setting alone"),
+        pytest.param(
+            {FUSION: 0.5, BLOCKS: 0.9}, [FUSION, BLOCKS], id="a setting beside the fusion"
+        ),
+        pytest.param(
+            {
+                BLOCKS: 0.9,
+                "denormals as zero": 0.95,
+                f"{BLOCKS} + denormals as zero": 0.8,
+            },
+            [BLOCKS, "denormals as zero", f"{BLOCKS} + denormals as zero"],
+            id="two together",
+        ),
+        pytest.param(
+            {
+                BLOCKS: 0.9,
+                "denormals as zero": 0.95,
+                f"{BLOCKS} + denormals as zero": 0.9,
+            },
+            [BLOCKS],
+            id="the second adds nothing",
+        ),
+        pytest.param({BLOCKS: "it crashed"}, [], id="one that crashes"),
+    ],
+)
+def test_what_gains_is_taken(
+    ratios: Ratios,
+    expected: list[str],
+    model: Path,
+    tmp_path: Path,
+    measured: Callable[[Ratios], None],
+):
+    measured(ratios)
+    session = open_session(model, tmp_path / "cache")
+    assert sorted(taken(session)) == sorted(expected)
+    if BLOCKS in ratios and isinstance(ratios[BLOCKS], str):
+        assert why(session, BLOCKS) == "it crashed"
+
+
+def test_a_busy_machine_changes_nothing(
+    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
+):
+    measured({"again": 0.5, BLOCKS: 0.1})
+    session = open_session(model, tmp_path / "cache")
+    assert taken(session) == []
+    assert "the machine is busy" in session.ortplugins_report.notes[-1]
+
+
+def test_one_workload_may_not_pay_for_another(
+    tmp_path: Path, measured: Callable[[Ratios], None]
+):
+    path = tmp_path / "encoder.onnx"
+    onnx.save(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["" : 21]>
+            encoder (int64[batch, seq] attention_mask) => (float[batch, seq] y) {
+                y = Cast<to=1>(attention_mask)
+            }"""
+        ),
+        path,
+    )
+    measured({BLOCKS: [0.5, 1.1]})
+    session = open_session(path, tmp_path / "cache")
+    assert taken(session) == []
+    assert why(session, BLOCKS) == "is slower on workload 'padded run'"
+
+
+def test_the_error_counts_and_its_bound_can_be_given(
+    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
+):
+    # Plain onnxruntime fuses these weights at level 4 itself, so both have that error.
+    measured({FUSION: 0.5})
+    assert taken(open_session(model, tmp_path / "cache")) == [FUSION]
+    exact = onnxruntime.SessionOptions()
+    ortplugins.configure(exact, hint="latency", hint_error=1e-9, cache_dir=str(tmp_path / "b"))
+    session = ortplugins.InferenceSession(model, exact, providers=["CPUExecutionProvider"])
+    assert taken(session) == []
+    assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
+
+
+def test_settings_are_the_sessions_and_the_options_come_back(
+    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
+):
+    measured({BLOCKS: 0.9})
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
+    for origin in ("untouched", "untouched"):  # built, then from the cache
+        session = ortplugins.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"]
+        )
+        assert session.ortplugins_report.source == origin
+        own = session.get_session_options()
+        assert own.get_session_config_entry(DYNAMIC_BLOCKS) == "4"
+        assert options.get_session_config_entry(DYNAMIC_BLOCKS) == "0"
+
+
+def test_what_the_user_set_is_left_alone():
+    def names(session: Mapping[str, str]) -> set[str]:
+        return {item.name for item in changes_for("memory", session)}
+
+    assert "no arena" in names({"enable_cpu_mem_arena": "1"})
+    assert "no arena" not in names({"enable_cpu_mem_arena": "0"})
+    assert BLOCKS not in {item.name for item in changes_for("latency", {DYNAMIC_BLOCKS: "2"})}
+
+
+def test_changes_combine():
+    a, b = changes_for("memory", {})[:2]
+    both = combined([a, b])
+    assert both.name == f"{a.name} + {b.name}"
+    assert (both.passes, both.settings) == (a.passes, b.settings)
+
+
+def test_a_real_search_keeps_outputs_and_is_found_again(model: Path, tmp_path: Path):
+    feed = {"x": np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)}
+    plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    for hint in ("latency", "throughput", "memory", "start"):
+        first = open_session(model, tmp_path / hint, hint=hint, hint_seconds=6)
+        again = open_session(model, tmp_path / hint, hint=hint, hint_seconds=6)
+        assert first.ortplugins_report.tried == again.ortplugins_report.tried
+        assert again.ortplugins_report.source in ("cache", "untouched")
+        for session in (first, again):
+            a, b = plain.run(None, feed)[0], session.run(None, feed)[0]
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+
+
+@pytest.mark.parametrize(
+    ("general", "message"),
+    [
+        ({"hint": "speed"}, "one of , latency, throughput, memory, start is expected"),
+        ({"hint": 1}, "a str is expected"),
+        ({"hint_dims": "batch"}, "'batch' is not NAME=SIZE"),
+        ({"hint_seconds": "60"}, "a int is expected"),
+    ],
+)
+def test_wrong_options(general: dict[str, Any], message: str):
+    with pytest.raises(ortplugins.OptionError, match=message):
+        ortplugins.configure(onnxruntime.SessionOptions(), **{"hint": "start", **general})
+
+
+def test_a_hint_takes_the_place_of_passes():
+    passes = ortplugins.DqMatMulNBitsFusion()
+    with pytest.raises(ortplugins.OptionError, match="hint chooses the passes"):
+        ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
+
+
+def test_too_little_time_is_said(model: Path, tmp_path: Path):
+    session = open_session(model, tmp_path / "cache", hint_seconds=1)
+    assert "there is no time for it in 1 s (hint_seconds)" in why(session, BLOCKS)
+
+
+def test_inputs_that_cannot_be_made_up(tmp_path: Path):
+    path = tmp_path / "strings.onnx"
+    onnx.save(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["" : 21]>
+            text (string[n] words) => (string[n] same) { same = Identity(words) }"""
+        ),
+        path,
+    )
+    session = open_session(path, tmp_path / "cache")
+    assert "input 'words' takes strings" in session.ortplugins_report.notes[-1]
+    assert "hint_samples names an .npz file" in session.ortplugins_report.notes[-1]
+
+
+def test_samples_are_what_is_measured_with(model: Path, tmp_path: Path):
+    np.savez(tmp_path / "x.npz", x=np.ones((5, 64), np.float32))
+    session = open_session(
+        model, tmp_path / "cache", hint_samples=str(tmp_path / "x.npz"), hint_seconds=4
+    )
+    assert "not measured" not in session.ortplugins_report.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 2),
+        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 2),
+        ({"sys/fs/cgroup/a/b/cpu.max": "100000 100000"}, 1),
+        ({"sys/fs/cgroup/a/cpu.max": "150000 100000"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (
+            {
+                "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "100000",
+                "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "100000",
+            },
+            1,
+        ),
+        ({"sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "-1"}, 2),
+        (
+            {
+                f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": "0,1"
+                for i in (0, 1)
+            },
+            1,
+        ),
+    ],
+)
+def test_usable_cores(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    groups = {"proc/self/cgroup": "0::/a/b\n3:memory:/m\n2:cpu,cpuacct:/c\n"}
+    for name, text in {**groups, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert usable_cores(str(tmp_path)) == cores
+
+
+def test_the_command_prints_what_to_set(
+    model: Path, measured: Callable[[Ratios], None], monkeypatch: pytest.MonkeyPatch
+):
+    measured({FUSION: 0.5, BLOCKS: 0.9})
+    done = CliRunner().invoke(app, ["tune", str(model)])
+    assert done.exit_code == 0, done.output
+    assert f'("ortplugins.enable_{FUSION}", "1")' in done.output
+    assert f'("{DYNAMIC_BLOCKS}", "4")' in done.output
+    done = CliRunner().invoke(app, ["tune", str(model), "--format", "json"])
+    content = json.loads(done.stdout)
+    assert content["settings"] == {f"ortplugins.enable_{FUSION}": "1", DYNAMIC_BLOCKS: "4"}
+    assert {row["name"] for row in content["tried"] if row["taken"]} == {FUSION, BLOCKS}
+
+
+def test_optimize_writes_what_the_hint_chose(
+    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
+):
+    measured({FUSION: 0.5, BLOCKS: 0.9})
+    output = tmp_path / "out.onnx"
+    command = ["optimize", str(model), "--hint", "latency", "-o", str(output)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "MatMulNBits" in {node.op_type for node in onnx.load(output).graph.node}
+    assert f"set for its sessions: {DYNAMIC_BLOCKS} = 4" in done.output
