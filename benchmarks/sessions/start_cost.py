@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +12,10 @@ from rich.console import Console
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import float_smollm2
 from benchmarks.models.real_nets import real_nets
-from benchmarks.sessions import import_time
+from benchmarks.sessions import timed_starts
 from examples.smollm2 import demo
-from ortplugins.measurement.measure import Candidate, SessionProcess, measure
+from ortplugins.measurement.measure import Candidate, SessionProcess
+from session_options import enable_key
 
 THREADS = {"intra_op_num_threads": 2}
 HEAVY = {"onnx", "onnx_ir", "onnxscript"}
@@ -41,7 +42,7 @@ def _import_time(rounds: int) -> Figure:
     seconds = []
     for _ in range(rounds + 1):
         with SessionProcess() as process:
-            seconds.append(process.call(f"{import_time.__name__}:import_seconds"))
+            seconds.append(process.call(f"{timed_starts.__name__}:import_seconds"))
     median = 1e3 * statistics.median(seconds[1:])
     return Figure("import ortplugins after onnxruntime", median, unit="ms", bound=12)
 
@@ -57,61 +58,53 @@ def _hits(folder: Path, rounds: int) -> list[Figure]:
                 started = process.open(ours)
             assert started.report is not None and started.report["source"] == source
         assert HEAVY.isdisjoint(started.modules)  # of the second process: a hit
-        stock = Candidate(started.report["artifact"], level="disable", settings=THREADS)
         what = f"hit beside onnxruntime on the artifact, SmolLM2 {model.layout}"
-        figures.append(_added(what, ours, stock, rounds, bound=8))
+        figures.append(_added(what, model.path, folder / "start-cost", rounds, bound=8))
     return figures
 
 
 def _nothing_fires(folder: Path, rounds: int) -> list[Figure]:
     figures = []
     for path in sorted({net.path for net in real_nets()}):
-        ours = Candidate(path, passes=FUSION, cache_dir=folder / "nothing")
         what = f"second start, nothing fires, {path.parent.name}/{path.name}"
-        figures.append(_added(what, ours, Candidate(path), rounds, bound=2))
+        figures.append(_added(what, path, folder / "nothing", rounds, bound=2))
     return figures
 
 
-def _added(
-    what: str, ours: Candidate, theirs: Candidate, rounds: int, *, bound: float
-) -> Figure:
-    """Return the median of the differences between starts that follow one another.
-
-    A start takes what else the machine does lets it take, so medians of each are farther
-    apart than that.
-    """
-    mine, its = (
-        [1e3 * seconds for seconds in found.start.values]
-        for found in measure([ours, theirs], rounds=rounds + 1)
+def _added(what: str, model: Path, cache: Path, rounds: int, *, bound: float) -> Figure:
+    """Return what a start takes beside onnxruntime's constructor within it."""
+    entries = {"ortplugins.cache_dir": str(cache), "ortplugins.strict": "1"}
+    entries |= {enable_key(name): "1" for name in FUSION}
+    found = []
+    for _ in range(rounds + 1):
+        with SessionProcess() as process:
+            function = f"{timed_starts.__name__}:start_seconds"
+            found.append(process.call(function, model=str(model), entries=entries))
+    whole, native = (
+        [1e3 * seconds for seconds in times] for times in zip(*found[1:], strict=True)
     )
-    more = statistics.median(a - b for a, b in zip(mine, its, strict=True))
-    base = statistics.median(its)
-    return Figure(what, base + more, base, "ms", bound=bound, difference=True)
+    added = statistics.median(a - b for a, b in zip(whole, native, strict=True))
+    base = statistics.median(native)
+    return Figure(what, base + added, base, "ms", bound=bound, difference=True)
 
 
 def _first_starts(folder: Path, rounds: int) -> list[Figure]:
     path, _ = float_smollm2()
-    stock: list[float] = []
-    firsts: dict[Sequence[str], list[float]] = {passes: [] for passes, _ in FIRST_STARTS}
-    for number in range(rounds + 1):
-        stock.append(_start(Candidate(path, settings=THREADS)))
-        for passes, seconds in firsts.items():
+    figures = []
+    for passes, bound in FIRST_STARTS:
+        stock, firsts = [], []
+        for number in range(rounds + 1):
+            stock.append(_start(Candidate(path, settings=THREADS)))
             cache = folder / f"first-{number}-{passes[0]}"
             ours = Candidate(path, settings=THREADS, passes=passes, cache_dir=cache)
-            seconds.append(_start(ours))
-    base = statistics.median(stock[1:])
-    return [
-        Figure(
-            f"first start, SmolLM2 float, {', '.join(passes)}",
-            statistics.median(firsts[passes][1:]),
-            base,
-            "s",
-            bound=bound,
-        )
-        for passes, bound in FIRST_STARTS
-    ]
+            firsts.append(_start(ours))
+        what = f"first start, SmolLM2 float, {', '.join(passes)}"
+        times = (statistics.median(seconds[1:]) for seconds in (firsts, stock))
+        figures.append(Figure(what, *times, "s", bound=bound))
+    return figures
 
 
 def _start(candidate: Candidate) -> float:
+    os.sync()  # what the start before it wrote is not its own
     with SessionProcess() as process:
         return process.open(candidate).seconds
