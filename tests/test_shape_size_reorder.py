@@ -136,7 +136,7 @@ def test_a_file_for_others_says_what_sessions_need(path, tmp_path):
 
 @pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
 def test_dims_that_are_none_are_told(dims):
-    with pytest.raises(ortplugins.OptionError, match="is not NAME=SIZE, as in batch=1,seq=512"):
+    with pytest.raises(ortplugins.OptionError, match="is not NAME=SIZE, as in batch"):
         ortplugins.ShapeSizeReorder(dims=dims)
 
 
