@@ -3,8 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.text_models import model_of
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.awq_clip import search_clip
 from ortplugins.quantization.methods.awq_scales import ALPHAS, search_scales
 from ortplugins.quantization.methods.block_format import BlockFormat
@@ -35,12 +37,16 @@ def output_loss(weight, x, form, scales=None, ratios=None):
     return float(np.square(y).sum() / len(x))
 
 
-def naive_scales(weights, mean_abs, size, alpha):
+def naive_scales(weights, mean_abs, sizes, alpha):
     """The formula, element by element."""
     k = len(mean_abs)
     w_mean = np.zeros(k)
-    columns = [w[:, c].astype(float) for w in weights for c in range(w.shape[1])]
-    for column in columns:
+    columns = [
+        (w[:, c].astype(float), size)
+        for w, size in zip(weights, sizes, strict=True)
+        for c in range(w.shape[1])
+    ]
+    for column, size in columns:
         for i in range(k):
             block = column[i // size * size : (i // size + 1) * size]
             w_mean[i] += abs(column[i]) / max(abs(block)) / len(columns)
@@ -52,20 +58,22 @@ def naive_scales(weights, mean_abs, size, alpha):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_scales_are_the_best_of_all_alphas(form, use_gram):
     weights, mean_abs, x, gram = problem()
-    size = form.size_along(52)
+    forms = [form, BlockFormat({2: 8, 4: 2, 8: 4}[form.bits], 13)]
+    sizes = [each.size_along(52) for each in forms]
     choice = search_scales(
         weights,
         mean_abs,
         None if use_gram else x,
         gram if use_gram else None,
-        form,
+        forms,
         alphas=ALPHAS,
     )
     candidates = {None: np.ones(52, np.float32)} | {
-        a: naive_scales(weights, mean_abs, size, a).astype(np.float32) for a in ALPHAS
+        a: naive_scales(weights, mean_abs, sizes, a).astype(np.float32) for a in ALPHAS
     }
     losses = {
-        a: sum(output_loss(w, x, form, s) for w in weights) for a, s in candidates.items()
+        a: sum(output_loss(w, x, f, s) for w, f in zip(weights, forms, strict=True))
+        for a, s in candidates.items()
     }
     assert choice.loss == pytest.approx(losses[choice.alpha], rel=1e-3)
     assert choice.loss == pytest.approx(min(losses.values()), rel=1e-3)
@@ -130,7 +138,7 @@ def test_scales_too_large_for_float16_are_passed_over():
     weights, mean_abs, x, gram = problem()
     loud = [w * np.float32(4e4) for w in weights]
     form = BlockFormat(scale_type="float16")
-    choice = search_scales(loud, mean_abs, x, gram, form)
+    choice = search_scales(loud, mean_abs, x, gram, [form] * 2)
     for w in loud:
         quantize_blocks(w * choice.scales[:, None], form)  # raises if it is too large
 
@@ -226,3 +234,21 @@ def test_refusals():
     ):
         with pytest.raises(QuantizationError, match=message):
             search_clip(*arguments)
+
+
+def test_weights_of_different_bits_are_searched_as_what_they_are():
+    (a, b), _, x, _ = problem(64, (24, 24))
+    lines = ["[a] i = MatMul(x, A)", "[b] j = MatMul(x, B)"]
+    found = []
+    for order in (lines, lines[::-1]):
+        text = (
+            f"g (float[T, 64] x) => (float[T, 24] i, float[T, 24] j) {{ {' '.join(order)} }}"
+        )
+        report = quantize(
+            model_of(text, {"A": a, "B": b}),
+            method="awq_lite",
+            node_config={"a": {"bits": 8}, "b": {"bits": 2, "block_size": 8}},
+            calibration_data_reader=[{"x": x}],
+        ).report
+        found.append({row.node: (row.alpha, row.weight_error) for row in report.nodes})
+    assert found[0] == found[1]

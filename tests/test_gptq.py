@@ -270,3 +270,23 @@ def test_8_bits_go_where_each_byte_removes_the_most_error(share, wider):
             model, method=method, share_of_8_bits=share, calibration_data_reader=samples
         ).report
         assert "".join(row.node for row in report.nodes if row.bits == 8) == wider
+
+
+def test_8_bits_are_chosen_by_all_tokens_and_not_by_a_sample():
+    # The first of 3000 tokens is a sink, as texts begin with one: it makes most of a's error.
+    text = """g (float[T, 32] x, float[T, 32] z) => (float[T, 32] i, float[T, 32] j) {
+        [a] i = MatMul(x, A) [b] j = MatMul(z, B)
+    }"""
+    rng = np.random.default_rng(0)
+    x, z, *weights = (
+        rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 3000, 32, 32)
+    )
+    x[0] *= 1000
+    model = model_of(text, dict(zip("AB", weights, strict=True)))
+    report = quantize(
+        model,
+        method="gptq",
+        share_of_8_bits=0.5,
+        calibration_data_reader=[{"x": x, "z": 2 * z}],
+    ).report
+    assert [row.node for row in report.nodes if row.bits == 8] == ["a"]

@@ -256,6 +256,30 @@ def test_bits_meet_a_budget() -> None:
         plan_bits(float_chain(), token_feeds(), budget=1 - 1e-9)
 
 
+def test_a_share_of_the_weights_counts_their_bytes_and_leaves_out_what_is_excluded() -> None:
+    # "wide" errs most of all, and is 8 of 10 parts of the bytes that may get 8 bits.
+    widths = {"a": (64, 64), "wide": (64, 512), "b": (512, 8), "head": (8, 64)}
+    lines, before = [], "x"
+    for name in widths:
+        lines.append(f"[{name}] {name} = MatMul({before}, w_{name})")
+        before = name
+    model = model_of(
+        f"g (float[T, 64] x) => (float[T, 64] head) {{ {' '.join(lines)} }}",
+        {f"w_{name}": normal(*shape) / 8 for name, shape in widths.items()},
+    )
+    data = [{"x": normal(5, 64, seed=seed)} for seed in range(3)]
+    options = {"nodes_to_exclude": ["head"]}
+    for limit, possible in ((0.75, {"a", "b"}), (0.15, {"a", "b"}), (3, {"a", "wide", "b"})):
+        plan = plan_bits(model, data, max_8bit=limit, **options)
+        sizes = {row.node: row.K * row.N for row in plan.report.quantized}
+        assert set(sizes) == {"a", "wide", "b"}
+        assert set(plan.node_config) <= possible
+        if limit < 1:
+            chosen = sum(sizes[name] for name in plan.node_config)
+            assert 0 < chosen <= limit * sum(sizes.values())
+    assert set(plan.node_config) == {"a", "wide", "b"}
+
+
 def test_errors_without_a_number_are_drawn_at_the_top() -> None:
     errors = (math.inf, 0.4, 0.1)
     curve = [CurvePoint(i, (), Deviation(error, 0.5)) for i, error in enumerate(errors)]

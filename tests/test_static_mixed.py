@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections import Counter
@@ -620,3 +621,21 @@ def test_the_command_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
     wrong = ortplugins_command(*arguments, "--force")
     assert (wrong.returncode, "--overrides" in wrong.stderr) == (2, True)
+
+
+OVERRIDDEN = {
+    "try_replacing_upstream_output": ["self", "upstream_output_name", "output_name"],
+    "adjust_tensor_ranges": ["self"],
+    "_make_tensor_scale_zp_initializers": ["self", "tensor_name"],
+    "_quantize_sharing_param_tensors": ["self"],
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_is_overridden_of_onnxruntimes_quantizer_is_there(monkeypatch, name):
+    """A new onnxruntime that changed one of these shows here, and to users by name."""
+    owner = next(kind for kind in QDQQuantizer.__mro__ if name in vars(kind))
+    assert list(inspect.signature(getattr(owner, name)).parameters) == OVERRIDDEN[name]
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(QuantizationError, match=f"has no method '{name}'"):
+        quantize_static_mixed(conv_net(), None, samples())

@@ -98,7 +98,7 @@ def plan_precision(
             "--max-8bit",
             parser=_count,
             metavar="N",
-            help="With --weights: nodes that may get 8 bits, a number or a share.",
+            help="With --weights: nodes (a number) or weights (a share) that may get 8 bits.",
         ),
     ] = None,
     method: Annotated[str, typer.Option(help="With --weights: as for quantize.")] = "rtn",

@@ -80,7 +80,7 @@ def search_scales(
     mean_abs: Floats,
     tokens: Floats | None,
     gram: Floats | None,
-    form: BlockFormat | None = None,
+    forms: Sequence[BlockFormat] | None = None,
     *,
     alphas: Sequence[float] | None = None,
     column_stride: int = _COLUMN_STRIDE,
@@ -96,7 +96,8 @@ def search_scales(
         tokens: A sample of the activation, float32 ``[T, K]``.
         gram: X^T X over the number of tokens, float32 ``[K, K]``. It is preferred: it comes
             from all tokens, where a sample of 128 costs 0.3 of perplexity.
-        form: Bits, block size and grid; the defaults of :class:`BlockFormat` where it is None.
+        forms: Bits, block size and grid of each weight; the defaults of :class:`BlockFormat`
+            where it is None.
         alphas: Exponents to try; by default 0 to 1 in tenths, and then a twentieth to both
             sides of the best.
         column_stride: One in so many columns is looked at, but 64 at least and 160 at most of
@@ -110,21 +111,21 @@ def search_scales(
             infinity; if statistics are missing, have another K or are not finite; if a weight
             is too large for the type of the scales.
     """
-    form = form or BlockFormat()
+    forms = forms or [BlockFormat()] * len(weights)
     k = len(mean_abs)
     _check(weights, mean_abs, tokens, gram)
-    sample = _sampled_columns(weights, column_stride)
+    sample = _sampled_columns(weights, forms, column_stride)
     square = _output_square(tokens, gram)
     one = np.ones(k, np.float32)
-    nearest = _loss(sample, one, form, square)
+    nearest = _loss(sample, one, square)
     best = ScaleChoice(one, None, nearest, nearest)
-    w_mean = _relative_magnitude(weights, form.size_along(k))
+    w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
     def attempt(alpha: float) -> None:
         nonlocal best
         scales = _scales(mean_abs, w_mean, alpha)
         try:
-            loss = _loss(sample, scales, form, square)
+            loss = _loss(sample, scales, square)
         except QuantizationError:  # s W is too large for the type of its scales
             return
         if loss < best.loss:
@@ -161,29 +162,31 @@ def _check(
             raise QuantizationError("the activation's statistics hold NaN or infinite values")
 
 
-def _sampled_columns(weights: Sequence[Floats], stride: int) -> list[Floats]:
-    """Return every stride-th column of each weight, in strips ``[K, n]``, copied."""
+def _sampled_columns(
+    weights: Sequence[Floats], forms: Sequence[BlockFormat], stride: int
+) -> list[tuple[Floats, BlockFormat]]:
+    """Return every stride-th column of each weight, in strips ``[K, n]``, copied; its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
     step = max(1, min(stride, total // _LEAST_COLUMNS))
     if stride > 1:
         step = max(step, -(-total // _MOST_COLUMNS))
     width = max(1, _STRIP // k)
     strips = []
-    for weight in weights:
+    for weight, form in zip(weights, forms, strict=True):
         # From the middle of the first step; of a narrow weight one column at least.
         columns = weight[:, min(step // 2, weight.shape[1] - 1) :: step]
         strips += [
-            np.ascontiguousarray(columns[:, start : start + width], np.float32)
+            (np.ascontiguousarray(columns[:, start : start + width], np.float32), form)
             for start in range(0, columns.shape[1], width)
         ]
     return strips
 
 
-def _relative_magnitude(weights: Sequence[Floats], size: int) -> Doubles:
+def _relative_magnitude(weights: Sequence[Floats], sizes: Sequence[int]) -> Doubles:
     """Mean over all columns of |w| over the greatest of its block, ``[K]``, at most 1."""
     k = len(weights[0])
     total, count = np.zeros(k), 0
-    for weight in weights:
+    for weight, size in zip(weights, sizes, strict=True):
         width = max(1, _STRIP // k)
         for start in range(0, weight.shape[1], width):
             strip = np.abs(weight[:, start : start + width], dtype=np.float32)
@@ -224,10 +227,12 @@ def _output_square(tokens: Floats | None, gram: Floats | None) -> Callable[[Floa
 
 
 def _loss(
-    strips: Iterable[Floats], scales: Floats, form: BlockFormat, square: Callable[..., float]
+    strips: Iterable[tuple[Floats, BlockFormat]],
+    scales: Floats,
+    square: Callable[[Floats], float],
 ) -> float:
     column, total = scales[:, None], 0.0
-    for strip in strips:
+    for strip, form in strips:
         difference = dequantize_blocks(*quantize_blocks(strip * column, form), form)
         difference /= column
         difference -= strip

@@ -148,7 +148,7 @@ def plan_precision(
             run.switched(instrumented, names),
             units,
             made,
-            count=len(graph.tensors),
+            cost=len(graph.tensors),
             of=f"{len(graph.tensors)} activations promoted",
             reference=None
             if reference is None
@@ -232,14 +232,15 @@ def _units(
     for tensor, switch in zip(places, switches, strict=True):
         if tensor.grid.dtype in _WIDER:
             members.setdefault(groups.find(tensor), []).append((tensor, switch))
-    return [
-        Unit(
-            tuple(dict.fromkeys(tensor.name for tensor, _ in group)),
-            tuple(switch for _, switch in group),
-            "" if (node := group[0][0].producer) is None else node.op_type,
+    units = []
+    for group in members.values():
+        tensors = tuple(dict.fromkeys(tensor.name for tensor, _ in group))
+        node = group[0][0].producer
+        operator = "" if node is None else node.op_type
+        units.append(
+            Unit(tensors, tuple(switch for _, switch in group), operator, len(tensors))
         )
-        for group in members.values()
-    ]
+    return units
 
 
 def _rewritten(

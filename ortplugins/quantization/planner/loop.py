@@ -64,8 +64,8 @@ class PlannerRun:
         max_memory: Bytes for what is kept of activations and outputs.
         providers: Execution providers that run the samples.
         budget: Cosine to reach; None: promote as many as the limit allows.
-        limit: How many may be promoted (int), or which share of all (float); None for any
-            number.
+        limit: What may be promoted, in the units' cost (int), or which share of all (float);
+            None for anything.
         option: What messages call the limit.
         progress: Called before each measurement.
     """
@@ -143,7 +143,7 @@ class PlannerRun:
         units: Sequence[Unit],
         made: Callable[[Search, tuple[str, ...]], ir.Model | None],
         *,
-        count: int,
+        cost: int,
         of: str,
         reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
         implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
@@ -155,7 +155,7 @@ class PlannerRun:
             units: What can be promoted.
             made: Makes a model with the promoted names; None if it banned some of them
                 instead.
-            count: How many candidates there are, for a limit that is a share.
+            cost: Of all candidates together, for a limit that is a share.
             of: What messages call the candidates: "5 activations promoted".
             reference: Outputs to compare with; those with all switches off by default.
             implied: Names that have more bits as soon as others have.
@@ -167,7 +167,7 @@ class PlannerRun:
             QuantizationError: If the budget is not reached although there is no limit.
         """
         budget, limit = self.budget, self.limit
-        most = math.floor(limit * count) if isinstance(limit, float) else limit
+        most = math.floor(limit * cost) if isinstance(limit, float) else limit
         search = Search(switched, units, self.progress, implied)
         if reference is not None:
             switched.refer_to(reference)

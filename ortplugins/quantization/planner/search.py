@@ -70,11 +70,13 @@ class Unit:
         names: As :class:`Effect` has them; these are counted.
         switches: That are on as long as it has few bits.
         operator: As there.
+        cost: What a limit counts: activations, nodes, or elements of a weight.
     """
 
     names: tuple[str, ...]
     switches: tuple[str, ...]
     operator: str
+    cost: int
 
 
 class Search:
@@ -152,8 +154,8 @@ class Search:
         while (wanted is None or self.now.cosine < wanted) and (
             candidates := self._candidates(limit)
         ):
-            most = limit or _count(self._ordered)
-            self._progress(_count(self._promoted), most, "promoting")
+            most = limit or _cost(self._ordered)
+            self._progress(_cost(self._promoted), most, "promoting")
             chosen = candidates[0]
             if len(candidates) > 1:
                 chosen = max(candidates, key=self._gain)
@@ -186,7 +188,7 @@ class Search:
         self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
 
     def _worth(self, unit: Unit) -> float:
-        return self._effects[unit] / len(unit.names)
+        return self._effects[unit] / unit.cost
 
     def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
         """Add what is implied."""
@@ -205,9 +207,9 @@ class Search:
             if len(found) == _CLOSED:
                 break
             closed = self._closed([*self._promoted, unit])
-            if limit is None or _count(closed) <= limit:
+            if limit is None or _cost(closed) <= limit:
                 added = [item for item in closed if item not in promoted]
-                worth = sum(self._effects[item] for item in added) / _count(added)
+                worth = sum(self._effects[item] for item in added) / _cost(added)
                 found.append((worth, closed))
         found.sort(key=lambda item: -item[0])
         return [
@@ -215,8 +217,8 @@ class Search:
         ]
 
     def _gain(self, units: Sequence[Unit]) -> float:
-        """How much error goes with each that is added."""
-        added = _count(units) - _count(self._promoted)
+        """How much error goes for what is added."""
+        added = _cost(units) - _cost(self._promoted)
         return (self.now.error - self._measured(units).error) / added
 
     def _measured(self, promoted: Iterable[Unit]) -> Deviation:
@@ -230,6 +232,10 @@ class Search:
         self._promoted = promoted
         self._base = self._switched.base(self._on(promoted))
         self.now = self._base.deviation
+
+
+def _cost(units: Iterable[Unit]) -> int:
+    return sum(unit.cost for unit in units)
 
 
 def _count(units: Iterable[Unit]) -> int:

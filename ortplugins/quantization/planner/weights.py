@@ -76,8 +76,9 @@ def plan_bits(
         model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
         data: Samples, as for :func:`.quantize`.
         budget: Cosine of the outputs to the float model's that is to be reached.
-        max_8bit: How many nodes may get 8 bits: a number (int), or a share of the quantised
-            ones (float, 0 to 1). With a budget: whichever is met first.
+        max_8bit: What may get 8 bits: a number of nodes (int), or a share of the quantised
+            weights, and so of their bytes (float, 0 to 1). With a budget: whichever is met
+            first.
         method: As for ``quantize``, and so are block_size, is_symmetric, op_types,
             nodes_to_exclude.
         block_size: Elements along K that share a scale.
@@ -130,13 +131,13 @@ def plan_bits(
 
         many, few = quantized((), _MANY, "rtn"), quantized((), how="rtn")
         nodes = len(report.quantized)
-        units = _with_switches(few, many, report)
+        units = _with_switches(few, many, report, isinstance(max_8bit, int))
         switched = run.switched(few, [switch for unit in units for switch in unit.switches])
         search, figures = run.search(
             switched,
             units,
             lambda search, names: quantized(names),
-            count=nodes,
+            cost=sum(unit.cost for unit in units),
             of=f"{nodes} nodes at {_MANY} bits",
             reference=run.switched(run.model.clone()).values(),
         )
@@ -150,8 +151,13 @@ def plan_bits(
     )
 
 
-def _with_switches(few: ir.Model, many: ir.Model, report: QuantizeReport) -> list[Unit]:
-    """Put the weights of one model beside those of the other; nodes of a weight are one."""
+def _with_switches(
+    few: ir.Model, many: ir.Model, report: QuantizeReport, nodes_count: bool
+) -> list[Unit]:
+    """Put the weights of one model beside those of the other; nodes of a weight are one.
+
+    They cost their elements, or a node each where nodes count.
+    """
     finer = {label(node): node for node in many.graph}
     quantized = {node.node: node for node in report.quantized}
     names = FreshNames(few)
@@ -165,14 +171,13 @@ def _with_switches(few: ir.Model, many: ir.Model, report: QuantizeReport) -> lis
             if coarse is None or fine is None:
                 continue
             nodes.setdefault(coarse, (fine, []))[1].append(name)
-    return [
-        Unit(
-            tuple(dict.fromkeys(readers)),
-            (add_weight_switch(few, coarse, fine, names),),
-            quantized[readers[0]].op_type,
-        )
-        for coarse, (fine, readers) in nodes.items()
-    ]
+    units = []
+    for coarse, (fine, readers) in nodes.items():
+        first, readers = quantized[readers[0]], list(dict.fromkeys(readers))
+        cost = len(readers) if nodes_count else first.K * first.N
+        switch = add_weight_switch(few, coarse, fine, names)
+        units.append(Unit(tuple(readers), (switch,), first.op_type, cost))
+    return units
 
 
 def _dequantize(value: ir.Value | None) -> ir.Node | None:

@@ -155,8 +155,9 @@ class WeightErrors:
         weight: Frobenius norm of the difference over the weight's, the scales of input
             channels taken out again.
         output: The same of the products with the sampled tokens; NaN without any.
-        added: Square of the error of the products, for each token, summed over the columns;
-            NaN likewise.
+        added: Square of the error of the products, for each token, summed over the columns:
+            tr(D^T H D) where there are second moments H and another output to choose, else
+            that of the sample; NaN likewise.
     """
 
     weight: float
@@ -234,16 +235,16 @@ def _search_scales(
 ) -> tuple[Floats | None, float]:
     assert task.mean_abs is not None
     weights = [_checked(_matrix(item), item.name) for item in task.weights]
-    form = task.weights[0].outputs[0].form
+    forms = [item.outputs[0].form for item in task.weights]
     choice = search_scales(
-        weights, task.mean_abs.map(), tokens, gram, form, alphas=task.alphas
+        weights, task.mean_abs.map(), tokens, gram, forms, alphas=task.alphas
     )
     if (choice.scales == 1).all():
         return None, float("nan")
     # What the activation is multiplied by is stored in its type, the weights' and so the
     # scales': the weight gets exactly the inverse of that.
     with np.errstate(over="ignore"):
-        inverse = (1 / choice.scales).astype(form.scale_type).astype(np.float32)
+        inverse = (1 / choice.scales).astype(forms[0].scale_type).astype(np.float32)
     inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
     return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
 
@@ -259,6 +260,7 @@ def _quantize(
     matrix = _matrix(task)
     sample = None if tokens is None else tokens[:_ERROR_TOKENS]
     sinks = [_Sink(output) for output in task.outputs]
+    hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
     for columns in _strips(matrix, "gptq" in METHODS[group.method]):
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
@@ -275,8 +277,11 @@ def _quantize(
             difference = dequantize_blocks(*quantized, sink.stored.form)
             difference -= scaled
             if sample is not None and product is not None:
-                sink.sums[2] += _square(sample @ difference) / len(sample)
-                sink.sums[3] += _square(product) / len(sample)
+                added = _square(sample @ difference) / len(sample)
+                sink.sums[2:] += added, _square(product) / len(sample)
+                if hessian is not None:
+                    added = float(np.vdot(difference, hessian @ difference))
+                sink.added += added
             if channel_scales is not None:
                 difference /= channel_scales[:, None]
             sink.sums[0] += _square(difference)
@@ -349,6 +354,7 @@ class _Sink:
         self.stored = stored
         # Squares of: error and weight, error and product for each token.
         self.sums = np.zeros(4)
+        self.added = 0.0
         aligned = stored.k_last or stored.N * stored.form.bits % 8 == 0
         self._kept = None if aligned else np.empty((stored.K, stored.N), np.uint8)
         self._codes = stored.codes.map("r+")
@@ -381,5 +387,5 @@ class _Sink:
         if self._kept is not None:
             self._codes[:] = pack_rows(self._kept.reshape(-1), self.stored.form.bits)
         ratios = np.sqrt(self.sums[::2] / np.where(self.sums[1::2] > 0, self.sums[1::2], 1))
-        output, added = (ratios[1], self.sums[2]) if measured else (np.nan, np.nan)
+        output, added = (ratios[1], self.added) if measured else (np.nan, np.nan)
         return WeightErrors(float(ratios[0]), float(output), float(added))
