@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.inputs import NUMPY_TYPES, fetch, type_of
+from ortplugins.comparison.inputs import fetch
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import load_path
-from ortplugins.runtime.stock_session import open_model
+from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
 from ortplugins.samples.made_up import next_step
 from ortplugins.samples.text import TokenFeeds
 
