@@ -67,23 +67,24 @@ class WeightOnlyQuantization(Pass):
         import tempfile
         from pathlib import Path
 
-        from ortplugins.quantization.methods.block_format import BlockFormat
-        from ortplugins.quantization.weights.plan import QuantizeSettings, plan_weights
+        from ortplugins.quantization.weights.plan import plan_weights
+        from ortplugins.quantization.weights.recipe import Recipe
         from ortplugins.quantization.weights.work import quantize_graph
         from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
         from rewrite_rules.remarks import Remarks
 
         patterns = [part.strip() for part in self.nodes_to_exclude.split(",")]
-        settings = QuantizeSettings(
-            form=BlockFormat(self.bits, self.block_size, self.is_symmetric),
-            nodes_to_exclude=[pattern for pattern in patterns if pattern],
+        recipe = Recipe(
+            bits=self.bits,
+            block_size=self.block_size,
+            is_symmetric=self.is_symmetric,
             quant_format="QDQ_transposed",
-        )
-        plan = plan_weights(model, settings)
+        ).with_settings({"nodes_to_exclude": [pattern for pattern in patterns if pattern]})
+        plan = plan_weights(model, recipe)
         # The codes lie in files until the model is saved; they go when the model does.
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
         model.meta[_SCRATCH] = scratch
-        report = quantize_graph(plan, settings, Path(scratch.name))
+        report = quantize_graph(plan, recipe, Path(scratch.name))
         for node in report.nodes:
             if node.quantized:
                 what = f"{node.weight!r} -> {node.bits} bits, block_size {node.block_size}"

@@ -69,7 +69,7 @@ def test_excluded_nodes_keep_their_weight(path):
     kinds = operators(session)
     assert (kinds["MatMulNBits"], kinds["MatMul"] + kinds["FusedMatMul"]) == (1, 1)
     (refused,) = session.ortplugins_report.refused
-    assert (refused.node, refused.reason) == ("head", "excluded by nodes_to_exclude")
+    assert (refused.node, refused.reason) == ("head", "kept in float by 'he*d'")
 
 
 def test_the_fusion_after_it_finds_nothing_left(path):

@@ -44,6 +44,12 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter of the command's function comes from this call, not by default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None:
     """Refuse options of this call that would be ignored.
 
@@ -56,8 +62,7 @@ def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None
         typer.BadParameter: If one of them was given.
     """
     for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        given = source is not None and source.name == "COMMANDLINE"
+        given = is_given(context, parameter.name or "")
         if given and parameter.name in names:
             raise typer.BadParameter(f"has no effect {why}", param_hint=parameter.opts[0])
 

@@ -38,6 +38,13 @@ def quantize(
         Path | None,
         typer.Option("--output", "-o", help="File to write; for a folder, a folder."),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="small, balanced, best, or a YAML file; the options below change it.",
+        ),
+    ] = None,
     method: Annotated[
         Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"],
         typer.Option(help="All but rtn look at samples."),
@@ -99,25 +106,33 @@ def quantize(
 ) -> None:
     """Quantise a model's weights to 4, 8 or 2 bits."""
     from ortplugins.quantization import quantize
+    from ortplugins.quantization.weights.recipe_file import read_recipe
 
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
-    _refuse_ignored(context)
+    settings: dict[str, tuple[str, Any]] = {
+        "method": ("method", method),
+        "bits": ("bits", bits),
+        "block_size": ("block_size", block_size),
+        "asymmetric": ("is_symmetric", not asymmetric),
+        "op_types": ("op_types", op_types),
+        "include": ("nodes_to_include", include),
+        "exclude": ("nodes_to_exclude", exclude),
+        "node_config": ("node_config", _read_config(node_config)),
+        "share_of_8_bits": ("share_of_8_bits", share_of_8_bits),
+        "quant_format": ("quant_format", quant_format),
+        "accuracy_level": ("accuracy_level", accuracy_level),
+    }
+    if recipe is None and quant_format != "MatMulNBits":
+        refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
+    given: Any = dict(pair for name, pair in settings.items() if opt.is_given(context, name))
+    chosen = read_recipe(recipe).with_settings(given)
+    _refuse_ignored(context, needs_samples=chosen.needs_statistics)
     with progress_bar() as bar, _executor(scheduler) as executor:
         result = quantize(
             model,
             output,
-            method=method,
-            bits=bits,
-            block_size=block_size,
-            is_symmetric=not asymmetric,
-            op_types=op_types,
-            nodes_to_include=include or None,
-            nodes_to_exclude=exclude or (),
-            node_config=_read_config(node_config),
-            share_of_8_bits=share_of_8_bits,
-            quant_format=quant_format,
-            accuracy_level=accuracy_level,
+            recipe=chosen,
             calibration_data_reader=source,
             calibration_providers=providers,
             max_calibration_memory=max_calibration_memory,
@@ -160,7 +175,7 @@ def _evaluate(path: Path, floats: Path, source: Any, progress: Progress) -> Any:
         return str(error)
 
 
-def _refuse_ignored(context: typer.Context) -> None:
+def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
     """Refuse options that have no effect beside others of this call."""
     given = context.params
     if given["dry_run"]:
@@ -169,10 +184,8 @@ def _refuse_ignored(context: typer.Context) -> None:
         )
     if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")
-    if given["quant_format"] != "MatMulNBits":
-        refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
     samples = given["samples"] or given["text"]
-    if given["method"] == "rtn" and not given["share_of_8_bits"] and not samples:
+    if not needs_samples and not samples:
         refuse_without_effect(
             context,
             "with --method rtn and without samples",

@@ -37,7 +37,7 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
 
 from __future__ import annotations
 
-__all__ = ["gptq"]
+__all__ = ["GptqOptions", "gptq"]
 
 import dataclasses
 from collections.abc import Sequence
@@ -70,6 +70,37 @@ _NUDGES = (1.0, 0.96, 1.04, 0.92, 1.08)
 _STRIP = 1 << 20
 # How often damping grows tenfold before a matrix is refused.
 _ATTEMPTS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class GptqOptions:
+    """Options of :func:`gptq`, described there.
+
+    Raises:
+        QuantizationError: If a value is out of range.
+    """
+
+    order: str = "energy"
+    damping: float = 0.01
+    relative_damping: float = 1.0
+    ratios: Sequence[float] = _RATIOS
+    revisits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.order not in ("energy", "natural"):
+            raise QuantizationError(
+                f"gptq: order is {self.order!r}: 'energy' or 'natural' is expected"
+            )
+        for name in ("damping", "relative_damping", "revisits"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise QuantizationError(f"gptq: {name} is {value!r}: 0 or more is expected")
+        if not isinstance(self.revisits, int):
+            raise QuantizationError(f"gptq: revisits is {self.revisits}: an int is expected")
+        if not (self.ratios and all(0 < ratio <= 2 for ratio in self.ratios)):
+            raise QuantizationError(
+                f"gptq: ratios is {self.ratios!r}: numbers above 0 and up to 2 are expected"
+            )
 
 
 def gptq(

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.awq_clip import search_clip
 from ortplugins.quantization.methods.awq_scales import search_scales
 from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.gptq import gptq
+from ortplugins.quantization.methods.gptq import GptqOptions, gptq
 from ortplugins.quantization.methods.nearest import (
     Codes,
     Floats,
@@ -135,6 +135,7 @@ class GroupTask:
         gram: float32 ``[K, K]``; None where all tokens are there, too.
         alphas: Exponents to try for the scales of channels; None for the search's own.
         clip_ratios: Ratios to try for what blocks are clipped to; None likewise.
+        gptq: Options of GPTQ.
     """
 
     weights: tuple[WeightTask, ...]
@@ -143,8 +144,9 @@ class GroupTask:
     mean_abs: TensorReference | None = None
     tokens: TensorReference | None = None
     gram: TensorReference | None = None
-    alphas: tuple[float, ...] | None = None
-    clip_ratios: tuple[float, ...] | None = None
+    alphas: Sequence[float] | None = None
+    clip_ratios: Sequence[float] | None = None
+    gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +270,7 @@ def _quantize(
         for number, sink in enumerate(sinks):
             steps = () if number else METHODS[group.method]
             try:
-                quantized = _codes(scaled, sink.stored.form, steps, group.clip_ratios, gram)
+                quantized = _codes(scaled, sink.stored.form, steps, group, gram)
             except QuantizationError as error:
                 raise QuantizationError(
                     f"weight {task.name!r} cannot be quantised: {error}"
@@ -293,16 +295,16 @@ def _codes(
     weight: Floats,
     form: BlockFormat,
     steps: tuple[str, ...],
-    clip_ratios: tuple[float, ...] | None,
+    group: GroupTask,
     gram: Floats | None,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     if "gptq" in steps:
         assert gram is not None
-        return gptq(weight, gram, form)
+        return gptq(weight, gram, form, **dataclasses.asdict(group.gptq))
     ratios = None
     if "clip" in steps:
         assert gram is not None
-        ratios = search_clip(weight, gram, form, ratios=clip_ratios)
+        ratios = search_clip(weight, gram, form, ratios=group.clip_ratios)
     return quantize_blocks(weight, form, ratios)
 
 

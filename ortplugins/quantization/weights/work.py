@@ -42,11 +42,11 @@ from ortplugins.quantization.weights.group import (
 )
 from ortplugins.quantization.weights.plan import (
     Group,
-    QuantizeSettings,
     Weight,
     WeightPlan,
     reported,
 )
+from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from rewrite_rules.graph.names import FreshNames
 
@@ -90,7 +90,7 @@ class _Done:
 
 def quantize_graph(
     plan: WeightPlan,
-    settings: QuantizeSettings,
+    recipe: Recipe,
     scratch: Path,
     *,
     calibration: Calibration | None = None,
@@ -101,7 +101,7 @@ def quantize_graph(
 
     Args:
         plan: Of :func:`~ortplugins.quantization.weights.plan.plan_weights`.
-        settings: The same as there.
+        recipe: The same as there.
         scratch: A folder that stays until the model is saved, and that every worker of the
             executor sees.
         calibration: Yields statistics of activations; None for a method that needs none.
@@ -119,7 +119,7 @@ def quantize_graph(
             executor = stack.enter_context(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
-        work = _Work(settings, scratch, executor)
+        work = _Work(recipe, scratch, executor)
         by_group: dict[Group, _Done] = {}
         for done in work.run(plan.groups, calibration):
             by_group[done.group] = done
@@ -127,18 +127,18 @@ def quantize_graph(
                 name = done.group.weights[0].sites[0].label
                 progress(len(by_group), len(plan.groups), name)
     results = [by_group[group] for group in plan.groups]
-    if settings.share_of_8_bits:
-        _choose_more_bits(results, settings.share_of_8_bits)
-    return _rewrite(plan, settings, results)
+    if recipe.share_of_8_bits:
+        _choose_more_bits(results, recipe.share_of_8_bits)
+    return _rewrite(plan, recipe, results)
 
 
 class _Work:
     """Sends groups to an executor and collects what comes back."""
 
     def __init__(
-        self, settings: QuantizeSettings, scratch: Path, executor: concurrent.futures.Executor
+        self, recipe: Recipe, scratch: Path, executor: concurrent.futures.Executor
     ) -> None:
-        self._settings = settings
+        self._recipe = recipe
         self._scratch = scratch
         self._executor = executor
         self._numbers = itertools.count()
@@ -161,21 +161,32 @@ class _Work:
         yield from self._batch([(group, {}) for group in left])
 
     def _requests(self, groups: Sequence[Group]) -> list[ActivationRequest]:
-        steps = METHODS[self._settings.method]
-        return [
-            ActivationRequest(
-                activation.name or "",
-                k := group.weights[0].K,
-                gram=bool(steps),
-                max_tokens=_SAMPLED_TOKENS,
-                # Feedback between rows needs all; searches of scales and ranges find the same
-                # in twice as many as there are channels.
-                gram_tokens=None if "gptq" in steps else 2 * k,
-                group=str(number),
-            )
-            for number, group in enumerate(groups)
-            for activation in group.activations
-        ]
+        """Ask for each activation once, for all groups that share it."""
+        requests: dict[str, ActivationRequest] = {}
+        for number, group in enumerate(groups):
+            steps, k = METHODS[group.method], group.weights[0].K
+            for activation in group.activations:
+                wanted = ActivationRequest(
+                    activation.name or "",
+                    k,
+                    gram=bool(steps),
+                    max_tokens=_SAMPLED_TOKENS,
+                    # Feedback between rows needs all; searches of scales and ranges find the
+                    # same in twice as many as there are channels.
+                    gram_tokens=None if "gptq" in steps else 2 * k,
+                    group=str(number),
+                )
+                asked = requests.setdefault(wanted.name, wanted)
+                if asked is not wanted:
+                    # A rule has given weights of one activation other methods.
+                    for name, item in requests.items():
+                        if item.group == asked.group:
+                            requests[name] = dataclasses.replace(item, group=wanted.group)
+                    more = wanted.gram and (not asked.gram or wanted.gram_tokens is None)
+                    requests[wanted.name] = dataclasses.replace(
+                        wanted if more else asked, group=wanted.group
+                    )
+        return list(requests.values())
 
     def _statistics(
         self, group: Group, batch: Batch, writer: ScratchWriter
@@ -197,11 +208,12 @@ class _Work:
             for group, statistics in groups:
                 task = GroupTask(
                     tuple(self._task(weight) for weight in group.weights),
-                    self._settings.method if statistics else "rtn",
+                    group.method if statistics else "rtn",
                     this_process(),
                     **statistics,
-                    alphas=self._settings.alphas,
-                    clip_ratios=self._settings.clip_ratios,
+                    alphas=self._recipe.alphas,
+                    clip_ratios=self._recipe.clip_ratios,
+                    gptq=self._recipe.gptq,
                 )
                 futures[self._executor.submit(quantize_group, task)] = (group, task)
             for future, (group, task) in futures.items():
@@ -214,10 +226,10 @@ class _Work:
 
     def _task(self, weight: Weight) -> WeightTask:
         site, forms = weight.sites[0], [weight.form]
-        if self._settings.share_of_8_bits and weight.form.bits < _MORE_BITS:
+        if self._recipe.share_of_8_bits and weight.form.bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
         tables = any(each.activation is None for each in weight.sites)
-        k_last = self._settings.quant_format != "QDQ" or tables
+        k_last = self._recipe.quant_format != "QDQ" or tables
         return WeightTask(
             site.weight.name or "",
             self._sources.refer_to(site.tensor),
@@ -260,9 +272,7 @@ def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
             left -= size
 
 
-def _rewrite(
-    plan: WeightPlan, settings: QuantizeSettings, results: Sequence[_Done]
-) -> QuantizeReport:
+def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> QuantizeReport:
     """Put everything into the graph."""
     by_value = {w.value: stored for done in results for w, stored, *_ in done.outputs()}
     # What is to divide the output columns of weights that get quantised as well.
@@ -277,7 +287,7 @@ def _rewrite(
     folds: dict[ir.Value, list[Fold] | None] = {}
     for done, activation, scales in scaled:
         found = None
-        if settings.fold_scales:
+        if recipe.fold_scales:
             found = find_folds(activation, done.uses(activation), scales)
         if found and not all(_divisible(by_value.get(f.constant), scales) for f in found):
             found = None
@@ -312,7 +322,7 @@ def _rewrite(
             }
     for value in by_value:
         drop_unused(value)
-    return reported(plan, settings, rows)
+    return reported(plan, recipe, rows)
 
 
 def _divisible(stored: StoredCodes | None, divisor: Floats) -> bool:

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: MIT
+"""A recipe: which weights are quantised, by which method, into what."""
+
+from __future__ import annotations
+
+__all__ = ["QUANT_FORMATS", "Choice", "Recipe", "Rule", "Settings"]
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+import onnx_ir as ir
+
+from ortplugins.errors import QuantizationError
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.gptq import GptqOptions
+from ortplugins.quantization.selection import Pattern, check_names, matches
+from ortplugins.quantization.weights.group import METHODS
+from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite
+from rewrite_rules.closest_name import did_you_mean
+
+QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
+
+_KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
+_FORM = ("bits", "block_size", "is_symmetric")
+# Patterns that no name is needed for.
+_HEAD, _TABLE = ":head", ":table"
+# What may stand between the product of a head and the output of the model.
+_BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What some nodes get; None leaves what the recipe, or an earlier rule, says.
+
+    Attributes:
+        nodes: The nodes: a name, a glob, or a regular expression (compiled, or text that
+            starts with ``re:``; found anywhere in the name); ``":head"`` for the product that
+            the model's output is, ``":table"`` for every Gather. Nodes without a name go by
+            their first output's.
+        method: A method of :class:`Recipe`.
+        bits: 2, 4 or 8.
+        block_size: Elements along K that share a scale; -1 for a scale per column.
+        is_symmetric: Signed codes without zero points; else unsigned ones with.
+        keep_float: Whether the weight stays in float.
+        optional: Whether a pattern, a name excepted, may match no node.
+    """
+
+    nodes: Pattern
+    method: str | None = None
+    bits: int | None = None
+    block_size: int | None = None
+    is_symmetric: bool | None = None
+    keep_float: bool | None = None
+    optional: bool = False
+
+    @classmethod
+    def of(cls, nodes: Pattern, settings: Mapping[str, Any]) -> Rule:
+        """Return the rule of some settings by name.
+
+        Raises:
+            QuantizationError: If one is not a setting of a rule; names the closest.
+        """
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "nodes"]
+        for name in settings:
+            if name not in known:
+                hint = did_you_mean(str(name), known) or f"; it can have {', '.join(known)}"
+                raise QuantizationError(f"rule {_text(nodes)!r} has no {name!r}{hint}")
+        return cls(nodes, **settings)
+
+    def means(self, site: WeightSite) -> bool:
+        """Whether the rule is for a node."""
+        if self.nodes == _HEAD:
+            return site.activation is not None and _is_head(site.node.outputs[0])
+        if self.nodes == _TABLE:
+            return site.node.op_type == "Gather"
+        return matches(self.nodes, site.label)
+
+
+class Settings(TypedDict, total=False):
+    """Settings by name: the fields of :class:`Recipe`, and two short forms of rules.
+
+    ``node_config`` is ``{pattern: {"bits": 8, ...}}``, rules by pattern, and
+    ``nodes_to_exclude`` patterns of nodes that stay in float. Both come after the recipe's
+    own rules.
+    """
+
+    method: str
+    bits: int
+    block_size: int
+    is_symmetric: bool
+    grid: str
+    op_types: Sequence[str]
+    nodes_to_include: Sequence[Pattern] | None
+    nodes_to_exclude: Sequence[Pattern]
+    node_config: Mapping[Any, Mapping[str, Any]] | None
+    rules: Sequence[Rule]
+    share_of_8_bits: float
+    quant_format: str | enum.Enum
+    accuracy_level: int | None
+    alphas: Sequence[float] | None
+    clip_ratios: Sequence[float] | None
+    fold_scales: bool
+    gptq: GptqOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How one node's weight is quantised.
+
+    Attributes:
+        form: Bits, block size and grid.
+        method: One of the methods.
+        reason: Why it stays in float; empty where it does not.
+    """
+
+    form: BlockFormat
+    method: str
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the weights of a model are quantised.
+
+    Attributes:
+        method: ``"rtn"`` rounds to nearest and needs no data. ``"awq_lite"`` scales input
+            channels so that those that matter are rounded finer, ``"awq_clip"`` clips blocks,
+            ``"awq_full"`` does both (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
+            each rounding in what is rounded later (Frantar et al., arXiv 2210.17323);
+            ``"awq_gptq"`` scales first.
+        bits: 2, 4 or 8.
+        block_size: Elements along K that share a scale; -1 for a scale per column.
+        is_symmetric: Signed codes without zero points; else unsigned ones with.
+        grid: Of symmetric codes, ``"extreme"`` or ``"amax"``; see :class:`BlockFormat`.
+        op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
+        nodes_to_include: Patterns of the nodes to quantise, as :class:`Rule` has them; None
+            for all of them.
+        rules: What some nodes get instead, in order: later rules win over earlier ones.
+        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits, rounded to nearest:
+            those whose codes add the most error to outputs. 0.03 of them make 4.6 bits per
+            weight out of 4.5. Needs samples.
+        quant_format: ``"QDQ"``, codes ``[K, N]``, blocks along axis 0; ``"QDQ_transposed"``,
+            codes ``[N, K]``, and a Transpose; ``"MatMulNBits"``, for onnxruntime alone
+            (Gather becomes GatherBlockQuantized). onnxruntime's ``QuantFormat`` is taken, too.
+        accuracy_level: Attribute of MatMulNBits: 0 or 1 computes in float32 (the default), 4
+            with int8 activations. Only for that format.
+        alphas: Exponents that AWQ tries for the scales of input channels, 0 to 1.
+        clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
+        fold_scales: Whether those scales may be folded into the constants that an activation
+            comes from; else a Mul takes them out again.
+        gptq: Damping, order and searches of GPTQ.
+
+    Raises:
+        QuantizationError: If a value is out of range.
+    """
+
+    method: str = "rtn"
+    bits: int = 4
+    block_size: int = 32
+    is_symmetric: bool = True
+    grid: str = "extreme"
+    op_types: Sequence[str] = ("MatMul", "Gemm")
+    nodes_to_include: Sequence[Pattern] | None = None
+    rules: Sequence[Rule] = ()
+    share_of_8_bits: float = 0.0
+    quant_format: str | enum.Enum = "QDQ"
+    accuracy_level: int | None = None
+    alphas: Sequence[float] | None = None
+    clip_ratios: Sequence[float] | None = None
+    fold_scales: bool = True
+    gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quant_format", _format_name(self.quant_format))
+        _check_method(self.method)
+        if wrong := set(self.op_types) - set(OP_TYPES):
+            raise QuantizationError(
+                f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
+            )
+        if not 0 <= self.share_of_8_bits <= 1:
+            raise QuantizationError(
+                f"share_of_8_bits is {self.share_of_8_bits}: 0 to 1 is expected"
+            )
+        _check_patterns("nodes_to_include", self.nodes_to_include)
+        for name, least, range_ in (
+            ("alphas", 0, "of 0 to 1"),
+            ("clip_ratios", 1e-6, "above 0, up to 1,"),
+        ):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if not (given and all(least <= x <= 1 for x in given)):
+                raise QuantizationError(f"{name} is {given}: numbers {range_} are expected")
+            object.__setattr__(self, name, tuple(given))
+        _ = self.form
+        for rule in self.rules:
+            try:
+                self._changed(self.form, rule)
+                _check_method(rule.method or self.method)
+            except QuantizationError as error:
+                raise QuantizationError(f"rule {_text(rule.nodes)!r}: {error}") from error
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        if not self.for_kernels:
+            if self.accuracy_level is not None:
+                raise QuantizationError(
+                    "accuracy_level is an attribute of MatMulNBits: give it where "
+                    f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
+                )
+            return
+        if self.accuracy_level not in (None, 0, 1, 2, 3, 4):
+            raise QuantizationError(
+                f"accuracy_level is {self.accuracy_level!r}: 0 to 4 is expected"
+            )
+        sizes = {self.block_size, *(rule.block_size or -1 for rule in self.rules)}
+        if wrong := sorted(sizes - set(_KERNEL_BLOCK_SIZES)):
+            raise QuantizationError(
+                f"block_size {wrong[0]} has no MatMulNBits kernel: one of "
+                f"{_KERNEL_BLOCK_SIZES} is expected"
+            )
+
+    def with_settings(self, settings: Settings) -> Recipe:
+        """Return the recipe with other settings.
+
+        Raises:
+            TypeError: If one is not a setting; names the closest.
+            QuantizationError: If a value is out of range.
+        """
+        for name in settings:
+            if name not in Settings.__annotations__:
+                hint = did_you_mean(name, Settings.__annotations__)
+                raise TypeError(f"there is no setting {name!r}{hint}")
+        fields: dict[str, Any] = dict(settings)
+        config = fields.pop("node_config", None) or {}
+        excluded = fields.pop("nodes_to_exclude", ())
+        _check_patterns("nodes_to_exclude", excluded)
+        rules = [
+            *fields.pop("rules", self.rules),
+            *(Rule.of(pattern, given) for pattern, given in config.items()),
+            *(Rule(pattern, keep_float=True, optional=True) for pattern in excluded),
+        ]
+        return dataclasses.replace(self, rules=tuple(rules), **fields)
+
+    @property
+    def form(self) -> BlockFormat:
+        """Bits, block size and grid where no rule says anything else."""
+        return BlockFormat(self.bits, self.block_size, self.is_symmetric, self.grid)
+
+    @property
+    def for_kernels(self) -> bool:
+        """Whether MatMulNBits and GatherBlockQuantized are made of the codes."""
+        return self.quant_format == "MatMulNBits"
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether activations have to be watched."""
+        methods = [self.method, *(rule.method or self.method for rule in self.rules)]
+        return any(METHODS[name] for name in methods) or self.share_of_8_bits > 0
+
+    def choose(self, site: WeightSite) -> Choice:
+        """Return how a node's weight is quantised."""
+        half = site.tensor.dtype is ir.DataType.FLOAT16
+        form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
+        method, reason = self.method, ""
+        for rule in self.rules:
+            if rule.means(site):
+                form, method = self._changed(form, rule), rule.method or method
+                if rule.keep_float is not None:
+                    kept = f"kept in float by {_text(rule.nodes)!r}"
+                    reason = kept if rule.keep_float else ""
+        included = self.nodes_to_include
+        if included is not None and not any(matches(p, site.label) for p in included):
+            reason = reason or "not among nodes_to_include"
+        return Choice(form, method, reason)
+
+    def check_against(self, sites: Sequence[WeightSite], names: Collection[str]) -> list[str]:
+        """Check that every pattern means a node.
+
+        Args:
+            sites: The nodes that can be quantised.
+            names: Their names, and those of nodes that cannot.
+
+        Returns:
+            Notes on optional rules that mean none.
+
+        Raises:
+            QuantizationError: Naming each pattern that means none, with the closest names.
+        """
+        check_names("nodes_to_include", self.nodes_to_include or (), names, all_patterns=True)
+        roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE)]
+        unmet = [rule for rule in roles if not any(map(rule.means, sites))]
+        if wrong := [str(rule.nodes) for rule in unmet if not rule.optional]:
+            raise QuantizationError(
+                f"rules: {wrong[0]!r} matches no node that can be quantised"
+            )
+        others = [rule for rule in self.rules if rule not in roles]
+        strict = [rule.nodes for rule in others if not rule.optional]
+        check_names("rules", strict, names, all_patterns=True)
+        optional = [rule.nodes for rule in others if rule.optional]
+        unmatched = check_names("rules", optional, names, all_patterns=False)
+        return [f"{text!r} matches no node" for text in unmatched]
+
+    @staticmethod
+    def _changed(form: BlockFormat, rule: Rule) -> BlockFormat:
+        given = {name: getattr(rule, name) for name in _FORM}
+        return dataclasses.replace(form, **{k: v for k, v in given.items() if v is not None})
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise QuantizationError(f"method is {method!r}: one of {tuple(METHODS)} is expected")
+
+
+def _check_patterns(name: str, patterns: Any) -> None:
+    if isinstance(patterns, str):
+        raise QuantizationError(f"{name} is a string: a list of patterns is expected")
+
+
+def _format_name(quant_format: str | enum.Enum) -> str:
+    """Read a format by our name or onnxruntime's.
+
+    Raises:
+        QuantizationError: If there is none of that name.
+    """
+    name = quant_format.name if isinstance(quant_format, enum.Enum) else quant_format
+    for known in QUANT_FORMATS:
+        if str(name).lower() == known.lower():
+            return known
+    if name == "QOperator":
+        return "MatMulNBits"
+    raise QuantizationError(f"quant_format is {name!r}: one of {QUANT_FORMATS} is expected")
+
+
+def _is_head(value: ir.Value) -> bool:
+    """Whether a product is an output of the model, or becomes one element by element."""
+    if value.is_graph_output():
+        return True
+    readers: Iterator[ir.Node] = iter({use.node for use in value.uses()})
+    return any(node.op_type in _BEHIND_HEAD and _is_head(node.outputs[0]) for node in readers)
+
+
+def _text(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else f"re:{pattern.pattern}"

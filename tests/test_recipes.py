@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Recipes: the same in Python, in YAML and as options; rules by node; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.command_line import ortplugins_command
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import dequantised, read
+from builders.text_models import model_of, normal
+
+from ortplugins.errors import QuantizationError
+from ortplugins.quantization import GptqOptions, Recipe, Rule, quantize
+
+D = 64
+YAML = """
+method: gptq
+block_size: 16
+gptq: {damping: 0.1, order: natural}
+rules:
+  "*v": {method: rtn, is_symmetric: false}
+  "re:^(q|o)$": {bits: 8}
+  o: float
+"""
+RECIPE = Recipe(
+    method="gptq",
+    block_size=16,
+    gptq=GptqOptions(damping=0.1, order="natural"),
+    rules=(
+        Rule("*v", method="rtn", is_symmetric=False),
+        Rule("re:^(q|o)$", bits=8),
+        Rule("o", keep_float=True),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ir.Model:
+    """Four products, three of which share an activation."""
+    monkeypatch.chdir(tmp_path)
+    model = model_of(
+        f"""g (float[T, {D}] x) => (float[T, {D}] y) {{
+            [q] q = MatMul(x, Q) [k] k = MatMul(x, K) [v] v = MatMul(x, V)
+            qk = Mul(q, k) s = Add(qk, v) [o] y = MatMul(s, O) }}""",
+        {name: normal(D, D, seed=number) for number, name in enumerate("QKVO")},
+    )
+    ir.save(model, "model.onnx")
+    Path("recipe.yaml").write_text(YAML)
+    np.savez("samples.npz", **SAMPLES[0])
+    return model
+
+
+# Channels of different energy, so that methods differ.
+SAMPLES = [{"x": normal(300, D, seed=9) * np.geomspace(0.1, 10, D, dtype=np.float32)}]
+
+
+def matrices(model: ir.Model, recipe: Recipe | str, **settings) -> dict[str, np.ndarray]:
+    result = quantize(model, recipe=recipe, calibration_data_reader=SAMPLES, **settings)
+    return dequantised(read(result.model))
+
+
+def test_dataclass_file_and_settings_say_the_same(model: ir.Model):
+    expected = matrices(model, RECIPE)
+    assert sorted(expected) == ["k", "q", "v"]
+    settings = {
+        "method": "gptq",
+        "block_size": 16,
+        "gptq": GptqOptions(damping=0.1, order="natural"),
+        "node_config": {
+            "*v": {"method": "rtn", "is_symmetric": False},
+            "re:^(q|o)$": {"bits": 8},
+        },
+        "nodes_to_exclude": ["o"],
+    }
+    for found in (
+        matrices(model, "recipe.yaml"),
+        matrices(model, Recipe(), **settings),
+        # What is given beside a recipe wins.
+        matrices(model, "best", **settings, share_of_8_bits=0.0, rules=()),
+    ):
+        for name, matrix in expected.items():
+            np.testing.assert_array_equal(found[name], matrix)
+
+
+def test_nodes_of_one_activation_get_methods_of_their_own(model: ir.Model):
+    found = matrices(model, RECIPE)
+    alone = RECIPE.with_settings({"nodes_to_include": ["q"]})
+    np.testing.assert_array_equal(found["q"], matrices(model, alone)["q"])
+    rounded = matrices(model, Recipe(block_size=16, is_symmetric=False))
+    np.testing.assert_array_equal(found["v"], rounded["v"])
+    assert not np.array_equal(found["k"], matrices(model, Recipe(block_size=16))["k"])
+
+    # The scales of two searches are taken out again for their own weights only.
+    recipe = Recipe("awq_full", 8, rules=(Rule("k", "awq_lite"), Rule("v", "rtn")))
+    result = quantize(model, recipe=recipe, calibration_data_reader=SAMPLES)
+    rows = {row.node: (row.method, row.folded) for row in result.report.nodes}
+    assert rows["q"] == ("awq_full", "mul") and rows["k"] == ("awq_lite", "mul")
+    assert rows["v"] == ("rtn", "")
+    ours, expected = (run(read(m), SAMPLES[0])[0] for m in (result.model, model))
+    assert relative_error(ours, expected) < 0.02
+
+
+def test_every_option_of_gptq_counts(model: ir.Model):
+    default = matrices(model, Recipe("gptq"))["k"]
+    for options in (
+        {"damping": 1.0},
+        {"relative_damping": 0.0},
+        {"order": "natural"},
+        {"ratios": (1.0,)},
+        {"revisits": 0},
+    ):
+        other = matrices(model, Recipe("gptq", gptq=GptqOptions(**options)))["k"]
+        assert not np.array_equal(default, other), options
+
+
+def test_heads_and_tables_need_no_name():
+    text = f"""g (int64[T] i) => (float[T, {D}] y, float[T, {D}] cache) {{
+        x = Gather(E, i) [up] h = MatMul(x, W) [last] p = MatMul(h, H)
+        f = Cast <to = 1> (p) y = Add(f, b) cache = Identity(x) }}"""
+    weights = {name: normal(D, D, seed=number) for number, name in enumerate("EWH")}
+    model = model_of(text, weights | {"b": normal(D)})
+    rules = (Rule(":head", bits=8), Rule(":table", bits=2))
+    recipe = Recipe(op_types=("MatMul", "Gather"), rules=rules)
+    report = quantize(model, recipe=recipe).report
+    assert [(row.op_type, row.bits) for row in report.nodes] == [
+        ("Gather", 2),
+        ("MatMul", 4),
+        ("MatMul", 8),
+    ]
+    with pytest.raises(QuantizationError, match="':table' matches no node"):
+        quantize(model, recipe=Recipe(rules=rules))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("metod: gptq", "a recipe has no 'metod'; did you mean 'method'"),
+        ("method: gptk", "method is 'gptk'"),
+        ("bits: '4'", "bits is '4'"),
+        ("alphas: 3", "a value has the wrong type"),
+        ("gptq: {dampening: 1}", "gptq has no 'dampening'; did you mean 'damping'"),
+        ("gptq: {damping: -1}", "damping is -1"),
+        ("gptq: {order: random}", "order is 'random'"),
+        ("gptq: 3", "gptq is a int: a mapping"),
+        ("rules: [a]", "rules: a mapping"),
+        ("rules: {q: 8}", "rule 'q' is 8: float, or settings"),
+        ("rules: {q: {bit: 8}}", "rule 'q' has no 'bit'; did you mean 'bits'"),
+        ("rules: {q: {bits: 5}}", "rule 'q': bits is 5"),
+        ("rules: {q: {method: rnt}}", "rule 'q': method is 'rnt'"),
+        ("rules: {q: {bits: 8}, q: float}", "'q' comes twice"),
+        ("- a", "a recipe is a list"),
+        ("", "a recipe is a NoneType"),
+        ("bits: [", "is not YAML"),
+        ("bits: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_recipe_is_named(model: ir.Model, content, message):
+    Path("recipe.yaml").write_text(content)
+    with pytest.raises(QuantizationError, match=rf"recipe\.yaml: .*{message}"):
+        quantize(model, recipe="recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("balansed", "balansed: is neither a file nor .*did you mean 'balanced'"),
+        (".", "cannot be read"),
+        (Recipe(rules=(Rule("*z*", bits=8),)), r"rules: '\*z\*' matches no node"),
+        (Recipe(rules=(Rule("z*", keep_float=True),)), r"rules: 'z\*' matches no node"),
+    ],
+)
+def test_what_means_nothing_is_refused(model: ir.Model, recipe, message):
+    with pytest.raises(QuantizationError, match=message):
+        quantize(model, recipe=recipe)
+    with pytest.raises(TypeError, match="'blok_size'; did you mean 'block_size'"):
+        quantize(model, blok_size=16)
+
+
+@pytest.mark.parametrize("name", ["small", "balanced", "best"])
+def test_the_command_takes_recipes_and_options_that_change_them(name: str):
+    arguments = ["quantize", "model.onnx", "--samples", "samples.npz", "--format", "json"]
+    done = ortplugins_command(*arguments, "--recipe", name, "-o", "a.onnx")
+    assert (done.returncode, done.stderr) == (0, "")
+    nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
+    assert nodes["k"]["method"] in ("gptq", "rtn")
+    assert nodes["o"]["bits"] == (4 if name == "small" else 8)
+    assert nodes["k"]["block_size"] == (128 if name == "small" else 32)
+    changed = ["--recipe", name, "--block-size", "16", "--exclude", "o", "-o", "b.onnx"]
+    done = ortplugins_command(*arguments, *changed)
+    nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
+    assert (nodes["k"]["block_size"], nodes["o"]["bits"]) == (16, 0)
+    assert onnx.load("b.onnx").graph.node
