@@ -97,6 +97,14 @@ def quantize(
         ),
     ] = "",
     work_dir: opt.WorkDir = None,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keeps statistics and codes: an interrupted run goes on, another method "
+            "finds the statistics.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be quantised; write nothing.")
     ] = False,
@@ -139,6 +147,7 @@ def quantize(
             overwrite=force,
             executor=executor,
             work_dir=work_dir,
+            run_folder=run_folder,
             dry_run=dry_run,
             progress=bar,
         )
@@ -180,7 +189,14 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
     given = context.params
     if given["dry_run"]:
         refuse_without_effect(
-            context, "with --dry-run", "output", "force", "scheduler", "work_dir", "verbose"
+            context,
+            "with --dry-run",
+            "output",
+            "force",
+            "scheduler",
+            "work_dir",
+            "run_folder",
+            "verbose",
         )
     if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")

@@ -7,6 +7,7 @@ __all__ = ["QuantizeResult", "quantize"]
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -17,8 +18,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import onnx_ir as ir
 
-from ortplugins.errors import ModelFileError
-from ortplugins.model_io.loading import initializer_tensors, is_path, load_model, same_kind
+from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    initializer_tensors,
+    is_path,
+    load_model,
+    same_kind,
+)
 from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
@@ -33,6 +40,7 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe, Settings
 from ortplugins.quantization.weights.recipe_file import read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.quantization.weights.run_folder import RunFolder
 from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
@@ -80,6 +88,7 @@ def quantize(
     overwrite: bool = False,
     executor: concurrent.futures.Executor | None = None,
     work_dir: str | os.PathLike[str] | None = None,
+    run_folder: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **settings: Unpack[Settings],
@@ -109,6 +118,9 @@ def quantize(
             threads, one per core. The result is the same, bit for bit.
         work_dir: Folder for intermediate files, about as large as the result; every worker of
             the executor has to see it. By default the output's own folder.
+        run_folder: Folder that keeps statistics and codes, so that an interrupted run goes on
+            and another method need not watch the activations again; it is made, can be deleted
+            at any time, and holds K x K floats for each activation. Needs a path as model.
         dry_run: Only report what would be quantised, and to how many bytes.
         progress: Called while groups are quantised and tensors written: done, total, name.
         settings: What the recipe is to have instead: fields of :class:`Recipe` by name, such
@@ -133,11 +145,7 @@ def quantize(
     """
     chosen = read_recipe(recipe).with_settings(settings)
     target = None if output is None or dry_run else Path(output)
-    folder = None
-    if is_path(model) and os.path.isdir(model):  # type: ignore[arg-type]
-        source, model = Path(model), model_in(model)  # type: ignore[arg-type]
-        if target is not None and target.suffix != ".onnx":
-            folder = OutputFolder(source, model, target, overwrite)
+    model, folder = _folder_of(model, target, overwrite)
     if folder is not None:
         folder.check()
     elif target is not None:
@@ -151,23 +159,34 @@ def quantize(
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen)
     notes += _misfused(plan, chosen)
-    with tempfile.TemporaryDirectory(
-        prefix=".ortplugins-", dir=_work_dir(work_dir, target)
-    ) as scratch_folder:
-        scratch = Path(scratch_folder)
-        calibration = None
+    with contextlib.ExitStack() as stack:
+        scratch = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix=".ortplugins-", dir=_work_dir(work_dir, target)
+                )
+            )
+        )
+        calibration = samples = run = None
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
+            samples = KeptSamples(
+                calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+            )
             calibration = functools.partial(
                 collect,
                 loaded.model,
-                samples=KeptSamples(
-                    calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
-                ),
+                samples=samples,
                 scratch=scratch,
                 max_calibration_memory=max_calibration_memory,
                 providers=calibration_providers,
                 progress=progress,
+            )
+        if run_folder is not None:
+            run = stack.enter_context(
+                RunFolder.opened(
+                    run_folder, _files_of(model, loaded), samples, calibration_providers
+                )
             )
         report = quantize_graph(
             plan,
@@ -175,6 +194,7 @@ def quantize(
             scratch,
             calibration=calibration,
             executor=executor,
+            run=run,
             progress=progress,
         )
         notes += _unpacked(report, chosen)
@@ -204,6 +224,34 @@ def quantize(
             target = folder.written_model
             _move(loaded.model, staged.parent, target.parent)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
+
+
+def _folder_of(
+    model: ModelLike, target: Path | None, overwrite: bool
+) -> tuple[ModelLike, OutputFolder | None]:
+    """Return the model of a folder, and what the folder becomes; None where that is a file.
+
+    Raises:
+        MissingFileError, ModelFileError: If a folder does not hold one model.
+    """
+    if not is_path(model) or not os.path.isdir(model):  # type: ignore[arg-type]
+        return model, None
+    source, found = Path(model), model_in(model)  # type: ignore[arg-type]
+    if target is None or target.suffix == ".onnx":
+        return found, None
+    return found, OutputFolder(source, found, target, overwrite)
+
+
+def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
+    """Return the files of a model.
+
+    Raises:
+        UsageError: If it was not given by its path.
+    """
+    if not is_path(model):
+        raise UsageError("run_folder needs the path of a model, which tells it from others")
+    path = Path(model)  # type: ignore[arg-type]
+    return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
 def _move(model: ir.Model, old: Path, new: Path) -> None:

@@ -48,6 +48,7 @@ from ortplugins.quantization.weights.plan import (
 )
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.quantization.weights.run_folder import RunFolder
 from rewrite_rules.graph.names import FreshNames
 
 _MORE_BITS = 8
@@ -95,6 +96,7 @@ def quantize_graph(
     *,
     calibration: Calibration | None = None,
     executor: concurrent.futures.Executor | None = None,
+    run: RunFolder | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
@@ -106,6 +108,7 @@ def quantize_graph(
             executor sees.
         calibration: Yields statistics of activations; None for a method that needs none.
         executor: Where the work runs; threads, one per core, by default.
+        run: Where statistics and codes are kept, and looked for first.
         progress: Called after each group: done, total, name of a node.
 
     Raises:
@@ -119,7 +122,7 @@ def quantize_graph(
             executor = stack.enter_context(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
-        work = _Work(recipe, scratch, executor)
+        work = _Work(recipe, scratch, executor, run)
         by_group: dict[Group, _Done] = {}
         for done in work.run(plan.groups, calibration):
             by_group[done.group] = done
@@ -136,11 +139,17 @@ class _Work:
     """Sends groups to an executor and collects what comes back."""
 
     def __init__(
-        self, recipe: Recipe, scratch: Path, executor: concurrent.futures.Executor
+        self,
+        recipe: Recipe,
+        scratch: Path,
+        executor: concurrent.futures.Executor,
+        run: RunFolder | None,
     ) -> None:
         self._recipe = recipe
         self._scratch = scratch
         self._executor = executor
+        self._run = run
+        self._watched: dict[Group, str] = {}  # the keys of statistics in the run folder
         self._numbers = itertools.count()
         self._sources = ScratchWriter(scratch / "weights")
 
@@ -148,7 +157,15 @@ class _Work:
         """Quantise groups: those with statistics batch by batch, then the others."""
         left = dict.fromkeys(groups)
         if calibration is not None:
-            for batch in calibration(self._requests(groups)):
+            requests = self._requests(groups)
+            if self._run is not None:
+                kept = self._kept_statistics(groups, requests, self._run)
+                yield from self._batch(kept)
+                for group, _ in kept:
+                    del left[group]
+                names = {a.name for group in left for a in group.activations}
+                requests = [request for request in requests if request.name in names]
+            for batch in calibration(requests) if requests else ():
                 ready = [g for g in left if g.activations and g.activations[0].name in batch]
                 for group in ready:
                     del left[group]
@@ -171,9 +188,9 @@ class _Work:
                     k,
                     gram=bool(steps),
                     max_tokens=_SAMPLED_TOKENS,
-                    # Feedback between rows needs all; searches of scales and ranges find the
-                    # same in twice as many as there are channels.
-                    gram_tokens=None if "gptq" in steps else 2 * k,
+                    # Feedback between rows needs all, and so may the next run; searches of
+                    # scales and ranges find the same in twice as many as there are channels.
+                    gram_tokens=None if "gptq" in steps or self._run else 2 * k,
                     group=str(number),
                 )
                 asked = requests.setdefault(wanted.name, wanted)
@@ -188,15 +205,53 @@ class _Work:
                     )
         return list(requests.values())
 
+    def _kept_statistics(
+        self, groups: Sequence[Group], requests: Sequence[ActivationRequest], run: RunFolder
+    ) -> list[tuple[Group, dict[str, TensorReference]]]:
+        """Return the groups whose statistics the run folder has; note the keys of all."""
+        labels = {request.name: request.group for request in requests}
+        found = []
+        for group in groups:
+            if not group.activations:
+                continue
+            names = [activation.name or "" for activation in group.activations]
+            # What is kept of an activation depends on those that it is watched with.
+            asked = [
+                (r.name, r.k, r.gram, r.max_tokens, r.gram_tokens)
+                for r in requests
+                if r.group == labels[names[0]]
+            ]
+            self._watched[group] = run.key(activations=names, requests=sorted(asked, key=str))
+            statistics = run.statistics(self._watched[group])
+            if statistics is not None:
+                found.append((group, statistics))
+        return found
+
+    def _codes_key(self, group: Group, task: GroupTask, run: RunFolder) -> str:
+        return run.key(
+            method=task.method,
+            statistics=self._watched.get(group),
+            weights=[
+                (
+                    weight.name,
+                    weight.stored_k_last,
+                    [(dataclasses.asdict(o.form), o.k_last) for o in weight.outputs],
+                )
+                for weight in task.weights
+            ],
+            options=(task.alphas, task.clip_ratios, dataclasses.asdict(task.gptq)),
+        )
+
     def _statistics(
         self, group: Group, batch: Batch, writer: ScratchWriter
     ) -> dict[str, TensorReference]:
         """Write a group's statistics for its workers."""
         found = pooled([batch[activation.name or ""] for activation in group.activations])
         arrays = {"mean_abs": found.mean_abs, "tokens": found.tokens, "gram": found.gram}
-        return {
-            name: writer.append(array) for name, array in arrays.items() if array is not None
-        }
+        given = {name: array for name, array in arrays.items() if array is not None}
+        if self._run is not None:
+            return self._run.keep_statistics(self._watched[group], given)
+        return {name: writer.append(array) for name, array in given.items()}
 
     def _batch(
         self, groups: Sequence[tuple[Group, dict[str, TensorReference]]]
@@ -215,9 +270,19 @@ class _Work:
                     clip_ratios=self._recipe.clip_ratios,
                     gptq=self._recipe.gptq,
                 )
-                futures[self._executor.submit(quantize_group, task)] = (group, task)
+                kept = None
+                if self._run is not None:
+                    kept = self._run.codes(self._codes_key(group, task, self._run), task)
+                if kept is None:
+                    futures[self._executor.submit(quantize_group, task)] = (group, task)
+                else:
+                    yield _Done(group, task, kept, [0] * len(group.weights))
             for future, (group, task) in futures.items():
-                yield _Done(group, task, future.result(), [0] * len(group.weights))
+                result = future.result()
+                if self._run is not None:
+                    key = self._codes_key(group, task, self._run)
+                    self._run.keep_codes(key, task, result)
+                yield _Done(group, task, result, [0] * len(group.weights))
         except BaseException:
             for future in futures:
                 future.cancel()

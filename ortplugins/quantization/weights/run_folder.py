@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: MIT
+"""A folder that keeps what a run of the quantiser has found, for the next one.
+
+Statistics and codes of a group of weights are files, called by a digest of all that they are
+made of: model, samples, options, versions. So an interrupted run goes on, another method finds
+the statistics, and what belongs to another model or version is not found. An entry is two
+files; the .json comes last, and only an entry with its .json counts.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RunFolder"]
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from ortplugins._version import __version__
+from ortplugins.errors import UsageError
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.weights.group import GroupResult, GroupTask, WeightErrors
+from ortplugins.samples.kept import KeptSamples
+
+_MARK = "ortplugins-run"
+_UNFINISHED = ".unfinished"
+
+
+class RunFolder:
+    """A run folder in use."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Take the folder as it is; see :meth:`opened`."""
+        self._path, self._identity = path, identity
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls,
+        path: str | os.PathLike[str],
+        files: Iterable[Path],
+        samples: KeptSamples | None,
+        providers: Iterable[Any],
+    ) -> Iterator[RunFolder]:
+        """Open a folder, made where there is none; no other run can meanwhile.
+
+        Args:
+            path: The folder.
+            files: The model's, all of them.
+            samples: What activations are watched on; None where none are.
+            providers: Execution providers that run the samples.
+
+        Raises:
+            UsageError: If the folder is not a run folder and not empty, or in use.
+            CalibrationError: If a sample cannot be used.
+            OSError: If it cannot be made.
+        """
+        folder = Path(os.path.abspath(path))
+        folder.mkdir(exist_ok=True)
+        if not (folder / _MARK).exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder}: holds other files than a run's: give an empty folder")
+        (folder / _MARK).touch()
+        lock = filelock.FileLock(folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise UsageError(f"{folder}: another run uses it") from None
+        try:
+            for left in folder.glob(f"*{_UNFINISHED}"):
+                left.unlink()
+            identity = {
+                "ortplugins": __version__,
+                "onnxruntime": onnxruntime.__version__,
+                "model": _digest_of_files(files),
+                "samples": None if samples is None else _digest_of_samples(samples),
+                "providers": [str(provider) for provider in providers],
+            }
+            yield cls(folder, identity)
+        finally:
+            lock.release()
+
+    def key(self, **parts: Any) -> str:
+        """Return the digest of an entry's parts, which are JSON's types, and of the run's."""
+        text = json.dumps([self._identity, parts], sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+
+    def statistics(self, key: str) -> dict[str, TensorReference] | None:
+        """Return statistics by name; None where there are none of this key."""
+        found = self._read(f"statistics-{key}")
+        return None if found is None else found[0]
+
+    def keep_statistics(
+        self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> dict[str, TensorReference]:
+        """Write statistics and return where they are.
+
+        Raises:
+            OSError: If they cannot be written.
+        """
+        return self._write(f"statistics-{key}", arrays, {})
+
+    def codes(self, key: str, task: GroupTask) -> GroupResult | None:
+        """Copy codes to where a task has room for them; None where there are none."""
+        found = self._read(f"codes-{key}")
+        if found is None:
+            return None
+        references, more = found
+        for name, target in _outputs(task):
+            target.map("r+")[...] = references[name].map()
+        errors = tuple(tuple(WeightErrors(*e) for e in weight) for weight in more["errors"])
+        scales = references.get("channel_scales")
+        channel_scales = None if scales is None else np.array(scales.map())
+        return GroupResult(errors, channel_scales, more["alpha"])
+
+    def keep_codes(self, key: str, task: GroupTask, result: GroupResult) -> None:
+        """Write what a task has found.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        arrays = {name: target.map() for name, target in _outputs(task)}
+        if result.channel_scales is not None:
+            arrays["channel_scales"] = result.channel_scales
+        errors = [[dataclasses.astuple(e) for e in weight] for weight in result.errors]
+        self._write(f"codes-{key}", arrays, {"errors": errors, "alpha": result.alpha})
+
+    def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
+        data = self._path / f"{name}.bin"
+        try:
+            content = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
+            if data.stat().st_size != content["bytes"]:
+                return None
+        except FileNotFoundError:
+            return None
+        references = {
+            key: TensorReference(str(data), offset, tuple(shape), dtype)
+            for key, (offset, shape, dtype) in content["arrays"].items()
+        }
+        return references, content
+
+    def _write(
+        self, name: str, arrays: Mapping[str, npt.NDArray[Any]], more: Mapping[str, Any]
+    ) -> dict[str, TensorReference]:
+        data, about = (self._path / f"{name}{suffix}" for suffix in (".bin", ".json"))
+        unfinished = Path(f"{data}{_UNFINISHED}"), Path(f"{about}{_UNFINISHED}")
+        writer = ScratchWriter(unfinished[0])
+        written = {key: writer.append(array) for key, array in arrays.items()}
+        content = {
+            "bytes": unfinished[0].stat().st_size,
+            "arrays": {key: (r.offset, r.shape, r.dtype) for key, r in written.items()},
+            **more,
+        }
+        unfinished[1].write_text(json.dumps(content), encoding="utf-8")
+        for path, final in zip(unfinished, (data, about), strict=True):
+            os.replace(path, final)
+        return {
+            key: dataclasses.replace(reference, path=str(data))
+            for key, reference in written.items()
+        }
+
+
+def _outputs(task: GroupTask) -> Iterator[tuple[str, TensorReference]]:
+    """Name every tensor that a task writes."""
+    for number, weight in enumerate(task.weights):
+        for choice, stored in enumerate(weight.outputs):
+            for kind in ("codes", "scales", "zero_points"):
+                target = getattr(stored, kind)
+                if target is not None:
+                    yield f"{number}.{choice}.{kind}", target
+
+
+def _digest_of_files(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+    return digest.hexdigest()
+
+
+def _digest_of_samples(samples: KeptSamples) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for feed in samples:
+        for name, array in sorted(feed.items()):
+            digest.update(json.dumps([name, array.dtype.name, array.shape]).encode())
+            content = array if array.dtype.kind != "O" else np.array(array.tolist())
+            digest.update(np.ascontiguousarray(content).tobytes())
+    return digest.hexdigest()
