@@ -20,6 +20,7 @@ from benchmarks.figures.bounds import Figure, table
 from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.sessions.exactness import measure_exactness
+from benchmarks.sessions.hints import measure_hints, measure_passes
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
 from benchmarks.sessions.mixed_precision import measure_mixed_precision
@@ -44,6 +45,8 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
+    "hints": measure_hints,
+    "passes": measure_passes,
 }
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
@@ -57,6 +60,8 @@ TITLES = {
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M, int4 level 4, fused beside plain onnxruntime",
+    "hints": "One key, tuned on each model, beside plain onnxruntime with default options",
+    "passes": "Each pass with default options, beside plain onnxruntime",
 }
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = "benchmarks"

@@ -88,7 +88,8 @@ class Candidate:
         providers: Execution providers.
         passes: Names of passes; without any the session is plain onnxruntime's, and its
             process imports nothing of ours.
-        options: ``{"<pass>.<option>": value}``.
+        hint: In place of passes, see ``ortplugins.hint``.
+        options: ``{"<pass>.<option>": value}``; beside a hint its own, ``hint_seconds`` say.
         cache_dir: Cache of sessions with passes.
     """
 
@@ -98,6 +99,7 @@ class Candidate:
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)
     passes: Sequence[str] = ()
+    hint: str = ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cache_dir: str | os.PathLike[str] | None = None
 

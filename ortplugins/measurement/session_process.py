@@ -60,14 +60,17 @@ class _Child:
     def open(self, **job: Any) -> dict[str, Any]:
         options = self._options(job)
         make, others = self._onnxruntime.InferenceSession, {"enable_fallback": 0}
-        if job["passes"]:
+        if job["passes"] or job["hint"]:
             import ortplugins
             from session_options.plan import plan_from_settings
 
-            plan = plan_from_settings(job["passes"], job["options"])
-            ortplugins.configure(
-                options, *plan.passes, cache_dir=job["cache_dir"], strict=True
-            )
+            general = {"cache_dir": job["cache_dir"], "strict": True}
+            if job["hint"]:
+                general |= {"hint": job["hint"], **job["options"]}
+                plan = plan_from_settings((), {})
+            else:
+                plan = plan_from_settings(job["passes"], job["options"])
+            ortplugins.configure(options, *plan.passes, **general)
             make, others = ortplugins.InferenceSession, {}
         start = time.perf_counter()
         self._session = make(job["model"], options, providers=job["providers"], **others)

@@ -49,10 +49,12 @@ _FUSION = _pass("dq_matmulnbits_fusion")
 _INT8 = Change(
     "int8 activations", _FUSION.passes, {"dq_matmulnbits_fusion.accuracy_level": "4"}
 )
+_TRIM = _pass("trim_padding")
 _SPEED = (
     _FUSION,
     _pass("transformer_fusion"),
-    _pass("trim_padding"),
+    _TRIM,
+    Change("real tokens gathered", _TRIM.passes, {"trim_padding.pack": "1"}),
     _INT8,
     _setting("denormals as zero", "session.set_denormal_as_zero", "1"),
     _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),

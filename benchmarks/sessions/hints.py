@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: MIT
+"""What a hint gains beside plain onnxruntime, on nets that nothing was tuned for."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.figures.bounds import Figure
+from benchmarks.models.minilm import float_minilm
+from benchmarks.models.real_nets import real_nets
+from examples.smollm2 import demo
+from ortplugins.measurement.measure import Candidate, Feed, measure
+from ortplugins.quantization import quantize
+
+# Hint -> the figure that it aims at, and the bound of the geometric mean.
+_HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
+_PASSES = (
+    "dq_matmulnbits_fusion",
+    "transformer_fusion",
+    "trim_padding",
+    "shape_size_reorder",
+    "prepacked_weights",
+)
+_COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
+_TOKENS = 64
+
+
+def measure_hints(folder: Path, rounds: int) -> list[Figure]:
+    """Tune every net for every hint; measure what was chosen in new processes."""
+    nets = _nets(folder)
+    figures = []
+    for hint, (aim, bound) in _HINTS.items():
+        ratios = []
+        for name, (path, feed) in nets.items():
+            samples = folder / f"{name.replace('/', '-')}.npz"
+            np.savez(samples, allow_pickle=False, **feed)
+            options = {"hint_samples": str(samples)}
+            tuned = Candidate(path, hint=hint, options=options, cache_dir=folder / "hints")
+            plain, ours = measure([Candidate(path), tuned], feed, rounds=rounds, lockstep=True)
+            pair = getattr(ours, aim), getattr(plain, aim)
+            if ours.failed or plain.failed or not all(pair):
+                raise RuntimeError(f"{name}: {ours.failed or plain.failed or 'no figure'}")
+            mine, its = (spread.median for spread in pair)
+            ratios.append(mine / its)
+            scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
+            figure = Figure(f"{hint}, {name}", mine * scale, its * scale, unit, bound=1.02)
+            figures.append(figure)
+            print(figure.what, f"{ratios[-1]:.3f}", (ours.report or {})["notes"], flush=True)
+        mean = statistics.geometric_mean(ratios)
+        figures.append(Figure(f"{hint}, geometric mean of the ratios", mean, bound=bound))
+    return figures
+
+
+def measure_passes(folder: Path, rounds: int) -> list[Figure]:
+    """Measure every pass with its default options on every net: none may cost."""
+    figures = []
+    for name, (path, feed) in _nets(folder).items():
+        for item in _PASSES:
+            ours = Candidate(path, passes=(item,), cache_dir=folder / "passes")
+            plain, found = measure(
+                [Candidate(path), ours], feed, rounds=rounds, runs=20, seconds=1, lockstep=True
+            )
+            if found.report is None or found.report["source"] == "untouched":
+                continue  # the very session that onnxruntime opens
+            for aim, what in _COSTS.items():
+                pair = getattr(found, aim), getattr(plain, aim)
+                scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
+                mine, its = (scale * spread.median for spread in pair)
+                allowed = 2.0 if aim == "start" else 0.0
+                figures.append(
+                    Figure(f"{item}, {name}: {what}", mine - allowed, its, unit, bound=1.02)
+                )
+    return figures
+
+
+def _nets(folder: Path) -> dict[str, tuple[Path, Feed]]:
+    """Return real nets with inputs of a usual size, and int4 forms."""
+    found: dict[str, tuple[Path, Feed]] = {
+        net.name: (net.path, net.feeds()) for net in real_nets()
+    }
+    float_path, _ = float_minilm()
+    int4 = folder / "minilm.int4.onnx"
+    quantize(float_path, int4)
+    found["MiniLM-L6 int4"] = (
+        int4,
+        next(feed for path, feed in found.values() if path == float_path),
+    )
+    for model in demo.make_models(demo.WORK, Console(quiet=True)):
+        found[f"SmolLM2 int4 {model.layout}"] = model.path, _prompt(model.path)
+    return found
+
+
+def _prompt(path: Path) -> Feed:
+    """Return a prompt without a past."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ids = np.arange(_TOKENS)[None]
+    shapes = {item.name: item.shape for item in session.get_inputs()}
+    feed = {
+        name: np.zeros([1, shape[1], 0, shape[3]], np.float32)
+        for name, shape in shapes.items()
+        if name.startswith("past")
+    }
+    return {"input_ids": ids + 1000, "position_ids": ids, **feed}
