@@ -205,10 +205,13 @@ def read(options: SessionConfig | None) -> Plan:
             continue
         if (cls := find(name)) is not None:
             passes.append(cls(**_read_options(options, cls)))
-    if not passes and not stored(options, f"{PREFIX}.hint"):
+    hint = stored(options, f"{PREFIX}.hint")
+    if not passes and not hint:
         return Plan()
     general: dict[str, Any] = {}
     for spec in GENERAL_OPTIONS:
+        if not hint and spec.name.startswith("hint_"):
+            continue  # asking for an entry that is not there takes 0.1 ms
         key = f"{PREFIX}.{spec.name}"
         if (text := stored(options, key)) is not None:
             general[spec.name] = parse_value(key, text, spec)
