@@ -122,14 +122,14 @@ def test_a_use_that_cannot_be_written_down_is_a_hit_all_the_same(
 def test_list_and_show(aged: Entry, model_path: Path):
     backdate(aged.folder, 3 * DAY)
     heading, row, total = lines("list")
-    assert heading == "Key\tModel\tSize\tLinked\tAge\tLast use\tFired/refused"
-    key, path, _, _, *times, fate = row.split("\t")
+    assert heading == "Key\tModel\tSize\tAge\tLast use\tFired/refused"
+    key, path, _, *times, fate = row.split("\t")
     assert aged.folder.name.startswith(key)
     assert (path, times, fate) == (str(model_path), ["3 d", "3 d ago"], "1/0")
     assert total.startswith("1 in all, ")
     start(model_path)
     _, row, _ = lines("list")
-    age, used = row.split("\t")[4:6]
+    age, used = row.split("\t")[3:5]
     assert age == "3 d"
     assert used.endswith((" s ago", "1 min ago"))
 
@@ -146,7 +146,7 @@ def test_list_and_show(aged: Entry, model_path: Path):
 def test_a_clock_that_was_set_back(aged: Entry, model_path: Path):
     backdate(aged.folder, -30 * DAY)
     _, row, _ = lines("list")
-    assert row.split("\t")[4:6] == ["0 s", "0 s ago"]
+    assert row.split("\t")[3:5] == ["0 s", "0 s ago"]
     assert lines("prune", "--older-than", "0s")[-1].startswith("removed 0, ")
     before = files(aged.folder)
     assert source(model_path) == "cache"
@@ -406,7 +406,7 @@ def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path, tmp_pa
     (line,) = lines("prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
     _, line = lines("list")
-    assert line == f"0 in all, 0 bytes, and 0 bytes linked, in {cache_dir}"
+    assert line == f"0 in all, 0 bytes, in {cache_dir}"
     assert lines("dir") == [str(cache_dir)]
     assert lines("dir", "--cache-dir", tmp_path / "x") == [str(tmp_path / "x")]
     assert not cache_dir.exists() and not (tmp_path / "x").exists()

@@ -28,6 +28,7 @@ from ortplugins.artifacts.manifest import Entry, write_manifest
 from ortplugins.artifacts.source_index import content_digest, content_key, key_content
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.model_io.data_in_place import in_place
 from ortplugins.optimization.request import BuildRequest
 from session_options import Plan
 from session_options.caller_warnings import warn_caller
@@ -97,7 +98,7 @@ def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | Non
     first = [_data_folders(request)[0] / location for location in locations]
     if [os.path.realpath(path) for path in first] != [str(path) for path in found]:
         return None
-    return [request.name, *map(str, found)]
+    return [request.name, *map(str, first)]  # links may come to lead elsewhere
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
@@ -180,8 +181,7 @@ def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
     with cache.build(key, lambda entry: is_usable(entry, request.plan)) as folder:
         if isinstance(folder, Entry):
             return Built(folder.folder, "cache")
-        with cache.sources.keep_digests(loaded.data_files.values()):
-            manifest = _build(request, loaded, folder)
+        manifest = _build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
         if _key_content(request, cache, _digest(request, cache), locations) != content:
             raise FileNotFoundError("the model changed while it was read")
@@ -260,11 +260,15 @@ def _key_content(
     request: BuildRequest, cache: ArtifactCache, digest: str, locations: Sequence[str]
 ) -> dict[str, Any] | None:
     """What the key of the entry is made from; None when a data file is missing."""
+    files = {x: _data_file(request, x) for x in locations}
     try:
-        data = {x: cache.sources.file_digest(_data_file(request, x)) for x in locations}
+        data = {x: cache.sources.file_digest(path) for x, path in files.items()}
     except OSError:
         return None
-    return key_content(digest, data, request.key_parts())
+    parts, placed = request.key_parts(), in_place(files)
+    if placed is not None and any(x != name for x, name in placed.names.items()):
+        parts["data_names"] = placed.names
+    return key_content(digest, data, parts)
 
 
 def _data_file(request: BuildRequest, location: str) -> Path:

@@ -55,7 +55,7 @@ def explain(cache: ArtifactCache, content: Mapping[str, Any]) -> Explanation:
     nearest, differences = min(
         same_model or compared, key=lambda pair: len(pair[1]), default=(None, ())
     )
-    # An entry with the key may be damaged, or its linked data may have changed.
+    # An entry with the key may be damaged.
     return Explanation(key, cache.is_published(key), nearest, tuple(differences))
 
 

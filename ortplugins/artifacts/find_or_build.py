@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ortplugins.artifacts.directory import cache_folder
 from ortplugins.artifacts.known_starts import find_known_start, remember_start
 from ortplugins.errors import PassError
-from ortplugins.optimization.request import DATA_FOLDER_KEY, BuildRequest
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 
 if TYPE_CHECKING:
     import tempfile
@@ -32,6 +33,7 @@ class Artifact(NamedTuple):
         settings: What the model needs of its session, see ``Pass.session_settings``.
         source: What the manifest says of the user's model: ``inputs``, ``initializers``.
         temporary: Folder to remove after the start, where there is no cache.
+        as_bytes: Whether the model is opened as bytes: its data stays where the user has it.
     """
 
     report: Mapping[str, Any]
@@ -40,6 +42,7 @@ class Artifact(NamedTuple):
     settings: Mapping[str, str] = {}
     source: Mapping[str, Any] = {}
     temporary: tempfile.TemporaryDirectory[str] | None = None
+    as_bytes: bool = False
 
 
 def find_or_build(request: BuildRequest) -> Artifact:
@@ -114,9 +117,20 @@ def _artifact(
         # Of a hint that changes nothing but settings; passes that modify nothing need none.
         settings = settings if request.plan.hint else {}
         return Artifact({**manifest["report"], "source": "untouched"}, settings=settings)
-    if request.data_folder is not None:
+    if data := manifest["data"]:
+        from ortplugins.model_io.data_in_place import folder_of
+
+        settings[DATA_FOLDER_KEY] = folder_of(data, request.name, request.data_folder)
+    elif request.data_folder is not None:
         # onnxruntime looks there for the data of any model, ours too.
         settings[DATA_FOLDER_KEY] = os.fspath(folder)
     model = os.path.join(folder, MODEL)
     report = {**manifest["report"], "source": origin, "artifact": model}
-    return Artifact(report, model, bool(manifest["baked"]), settings, manifest["model_given"])
+    return Artifact(
+        report,
+        model,
+        bool(manifest["baked"]),
+        settings,
+        manifest["model_given"],
+        as_bytes=bool(data),
+    )

@@ -55,7 +55,7 @@ def find_known_start(root: str, request: BuildRequest) -> KnownStart | None:
     folder = os.path.join(root, "entries", key)
     try:
         manifest = read_manifest(folder)
-        if manifest is None or not is_as_published(folder, manifest, None):
+        if manifest is None or not is_as_published(folder, manifest):
             return None
     except OSError:
         return None

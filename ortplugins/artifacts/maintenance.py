@@ -46,7 +46,7 @@ class EntryInfo:
     Attributes:
         key: Its key.
         manifest: Its manifest; None where it has none that can be used.
-        size: Bytes that it takes; hard links to files that are still elsewhere take none.
+        size: Bytes that it takes.
         last_used: As :attr:`Entry.last_used`, but ahead of a clock that was set back.
         stamp: Changes with every use that is written down.
     """
@@ -215,7 +215,7 @@ def _remove(cache: ArtifactCache, item: EntryInfo) -> None:
         if os.name != "nt":
             raise
         raise EntryInUse("open in a process, and Windows keeps files that are open") from None
-    cache.delete(aside, item.manifest)
+    remove_tree(aside)
 
 
 def _prune_index(cache: ArtifactCache) -> None:
@@ -346,20 +346,9 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
 def share(cache: ArtifactCache) -> None:
     """Let other users read the entries, and none but this one write.
 
-    A hard link has the modes of the file that it links to, which are not changed: where other
-    users can't read that file, a copy takes the link's place.
-
     Raises:
         OSError: If the modes can't be changed.
     """
-    linked = set()
-    for entry in cache.entries():
-        for name in list(entry.manifest["links"]):
-            path = entry.folder / name
-            if os.stat(path).st_mode & 0o444 == 0o444:
-                linked.add(path)
-            else:
-                entry.copy_linked(name)
     names = ("entries", "sources", "digests", "starts")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
@@ -368,8 +357,6 @@ def share(cache: ArtifactCache) -> None:
             for parent, folders, files in os.walk(path):
                 paths += [Path(parent, inner) for inner in (*folders, *files)]
     for path in paths:
-        if path in linked:
-            continue
         with contextlib.suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.stat(path).st_mode)
             readable = 0o555 if path.is_dir() else 0o444

@@ -11,7 +11,6 @@ __all__ = [
     "file_sha256",
     "is_as_published",
     "last_use",
-    "link_status",
     "note_use",
     "read_manifest",
     "write_manifest",
@@ -21,10 +20,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ortplugins.artifacts.directory import read_json, write_json
+from ortplugins.artifacts.directory import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,14 +52,8 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of its own files; not of those that are hard links to the source's."""
-        links, files = self.manifest["links"], self.manifest["files"]
-        return sum(int(size) for name, size in files.items() if name not in links)
-
-    @property
-    def linked_size(self) -> int:
-        """Bytes of files that are hard links to the source's."""
-        return int(sum(self.manifest["files"].values())) - self.size
+        """Bytes of its files."""
+        return int(sum(self.manifest["files"].values()))
 
     @property
     def created(self) -> float:
@@ -105,21 +98,6 @@ class Entry(NamedTuple):
             return f"cannot be read: {error.strerror}"
         return None
 
-    def copy_linked(self, name: str) -> None:
-        """Put a copy in the place of a hard link.
-
-        Raises:
-            OSError: If it can't be written.
-        """
-        import shutil
-
-        path = self.folder / name
-        copy = path.with_name(f"{name}.copy")
-        shutil.copyfile(path, copy)
-        os.replace(copy, path)
-        del self.manifest["links"][name]
-        write_json(self.folder, MANIFEST, self.manifest)
-
     def note_use(self) -> bool:
         """Write down that the entry is used now; return False if it was removed meanwhile.
 
@@ -143,35 +121,20 @@ def note_use(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def is_as_published(
-    folder: str | os.PathLike[str],
-    manifest: Mapping[str, Any],
-    digest_of: Callable[[str], str] | None,
-) -> bool:
-    """Whether files have the sizes, and linked ones the content, they were published with.
+def is_as_published(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> bool:
+    """Whether files have the sizes that they were published with.
 
     Args:
         folder: Of the entry.
         manifest: Its manifest.
-        digest_of: Reads the digest of a link whose status changed; None to refuse it.
 
     Raises:
         OSError: If a file is missing.
     """
-    links = manifest["links"]
-    for name, size in manifest["files"].items():
-        path = os.path.join(folder, name)
-        status = os.stat(path)
-        if status.st_size != size:
-            return False
-        # Copied with the whole cache? Or written to, through its other name?
-        if (
-            name in links
-            and link_status(status) != links[name]["status"]
-            and (digest_of is None or digest_of(path) != manifest["digests"][name])
-        ):
-            return False
-    return True
+    return all(
+        os.stat(os.path.join(folder, name)).st_size == size
+        for name, size in manifest["files"].items()
+    )
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -183,46 +146,32 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     if any(os.path.basename(name) != name or type(files[name]) is not int for name in files):
         return None
-    parts = [content.get(name) for name in ("digests", "links", "made_from")]
+    parts = [content.get(name) for name in ("digests", "data", "made_from")]
     if not all(isinstance(part, dict) for part in parts):
         return None
-    is_complete = content["digests"].keys() >= files.keys() >= content["links"].keys()
-    return content if is_complete else None
+    return content if content["digests"].keys() >= files.keys() else None
 
 
-def write_manifest(
-    folder: Path, manifest: dict[str, Any], known: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Complete a manifest with sizes, digests and time, and write it.
 
     Args:
         folder: Files of the entry.
-        manifest: What the builder says; ``links`` has the sources of hard links by name.
-        known: Digests of files that need not be read.
+        manifest: What the builder says.
 
     Raises:
         OSError: If it can't be written.
     """
-    stats = {file.name: file.stat() for file in sorted(folder.iterdir())}
-    known = known or {}
+    files = sorted(folder.iterdir())
     complete = {
+        "data": {},
         **manifest,
-        "files": {name: status.st_size for name, status in stats.items()},
-        "digests": {name: known.get(name) or file_sha256(folder / name) for name in stats},
-        "links": {
-            name: {"source": source, "status": link_status(stats[name])}
-            for name, source in manifest.get("links", {}).items()
-            if name in stats
-        },
+        "files": {file.name: file.stat().st_size for file in files},
+        "digests": {file.name: file_sha256(file) for file in files},
         "created": time.time(),
     }
     (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
     return complete
-
-
-def link_status(status: os.stat_result) -> list[int]:
-    """Return what shows that a linked file was written to, or is another one."""
-    return [status.st_ino, status.st_mtime_ns]
 
 
 def last_use(folder: Path) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,7 +63,7 @@ class SourceIndex:
     def __init__(self, directory: CacheDirectory) -> None:
         """Name the cache."""
         self._directory = directory
-        # Of this object's lifetime, without the path: a hard link needs no second reading.
+        # Of this object's lifetime, without the path: another name needs no second reading.
         self._digests: dict[tuple[int, ...], str] = {}
 
     def file_digest(self, path: str | os.PathLike[str]) -> str:
@@ -86,24 +86,6 @@ class SourceIndex:
             if age > SETTLED_SECONDS:
                 self._remember(path, status, file, digest)
         return digest
-
-    @contextlib.contextmanager
-    def keep_digests(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[None]:
-        """Carry digests of files over hard links that are made or removed meanwhile.
-
-        A link changes its file's change time, and nothing else.
-        """
-        before = {}
-        for path in paths:
-            with contextlib.suppress(OSError):
-                before[path] = os.stat(path)
-        yield
-        for path, old in before.items():
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                new = os.fstat(file.fileno())
-                digest = self._known(path, old, file)
-                if digest is not None and file_identity(old)[:-1] == file_identity(new)[:-1]:
-                    self._remember(path, new, file, digest)
 
     def is_current(self, memo: Path) -> bool:
         """Whether a kept digest is that of a file as it is now."""

@@ -54,8 +54,7 @@ class ArtifactCache(CacheDirectory):
             return None
         entry = Entry(folder, manifest)
         try:
-            intact = is_as_published(folder, manifest, self.sources.file_digest)
-            return entry if intact else None
+            return entry if is_as_published(folder, manifest) else None
         except OSError:
             return None
 
@@ -121,13 +120,10 @@ class ArtifactCache(CacheDirectory):
         Raises:
             OSError: If it can't be renamed.
         """
-        # A pass may have put a file of its own in the place of a linked one.
-        linked = [name for name in manifest.get("links", {}) if (folder / name).exists()]
-        digests = {name: self.sources.file_digest(folder / name) for name in linked}
-        complete = write_manifest(folder, manifest, digests)
+        complete = write_manifest(folder, manifest)
         final = self.make("entries") / key
-        if (old := read_manifest(final)) is not None or final.exists():  # damaged
-            self.delete(self.move_aside(key), old)
+        if final.exists():  # damaged
+            remove_tree(self.move_aside(key))
         os.replace(folder, final)
         if self.limit is not None:
             from ortplugins.artifacts.maintenance import prune
@@ -149,13 +145,7 @@ class ArtifactCache(CacheDirectory):
         """
         with self.lock(key), contextlib.suppress(FileNotFoundError):
             if read_manifest(self.root / "entries" / key) == seen:
-                self.delete(self.move_aside(key), seen)
-
-    def delete(self, aside: Path, manifest: dict[str, Any] | None) -> None:
-        """Remove an entry that was moved aside, and had this manifest."""
-        links = manifest["links"].values() if manifest else ()
-        with self.sources.keep_digests(link["source"] for link in links):
-            remove_tree(aside)
+                remove_tree(self.move_aside(key))
 
     def move_aside(self, key: str) -> Path:
         """Take an entry out of readers' sight by one rename; return where it is now.

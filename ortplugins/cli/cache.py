@@ -106,13 +106,12 @@ def list_entries(
         report = entry.manifest["report"]
         fired = f"{report['fired']}/{report['refused']}"
         age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
-        sizes = decimal(entry.size), decimal(entry.linked_size)
-        rows.append((_name(entry), entry.manifest["model"], *sizes, age, used, fired))
-    headings = ("Key", "Model", "Size", "Linked", "Age", "Last use", "Fired/refused")
+        size = decimal(entry.size)
+        rows.append((_name(entry), entry.manifest["model"], size, age, used, fired))
+    headings = ("Key", "Model", "Size", "Age", "Last use", "Fired/refused")
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
-    linked = decimal(sum(entry.linked_size for entry in entries))
-    typer.echo(f"{len(entries)} in all, {size}, and {linked} linked, in {store.root}")
+    typer.echo(f"{len(entries)} in all, {size}, in {store.root}")
 
 
 @_command("show")
@@ -268,7 +267,6 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "key": entry.folder.name,
         "model": entry.manifest["model"],
         "size": entry.size,
-        "linked_size": entry.linked_size,
         "created": entry.created,
         "last_used": entry.last_used,
         "fired": report["fired"],

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ortplugins.errors import ModelFileError
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
+from session_options.keys import stored
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -111,7 +113,7 @@ class GivenModel:
             return load_bytes(source, None).model
         if isinstance(source, str | os.PathLike):
             with _quiet_about_packed_weights():
-                return load_path(source).model
+                return load_path(source, self._data_folder()).model
         return from_memory(source).model
 
     def graph_as_written(self) -> ir.Model:
@@ -133,6 +135,10 @@ class GivenModel:
             with _quiet_about_packed_weights():
                 return ir.from_proto(source)
         return checked
+
+    def _data_folder(self) -> str | None:
+        """Where the session was told that external data is; None for beside the model."""
+        return self.settings.get(DATA_FOLDER_KEY)
 
     def _source(self) -> Any:
         """Path, bytes or object; of a session what onnxruntime was given: ours, or the user's.
@@ -166,7 +172,9 @@ def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
 
 def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
     options = session.get_session_options()
+    folder = stored(options, DATA_FOLDER_KEY)
     return {
+        **({DATA_FOLDER_KEY: folder} if folder else {}),
         "graph_optimization_level": options.graph_optimization_level.name,
         "execution_order": options.execution_order.name,
         "enable_mem_pattern": str(int(options.enable_mem_pattern)),

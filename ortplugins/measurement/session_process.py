@@ -26,6 +26,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+_DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+
 
 def main() -> None:
     """Do what standard input says, until it ends."""
@@ -73,7 +75,11 @@ class _Child:
             ortplugins.configure(options, *plan.passes, **general)
             make, others = ortplugins.InferenceSession, {}
         start = time.perf_counter()
-        self._session = make(job["model"], options, providers=job["providers"], **others)
+        model = job["model"]
+        if _DATA_FOLDER_KEY in job["settings"]:  # which onnxruntime heeds for bytes
+            with open(model, "rb") as file:
+                model = file.read()
+        self._session = make(model, options, providers=job["providers"], **others)
         seconds = time.perf_counter() - start
         report = getattr(self._session, "ortplugins_report", None)
         return {

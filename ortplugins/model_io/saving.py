@@ -10,7 +10,6 @@ __all__ = [
     "check_output",
     "needs_data_file",
     "output_data_path",
-    "relocated",
     "save_with_data",
 ]
 
@@ -66,7 +65,7 @@ def save_with_data(
     keep_in_place: bool = False,
     inline: bool = False,
     overwrite: bool = False,
-    link: Callable[[ir.Model, Path], None] | None = None,
+    data_folder: Path | None = None,
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -81,8 +80,8 @@ def save_with_data(
             already; nothing of them is copied.
         inline: Keep all tensors inside the .onnx file.
         overwrite: Whether the files may exist.
-        link: Called with the model and the folder of its own in which it is saved; tensors
-            that it leaves in files there stay in them.
+        data_folder: Tensors in files of this folder stay there, and all others are kept inside
+            the .onnx file; for sessions that are told of the folder.
         finish: Called with the saved model, in a folder of its own with all its files, before
             they appear; may change them and add others.
         progress: Called before each tensor.
@@ -98,21 +97,19 @@ def save_with_data(
     folder = Path(os.path.realpath(output.parent))
     data = output_data_path(model, output)
     with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
-        if link is not None:
-            link(model, Path(scratch))
         to_write = []
         for value, tensor in initializer_tensors(model):
             if isinstance(tensor, AliasTensor):
                 tensor = _under(_original(tensor), tensor)
             if isinstance(tensor, ir.ExternalTensor):
                 path = Path(os.path.realpath(tensor.path))
-                if path.parent == Path(scratch):
-                    value.const_value = tensor
+                stays_in = data_folder or (folder if keep_in_place else None)
+                if stays_in is not None and path.is_relative_to(stays_in):
+                    value.const_value = _relocated(
+                        tensor, path.relative_to(stays_in), stays_in
+                    )
                     continue
-                if keep_in_place and path.is_relative_to(folder):
-                    value.const_value = relocated(tensor, path.relative_to(folder), folder)
-                    continue
-            if not inline and stored_bytes(tensor) >= DATA_THRESHOLD:
+            if not inline and data_folder is None and stored_bytes(tensor) >= DATA_THRESHOLD:
                 to_write.append(value)
             elif isinstance(tensor, ir.ExternalTensor):
                 (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
@@ -198,7 +195,7 @@ def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
     return tensor
 
 
-def relocated(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
+def _relocated(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
     """Return a tensor that lies at the same offset of another file, within a folder."""
     return ir.ExternalTensor(
         location.as_posix(),

@@ -18,7 +18,14 @@ from typing import Any
 import onnx_ir as ir
 
 from ortplugins.errors import OrtpluginsWarning, PassError
-from ortplugins.model_io.linked_data import link_data
+from ortplugins.model_io.data_in_place import (
+    LEAST_BYTES,
+    NEW_BYTES,
+    PlacedData,
+    in_place,
+    new_bytes,
+    place,
+)
 from ortplugins.model_io.loading import LoadedModel
 from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
 from ortplugins.optimization.request import BuildRequest
@@ -40,6 +47,7 @@ class BuildResult:
         report: What the passes did.
         session_settings: What sessions on the result need.
         provisional: What broke and may work another time.
+        placed: Where the data is that was left where it lies; None where it was copied.
     """
 
     model: ir.Model
@@ -48,6 +56,7 @@ class BuildResult:
     report: Report
     session_settings: Mapping[str, str]
     provisional: tuple[str, ...]
+    placed: PlacedData | None = None
 
 
 def build(
@@ -56,6 +65,7 @@ def build(
     output: Path | None,
     *,
     only_if_modified: bool = False,
+    placed: PlacedData | None = None,
     after_pass: AfterPass | None = None,
     **saving: Any,
 ) -> BuildResult:
@@ -67,6 +77,8 @@ def build(
         output: File to write; None to leave the model in memory. Optimisers of onnxruntime,
             and passes that work on files, need one.
         only_if_modified: Write nothing where no pass modified anything.
+        placed: Where the model's data is, if it may stay there; it is copied all the same for
+            passes that work on files, and where much of it is new.
         after_pass: Called after each pass on a graph.
         saving: As for :func:`save_with_data`.
 
@@ -86,12 +98,20 @@ def build(
     if request.optimizers is None:
         runs.run("rearrange", model, final_graph=request.final_graph)
 
+    if placed is not None and (
+        runs.take_part_in("finish") or new_bytes(model, placed) > NEW_BYTES
+    ):
+        placed = None
+
     def finish(path: Path) -> None:
-        nonlocal baked
+        nonlocal baked, placed
         if request.optimizers is not None:
-            baked = _run_optimizers(path, request, notes)
+            baked = _run_optimizers(path, request, notes, placed)
+            if placed is not None and os.path.getsize(path) > NEW_BYTES:
+                _copy_data(path, placed)  # onnxruntime folded constants
+                placed = None
             if runs.take_part_in("rearrange"):
-                _rearrange_file(path, runs, baked)
+                _rearrange_file(path, runs, baked, placed)
         runs.run("finish", path, final_graph=request.final_graph or baked)
 
     files: list[Path] = []
@@ -100,6 +120,8 @@ def build(
     if output is not None and (runs.modified or later or not only_if_modified):
         finishing = request.optimizers is not None or runs.take_part_in("finish")
         saving = {"keep_in_place": not finishing, **saving}
+        if placed is not None:
+            saving["data_folder"] = placed.folder
         files = save_with_data(model, output, finish=finish, **saving)
         if only_if_modified and not runs.modified:
             for path in files:
@@ -112,6 +134,7 @@ def build(
         Report(runs.reports(), "built", tuple(notes)),
         runs.needs_of_session(),
         tuple(runs.provisional),
+        placed if files else None,
     )
 
 
@@ -132,7 +155,7 @@ def build_artifact(
 
     Returns:
         The manifest: whether the model is baked, settings for the session, the report, what
-        failed, what is linked.
+        failed, which data files it reads where they are.
 
     Raises:
         PassError: If a pass fails and the plan is strict.
@@ -140,20 +163,16 @@ def build_artifact(
         OSError: If the folder can't be written.
     """
     failed: list[str] = []
-    links: dict[str, str] = {}
-    copied: list[str] = []
-
-    def link(model: ir.Model, target: Path) -> None:
-        nonlocal links, copied
-        links, copied = link_data(model, target)
-
     while True:
         described = describe_model(loaded.model)
         try:
-            links, copied = {}, []
             output = folder / "model.onnx"
             result = build(
-                request, loaded, output, only_if_modified=only_if_modified, link=link
+                request,
+                loaded,
+                output,
+                only_if_modified=only_if_modified,
+                placed=_may_stay(loaded),
             )
             break
         except FailedPass as error:
@@ -169,19 +188,29 @@ def build_artifact(
                 path.unlink()
     for text in result.provisional:
         warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
-    notes = (*result.report.notes, *copied, *failed)
+    notes = (*result.report.notes, *failed)
     return {
         "baked": result.baked,
         "session_settings": dict(result.session_settings),
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),
         "provisional": list(result.provisional),
         "failed": failed,
-        "links": links,
+        "data": {} if result.placed is None else result.placed.names,
         "model_given": described,
     }
 
 
-def _run_optimizers(path: Path, request: BuildRequest, notes: list[str]) -> bool:
+def _may_stay(loaded: LoadedModel) -> PlacedData | None:
+    """Return where a model's data is, if it is so much that no copy is made without need."""
+    files = loaded.data_files
+    if sum(path.stat().st_size for path in files.values()) < LEAST_BYTES:
+        return None
+    return in_place(files)
+
+
+def _run_optimizers(
+    path: Path, request: BuildRequest, notes: list[str], placed: PlacedData | None
+) -> bool:
     """Replace a saved model by what onnxruntime's optimisers make of it.
 
     Returns:
@@ -192,7 +221,7 @@ def _run_optimizers(path: Path, request: BuildRequest, notes: list[str]) -> bool
     assert request.optimizers is not None
     baked = path.with_name("baked.onnx")
     try:
-        bake(path, baked, request.optimizers)
+        bake(path, baked, request.optimizers, placed and placed.folder)
     except PassError as error:
         notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
         baked.unlink(missing_ok=True)
@@ -201,11 +230,24 @@ def _run_optimizers(path: Path, request: BuildRequest, notes: list[str]) -> bool
     return True
 
 
-def _rearrange_file(path: Path, runs: PassRuns, baked: bool) -> None:
+def _copy_data(path: Path, placed: PlacedData) -> None:
+    """Give a saved model data of its own."""
+    model = ir.load(path)
+    place(model, placed)
+    save_with_data(model, path, overwrite=True)
+
+
+def _rearrange_file(
+    path: Path, runs: PassRuns, baked: bool, placed: PlacedData | None
+) -> None:
     """Run the passes that change the graph after onnxruntime's own optimisers."""
     model = ir.load(path)
+    if placed is not None:
+        place(model, placed)
     runs.run("rearrange", model, final_graph=baked)
-    if any(map(_is_new_data, model.graph.initializers.tensors())):
+    if placed is not None:
+        save_with_data(model, path, data_folder=placed.folder, overwrite=True)
+    elif any(map(_is_new_data, model.graph.initializers.tensors())):
         save_with_data(model, path, keep_in_place=True, overwrite=True)
     else:
         ir.save(model, path)

@@ -18,6 +18,7 @@ import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.runtime.optimizer_settings import OptimizerSettings
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 
 # New constants of this size leave the .onnx file, or every session would hold a copy.
 _INLINE_LIMIT = 1 << 16
@@ -25,8 +26,19 @@ _INLINE_LIMIT = 1 << 16
 _DATA_NAME = "folded.data"
 
 
-def bake(source: Path, target: Path, settings: OptimizerSettings) -> None:
+def bake(
+    source: Path,
+    target: Path,
+    settings: OptimizerSettings,
+    data_folder: Path | None = None,
+) -> None:
     """Optimise ``source`` into ``target``, both in one folder.
+
+    Args:
+        source: The model.
+        target: The file to write.
+        settings: Which optimisers run, and how.
+        data_folder: Where the external data is; None for beside the models.
 
     Raises:
         PassError: If onnxruntime refuses, chained to its exception.
@@ -45,9 +57,11 @@ def bake(source: Path, target: Path, settings: OptimizerSettings) -> None:
         options.add_session_config_entry(key, text)
     # Packing weights is for running; leaving it out keeps memory flat.
     options.add_session_config_entry("session.disable_prepacking", "1")
+    if data_folder is not None:
+        options.add_session_config_entry(DATA_FOLDER_KEY, os.fspath(data_folder))
     try:
         onnxruntime.InferenceSession(
-            os.fspath(source),
+            os.fspath(source) if data_folder is None else source.read_bytes(),
             options,
             providers=["CPUExecutionProvider"],
             disabled_optimizers=list(settings.disabled),
@@ -57,10 +71,10 @@ def bake(source: Path, target: Path, settings: OptimizerSettings) -> None:
         raise PassError(
             f"onnxruntime did not optimise {source.name} offline: {error}"
         ) from error
-    _finish(source, target)
+    _finish(source, target, moves_data=data_folder is None)
 
 
-def _finish(source: Path, target: Path) -> None:
+def _finish(source: Path, target: Path, *, moves_data: bool = True) -> None:
     """Give the baked graph back its shapes, and move new large constants out of the file.
 
     onnxruntime saves no shapes of intermediate values, and without them its memory planner
@@ -84,7 +98,8 @@ def _finish(source: Path, target: Path) -> None:
     large = [
         value
         for value in after.graph.initializers.values()
-        if value.const_value is not None
+        if moves_data
+        and value.const_value is not None
         and not isinstance(value.const_value, ir.ExternalTensor)
         and value.const_value.nbytes >= _INLINE_LIMIT
     ]

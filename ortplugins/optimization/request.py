@@ -19,7 +19,7 @@ import onnxruntime
 from ortplugins.runtime.cpu_features import cpu_features
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.package_versions import package_versions
-from ortplugins.runtime.temporary_settings import default_entry
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, default_entry
 from rewrite_rules.cpu_providers import are_cpu_only
 from session_options.keys import stored
 from session_options.plan import Plan, plan_from_json
@@ -47,8 +47,6 @@ _SPEED_ENTRIES = (
     "session.use_device_allocator_for_initializers",
     "mlas.enable_gemm_fastmath_arm64_bfloat16",
 )
-
-DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
 class BuildRequest(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.runtime.temporary_settings import temporarily_set
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_set
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",
@@ -72,15 +72,19 @@ def open_model(
         ModelFileError: If onnxruntime refuses it, chained.
         UsageError: If there is no such level.
     """
-    options = stock_options(level)
+    options, settings = stock_options(level), settings or {}
     if not os.path.exists(path):
         from ortplugins.model_io.loading import read_model_file
 
         read_model_file(path)
     try:
-        with temporarily_set(options, settings or {}):
+        model: str | bytes = os.fspath(path)
+        if DATA_FOLDER_KEY in settings:  # which onnxruntime heeds for bytes
+            with open(path, "rb") as file:
+                model = file.read()
+        with temporarily_set(options, settings):
             return onnxruntime.InferenceSession(
-                os.fspath(path), options, providers=list(providers), enable_fallback=0
+                model, options, providers=list(providers), enable_fallback=0
             )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
         raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {error}") from error

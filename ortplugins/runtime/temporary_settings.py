@@ -9,7 +9,13 @@ them sees another one's settings.
 
 from __future__ import annotations
 
-__all__ = ["construct_with", "default_entry", "options_lock", "temporarily_set"]
+__all__ = [
+    "DATA_FOLDER_KEY",
+    "construct_with",
+    "default_entry",
+    "options_lock",
+    "temporarily_set",
+]
 
 import contextlib
 import threading
@@ -21,8 +27,15 @@ import onnxruntime
 
 from session_options.keys import parse_bool, stored
 
+# Where the external data is of a model that is given as bytes.
+DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+
 # Of the entries that passes and hints set, those whose default is not "0".
-_DEFAULTS = {"session.intra_op.allow_spinning": "1", "session.inter_op.allow_spinning": "1"}
+_DEFAULTS = {
+    "session.intra_op.allow_spinning": "1",
+    "session.inter_op.allow_spinning": "1",
+    DATA_FOLDER_KEY: "",
+}
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()

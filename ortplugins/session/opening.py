@@ -136,8 +136,12 @@ def _open_artifact(
     if artifact.model is None:
         return report
     level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+    model: str | bytes = artifact.model
     try:
-        construct_on(artifact.model, {**artifact.settings, **level}, enable_fallback=0)
+        if artifact.as_bytes:
+            with open(model, "rb") as file:
+                model = file.read()
+        construct_on(model, {**artifact.settings, **level}, enable_fallback=0)
         if (name := added_initializer(session, artifact.source)) is not None:
             note = (
                 f"initializer {name!r} was added to the SessionOptions; the untouched model "
@@ -146,7 +150,7 @@ def _open_artifact(
             notes = [*report["notes"], note]
             return {**report, "source": "untouched", "notes": notes, "artifact": ""}
         if artifact.baked and overrides_dimensions(session, artifact.source):
-            construct_on(artifact.model, artifact.settings, enable_fallback=0)
+            construct_on(model, artifact.settings, enable_fallback=0)
             note = "free dimensions are overridden, so onnxruntime optimises at this start"
             return {**report, "notes": [*report["notes"], note]}
     except Exception as error:

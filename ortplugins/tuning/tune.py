@@ -37,13 +37,15 @@ from ortplugins.measurement.measure import (
     measure,
     write_feed,
 )
+from ortplugins.model_io.data_in_place import folder_of
 from ortplugins.optimization.build import build_artifact
-from ortplugins.optimization.request import DATA_FOLDER_KEY, BuildRequest
+from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
 from ortplugins.report import Report, Tried
 from ortplugins.runtime.hidden_options import describe_model
 from ortplugins.runtime.machine import machine
 from ortplugins.runtime.stock_session import open_model, quiet_runner
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning.changes import AND, Change, changes_for, combined
 from ortplugins.tuning.workloads import Workload, workloads
@@ -212,7 +214,7 @@ class _Tuning:
             "report": Report(source="built").to_dict(),
             "provisional": [],
             "failed": [],
-            "links": {},
+            "data": {},
             "model_given": describe_model(request.load().model),
         }
         name = "plain onnxruntime"
@@ -306,7 +308,10 @@ class _Tuning:
             self._note(change, "it finds nothing to do")
             return None
         settings |= manifest["session_settings"]
-        if request.data_folder is not None:
+        if data := manifest["data"]:
+            found = folder_of(data, request.name, request.data_folder)
+            settings[DATA_FOLDER_KEY] = found
+        elif request.data_folder is not None:
             settings[DATA_FOLDER_KEY] = os.fspath(folder)
         if manifest["baked"]:
             settings["graph_optimization_level"] = "ORT_DISABLE_ALL"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT
+"""External data that a new model reads where the old one has it, in place of a copy.
+
+onnxruntime takes the external data of a model that is given as bytes from one folder
+(``session.model_external_initializers_file_folder_path``). Hard links would do without, but
+onnx and onnx_ir refuse a file that has several: linking a user's data would break the user's
+own tools.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "LEAST_BYTES",
+    "NEW_BYTES",
+    "PlacedData",
+    "folder_of",
+    "in_place",
+    "new_bytes",
+    "place",
+]
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+# Smaller data is copied. onnxruntime warns at each start when its entry for the folder is set
+# back, and that is worth a line in the log only where much is saved.
+LEAST_BYTES = 100_000_000
+# With more new tensors than this the data is copied, too: what is inside of an .onnx file lies
+# in every session's private memory.
+NEW_BYTES = 10_000_000
+
+
+class PlacedData(NamedTuple):
+    """Where the data of a model lies.
+
+    Attributes:
+        folder: Holds all its files.
+        names: Of the files there, by the location that the model has for them.
+    """
+
+    folder: Path
+    names: dict[str, str]
+
+
+def in_place(files: Mapping[str, Path]) -> PlacedData | None:
+    """Return where data files are; None where they are on two drives.
+
+    Args:
+        files: The files, symbolic links resolved, by the location that the model has for them.
+    """
+    from pathlib import Path
+
+    try:
+        folder = os.path.commonpath([path.parent for path in files.values()])
+    except ValueError:
+        return None
+    names = {x: os.path.relpath(path, folder) for x, path in sorted(files.items())}
+    return PlacedData(Path(folder), names)
+
+
+def folder_of(names: Mapping[str, str], model: str, data_folder: str | None) -> str:
+    """Return the folder of a model's data, from the names that :func:`in_place` returned.
+
+    Args:
+        names: Of the files, by location.
+        model: Path of the model.
+        data_folder: Where its options say that the data is; None for beside it.
+    """
+    location, name = next(iter(names.items()))
+    folders = [data_folder or os.path.dirname(model)]
+    folders += [] if data_folder else [os.path.dirname(os.path.realpath(model))]
+    paths = [os.path.join(folder, location) for folder in folders]
+    path = os.path.realpath(next(filter(os.path.exists, paths), paths[0]))
+    return path.removesuffix(os.path.join("", name)).rstrip(os.sep)
+
+
+def new_bytes(model: ir.Model, placed: PlacedData) -> int:
+    """Return the bytes of the tensors that lie in none of the files."""
+    from ortplugins.model_io.loading import initializer_tensors, stored_bytes
+
+    return sum(
+        stored_bytes(tensor)
+        for _, tensor in initializer_tensors(model)
+        if not _lies_in(tensor, placed.folder)
+    )
+
+
+def place(model: ir.Model, placed: PlacedData) -> None:
+    """Have the tensors of a model that was read without its data find it."""
+    from ortplugins.model_io.loading import initializer_tensors
+
+    for _, tensor in initializer_tensors(model):
+        if hasattr(tensor, "base_dir"):
+            tensor.base_dir = str(placed.folder)
+
+
+def _lies_in(tensor: Any, folder: Path) -> bool:
+    from pathlib import Path
+
+    from rewrite_rules.graph.lazy_tensors import AliasTensor
+
+    while isinstance(tensor, AliasTensor):
+        tensor = tensor.original.const_value
+    path = getattr(tensor, "path", None)
+    return path is not None and Path(os.path.realpath(path)).is_relative_to(folder)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: MIT
+"""Entries find their model by content, and read its data where it lies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+from builders.session_process import FEED
+from builders.sessions import source, start
+from builders.text_models import model_of, normal
+
+import ortplugins
+from ortplugins.artifacts import source_index
+from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts.warming import warm
+from ortplugins.optimization import build
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
+from session_options import enable_key
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """A float layer, which no rule touches, before a quantised one, which is fused."""
+    folder.mkdir(exist_ok=True)
+    codes, scales, _ = DequantizedMatMul(512, 512, 32).arrays()
+    model = model_of(
+        """g (float[rows, 512] x) => (float[rows, 512] y) {
+            hidden = MatMul(x, float_weight)
+            w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)
+            y = MatMul(hidden, w)
+        }""",
+        {
+            "float_weight": normal(512, 512, seed=seed),
+            "codes": codes.astype(ml_dtypes.int4),
+            "scales": scales,
+        },
+    )
+    ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
+    return folder / "model.onnx"
+
+
+def output(path: Path) -> np.ndarray:
+    return start(path).run(None, FEED)[0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "a")
+
+
+def entry_of(cache_dir: Path, model: Path) -> Entry:
+    entries = ArtifactCache(cache_dir).entries()
+    (entry,) = (entry for entry in entries if entry.manifest["model"] == str(model))
+    return entry
+
+
+def cut_times(folder: Path) -> None:
+    """Cut times to seconds, as a tar archive or an image layer does."""
+    for path in folder.rglob("*"):
+        os.utime(path, (int(path.stat().st_mtime) - 100,) * 2)
+
+
+def test_a_model_is_found_wherever_it_lies(path: Path, tmp_path: Path):
+    expected = output(path)
+    shutil.copytree(path.parent, tmp_path / "b")
+    cut_times(tmp_path / "b")
+    assert source(tmp_path / "b/model.onnx") == "cache"
+    path.parent.rename(tmp_path / "c")
+    assert source(tmp_path / "c/model.onnx") == "cache"
+    shutil.make_archive(str(tmp_path / "d"), "tar", tmp_path / "c")
+    shutil.unpack_archive(tmp_path / "d.tar", tmp_path / "d")
+    assert source(tmp_path / "d/model.onnx") == "cache"
+    np.testing.assert_array_equal(output(tmp_path / "d/model.onnx"), expected)
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
+def test_another_content_under_the_same_path_and_times_is_another_model(path: Path, file: str):
+    start(path)
+    changed = path.with_name(file)
+    content, status = changed.read_bytes(), changed.stat()
+    if file == "model.onnx":
+        content = content.replace(b"hidden", b"HIDDEN")
+    else:
+        content = bytes([content[0] ^ 1]) + content[1:]
+    changed.write_bytes(content)
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert source(path) == "built"
+
+
+def float_model(folder: Path, *, folds: int = 0) -> Path:
+    """Two uses of one shape, which ShapeSizeReorder rewrites; weights of 1 MB in a file.
+
+    Args:
+        folder: Where it goes.
+        folds: Columns of a weight that onnxruntime transposes once and for all.
+    """
+    folder.mkdir(exist_ok=True)
+    arrays = {"w": normal(512, 512), "t": normal(folds or 1, 512)}
+    model = model_of(
+        """g (float[rows, 512] x) => (float[rows, 512] y, float[rows, folded] z) {
+            hidden = MatMul(x, w)
+            relu = Relu(hidden)
+            shape = Shape(relu)
+            y = Reshape(relu, shape)
+            t_transposed = Transpose <perm = [1, 0]> (t)
+            z = MatMul(relu, t_transposed)
+        }""",
+        arrays,
+    )
+    ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
+    return folder / "model.onnx"
+
+
+@pytest.fixture(autouse=True)
+def all_data_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "LEAST_BYTES", 1)
+
+
+REORDER = "shape_size_reorder"
+
+
+def opened(path: Path, *names: str) -> ortplugins.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    for name in names or (REORDER,):
+        options.add_session_config_entry(enable_key(name), "1")
+    return ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def test_data_stays_where_it_is_and_other_tools_can_still_read_it(
+    tmp_path: Path, cache_dir: Path
+):
+    path = float_model(tmp_path / "a")
+    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for origin in ("built", "cache"):
+        session = opened(path)
+        assert session.ortplugins_report.source == origin
+        for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):
+            np.testing.assert_array_equal(a, b)
+    entry = entry_of(cache_dir, path)
+    assert entry.manifest["data"] == {"model.onnx.data": "model.onnx.data"}
+    assert entry.size < 1 << 16
+    assert entry.damage() == {}
+    # Both refuse a file that has several hard links.
+    onnx.load(path)
+    ir.load(path).graph.initializers["w"].const_value.numpy()
+    # What reads sessions finds the data, too.
+    assert ortplugins.compare(path, session).outputs[0].max_abs == 0
+
+
+def test_options_come_back_where_data_stays(tmp_path: Path):
+    path, key = float_model(tmp_path / "a"), DATA_FOLDER_KEY
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, ortplugins.ShapeSizeReorder())
+    ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert options.get_session_config_entry(key) == ""
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def test_a_copy_is_read_where_it_lies(tmp_path: Path, cache_dir: Path):
+    path = float_model(tmp_path / "a")
+    opened(path)
+    shutil.copytree(path.parent, tmp_path / "b")
+    shutil.rmtree(path.parent)
+    session = opened(tmp_path / "b/model.onnx")
+    assert session.ortplugins_report.source == "cache"
+    assert np.isfinite(session.run(None, FEED)[0]).all()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links want a privilege there")
+def test_files_behind_links_are_read_where_they_are(tmp_path: Path, cache_dir: Path):
+    """As in Hugging Face's cache: the names of the files are hashes of their content."""
+    path = float_model(tmp_path / "a")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for index, name in enumerate(("model.onnx", "model.onnx.data")):
+        path.with_name(name).rename(blobs / f"blob{index}")
+        (snapshot / name).symlink_to(blobs / f"blob{index}")
+    for origin in ("built", "cache"):
+        session = opened(snapshot / "model.onnx")
+        assert session.ortplugins_report.source == origin
+        assert np.isfinite(session.run(None, FEED)[0]).all()
+    entry = entry_of(cache_dir, snapshot / "model.onnx")
+    assert entry.manifest["data"] == {"model.onnx.data": "blob1"}
+
+
+@pytest.mark.parametrize(
+    "reason", ["new tensors", "folded constants", "a pass over files", "little data"]
+)
+def test_data_is_copied_where_it_cannot_stay(
+    reason: str, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, passes = float_model(tmp_path / "a", folds=512), [REORDER]
+    if reason == "folded constants":
+        monkeypatch.setattr(build, "NEW_BYTES", 1 << 19)
+    elif reason == "little data":
+        monkeypatch.setattr(build, "LEAST_BYTES", 1 << 30)
+    elif reason == "new tensors":
+        path, passes = write_model(tmp_path / "b"), ["dq_matmulnbits_fusion"]
+        monkeypatch.setattr(build, "NEW_BYTES", 1 << 16)
+    else:
+        passes = [REORDER, "prepacked_weights"]
+    session = opened(path, *passes)
+    entry = entry_of(cache_dir, path)
+    assert entry.manifest["data"] == {}
+    assert entry.size > 1 << 20
+    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
+    shutil.rmtree(path.parent)
+    assert np.isfinite(session.run(None, FEED)[0]).all()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no such modes")
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_sharing_changes_no_mode_of_the_source(path: Path, tmp_path: Path, mode: int):
+    data = path.with_name("model.onnx.data")
+    data.chmod(mode)
+    (result,) = warm([path], ["dq_matmulnbits_fusion"], cache_dir=tmp_path / "shared")
+    assert result.error == ""
+    assert stat.S_IMODE(data.stat().st_mode) == mode
+    entry = entry_of(tmp_path / "shared", path)
+    for file in entry.folder.iterdir():
+        assert file.stat().st_mode & 0o044 == 0o044, file
+    assert entry.damage() == {}
+
+
+def test_a_large_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
+    read = []
+    real = source_index.hashlib.file_digest
+
+    def file_digest(file, *arguments):
+        read.append(Path(str(file.name)))
+        return real(file, *arguments)
+
+    monkeypatch.setattr(source_index.hashlib, "file_digest", file_digest)
+    for _ in range(3):
+        start(path)
+    assert read.count(path.with_name("model.onnx.data")) == 1
