@@ -526,6 +526,23 @@ def test_a_tied_table_is_counted_as_it_is_stored(head, op_types, layout):
         assert np.array_equal(arrays_of(proto)["W"], normal(40, 2 * D))
 
 
+@pytest.mark.parametrize("layout", FORMATS)
+def test_a_table_that_is_a_head_transposed_has_its_codes(layout):
+    weight = normal(2 * D, 40)
+    text = """g (int64[A] i) => (float[A, 40] y) {
+        u = Transpose(W) [t] h = Gather(u, i) [n] y = MatMul(h, W) }"""
+    options = {"op_types": ("MatMul", "Gather"), "quant_format": layout, "bits": 8}
+    result = quantize(model_of(text, {"W": weight}), **options)
+    assert [row.bits for row in result.report.nodes] == [8, 8]
+    assert result.report.bytes_after == 40 * 2 * (D + 4)
+    proto = read(result.model)
+    assert "W" not in arrays_of(proto)
+    matrices = dequantised(proto)
+    assert np.array_equal(matrices["t"], matrices["n"])
+    (found,) = run(proto, {"i": np.arange(40)})
+    assert relative_error(found, weight.T @ weight) < 0.02
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_a_tied_head_becomes_what_onnxruntime_computes_on_codes(head):
     proto = read(quantize(tied(head)).model)

@@ -133,10 +133,10 @@ def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weigh
     if 0 in shape:
         raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
     if gathers:
-        if int_attribute(node, "axis", 0) not in (0, -2) or swapped:
+        if int_attribute(node, "axis", 0) not in (0, -2):
             raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
         unwatched = "rows of a table are picked, not multiplied"
-        return WeightSite(node, 0, root, tensor, True, True, None, unwatched)
+        return WeightSite(node, 0, root, tensor, not swapped, True, None, unwatched)
     product = read_product(node, index)
     if product.x is None:
         return None  # no valid node
