@@ -41,14 +41,14 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def exact_session(path: str) -> onnxruntime.InferenceSession:
+def plain_session(path: str, level: str = "4") -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def predictions(path: str, windows) -> np.ndarray:
-    session = exact_session(path)
+    session = plain_session(path)
     past = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
     found = []
     for window in windows:
@@ -85,6 +85,11 @@ def test_a_language_model_beside_its_float_model():
     assert found.model.bytes == Path("int4.onnx").stat().st_size
     assert found.model.prefill_tokens_per_second > 0 < found.model.decode_tokens_per_second
 
+    # A session is judged as it is set.
+    given = {"tokenizer": "float/tokenizer.json", "text": "text.txt", "window": 16}
+    exact = ortplugins.evaluate(plain_session("int4.onnx", "0"), tokens=64, **given)
+    assert exact.model.perplexity != found.model.perplexity
+
     same = ortplugins.evaluate("float", "float", text="text.txt", window=16)
     assert (same.kl_divergence, same.top1_agreement) == (0, 1)
 
@@ -102,7 +107,7 @@ def test_an_encoder_finds_the_rest_of_its_paragraphs():
     texts = [first + "." for first, _ in halves] + [rest for _, rest in halves]
     vectors = {}
     for path in ("float/model.onnx", "int4.onnx"):
-        session, rows = exact_session(path), []
+        session, rows = plain_session(path), []
         for text in texts:
             # A word with its full stop is not in the vocabulary.
             words = [WORDS.index(word) if word in WORDS else 2 for word in text.split()]

@@ -24,9 +24,6 @@ from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
 from ortplugins.samples.made_up import next_step
 from ortplugins.samples.text import TokenFeeds
 
-# Weights are what is judged: onnxruntime would by default quantise the activations, too, that
-# meet a DequantizeLinear of 4 bits.
-_SETTINGS = {"session.qdq_matmulnbits_accuracy_level": "0"}
 _PROMPT = 256
 _STEPS = 32
 
@@ -62,9 +59,7 @@ class TextModel:
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
         self.feeds = TokenFeeds([v for v in graph.inputs if v.name not in graph.initializers])
-        self._session = model.session or open_model(
-            path, "all", providers, {**_SETTINGS, **model.settings}
-        )
+        self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
         self._tokens = [0, 0]  # of the first run, of the others
         self._seconds = [0.0, 0.0]
