@@ -44,7 +44,10 @@ from ortplugins.quantization.methods.nearest import (
     dequantize_blocks,
     quantize_blocks,
 )
+from ortplugins.quantization.weights.checkpoint import PackedWeight
 from rewrite_rules.weights.bit_packing import pack_rows
+
+Quantized = tuple[Codes, Floats, ZeroPoints | None]
 
 # What each method does: scales per input channel, ratios per block, error feedback.
 METHODS = {
@@ -111,6 +114,7 @@ class WeightTask:
         name: Of the weight, for messages.
         weight: float32 or float16, ``[K, N]`` or ``[N, K]``.
         stored_k_last: Whether it is ``[N, K]``.
+        given: A checkpoint's layer whose codes are taken; None to find some.
         outputs: Room for the codes; a second one, of more bits, to be chosen from later, is
             rounded to nearest.
     """
@@ -118,6 +122,7 @@ class WeightTask:
     name: str
     weight: TensorReference
     stored_k_last: bool
+    given: PackedWeight | None
     outputs: tuple[StoredCodes, ...]
 
 
@@ -262,6 +267,7 @@ def _quantize(
     matrix = _matrix(task)
     sample = None if tokens is None else tokens[:_ERROR_TOKENS]
     sinks = [_Sink(output) for output in task.outputs]
+    given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
     hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
     for columns in _strips(matrix, "gptq" in METHODS[group.method]):
         strip = _checked(matrix[:, columns], task.name)
@@ -270,7 +276,11 @@ def _quantize(
         for number, sink in enumerate(sinks):
             steps = () if number else METHODS[group.method]
             try:
-                quantized = _codes(scaled, sink.stored.form, steps, group, gram)
+                quantized = (
+                    _columns(given, columns)
+                    if given
+                    else _codes(scaled, sink.stored.form, steps, group, gram)
+                )
             except QuantizationError as error:
                 raise QuantizationError(
                     f"weight {task.name!r} cannot be quantised: {error}"
@@ -291,13 +301,18 @@ def _quantize(
     return tuple(sink.close(sample is not None) for sink in sinks)
 
 
+def _columns(given: Quantized, columns: slice) -> Quantized:
+    codes, scales, zeros = given
+    return codes[:, columns], scales[:, columns], None if zeros is None else zeros[:, columns]
+
+
 def _codes(
     weight: Floats,
     form: BlockFormat,
     steps: tuple[str, ...],
     group: GroupTask,
     gram: Floats | None,
-) -> tuple[Codes, Floats, ZeroPoints | None]:
+) -> Quantized:
     if "gptq" in steps:
         assert gram is not None
         return gptq(weight, gram, form, **dataclasses.asdict(group.gptq))

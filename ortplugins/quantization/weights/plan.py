@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.errors import ModelFileError
+from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
 from ortplugins.quantization.weights.group import METHODS
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
@@ -40,11 +41,13 @@ class Weight:
         form: How it is quantised.
         method: By what.
         sites: The nodes that read it, all in the same orientation.
+        given: Codes that are there already.
     """
 
     form: BlockFormat
     method: str
     sites: list[WeightSite]
+    given: PackedWeight | None = None
 
     @property
     def value(self) -> ir.Value:
@@ -100,12 +103,25 @@ class WeightPlan:
     notes: list[str]
 
 
-def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
+def plan_weights(
+    model: ir.Model, recipe: Recipe, checkpoint: Checkpoint | None = None
+) -> WeightPlan:
     """Find what is to be quantised; the graph's larger Constant nodes become initializers.
 
+    Args:
+        model: The model.
+        recipe: Which weights, and how.
+        checkpoint: Where codes are; weights that are not in it stay in float.
+
     Raises:
-        QuantizationError: If a pattern means no node.
+        ModelFileError: If a layer of the checkpoint does not fit.
+        QuantizationError: If a pattern means no node, or a checkpoint is to be calibrated.
     """
+    if checkpoint is not None and recipe.needs_statistics:
+        raise QuantizationError(
+            "a checkpoint brings its own codes: leave out methods that calibrate and "
+            "share_of_8_bits"
+        )
     lift_constants(model)
     nodes: list[WeightSite | NodeReport] = []
     for found in find_sites(model, recipe.op_types):
@@ -122,12 +138,17 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
         if isinstance(site, NodeReport):
             continue
         choice = recipe.choose(site)
-        form, method = choice.form, choice.method
-        if reason := choice.reason or _without_kernel(recipe, site, form):
+        form, method, given = choice.form, choice.method, None
+        if checkpoint is not None and not choice.reason:
+            given = checkpoint.layer_of(site)
+            form = given.form(form.scale_type) if given else form
+        missing = checkpoint is not None and given is None
+        reason = choice.reason or ("not in the checkpoint" if missing else "")
+        if reason := reason or _without_kernel(recipe, site, form):
             nodes[position] = _report(site, reason=reason)
             continue
         key = (site.weight, site.stored_k_last, form, method)
-        weights.setdefault(key, Weight(form, method, [])).sites.append(site)
+        weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
     nodes += _other_readers(weights.values(), {label for label in names if label})
     if model.functions:
         notes.append("nodes of model-local functions are not quantised: inline them first")

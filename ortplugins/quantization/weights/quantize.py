@@ -30,6 +30,7 @@ from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.statistics.collect import collect
+from ortplugins.quantization.weights.checkpoint import put_in
 from ortplugins.quantization.weights.plan import (
     Weight,
     WeightPlan,
@@ -80,6 +81,7 @@ def quantize(
     output: str | os.PathLike[str] | None = None,
     *,
     recipe: Recipe | str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     max_calibration_memory: int = 1 << 30,
@@ -103,6 +105,9 @@ def quantize(
         recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
             YAML, or ``"small"``, ``"balanced"`` or ``"best"``. By default 4 bits in blocks of
             32, rounded to nearest.
+        checkpoint: Folder of a GPTQ, AWQ or AutoRound checkpoint (safetensors) of the same
+            model, whose codes, scales and zero points are taken as they are. Its layers are
+            found by the names of weights or nodes; what is not in it stays in float.
         calibration_data_reader: Samples, each a dict of input names and arrays: an object with
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
@@ -135,8 +140,9 @@ def quantize(
         CalibrationError: If a sample is no dict of the model's inputs, holds NaN or infinite
             values, or there is none.
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
-        MissingFileError, ModelFileError: If the model or its data can't be used, or nothing is
-            left to quantise.
+        ImportError: If there is a checkpoint, and no safetensors package.
+        MissingFileError, ModelFileError: If the model, its data or a checkpoint can't be used,
+            or nothing is left to quantise.
         QuantizationError: If a setting is out of range, a pattern means no node, the file of a
             recipe is not one, or a weight holds NaN or infinite values. No output is written,
             whatever is raised.
@@ -151,13 +157,14 @@ def quantize(
     elif target is not None:
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
-    plan = plan_weights(loaded.model, chosen)
+    given = put_in(checkpoint, loaded.model)
+    plan = plan_weights(loaded.model, chosen, given)
     check_not_empty(plan, chosen)
     if dry_run:
         return QuantizeResult(None, _expected(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(loaded.model, chosen)
+        plan = plan_weights(loaded.model, chosen, given)
     notes += _misfused(plan, chosen)
     with contextlib.ExitStack() as stack:
         scratch = Path(

@@ -235,6 +235,7 @@ class _Work:
                 (
                     weight.name,
                     weight.stored_k_last,
+                    weight.given and dataclasses.asdict(weight.given),
                     [(dataclasses.asdict(o.form), o.k_last) for o in weight.outputs],
                 )
                 for weight in task.weights
@@ -299,6 +300,7 @@ class _Work:
             site.weight.name or "",
             self._sources.refer_to(site.tensor),
             site.stored_k_last,
+            weight.given,
             tuple(
                 # A file for each: whoever works on it may write while others do.
                 StoredCodes.reserve(
@@ -381,7 +383,11 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
                 writer.read_through_dequantize(site, stored)
             rows[weight] = row | {
                 "form": stored.form,
-                "method": "rtn" if number else done.task.method,
+                "method": weight.given.method
+                if weight.given
+                else "rtn"
+                if number
+                else done.task.method,
                 "weight_error": errors.weight,
                 "output_error": errors.output,
             }

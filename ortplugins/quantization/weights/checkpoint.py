@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: MIT
+"""Codes that others calibrated: checkpoints of GPTQ, AWQ and AutoRound, in safetensors.
+
+    GPTQ   qweight int32 [K * bits / 32, N]    codes of neighbours along K in a word, low bits
+                                               first
+           qzeros int32 [blocks, N * bits / 32], scales [blocks, N], g_idx [K]: block of each k
+           In checkpoint_format "gptq" zero points are stored less 1, in "gptq_v2" as they are.
+    AWQ    qweight int32 [K, N / 8]            eight columns in a word: 0 2 4 6 1 3 5 7
+           qzeros int32 [blocks, N / 8], scales [blocks, N]; the version "gemm"
+
+AutoRound writes either, and says which in ``packing_format``. AWQ multiplied rows of weights
+by scales that the norms before them were divided by: those, and biases, come along by name.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Checkpoint", "PackedWeight", "put_in"]
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.nearest import Codes, Floats, ZeroPoints
+from ortplugins.quantization.weights.sites import WeightSite
+
+_WORD = 32
+_BITS = (2, 4, 8)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")
+_OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """One quantised layer of a checkpoint, in its file.
+
+    Attributes:
+        name: Of the layer: ``model.layers.0.mlp.up_proj``.
+        path: The file.
+        method: ``"gptq"`` or ``"awq"``: how codes are packed.
+        bits: Of the codes.
+        zero_offset: What is added to the stored zero points.
+    """
+
+    name: str
+    path: str
+    method: str
+    bits: int
+    zero_offset: int
+
+    def shape(self) -> tuple[int, int]:
+        """Return K and N."""
+        rows, columns = self._tensor("qweight").shape
+        packed = _WORD // self.bits
+        return (rows, columns * packed) if self.method == "awq" else (rows * packed, columns)
+
+    def form(self, scale_type: str) -> BlockFormat:
+        """Return the form of the codes: symmetric where all zero points are in the middle.
+
+        Raises:
+            ModelFileError: If blocks are no neighbours along K, or of uneven size.
+        """
+        k, _ = self.shape()
+        blocks = len(self._tensor("scales"))
+        size = -(-k // blocks)
+        index = self._tensor("g_idx")
+        if index is not None and not np.array_equal(index, np.arange(k) // size):
+            raise ModelFileError(
+                f"layer {self.name!r} of the checkpoint has blocks of scattered rows "
+                "(desc_act, act-order), which ONNX has not: quantise with desc_act=False"
+            )
+        if -(-k // size) != blocks:
+            raise ModelFileError(
+                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {k}"
+            )
+        middle = bool((self._zero_points() == 1 << (self.bits - 1)).all())
+        return BlockFormat(
+            self.bits, -1 if blocks == 1 else size, middle, scale_type=scale_type
+        )
+
+    def load(self, is_symmetric: bool) -> tuple[Codes, Floats, ZeroPoints | None]:
+        """Return codes ``[K, N]``, scales and zero points ``[blocks, N]`` as methods do."""
+        words = self._tensor("qweight").view(np.uint32)
+        codes = (
+            _unpacked(words, self.bits, _AWQ_ORDER)
+            if self.method == "awq"
+            else _unpacked(words.T, self.bits).T
+        )
+        scales = np.asarray(self._tensor("scales"), np.float32)
+        if is_symmetric:
+            # Unsigned bytes wrap around to what the signed ones are.
+            return (codes - np.uint8(1 << (self.bits - 1))).view(np.int8), scales, None
+        return codes, scales, self._zero_points()
+
+    def _zero_points(self) -> ZeroPoints:
+        words = self._tensor("qzeros").view(np.uint32)
+        order = _AWQ_ORDER if self.method == "awq" else None
+        stored = _unpacked(words, self.bits, order)
+        return (stored + np.uint8(self.zero_offset)) & np.uint8((1 << self.bits) - 1)
+
+    def _tensor(self, part: str) -> Any:
+        with _opened(Path(self.path)) as file:
+            name = f"{self.name}.{part}"
+            if part == "g_idx" and name not in file.keys():  # noqa: SIM118
+                return None
+            return file.get_tensor(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder of safetensors files with quantised layers.
+
+    Attributes:
+        method: ``"gptq"`` or ``"awq"``.
+        layers: By name.
+        vectors: Files of the float tensors of rank 1 (norms, biases), by name.
+    """
+
+    method: str
+    layers: Mapping[str, PackedWeight]
+    vectors: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Find out what is in a folder; no layer is read.
+
+        Raises:
+            MissingFileError: If it has no configuration or no safetensors file.
+            ModelFileError: If it is in a form that is not known, or holds no quantised layer.
+            ImportError: Without the safetensors package (extra ``checkpoint``).
+        """
+        folder = Path(folder)
+        config = _config(folder)
+        method, offset = _packing(config, folder)
+        bits = config.get("bits", config.get("w_bit", 4))
+        if bits not in _BITS or (method == "awq" and bits != 4):
+            raise ModelFileError(f"{folder}: {method} checkpoints of {bits} bits are not read")
+        layers, vectors = {}, {}
+        files = sorted(folder.glob("*.safetensors"))
+        for path in files:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    layer, _, part = name.rpartition(".")
+                    if part == "qweight":
+                        layers[layer] = PackedWeight(layer, str(path), method, bits, offset)
+                    elif (
+                        part in ("weight", "bias")
+                        and len(file.get_slice(name).get_shape()) == 1
+                    ):
+                        vectors[name] = str(path)
+        if not files:
+            raise MissingFileError(f"{folder}: there is no .safetensors file")
+        if not layers:
+            raise ModelFileError(f"{folder}: no tensor is called *.qweight: is it quantised?")
+        return cls(method, layers, vectors)
+
+    def layer_of(self, site: WeightSite) -> PackedWeight | None:
+        """Return the layer of a node: by the name of its weight, or its own.
+
+        Raises:
+            ModelFileError: If the layer has another K or N.
+        """
+        weight = (site.weight.name or "").removesuffix(".weight")
+        node = site.label.replace("/", ".").removeprefix(".")
+        for name in (weight, node):
+            for operator in _OPERATORS:
+                name = name.removesuffix(operator)
+            layer = self.layers.get(name)
+            if layer is not None:
+                if layer.shape() != (site.K, site.N):
+                    raise ModelFileError(
+                        f"layer {name!r} of the checkpoint is {list(layer.shape())}, node "
+                        f"{site.label!r} multiplies by [{site.K}, {site.N}]"
+                    )
+                return layer
+        return None
+
+    def put_vectors(self, model: ir.Model) -> None:
+        """Give norms and biases of a model the checkpoint's numbers, by name.
+
+        Raises:
+            ModelFileError: If one of AWQ's is not in the model: it may be divided by scales.
+        """
+        for name, path in self.vectors.items():
+            value = model.graph.initializers.get(name)
+            old = None if value is None else value.const_value
+            with _opened(Path(path)) as file:
+                numbers = file.get_tensor(name)
+            if value is None or old is None or tuple(old.shape.numpy()) != numbers.shape:
+                if self.method == "awq":
+                    raise ModelFileError(
+                        f"tensor {name!r} of the AWQ checkpoint is no initializer of the "
+                        "model, or of another shape: export the float model with its names"
+                    )
+                continue
+            value.const_value = ir.Tensor(
+                numbers.astype(old.dtype.numpy()), dtype=old.dtype, name=name
+            )
+
+
+def put_in(folder: str | os.PathLike[str] | None, model: ir.Model) -> Checkpoint | None:
+    """Read a checkpoint, if there is one, and give a model its norms and biases."""
+    if folder is None:
+        return None
+    checkpoint = Checkpoint.read(folder)
+    checkpoint.put_vectors(model)
+    return checkpoint
+
+
+def _unpacked(
+    words: npt.NDArray[np.uint32], bits: int, order: tuple[int, ...] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Return the numbers in words ``[rows, n]``, along the last axis, uint8."""
+    count = _WORD // bits
+    numbers = np.empty((*words.shape, count), np.uint8)
+    mask = np.uint32((1 << bits) - 1)
+    for place, column in enumerate(order or range(count)):
+        numbers[..., column] = (words >> np.uint32(place * bits)) & mask
+    return numbers.reshape(len(words), -1)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    for name in _CONFIG_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelFileError(f"{path} is no JSON: {error}") from error
+        config = found.get("quantization_config") if name == "config.json" else found
+        if isinstance(config, dict):
+            return config
+    raise MissingFileError(
+        f"{folder}: neither config.json with quantization_config nor {_CONFIG_FILES[1]}"
+    )
+
+
+def _packing(config: Mapping[str, Any], folder: Path) -> tuple[str, int]:
+    """Return how codes are packed, and what is added to zero points.
+
+    Raises:
+        ModelFileError: If the form is another.
+    """
+    method = str(config.get("quant_method", "gptq")).lower()
+    packing = str(config.get("packing_format", "")).lower()
+    form = str(config.get("checkpoint_format", config.get("format", "gptq"))).lower()
+    version = str(config.get("version", "gemm")).lower()
+    if method in ("auto-round", "auto_round", "intel/auto-round"):
+        # auto_round:auto_gptq, auto_round:auto_awq
+        method, form = packing.rpartition("auto_")[2], "gptq"
+    if method == "awq" and version == "gemm":
+        return "awq", 0
+    if method == "gptq" and form in ("gptq", "gptq_v2"):
+        return "gptq", int(form == "gptq")
+    raise ModelFileError(
+        f"{folder}: a checkpoint of {method!r} ({packing or form}, {version}) is not read: "
+        "GPTQ, AWQ's gemm, and AutoRound's auto_gptq and auto_awq are"
+    )
+
+
+def _opened(path: Path) -> Any:
+    try:
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "checkpoints need safetensors: pip install 'ortplugins[checkpoint]'"
+        ) from error
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise ModelFileError(f"{path} is damaged: {error}") from error

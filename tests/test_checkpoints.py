@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""Checkpoints of GPTQ, AWQ and AutoRound, packed here by their definition from known codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import FORMATS, dequantised, read
+from builders.text_models import model_of, normal
+
+from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
+from ortplugins.quantization import quantize
+
+numpy_files = pytest.importorskip("safetensors.numpy")
+
+K, N = 64, 32
+LAYERS = {"model.layers.0.mlp.up_proj": (K, N), "model.layers.0.mlp.down_proj": (N, K)}
+NORM = "model.layers.0.input_layernorm.weight"
+KINDS = {
+    "gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_gptq": {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+    "awq": {"quant_method": "awq", "version": "gemm"},
+    "auto_awq": {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+}
+
+
+def words(numbers: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
+    """Numbers [rows, n] in words of 32 bits along the last axis, one after the other."""
+    count = 32 // bits
+    packed = np.zeros((len(numbers), numbers.shape[1] // count), np.uint64)
+    for row, column in np.ndindex(packed.shape):
+        for place, within in enumerate(order or range(count)):
+            number = int(numbers[row, column * count + within])
+            packed[row, column] |= np.uint64(number << (place * bits))
+    return packed.astype(np.uint32).view(np.int32)
+
+
+def packed_layer(kind: str, k: int, n: int, bits: int, size: int, middle: bool, seed: int):
+    """Tensors of a layer, and its weight in float64."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**bits, (k, n))
+    zeros = rng.integers(0, 2**bits, (k // size, n))
+    if middle:
+        zeros[:] = 2 ** (bits - 1)
+    scales = rng.uniform(0.01, 0.02, zeros.shape).astype(np.float16)
+    rows = np.arange(k) // size
+    weight = (codes - zeros[rows]) * scales[rows].astype(np.float64)
+    if "awq" in kind:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = {"qweight": words(codes, bits, order), "qzeros": words(zeros, bits, order)}
+    else:
+        stored = zeros if kind == "gptq_v2" else (zeros - 1) % 2**bits
+        packed = np.ascontiguousarray(words(codes.T, bits, []).T)
+        tensors = {"qweight": packed, "qzeros": words(stored, bits, [])}
+        tensors["g_idx"] = rows.astype(np.int32)
+    return tensors | {"scales": scales}, weight
+
+
+def checkpoint(
+    folder: Path,
+    kind: str,
+    *,
+    bits: int = 4,
+    middle: bool = False,
+    config: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """Write a checkpoint in two files, blocks of 16; return the weights by layer."""
+    folder.mkdir()
+    weights = {}
+    for number, (name, (k, n)) in enumerate(LAYERS.items()):
+        parts, weights[name] = packed_layer(kind, k, n, bits, 16, middle, number)
+        content = {f"{name}.{part}": array for part, array in parts.items()}
+        if number == 0:
+            content |= {NORM: normal(K, seed=9)} | (tensors or {})
+        numpy_files.save_file(content, folder / f"model-{number}.safetensors")
+    settings = KINDS[kind] | {"bits": bits, "group_size": 16} | (config or {})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return weights
+
+
+NODES = ("up", "/model/layers.0/mlp/down_proj/MatMul")
+
+
+def float_model(norm: str = NORM) -> ir.Model:
+    """The same layers in float: one by the name of its weight, one by that of its node."""
+    model = model_of(
+        f"""g (float[T, {K}] x) => (float[T, {K}] z) {{
+            h = Mul(x, norm)
+            [up] i = MatMul(h, up)
+            ["{NODES[1]}"] j = Gemm <transB = 1> (i, down)
+            [head] z = MatMul(j, head)
+        }}""",
+        {"norm": normal(K), "up": normal(K, N), "down": normal(K, N), "head": normal(K, K)},
+    )
+    for old, new in (("norm", norm), ("up", f"{next(iter(LAYERS))}.weight")):
+        value = model.graph.initializers[old]
+        value.name = value.const_value.name = new
+    return model
+
+
+@pytest.mark.parametrize("middle", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [*((kind, 4) for kind in KINDS), ("gptq", 2), ("gptq", 8)]
+)
+def test_codes_scales_and_norms_are_those_of_the_checkpoint(tmp_path, kind, bits, middle):
+    weights = checkpoint(tmp_path / "c", kind, bits=bits, middle=middle)
+    up, down = weights.values()
+    x = normal(5, K, seed=3)
+    expected = (x * normal(K, seed=9).astype(float)) @ up @ down @ normal(K, K)
+    for layout in FORMATS:
+        result = quantize(float_model(), checkpoint=tmp_path / "c", quant_format=layout)
+        (left,) = result.report.refused
+        assert (left.node, left.reason) == ("head", "not in the checkpoint")
+        for row in result.report.quantized:
+            method = "awq" if "awq" in kind else "gptq"
+            assert (row.method, row.bits, row.block_size) == (method, bits, 16)
+        matrices = dequantised(read(result.model))
+        for node, weight in zip(NODES, weights.values(), strict=True):
+            np.testing.assert_allclose(matrices[node], weight, rtol=1e-7)
+        assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
+
+
+UP = next(iter(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        (
+            "gptq",
+            {"tensors": {f"{UP}.g_idx": np.arange(K, dtype=np.int32)[::-1] // 16}},
+            ModelFileError,
+            rf"layer '{UP}'.*scattered rows.*desc_act",
+        ),
+        ("gptq", {"config": {"bits": 3}}, ModelFileError, "gptq checkpoints of 3 bits"),
+        ("awq", {"config": {"version": "gemv"}}, ModelFileError, "'awq'.*gemv.* is not read"),
+        ("gptq", {"config": {"quant_method": "exl2"}}, ModelFileError, "'exl2'"),
+        ("awq", {"norm": "renamed"}, ModelFileError, rf"tensor '{NORM}'.*no initializer"),
+        (
+            "gptq",
+            {"tensors": {f"{UP}.qweight": np.zeros((K // 4, N), np.int32)}},
+            ModelFileError,
+            rf"layer '{UP}' of the checkpoint is \[128, 32\], node 'up'.*\[64, 32\]",
+        ),
+        ("gptq", {"method": "gptq"}, QuantizationError, "brings its own codes"),
+        ("gptq", {"file": b"damaged"}, ModelFileError, "model-0.safetensors is damaged"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_told_by_name(tmp_path, kind, options, error, message):
+    known = {key: options[key] for key in ("config", "tensors") if key in options}
+    checkpoint(tmp_path / "c", kind, **known)
+    if "file" in options:
+        (tmp_path / "c" / "model-0.safetensors").write_bytes(options["file"])
+    model = float_model(options.get("norm", NORM))
+    with pytest.raises(error, match=message):
+        quantize(
+            model,
+            tmp_path / "out.onnx",
+            checkpoint=tmp_path / "c",
+            method=options.get("method", "rtn"),
+        )
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path):
+    with pytest.raises(
+        MissingFileError, match=r"neither config\.json with quantization_config"
+    ):
+        quantize(float_model(), checkpoint=tmp_path)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4}')
+    with pytest.raises(MissingFileError, match=r"no \.safetensors file"):
+        quantize(float_model(), checkpoint=tmp_path)
