@@ -33,6 +33,7 @@ from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.hidden_options import describe_model
+from ortplugins.runtime.optimizer_settings import OptimizerSettings
 from session_options.caller_warnings import warn_caller
 
 
@@ -106,7 +107,8 @@ def build(
     def finish(path: Path) -> None:
         nonlocal baked, placed
         if request.optimizers is not None:
-            baked = _run_optimizers(path, request, notes, placed)
+            settings = request.optimizers.without(runs.disabled_optimizers)
+            baked = _run_optimizers(path, settings, notes, placed)
             if placed is not None and os.path.getsize(path) > NEW_BYTES:
                 _copy_data(path, placed)  # onnxruntime folded constants
                 placed = None
@@ -209,7 +211,7 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
 
 
 def _run_optimizers(
-    path: Path, request: BuildRequest, notes: list[str], placed: PlacedData | None
+    path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
 ) -> bool:
     """Replace a saved model by what onnxruntime's optimisers make of it.
 
@@ -218,10 +220,9 @@ def _run_optimizers(
     """
     from ortplugins.optimization.offline_optimizers import bake
 
-    assert request.optimizers is not None
     baked = path.with_name("baked.onnx")
     try:
-        bake(path, baked, request.optimizers, placed and placed.folder)
+        bake(path, baked, settings, placed and placed.folder)
     except PassError as error:
         notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
         baked.unlink(missing_ok=True)

@@ -24,11 +24,10 @@ from rewrite_rules.transformer_fusion.attention import FuseAttention
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader
-from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
+from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm, keep_norms_apart
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary
 
-_NORMS = ("SimplifiedLayerNormalization", "LayerNormalization")
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
 # Greatest difference of a trial; kernels add up in another order.
@@ -83,9 +82,9 @@ def fuse_transformer(
         DispatchingRuleSet([rule]).apply_to_model(model)
     if options.norms and context.cpu_only:
         rms = RmsNorm.rule(remarks).commute()
-        skip = [SkipNorm.rule(operator, remarks) for operator in _NORMS]
-        for rules in (rms, skip):
+        for rules in (rms, [SkipNorm.rule(remarks)]):
             DispatchingRuleSet(rules).apply_to_model(model)
+        keep_norms_apart(model, context)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     RemoveUnusedNodesPass()(model)
