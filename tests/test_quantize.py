@@ -299,7 +299,7 @@ def test_codes_are_the_nearest_in_every_format(size, dtype):
     model = matmul_of(weight)
     for bits, block_size, is_symmetric, layout in FORMATS_OF_CODES:
         options = {"bits": bits, "block_size": block_size, "is_symmetric": is_symmetric}
-        proto = read(quantize(model, quant_format=layout, **options).model)
+        proto = read(quantize(model, quant_format=layout, grid="amax", **options).model)
         codes, values = rounded_to_nearest(weight, **options)
         if layout != "MatMulNBits":
             assert np.array_equal(codes_of(proto)["m"], codes), options

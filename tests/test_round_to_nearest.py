@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ortplugins.quantization import BlockFormat, quantize_blocks
-from ortplugins.quantization.methods.nearest import dequantize_blocks
+from ortplugins.quantization.methods.nearest import dequantize_blocks, search_blocks
 
 SYMMETRIES = pytest.mark.parametrize("is_symmetric", [True, False])
 
@@ -89,6 +89,40 @@ def test_blocks_of_zeros_and_subnormals_divide_by_no_zero(is_symmetric, scale_ty
         codes, scales, zero_points = quantize_blocks(weight, form)
     assert (scales > 0).all()
     assert not dequantize(codes, scales, zero_points, form).any()
+
+
+def weighted_errors(weight, quantised, form):
+    """Sums of |w| times the squared error, over each block, relative to those of |w|**3."""
+    errors = abs(weight) * (dequantize(*quantised, form) - weight.astype(np.float64)) ** 2
+    starts = np.arange(0, len(weight), form.size_along(len(weight)))
+    sums = np.add.reduceat(np.abs(weight).astype(np.float64) ** 3, starts, axis=0)
+    return np.add.reduceat(errors, starts, axis=0) / np.where(sums > 0, sums, 1)
+
+
+@given(weight=weights, form=forms)
+def test_searched_scales_are_never_worse_where_great_weights_count_more(weight, form):
+    nearest, searched = quantize_blocks(weight, form), search_blocks(weight, form)
+    for one, other in zip(nearest, searched, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype, one.shape) == (other.dtype, other.shape)
+    assert form.lowest_code <= searched[0].min() <= searched[0].max() <= form.highest_code
+    assert np.isfinite(searched[1]).all() and (searched[1] != 0).all()
+    before, after = (weighted_errors(weight, done, form) for done in (nearest, searched))
+    assert (after <= before + 1e-5).all()
+    if not form.is_symmetric or form.grid == "amax" or form.bits == 8:
+        assert np.array_equal(nearest[0], searched[0])
+
+
+def test_a_searched_scale_is_the_best_of_its_codes():
+    weight = np.random.default_rng(0).normal(size=(128, 40)).astype(np.float32)
+    form = BlockFormat()
+    codes, scales, _ = search_blocks(weight, form)
+    kept = weighted_errors(weight, (codes, scales, None), form)
+    for factor in (0.99, 1.01):
+        assert (kept < weighted_errors(weight, (codes, scales * factor, None), form)).all()
+    assert (
+        kept.sum() < 0.9 * weighted_errors(weight, quantize_blocks(weight, form), form).sum()
+    )
 
 
 def test_the_signed_extreme_gets_the_longer_end():

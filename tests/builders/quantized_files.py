@@ -84,7 +84,10 @@ def codes_of(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.int64]]:
 def rounded_to_nearest(
     weight: npt.NDArray, *, bits: int, block_size: int, is_symmetric: bool = True
 ) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Codes ``[K, N]`` and what they stand for: a loop over blocks, by the definition."""
+    """Codes ``[K, N]`` and what they stand for: a loop over blocks, by the definition.
+
+    Symmetric ones on the grid "amax", whose scales are not searched.
+    """
     k, n = weight.shape
     size = k if block_size == -1 else block_size
     stored = np.float16 if weight.dtype == np.float16 else np.float32
@@ -94,7 +97,7 @@ def rounded_to_nearest(
         for start in range(0, k, size):
             block = weight[start : start + size, column].astype(np.float64)
             if is_symmetric:
-                scale, zero = max(block, key=abs) / low, 0
+                scale, zero = max(abs(block)) / high, 0
             else:
                 least, most = min(block.min(), 0), max(block.max(), 0)
                 scale = (most - least) / high

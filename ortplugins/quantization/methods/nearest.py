@@ -18,6 +18,19 @@ Asymmetric grid. With the range [lo, hi] of a block stretched to include 0,
 Without the stretch a block of weights that are all far from 0 has a zero point outside of the
 codes, and clipping that one moves every weight.
 
+Searched scales, of symmetric grids "extreme" below 8 bits: the range is tried at a few ratios,
+each with the scale that then fits its codes best,
+
+    scale = sum(|w| q w) / sum(|w| q q)     the least sum of |w| (scale q - w)**2
+
+Great weights count more, as in llama.cpp's k-quants; their w**2 is more than pays.
+SmolLM2-135M (perplexity of 8,192 tokens, of 4,096 in blocks of 32) and MiniLM-L6 (cosine),
+int4, blocks of
+
+                             32      128         32      128
+    the formulas above    29.15    32.98      .9675    .9484
+    by |w|                27.64    31.01      .9695    .9505
+
 A ratio r < 1 for a block shrinks its range: e, lo and hi become r times as large, and weights
 outside of them are clipped.
 """
@@ -33,6 +46,7 @@ __all__ = [
     "in_blocks",
     "quantize_blocks",
     "round_to_grid",
+    "search_blocks",
     "stored_scales",
 ]
 
@@ -45,6 +59,11 @@ import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization.methods.block_format import BlockFormat
+
+# Of the range of a block; the first of equals wins.
+_RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
+# Floats of a strip of a block: what stays in the cache.
+_STRIP = 1 << 16
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.integer[Any]]
@@ -84,6 +103,57 @@ def quantize_blocks(
     form = form or BlockFormat()
     scales, zero_points = block_grid(weight, form, ratios)
     return round_to_grid(weight, scales, zero_points, form), scales, zero_points
+
+
+def search_blocks(
+    weight: npt.NDArray[Any], form: BlockFormat
+) -> tuple[Codes, Floats, ZeroPoints | None]:
+    """Quantise a weight as :func:`quantize_blocks`, with searched scales where there are such.
+
+    The sum of ``|w| ((codes - zero_points) * scales - w)**2`` is not greater for any block,
+    but for the rounding of scales to their type. Codes need not be the nearest to
+    ``w / scale``.
+    """
+    scales, zero_points = block_grid(weight, form)
+    if not form.is_symmetric or form.grid != "extreme" or form.bits == 8:
+        return round_to_grid(weight, scales, zero_points, form), scales, zero_points
+    k, n = weight.shape
+    size = form.size_along(k)
+    codes = np.empty((k, n), form.code_dtype)
+    width = max(64, _STRIP // size)
+    for block in range(form.blocks(k)):
+        rows = slice(block * size, min((block + 1) * size, k))
+        for left in range(0, n, width):
+            columns = slice(left, left + width)
+            part = np.ascontiguousarray(weight[rows, columns], np.float32)
+            codes[rows, columns], scales[block, columns] = _best_scales(
+                part, scales[block, columns], form
+            )
+    return codes, stored_scales(scales, form), None
+
+
+def _best_scales(block: Floats, scales: Floats, form: BlockFormat) -> tuple[Floats, Floats]:
+    """Return codes ``[rows, n]`` and scales ``[n]`` of a block, from the scales of ratio 1."""
+    # In steps, so that no square overflows.
+    steps = block / scales
+    importance = np.abs(steps)
+    best, ratios, factors = np.zeros_like(scales), np.ones_like(scales), np.ones_like(scales)
+    codes, weighted = np.empty_like(steps), np.empty_like(steps)
+    for ratio in _RATIOS:
+        np.multiply(steps, np.float32(1 / ratio), out=codes)
+        np.rint(codes, out=codes)
+        np.clip(codes, form.lowest_code, form.highest_code, out=codes)
+        np.multiply(importance, codes, out=weighted)
+        fit = np.einsum("kn,kn->n", weighted, steps)
+        energy = np.einsum("kn,kn->n", weighted, codes)
+        factor = fit / np.where(energy > 0, energy, 1)
+        # What the best scale for these codes takes off the sum of |w|**3.
+        better = fit * factor > best
+        best[better], ratios[better] = (fit * factor)[better], 1 / ratio
+        factors[better] = factor[better]
+    np.rint(steps * ratios, out=codes)
+    np.clip(codes, form.lowest_code, form.highest_code, out=codes)
+    return codes, scales * factors
 
 
 def block_grid(

@@ -43,6 +43,7 @@ from ortplugins.quantization.methods.nearest import (
     ZeroPoints,
     dequantize_blocks,
     quantize_blocks,
+    search_blocks,
 )
 from ortplugins.quantization.weights.checkpoint import PackedWeight
 from rewrite_rules.weights.bit_packing import pack_rows
@@ -316,6 +317,8 @@ def _codes(
     if "gptq" in steps:
         assert gram is not None
         return gptq(weight, gram, form, **dataclasses.asdict(group.gptq))
+    if not steps:
+        return search_blocks(weight, form)
     ratios = None
     if "clip" in steps:
         assert gram is not None
