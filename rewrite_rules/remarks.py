@@ -139,8 +139,6 @@ class PassContext:
             own optimizer would make; None where it does not run.
         native_block_size: Their block size where a weight has one scale, or one for each
             column; 0 for onnxruntime's default, -1 for the size that pads K least.
-        disabled_optimizers: Names of onnxruntime's own optimisers that shall not run on the
-            result; a pass adds to it. None where they do not run before the session.
     """
 
     remarks: Remarks
@@ -153,7 +151,6 @@ class PassContext:
     trials: list[Trial] = dataclasses.field(default_factory=list)
     native_accuracy_level: int | None = 4
     native_block_size: int = 0
-    disabled_optimizers: set[str] | None = None
 
     @property
     def cpu_only(self) -> bool:

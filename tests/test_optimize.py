@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from builders.dequantized_models import (
     DequantizedMatMul,
@@ -19,13 +20,14 @@ from builders.dequantized_models import (
     run,
 )
 from builders.sessions import EXACT, files
-from builders.text_models import model_of, proto_of
+from builders.text_models import model_of, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, ModelFileError
 from ortplugins.optimization import offline_optimizers
+from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS
 from rewrite_rules.remarks import PassContext
 
 ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
@@ -356,3 +358,24 @@ def test_sequences_stay_sequences(text, tmp_path):
     ones = np.ones((2, 4), np.float32)
     fed = [ones, ones] if text.startswith("given") else ones
     assert run(str(tmp_path / "out.onnx"), {"x": fed})[0].shape == (4, 4)
+
+
+def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path: Path):
+    """onnxruntime's own optimiser does that, for a kernel that is slower."""
+    model = model_of(
+        """g (float[2, 3, 64] x, float[2, 3, 64] y) => (float[2, 3, 64] z) {
+            total = Add(x, y)
+            z = LayerNormalization <axis = -1> (total, weight, bias)
+        }""",
+        {"weight": normal(64), "bias": normal(64, seed=1)},
+    )
+    ir.save(model, tmp_path / "model.onnx")
+    plain = ort.SessionOptions()
+    plain.optimized_model_filepath = str(tmp_path / "plain.onnx")
+    ort.InferenceSession(tmp_path / "model.onnx", plain, providers=["CPUExecutionProvider"])
+    offline_optimizers.bake(tmp_path / "model.onnx", tmp_path / "baked.onnx", ALL_OPTIMIZERS)
+    merged = [
+        "SkipLayerNormalization" in op_types(ir.load(tmp_path / name))
+        for name in ("plain.onnx", "baked.onnx")
+    ]
+    assert merged == [True, False]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -13,7 +11,6 @@ import onnxruntime
 import pytest
 from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds
 from builders.dequantized_models import op_types, run
-from builders.text_models import model_of, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,28 +177,3 @@ def test_a_session_fuses_and_says_what():
     inputs = feeds(2, 3, 5)
     expected = run(attention(), inputs)[0]
     np.testing.assert_allclose(session.run(None, inputs)[0], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_sum_before_a_layer_norm_is_not_merged_into_it(tmp_path: Path):
-    model = model_of(
-        """g (float[2, 3, 64] x, float[2, 3, 64] y) => (float[2, 3, 64] z) {
-            total = Add(x, y)
-            z = LayerNormalization <axis = -1> (total, weight, bias)
-        }""",
-        {"weight": normal(64), "bias": normal(64, seed=1)},
-    )
-    path, plain = tmp_path / "model.onnx", onnxruntime.SessionOptions()
-    ir.save(model, path)
-    plain.optimized_model_filepath = str(tmp_path / "plain.onnx")
-    a = onnxruntime.InferenceSession(path, plain, providers=["CPUExecutionProvider"])
-    assert "SkipLayerNormalization" in op_types(ir.load(tmp_path / "plain.onnx"))
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, ortplugins.TransformerFusion())
-    b = ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    (remark,) = b.ortplugins_report.fired
-    assert remark.reason == "LayerNormalization, kept apart from the sum"
-    assert "SkipLayerNormalization" not in op_types(ir.load(b.ortplugins_report.artifact))
-    feed = {name: normal(2, 3, 64, seed=seed) for seed, name in enumerate("xy")}
-    np.testing.assert_allclose(
-        a.run(None, feed)[0], b.run(None, feed)[0], rtol=1e-4, atol=1e-5
-    )

@@ -107,8 +107,7 @@ def build(
     def finish(path: Path) -> None:
         nonlocal baked, placed
         if request.optimizers is not None:
-            settings = request.optimizers.without(runs.disabled_optimizers)
-            baked = _run_optimizers(path, settings, notes, placed)
+            baked = _run_optimizers(path, request.optimizers, notes, placed)
             if placed is not None and os.path.getsize(path) > NEW_BYTES:
                 _copy_data(path, placed)  # onnxruntime folded constants
                 placed = None

@@ -41,7 +41,6 @@ class PassRuns:
         modified: Whether a pass changed the model, or what sessions on it need.
         provisional: What broke and may work another time.
         session_settings: What passes found that sessions on this model need.
-        disabled_optimizers: Optimisers of onnxruntime that passes want to be left out.
     """
 
     def __init__(self, request: BuildRequest, after_pass: AfterPass | None = None) -> None:
@@ -51,7 +50,6 @@ class PassRuns:
         self.modified = False
         self.provisional: list[str] = []
         self.session_settings: dict[str, str] = {}
-        self.disabled_optimizers: set[str] = set()
 
     def reports(self) -> tuple[PassReport, ...]:
         """Return one report per pass; one that takes part in two stages has one, too."""
@@ -94,9 +92,6 @@ class PassRuns:
             None if python is None else (python, child_environment(item.name)),
             native_accuracy_level=self._request.native_accuracy_level,
             native_block_size=self._request.native_block_size,
-            disabled_optimizers=(
-                None if self._request.optimizers is None else self.disabled_optimizers
-            ),
         )
         original = None
         if item.asks_for_trials and isinstance(target, ir.Model):

@@ -55,10 +55,6 @@ class OptimizerSettings(NamedTuple):
     disabled: tuple[str, ...] = ()
     entries: tuple[tuple[str, str], ...] = ()
 
-    def without(self, optimizers: Collection[str]) -> OptimizerSettings:
-        """Return the settings with further optimisers left out."""
-        return self._replace(disabled=tuple(sorted({*self.disabled, *optimizers})))
-
     @property
     def native_accuracy_level(self) -> int | None:
         """Level at which dequantised weights are fused; None where they are not."""

@@ -57,6 +57,12 @@ _SPEED = (
     Change("real tokens gathered", _TRIM.passes, {"trim_padding.pack": "1"}),
     _INT8,
     _setting("denormals as zero", "session.set_denormal_as_zero", "1"),
+    # See offline_optimizers: the kernel that it makes is slower.
+    _setting(
+        "sums apart from norms",
+        "optimization.disable_specified_optimizers",
+        "SkipLayerNormFusion",
+    ),
     _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
     _setting("dynamic blocks", "session.dynamic_block_base", "4"),
 )

@@ -24,7 +24,7 @@ from rewrite_rules.transformer_fusion.attention import FuseAttention
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader
-from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm, keep_norms_apart
+from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary
 
@@ -84,7 +84,6 @@ def fuse_transformer(
         rms = RmsNorm.rule(remarks).commute()
         for rules in (rms, [SkipNorm.rule(remarks)]):
             DispatchingRuleSet(rules).apply_to_model(model)
-        keep_norms_apart(model, context)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     RemoveUnusedNodesPass()(model)
