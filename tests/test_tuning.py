@@ -17,6 +17,7 @@ from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 import ortplugins
+from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.cli.app import app
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.runtime.usable_cores import usable_cores
@@ -162,10 +163,22 @@ def test_the_error_counts_and_its_bound_can_be_given(
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        (BLOCKS, DYNAMIC_BLOCKS, "4"),
+        ("denormals as zero", "session.set_denormal_as_zero", "1"),  # baked into graphs, too
+    ],
+)
 def test_settings_are_the_sessions_and_the_options_come_back(
-    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
+    name: str,
+    key: str,
+    value: str,
+    model: Path,
+    tmp_path: Path,
+    measured: Callable[[Ratios], None],
 ):
-    measured({BLOCKS: 0.9})
+    measured({name: 0.9})
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
     for origin in ("untouched", "untouched"):  # built, then from the cache
@@ -174,8 +187,26 @@ def test_settings_are_the_sessions_and_the_options_come_back(
         )
         assert session.ortplugins_report.source == origin
         own = session.get_session_options()
-        assert own.get_session_config_entry(DYNAMIC_BLOCKS) == "4"
-        assert options.get_session_config_entry(DYNAMIC_BLOCKS) == "0"
+        assert own.get_session_config_entry(key) == value
+        assert options.get_session_config_entry(key) == "0"
+    assert len(ArtifactCache(tmp_path / "cache").entries()) == 1
+
+
+def test_plain_onnxruntime_is_measured_under_the_entries_of_the_user(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    level, seen = "session.qdq_matmulnbits_accuracy_level", []
+
+    def measure(candidates: Sequence[Candidate], *_: Any, **__: Any) -> list[Measurement]:
+        seen.extend(item.settings.get(level) for item in candidates)
+        return [Measurement(failed="seen")] * len(candidates)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(level, "0")  # not onnxruntime's default
+    ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
+    ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    assert set(seen) == {"0"}
 
 
 def test_what_the_user_set_is_left_alone():

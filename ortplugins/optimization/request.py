@@ -19,7 +19,7 @@ import onnxruntime
 from ortplugins.runtime.cpu_features import cpu_features
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.package_versions import package_versions
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, default_entry
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, given_entry
 from rewrite_rules.cpu_providers import are_cpu_only
 from session_options.keys import stored
 from session_options.plan import Plan, plan_from_json
@@ -205,10 +205,9 @@ def _session_settings(
     for name in filter(options.__class__.__dict__.__contains__, _ATTRIBUTES):
         value = getattr(options, name)  # execution_order is new in 1.19
         found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
-    entries = [(key, stored(options, key)) for key in _SPEED_ENTRIES] + [*settings.entries]
-    # One that was set back by us is there still, and means what it did before.
-    given = {key: text for key, text in entries if text not in (None, default_entry(key))}
-    return tuple({**found, **given}.items())
+    entries = ((key, given_entry(options, key)) for key in _SPEED_ENTRIES)
+    given = {key: text for key, text in entries if text is not None}
+    return tuple({**found, **given, **dict(settings.entries)}.items())
 
 
 def _hint_parts(plan: Plan) -> dict[str, Any]:

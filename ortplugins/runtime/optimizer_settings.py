@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import onnxruntime
 
-from session_options.keys import stored
+from ortplugins.runtime.temporary_settings import given_entry
 
 # Entries that change what the optimisers do. SessionOptions cannot list its entries.
 _KEYS = (
@@ -88,7 +88,7 @@ def read_optimizer_settings(
     options: onnxruntime.SessionOptions, disabled_optimizers: Collection[str] | None
 ) -> OptimizerSettings:
     """Read the settings of a session."""
-    entries = ((key, stored(options, key)) for key in _KEYS)
+    entries = ((key, given_entry(options, key)) for key in _KEYS)
     return OptimizerSettings(
         options.graph_optimization_level.name,
         tuple(sorted(disabled_optimizers or ())),

@@ -12,7 +12,7 @@ from __future__ import annotations
 __all__ = [
     "DATA_FOLDER_KEY",
     "construct_with",
-    "default_entry",
+    "given_entry",
     "options_lock",
     "temporarily_set",
 ]
@@ -30,10 +30,14 @@ from session_options.keys import parse_bool, stored
 # Where the external data is of a model that is given as bytes.
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
-# Of the entries that passes and hints set, those whose default is not "0".
+# What entries that passes and hints set mean where they are not set.
 _DEFAULTS = {
-    "session.intra_op.allow_spinning": "1",
+    "mlas.enable_gemm_fastmath_arm64_bfloat16": "0",
+    "optimization.enable_gelu_approximation": "0",
+    "session.dynamic_block_base": "0",
     "session.inter_op.allow_spinning": "1",
+    "session.intra_op.allow_spinning": "1",
+    "session.set_denormal_as_zero": "0",
     DATA_FOLDER_KEY: "",
 }
 
@@ -99,9 +103,10 @@ def construct_with(
         construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled})
 
 
-def default_entry(name: str) -> str:
-    """Return what a session entry means that was never set."""
-    return _DEFAULTS.get(name, "0")
+def given_entry(options: onnxruntime.SessionOptions, name: str) -> str | None:
+    """Return a session entry; None where it was never set, or has been set back by us."""
+    text = stored(options, name)
+    return None if text == _DEFAULTS.get(name) else text
 
 
 class _CalledWhenRead:
@@ -118,7 +123,7 @@ class _CalledWhenRead:
 def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:
     if "." in name:
         # Entries cannot be removed again: one that was not set comes back as the default.
-        return stored(options, name) or default_entry(name)
+        return stored(options, name) or _DEFAULTS.get(name, "0")
     value = getattr(options, name)
     return str(value.name) if hasattr(value, "name") else value
 
