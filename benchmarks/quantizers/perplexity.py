@@ -77,7 +77,7 @@ FLOAT = Recipe("float")
 MODELOPT = Recipe("ModelOpt 0.47 awq_lite")
 RECIPES = {
     "rtn_amax": Recipe("RTN, amax / 7", {"method": "rtn", "grid": "amax"}),
-    "rtn": Recipe("RTN, searched scales", {"method": "rtn"}, {32: 28.3, 128: 31.5}),
+    "rtn": Recipe("RTN, searched scales", {"method": "rtn"}, {32: 28.3, 128: 31}),
     "rtn_asymmetric": Recipe("RTN, asymmetric", {"method": "rtn", "is_symmetric": False}),
     "modelopt_awq_lite": MODELOPT,
     "awq_lite": Recipe("awq_lite", {"method": "awq_lite"}, {32: 27.0, 128: 31.4}),

@@ -24,12 +24,11 @@ each with the scale that then fits its codes best,
     scale = sum(|w| q w) / sum(|w| q q)     the least sum of |w| (scale q - w)**2
 
 Great weights count more, as in llama.cpp's k-quants; their w**2 is more than pays.
-SmolLM2-135M (perplexity of 8,192 tokens, of 4,096 in blocks of 32) and MiniLM-L6 (cosine),
-int4, blocks of
+SmolLM2-135M (perplexity of 20,480 tokens) and MiniLM-L6 (cosine), int4, blocks of
 
                              32      128         32      128
-    the formulas above    29.15    32.98      .9675    .9484
-    by |w|                27.64    31.01      .9695    .9505
+    the formulas above    29.30    32.98      .9675    .9484
+    by |w|                28.14    31.44      .9694    .9505
 
 A ratio r < 1 for a block shrinks its range: e, lo and hi become r times as large, and weights
 outside of them are clipped.
