@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = [
     "GENERAL_OPTIONS",
     "HINTS",
+    "HINT_KEY",
     "Plan",
     "configure",
     "make_plan",
@@ -42,6 +43,7 @@ from session_options.registry import find, pass_names, resolve, version_of
 if TYPE_CHECKING:
     from session_options.keys import SessionConfig
 
+HINT_KEY = f"{PREFIX}.hint"
 HINTS = ("latency", "throughput", "memory", "start")
 GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
@@ -178,7 +180,7 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
             raise OptionError(f"pass {name!r} is given {names.count(name)} times")
     if names and general.get("hint"):
         raise OptionError(
-            f"{PREFIX}.hint chooses the passes, and {names[0]!r} is switched on: leave one out"
+            f"{HINT_KEY} chooses the passes, and {names[0]!r} is switched on: leave one out"
         )
     return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
 
@@ -205,7 +207,7 @@ def read(options: SessionConfig | None) -> Plan:
             continue
         if (cls := find(name)) is not None:
             passes.append(cls(**_read_options(options, cls)))
-    hint = stored(options, f"{PREFIX}.hint")
+    hint = stored(options, HINT_KEY)
     if not passes and not hint:
         return Plan()
     general: dict[str, Any] = {}

@@ -497,6 +497,14 @@ def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Pa
     assert len(entries(cache_dir)) == 3
 
 
+def test_warm_measures_for_a_hint(model_path: Path):
+    entry = "--session-entry", "ortplugins.hint=latency"
+    entry += "--session-entry", "ortplugins.hint_seconds=1"
+    lines("warm", model_path, *entry)
+    (line,) = lines("explain", model_path, *entry)
+    assert ": found as " in line
+
+
 def test_warm_goes_on_after_a_model_that_fails(
     model_path: Path, tmp_path: Path, cache_dir: Path
 ):

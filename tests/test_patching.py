@@ -578,6 +578,28 @@ def test_general_options_from_the_environment(
         open_stock(model_path)
 
 
+def test_a_hint_is_taken_instead_of_passes(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Path
+):
+    """Instead of the default pass, and of those that are switched on for other sessions."""
+    aim = {"hint": "latency", "hint_seconds": 1}
+    own = onnxruntime.SessionOptions()
+    ortplugins.configure(own, **aim)
+    with ortplugins.enabled(EXACT):
+        sessions = [open_stock(model_path, own)]
+    with ortplugins.enabled(**aim):
+        sessions += [open_stock(model_path)]
+    variables = {f"ORTPLUGINS_{name.upper()}": str(value) for name, value in aim.items()}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with ortplugins.enabled():
+        sessions += [open_stock(model_path)]
+    for session in sessions:
+        assert session.ortplugins_report.notes[-1].startswith("hint latency: ")
+    done = run("script.py", cwd=program, **variables)
+    assert "hint latency: " in done.stdout, done.stderr
+
+
 # The command.
 
 

@@ -20,6 +20,7 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
 from session_options import DqMatMulNBitsFusion, PrepackedWeights
+from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
     from ortplugins.artifacts.manifest import Entry
@@ -52,6 +53,7 @@ def _store(cache_dir: opt.CacheDir = "") -> Any:
 
 
 def _session_start(
+    context: typer.Context,
     passes: opt.Passes = _WARM_PASSES,
     settings: opt.Settings = None,
     session_entries: Annotated[
@@ -68,10 +70,13 @@ def _session_start(
     cache_dir: opt.CacheDir = "",
 ) -> Any:
     """Return what a start depends on besides its model, as ``warm`` takes it."""
+    entries = opt.parse_settings(session_entries, "--session-entry")
+    if entries.get(HINT_KEY) and not opt.is_given(context, "passes"):
+        passes = []
     return {
         "passes": passes,
         "options": opt.parse_settings(settings),
-        "session_entries": opt.parse_settings(session_entries, "--session-entry"),
+        "session_entries": entries,
         "optimization_level": optimization_level,
         "cache_dir": cache_dir or None,
     }

@@ -17,8 +17,16 @@ import typer
 
 from ortplugins.cli.options import CacheDir, Passes, Settings, parse_settings
 from session_options import DqMatMulNBitsFusion
-from session_options.environment import GENERAL, VARIABLE, entries_of, plan_entries, plan_text
+from session_options.environment import (
+    GENERAL,
+    VARIABLE,
+    entries_of,
+    general_entries,
+    plan_entries,
+    plan_text,
+)
 from session_options.keys import PREFIX
+from session_options.plan import HINT_KEY
 
 # Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
 _STARTUP = Path(__file__).parents[1] / "startup"
@@ -103,7 +111,8 @@ def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:
     """Entries of the passes named here, else of the environment's, else of the default."""
     found = None if passes else plan_entries()
     if found is None:
-        return entries_of(passes or [DqMatMulNBitsFusion.name], settings)
+        default = [] if HINT_KEY in general_entries() else [DqMatMulNBitsFusion.name]
+        return entries_of(passes or default, settings)
     enabling = f"{PREFIX}.enable_"
     names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
     return {**found, **entries_of(names, settings)}

@@ -34,6 +34,7 @@ from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable
 from session_options.environment import general_entries, plan_entries
 from session_options.keys import PREFIX, stored
 from session_options.option_files import read_plan
+from session_options.plan import HINT_KEY
 from session_options.registry import pass_names
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
     Args:
         *passes: For instance ``DqMatMulNBitsFusion()``. When none are given, those of the
-            environment variable ``ORTPLUGINS``, else ``DqMatMulNBitsFusion()``.
+            environment variable ``ORTPLUGINS``, else ``DqMatMulNBitsFusion()`` unless there
+            is a hint.
         **general: ``cache_dir``, ``strict``, ``bake``; else ``ORTPLUGINS_CACHE_DIR``,
             ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
 
@@ -135,7 +137,9 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
             f"{wrong[0]!r} is no pass: DqMatMulNBitsFusion() is one, for instance"
         )
     if not passes:
-        entries.update(plan_entries() or {enable_key(DqMatMulNBitsFusion.name): "1"})
+        has_hint = general.get("hint") or entries.get(HINT_KEY)
+        default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
+        entries.update(plan_entries() or default)
     session_options.configure(entries, *passes, **general)
     return entries
 
@@ -159,12 +163,14 @@ class _Switched:
         return self.entries.get(f"{PREFIX}.strict") == "1"
 
     def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
-        """Plan of a session: a session that names a pass itself gets those that it names.
+        """Plan of a session: one that names a pass or a hint itself gets what it names.
 
         Raises:
             OptionError: If its own entries are wrong, or a file that an option names is.
         """
-        own = any(stored(options, enable_key(name)) is not None for name in pass_names())
+        own = bool(stored(options, HINT_KEY)) or any(
+            stored(options, enable_key(name)) is not None for name in pass_names()
+        )
         config = options if own else _Layered(options, self.entries)
         return read_plan(config)
 
