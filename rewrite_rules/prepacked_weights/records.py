@@ -18,6 +18,7 @@ from __future__ import annotations
 
 __all__ = ["Key", "Record", "lay_out", "places", "read_records", "restore_order"]
 
+import contextlib
 import dataclasses
 import os
 from collections import ChainMap
@@ -199,7 +200,9 @@ def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
     alignment = _LARGE_ALIGNMENT if length >= _LARGE else _ALIGNMENT
     target.write(b"\0" * (-target.tell() % alignment))
     start = target.tell()
-    source.seek(offset)
+    copied = _copied_by_the_system(source, offset, length, target)
+    source.seek(offset + copied)
+    length -= copied
     while length:
         chunk = source.read(min(length, _CHUNK_BYTES))
         if not chunk:
@@ -207,6 +210,22 @@ def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
         target.write(chunk)
         length -= len(chunk)
     return start
+
+
+def _copied_by_the_system(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
+    """Append what the system copies without us, where it can; return how much that is."""
+    target.flush()
+    done = 0
+    if hasattr(os, "copy_file_range"):
+        with contextlib.suppress(OSError):  # between some file systems it can't
+            while done < length:
+                count = os.copy_file_range(
+                    source.fileno(), target.fileno(), length - done, offset + done
+                )
+                if not count:
+                    break
+                done += count
+    return done
 
 
 def _in_order(graph: onnx.GraphProto) -> Iterator[_Found]:
