@@ -17,12 +17,14 @@ from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.cli.app import app
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
+from ortplugins.optimization.request import read_request
+from ortplugins.runtime.temporary_settings import temporarily_set
 from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning import tune as tuning
 from ortplugins.tuning.changes import changes_for, combined
+from session_options.plan import HINTS, make_plan
 
 FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
 DYNAMIC_BLOCKS = "session.dynamic_block_base"
@@ -163,22 +165,10 @@ def test_the_error_counts_and_its_bound_can_be_given(
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        (BLOCKS, DYNAMIC_BLOCKS, "4"),
-        ("denormals as zero", "session.set_denormal_as_zero", "1"),  # baked into graphs, too
-    ],
-)
 def test_settings_are_the_sessions_and_the_options_come_back(
-    name: str,
-    key: str,
-    value: str,
-    model: Path,
-    tmp_path: Path,
-    measured: Callable[[Ratios], None],
+    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
 ):
-    measured({name: 0.9})
+    measured({BLOCKS: 0.9})
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
     for origin in ("untouched", "untouched"):  # built, then from the cache
@@ -187,9 +177,25 @@ def test_settings_are_the_sessions_and_the_options_come_back(
         )
         assert session.ortplugins_report.source == origin
         own = session.get_session_options()
-        assert own.get_session_config_entry(key) == value
-        assert options.get_session_config_entry(key) == "0"
-    assert len(ArtifactCache(tmp_path / "cache").entries()) == 1
+        assert own.get_session_config_entry(DYNAMIC_BLOCKS) == "4"
+        assert options.get_session_config_entry(DYNAMIC_BLOCKS) == "0"
+
+
+def test_a_choice_is_found_again_by_a_session_of_the_same_options():
+    """Entries cannot be removed: what is set back has to mean the same as none at all."""
+
+    def key_of(options: onnxruntime.SessionOptions) -> dict[str, Any]:
+        plan = make_plan((), hint="latency")
+        return read_request(
+            "model.onnx", plan, options, ["CPUExecutionProvider"], ()
+        ).key_parts()
+
+    expected = key_of(onnxruntime.SessionOptions())
+    for change in (change for hint in HINTS for change in changes_for(hint, {})):
+        options = onnxruntime.SessionOptions()
+        with temporarily_set(options, change.settings):
+            assert (key_of(options) == expected) is not bool(change.settings)
+        assert key_of(options) == expected, change.name
 
 
 def test_plain_onnxruntime_is_measured_under_the_entries_of_the_user(

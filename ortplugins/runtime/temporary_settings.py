@@ -33,6 +33,7 @@ DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # What entries that passes and hints set mean where they are not set.
 _DEFAULTS = {
     "mlas.enable_gemm_fastmath_arm64_bfloat16": "0",
+    "optimization.disable_specified_optimizers": "",
     "optimization.enable_gelu_approximation": "0",
     "session.dynamic_block_base": "0",
     "session.inter_op.allow_spinning": "1",
