@@ -393,3 +393,11 @@ def test_an_initializer_added_by_hand_is_respected(model_path: Path):
     assert added in str(session.ortplugins_report)
     feed = {"x": CASE.feed()}
     np.testing.assert_array_equal(session.run(None, feed)[0], stock.run(None, feed)[0])
+
+
+def test_the_options_of_a_session_can_open_another(model_path: Path):
+    opened = start(model_path)
+    value = ort.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
+    for name in ir.load(model_path).graph.initializers:
+        # Refuses a name that is there already.
+        opened.get_session_options().add_initializer(name, value)

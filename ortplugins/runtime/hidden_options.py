@@ -63,7 +63,8 @@ def added_initializer(
     import numpy as np
 
     value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
-    copy = session.get_session_options()
+    # get_session_options() returns one object each time: what is added here would stay.
+    copy = session._sess.session_options
     for name in described["initializers"]:
         try:
             copy.add_initializer(name, value)
