@@ -40,8 +40,10 @@ from ortplugins.comparison.profile import ProfiledNode, profiled_run
 from ortplugins.comparison.unfused_weights import unfused_in
 from ortplugins.errors import ModelFileError, PassError, UsageError
 from ortplugins.runtime.stock_session import open_model, stock_options
+from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_set
 from rewrite_rules.closest_name import did_you_mean
 from session_options import DqMatMulNBitsFusion
+from session_options.keys import stored
 
 if TYPE_CHECKING:
     from ortplugins.comparison.given_model import ModelSource
@@ -245,7 +247,12 @@ def assert_runs_in_order(
             options = sess_options or session.get_session_options()
             providers = session.get_providers()
         feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
-        ran = profiled_run(str(path), options, feeds.largest(), providers, name=given.name)
+        # The file may be a copy, beside data of its own.
+        has_folder = stored(options, DATA_FOLDER_KEY)
+        with temporarily_set(
+            options, {DATA_FOLDER_KEY: str(path.parent)} if has_folder else {}
+        ):
+            ran = profiled_run(str(path), options, feeds.largest(), providers, name=given.name)
         expected = _names_of_nodes(given) if names is None else list(names)
     if len(set(expected)) < len(expected):
         (twice, _), *_ = collections.Counter(expected).most_common(1)

@@ -20,6 +20,7 @@ from builders.sessions import source, start
 from builders.text_models import model_of, normal
 
 import ortplugins
+import ortplugins.testing as ortplugins_testing
 from ortplugins.artifacts import source_index
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
@@ -155,6 +156,19 @@ def test_data_stays_where_it_is_and_other_tools_can_still_read_it(
     ir.load(path).graph.initializers["w"].const_value.numpy()
     # What reads sessions finds the data, too.
     assert ortplugins.compare(path, session).outputs[0].max_abs == 0
+
+
+def test_sessions_are_compared_wherever_their_data_lies(tmp_path: Path):
+    path = float_model(tmp_path / "a")
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
+    plain = onnxruntime.InferenceSession(
+        path.read_bytes(), options, providers=["CPUExecutionProvider"]
+    )
+    for session in (opened(path), plain):
+        found = ortplugins.compare(path, session, layers=True, runs=1, rounds=1)
+        assert found.outputs[0].max_abs == 0
+        ortplugins_testing.assert_runs_in_order(session, [])
 
 
 def test_options_come_back_where_data_stays(tmp_path: Path):

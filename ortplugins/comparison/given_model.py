@@ -60,10 +60,13 @@ class GivenModel:
         self.settings: Mapping[str, str] = {}
         self._given: Any = model
         self._file: Path | None = None
+        # Where the session was told that external data is; None for beside the model.
+        self._data_folder: str | None = None
         if isinstance(model, onnxruntime.InferenceSession):
             self.name, self.session = "the session's model", model
             report = getattr(model, "ortplugins_report", None)
             self.report = report if report is not None and report.passes else None
+            self._data_folder = stored(model.get_session_options(), DATA_FOLDER_KEY) or None
             self.settings = _settings_of(model)
         elif isinstance(model, OptimizeResult):
             self.report, self.settings = model.report, model.session_settings
@@ -83,6 +86,8 @@ class GivenModel:
     def file(self, scratch: Path) -> Path:
         """Return its file; what lies in memory is written to ``scratch`` first.
 
+        So is a model whose data is in another folder, where only a session looks for it.
+
         Args:
             scratch: An existing folder, to be kept as long as the file is used.
 
@@ -93,7 +98,8 @@ class GivenModel:
 
         if self._file is None:
             source = self._source()
-            if isinstance(source, str | os.PathLike):
+            is_file = isinstance(source, str | os.PathLike)
+            if is_file and self._data_folder in (None, os.path.dirname(source)):
                 self._file = Path(source)
             else:
                 self._file = Path(tempfile.mkdtemp(dir=scratch)) / "model.onnx"
@@ -110,10 +116,10 @@ class GivenModel:
 
         source = self._source()
         if isinstance(source, bytes):
-            return load_bytes(source, None).model
+            return load_bytes(source, self._data_folder).model
         if isinstance(source, str | os.PathLike):
             with _quiet_about_packed_weights():
-                return load_path(source, self._data_folder()).model
+                return load_path(source, self._data_folder).model
         return from_memory(source).model
 
     def graph_as_written(self) -> ir.Model:
@@ -135,10 +141,6 @@ class GivenModel:
             with _quiet_about_packed_weights():
                 return ir.from_proto(source)
         return checked
-
-    def _data_folder(self) -> str | None:
-        """Where the session was told that external data is; None for beside the model."""
-        return self.settings.get(DATA_FOLDER_KEY)
 
     def _source(self) -> Any:
         """Path, bytes or object; of a session what onnxruntime was given: ours, or the user's.
@@ -172,9 +174,7 @@ def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
 
 def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
     options = session.get_session_options()
-    folder = stored(options, DATA_FOLDER_KEY)
     return {
-        **({DATA_FOLDER_KEY: folder} if folder else {}),
         "graph_optimization_level": options.graph_optimization_level.name,
         "execution_order": options.execution_order.name,
         "enable_mem_pattern": str(int(options.enable_mem_pattern)),
