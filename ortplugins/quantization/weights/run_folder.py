@@ -139,7 +139,7 @@ class RunFolder:
             content = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
             if data.stat().st_size != content["bytes"]:
                 return None
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # none, or not all of its JSON
             return None
         references = {
             key: TensorReference(str(data), offset, tuple(shape), dtype)
