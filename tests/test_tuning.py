@@ -20,6 +20,7 @@ import ortplugins
 from ortplugins.cli.app import app
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.optimization.request import read_request
+from ortplugins.runtime import process_memory
 from ortplugins.runtime.temporary_settings import temporarily_set
 from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning import tune as tuning
@@ -262,6 +263,14 @@ def test_a_hint_takes_the_place_of_passes():
     passes = ortplugins.DqMatMulNBitsFusion()
     with pytest.raises(ortplugins.OptionError, match="hint chooses the passes"):
         ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
+
+
+def test_memory_that_the_system_does_not_tell(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process_memory, "_fields", lambda *_: {})
+    session = open_session(model, tmp_path / "cache", hint="memory", hint_seconds=4)
+    assert "private memory is not known on this system" in session.ortplugins_report.notes[-1]
 
 
 def test_too_little_time_is_said(model: Path, tmp_path: Path):

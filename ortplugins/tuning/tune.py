@@ -44,6 +44,7 @@ from ortplugins.optimization.stages import FailedPass
 from ortplugins.report import Report, Tried
 from ortplugins.runtime.hidden_options import describe_model
 from ortplugins.runtime.machine import machine
+from ortplugins.runtime.process_memory import process_memory
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 from ortplugins.runtime.usable_cores import usable_cores
@@ -162,6 +163,8 @@ class _Tuning:
         )
         fused = self._build(fusion)
         try:
+            if self._aim == "private" and process_memory().private is None:
+                raise MeasureError("private memory is not known on this system")
             self._workloads = self._make_workloads(fused or self._stock)
             self._begin_with(fused)
             rest = [fused] if fused is not None and self._base is not fused else []
