@@ -199,21 +199,28 @@ def test_a_choice_is_found_again_by_a_session_of_the_same_options():
         assert key_of(options) == expected, change.name
 
 
-def test_plain_onnxruntime_is_measured_under_the_entries_of_the_user(
+def test_plain_onnxruntime_is_measured_under_the_options_of_the_user(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     level, seen = "session.qdq_matmulnbits_accuracy_level", []
+    left_out = "optimization.disable_specified_optimizers"
 
     def measure(candidates: Sequence[Candidate], *_: Any, **__: Any) -> list[Measurement]:
-        seen.extend(item.settings.get(level) for item in candidates)
+        seen.extend((x.settings.get(level), x.settings.get(left_out)) for x in candidates)
         return [Measurement(failed="seen")] * len(candidates)
 
     monkeypatch.setattr(tuning, "measure", measure)
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry(level, "0")  # not onnxruntime's default
     ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
-    ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    assert set(seen) == {"0"}
+    options.add_session_config_entry(left_out, "GeluFusion")
+    ortplugins.InferenceSession(
+        model,
+        options,
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=["ConstantFolding"],
+    )
+    assert set(seen) == {("0", "GeluFusion;ConstantFolding")}
 
 
 def test_what_the_user_set_is_left_alone():

@@ -47,6 +47,7 @@ _SPEED_ENTRIES = (
     "session.use_device_allocator_for_initializers",
     "mlas.enable_gemm_fastmath_arm64_bfloat16",
 )
+_LEFT_OUT = "optimization.disable_specified_optimizers"
 
 
 class BuildRequest(NamedTuple):
@@ -207,7 +208,11 @@ def _session_settings(
         found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
     entries = ((key, given_entry(options, key)) for key in _SPEED_ENTRIES)
     given = {key: text for key, text in entries if text is not None}
-    return tuple({**found, **given, **dict(settings.entries)}.items())
+    given |= dict(settings.entries)
+    if settings.disabled:  # an argument, which processes that measure do not take
+        named = filter(None, (given.get(_LEFT_OUT), *settings.disabled))
+        given[_LEFT_OUT] = ";".join(named)
+    return tuple({**found, **given}.items())
 
 
 def _hint_parts(plan: Plan) -> dict[str, Any]:
