@@ -299,6 +299,12 @@ def test_inputs_that_cannot_be_made_up(tmp_path: Path):
     assert "hint_samples names an .npz file" in session.ortplugins_report.notes[-1]
 
 
+def test_a_dimension_that_is_not_there(model: Path, tmp_path: Path):
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=r"hint_dims: .*'length'"):
+        session = open_session(model, tmp_path / "cache", hint_dims="length=3")
+    assert session.ortplugins_report.source == "untouched"
+
+
 def test_samples_are_what_is_measured_with(model: Path, tmp_path: Path):
     np.savez(tmp_path / "x.npz", x=np.ones((5, 64), np.float32))
     session = open_session(

@@ -134,13 +134,14 @@ class OutputFolder:
                 if os.path.realpath(self.source / name) not in left:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(self.source / name, folder / name)
-            if target.exists():
-                target.rename(Path(scratch, "old"))
+            old = Path(scratch, "old")
             try:
+                if target.exists():
+                    target.rename(old)
                 folder.rename(target)
-            except OSError:
-                Path(scratch, "old").rename(target)
-                raise
+            finally:  # whatever came between the two
+                if old.exists() and not target.exists():
+                    old.rename(target)
 
     def _companions(self) -> list[Path]:
         """Return what goes along, relative to the source: no weights, nothing hidden."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ortplugins.errors import CalibrationError, ModelFileError, UsageError
+from ortplugins.errors import CalibrationError, ModelFileError, PassError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,
     MeasureError,
@@ -108,6 +108,7 @@ def tune(request: BuildRequest, folder: Path) -> Tuned:
 
     Raises:
         MissingFileError, ModelFileError: If the model can't be used.
+        PassError: If the sizes of the hint name a dimension that the model does not have.
         OSError: If the folder can't be written.
     """
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=folder) as scratch:
@@ -169,7 +170,9 @@ class _Tuning:
             self._begin_with(fused)
             rest = [fused] if fused is not None and self._base is not fused else []
             built = self._build_changes(changes, rest)
-        except (CalibrationError, ModelFileError, UsageError) as error:
+        except UsageError as error:
+            raise PassError(f"hint_dims: {error}") from error
+        except (CalibrationError, ModelFileError) as error:
             why = f"{error} (hint_samples names an .npz file)"
             return fused or self._stock, f"not measured, only what is safe is taken: {why}"
         except MeasureError as error:

@@ -175,6 +175,8 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "quant_format", _format_name(self.quant_format))
         _check_method(self.method)
+        if isinstance(self.op_types, str):
+            raise QuantizationError(f"op_types is {self.op_types!r}: a list is expected")
         if wrong := set(self.op_types) - set(OP_TYPES):
             raise QuantizationError(
                 f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
