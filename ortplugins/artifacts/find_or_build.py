@@ -14,7 +14,6 @@ from ortplugins.artifacts.directory import cache_folder
 from ortplugins.artifacts.known_starts import find_known_start, remember_start
 from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 
 if TYPE_CHECKING:
     import tempfile
@@ -117,13 +116,8 @@ def _artifact(
         # Of a hint that changes nothing but settings; passes that modify nothing need none.
         settings = settings if request.plan.hint else {}
         return Artifact({**manifest["report"], "source": "untouched"}, settings=settings)
-    if data := manifest["data"]:
-        from ortplugins.model_io.data_in_place import folder_of
-
-        settings[DATA_FOLDER_KEY] = folder_of(data, request.name, request.data_folder)
-    elif request.data_folder is not None:
-        # onnxruntime looks there for the data of any model, ours too.
-        settings[DATA_FOLDER_KEY] = os.fspath(folder)
+    data = manifest["data"]
+    settings |= request.data_settings(data, folder)
     model = os.path.join(folder, MODEL)
     report = {**manifest["report"], "source": origin, "artifact": model}
     return Artifact(

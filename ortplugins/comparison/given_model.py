@@ -60,7 +60,7 @@ class GivenModel:
         self.settings: Mapping[str, str] = {}
         self._given: Any = model
         self._file: Path | None = None
-        # Where the session was told that external data is; None for beside the model.
+        # The session's folder for external data; None: beside the model.
         self._data_folder: str | None = None
         if isinstance(model, onnxruntime.InferenceSession):
             self.name, self.session = "the session's model", model

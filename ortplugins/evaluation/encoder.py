@@ -17,7 +17,7 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.samples.text import TextTokenizer, read_text
 
 _MAX_TOKENS = 128
-# Characters of a first sentence, and of a rest, that say enough to be told from others.
+# Shorter sentences, and rests of paragraphs, are too much alike (in characters).
 _SENTENCE, _REST = 40, 120
 
 Embeddings = npt.NDArray[np.float32]

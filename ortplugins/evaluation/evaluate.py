@@ -140,7 +140,7 @@ def evaluate(
         paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
         if tokenizer is None:
-            raise UsageError("there is no tokenizer.json beside the model: give its path")
+            raise UsageError("no tokenizer.json beside the model: give its path")
     encoder = TextTokenizer(Path(tokenizer))
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True

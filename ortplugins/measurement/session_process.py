@@ -76,7 +76,7 @@ class _Child:
             make, others = ortplugins.InferenceSession, {}
         start = time.perf_counter()
         model = job["model"]
-        if _DATA_FOLDER_KEY in job["settings"]:  # which onnxruntime heeds for bytes
+        if _DATA_FOLDER_KEY in job["settings"]:  # older versions heed it for bytes only
             with open(model, "rb") as file:
                 model = file.read()
         self._session = make(model, options, providers=job["providers"], **others)

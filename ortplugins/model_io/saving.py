@@ -81,7 +81,7 @@ def save_with_data(
         inline: Keep all tensors inside the .onnx file.
         overwrite: Whether the files may exist.
         data_folder: Tensors in files of this folder stay there, and all others are kept inside
-            the .onnx file; for sessions that are told of the folder.
+            the .onnx file. A session has to be given the folder to find them.
         finish: Called with the saved model, in a folder of its own with all its files, before
             they appear; may change them and add others.
         progress: Called before each tensor.

@@ -11,7 +11,7 @@ __all__ = ["BuildRequest", "read_request"]
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
@@ -154,6 +154,22 @@ class BuildRequest(NamedTuple):
         if is_path(self.source):
             return load_path(self.source, self.data_folder)  # type: ignore[arg-type]
         return from_memory(self.source)  # type: ignore[arg-type]
+
+    def data_settings(
+        self, names: Mapping[str, str], folder: str | os.PathLike[str]
+    ) -> dict[str, str]:
+        """Return what a session on an artifact has to be set to for its external data.
+
+        Args:
+            names: Of the files that it reads where the model has them, by location.
+            folder: Where the artifact is.
+        """
+        if names:
+            from ortplugins.model_io.data_in_place import folder_of
+
+            return {DATA_FOLDER_KEY: folder_of(names, self.name, self.data_folder)}
+        # onnxruntime looks in the user's folder for the data of any model, ours too.
+        return {} if self.data_folder is None else {DATA_FOLDER_KEY: os.fspath(folder)}
 
     def without(self, pass_name: str) -> BuildRequest:
         """Return the request without one of its passes."""

@@ -79,7 +79,7 @@ def open_model(
         read_model_file(path)
     try:
         model: str | bytes = os.fspath(path)
-        if DATA_FOLDER_KEY in settings:  # which onnxruntime heeds for bytes
+        if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
             with open(path, "rb") as file:
                 model = file.read()
         with temporarily_set(options, settings):

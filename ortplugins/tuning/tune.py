@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import shutil
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, ModelFileError, PassError, UsageError
 from ortplugins.measurement.measure import (
@@ -37,7 +37,6 @@ from ortplugins.measurement.measure import (
     measure,
     write_feed,
 )
-from ortplugins.model_io.data_in_place import folder_of
 from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
@@ -99,11 +98,12 @@ class _Built(NamedTuple):
     manifest: dict[str, Any]
 
 
-def tune(request: BuildRequest, folder: Path) -> Tuned:
+def tune(request: BuildRequest, given: ir.Model, folder: Path) -> Tuned:
     """Choose what the hint of a request asks for.
 
     Args:
         request: The session, with a hint in its plan.
+        given: Its model, which is left as it is.
         folder: Empty; gets the files of the artifact, if there are any.
 
     Raises:
@@ -112,7 +112,7 @@ def tune(request: BuildRequest, folder: Path) -> Tuned:
         OSError: If the folder can't be written.
     """
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=folder) as scratch:
-        tuning = _Tuning(request, Path(scratch))
+        tuning = _Tuning(request, given, Path(scratch))
         chosen, why = tuning.search()
         model = Path(chosen.candidate.model)
         if tuning.made(model):
@@ -143,8 +143,8 @@ class _Tuning:
         tried: What was tried, by the name of the change.
     """
 
-    def __init__(self, request: BuildRequest, scratch: Path) -> None:
-        self._request, self._scratch = request, scratch
+    def __init__(self, request: BuildRequest, given: ir.Model, scratch: Path) -> None:
+        self._request, self._given, self._scratch = request, given, scratch
         self._aim = _AIMS[request.plan.hint]
         self._began = time.monotonic()
         self._numbers = itertools.count()
@@ -200,8 +200,9 @@ class _Tuning:
             raise MeasureError(plain.failed)
         ratio = _Ratios.of(ours, plain)
         self._note(fusion.change, ours.failed, ratio)
-        much = ratio is not None and self._gains(fusion.change, ratio, _MUCH)
-        if ratio is not None and much and self._is_exact_enough(fusion):
+        if ratio is None or not self._gains(fusion.change, ratio, _MUCH):
+            return
+        if self._is_exact_enough(fusion):
             self._take(fusion.change)
             self._base, self._base_figures = fusion, ratio.medians()
 
@@ -221,7 +222,7 @@ class _Tuning:
             "provisional": [],
             "failed": [],
             "data": {},
-            "model_given": describe_model(request.load().model),
+            "model_given": describe_model(self._given),
         }
         name = "plain onnxruntime"
         candidate = Candidate(path, name, settings=settings, providers=request.providers)
@@ -233,7 +234,7 @@ class _Tuning:
         level = "disable" if runs.manifest["baked"] else "all"
         session = open_model(by.model, level, by.providers, by.settings)
         return workloads(
-            self._request.load().model,
+            self._given,
             quiet_runner(session),
             dims=parse_dims("hint_dims", plan.hint_dims),
             samples=plan.hint_samples,
@@ -314,11 +315,7 @@ class _Tuning:
             self._note(change, "it finds nothing to do")
             return None
         settings |= manifest["session_settings"]
-        if data := manifest["data"]:
-            found = folder_of(data, request.name, request.data_folder)
-            settings[DATA_FOLDER_KEY] = found
-        elif request.data_folder is not None:
-            settings[DATA_FOLDER_KEY] = os.fspath(folder)
+        settings |= request.data_settings(manifest["data"], folder)
         if manifest["baked"]:
             settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
         candidate = Candidate(

@@ -67,7 +67,7 @@ class PackedWeight:
         """Return the form of the codes: symmetric where all zero points are in the middle.
 
         Raises:
-            ModelFileError: If blocks are no neighbours along K, or of uneven size.
+            ModelFileError: If blocks are not contiguous along K, or differ in size.
         """
         k, _ = self.shape()
         blocks = len(self._tensor("scales"))
@@ -198,8 +198,8 @@ class Checkpoint:
             if value is None or old is None or tuple(old.shape.numpy()) != numbers.shape:
                 if self.method == "awq":
                     raise ModelFileError(
-                        f"tensor {name!r} of the AWQ checkpoint is no initializer of the "
-                        "model, or of another shape: export the float model with its names"
+                        f"tensor {name!r} of the AWQ checkpoint: the model has no initializer "
+                        "of this name and shape: export the float model with its names"
                     )
                 continue
             value.const_value = ir.Tensor(

@@ -81,7 +81,7 @@ class Group:
 
     @property
     def method(self) -> str:
-        """What the weights are quantised by: rounding where there are no statistics."""
+        """The method for these weights: ``rtn`` where there are no statistics."""
         return self.weights[0].method if self.activations else "rtn"
 
 
@@ -159,13 +159,13 @@ def plan_weights(
     return WeightPlan(model, groups, nodes, notes)
 
 
-def _other_readers(weights: Iterable[Weight], told: Collection[str]) -> list[NodeReport]:
+def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
     """Report what keeps a quantised weight's float numbers in the model: a table, mostly."""
     rows: dict[str, NodeReport] = {}
     for weight in weights:
         site = weight.sites[0]
         for name, op_type in _readers(site.weight):
-            if name not in told:
+            if name not in reported:
                 reason = f"reads {site.weight.name!r} in float, which stays for it"
                 row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
@@ -254,12 +254,12 @@ def reported(
             it was not the weight's own.
     """
     weights = {site: w for group in plan.groups for w in group.weights for site in w.sites}
-    told: set[tuple[object, ...]] = set()
+    counted: set[tuple[object, ...]] = set()
 
     def once(size: int, *what: object) -> int:
         """The bytes of something at the first node that reads it, 0 at the others."""
-        first = what not in told
-        told.add(what)
+        first = what not in counted
+        counted.add(what)
         return size if first else 0
 
     rows = []

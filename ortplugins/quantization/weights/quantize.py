@@ -146,7 +146,7 @@ def quantize(
         QuantizationError: If a setting is out of range, a pattern means no node, the file of a
             recipe is not one, or a weight holds NaN or infinite values. No output is written,
             whatever is raised.
-        TypeError: If there is no such setting.
+        TypeError: If a keyword is not a setting; names the closest.
         OSError: If a file can't be written.
     """
     chosen = read_recipe(recipe).with_settings(settings)

@@ -234,7 +234,7 @@ class Recipe:
         for name in settings:
             if name not in Settings.__annotations__:
                 hint = did_you_mean(name, Settings.__annotations__)
-                raise TypeError(f"there is no setting {name!r}{hint}")
+                raise TypeError(f"unknown setting {name!r}{hint}")
         fields: dict[str, Any] = dict(settings)
         config = fields.pop("node_config", None) or {}
         excluded = fields.pop("nodes_to_exclude", ())

@@ -30,7 +30,7 @@ class NodeReport:
         weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
             measured.
         output_error: The same of the node's product with sampled tokens; NaN likewise.
-        bytes_before: Of the float weight, 0 where an earlier node told it.
+        bytes_before: Of the float weight, 0 where an earlier node has counted it.
         bytes_after: Of codes, scales and zero points, or of the float weight that stays.
         reason: Why it was refused, or what else to know.
     """
