@@ -12,7 +12,7 @@ help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
 	@echo "make test-exhaustive  every layout, bad input and a long fuzz (30 minutes)"
-	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.31 (5 minutes)"
+	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"

@@ -33,6 +33,7 @@ from ortplugins import (
     OrtpluginsWarning,
     PrepackedWeights,
 )
+from ortplugins.artifacts.store import ArtifactCache
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.environment import plan_entries, plan_text
@@ -309,8 +310,15 @@ def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
-    model_path: Path, strict: bool, capfd: pytest.CaptureFixture[str]
+    model_path: Path,
+    strict: bool,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    def discard(*_: object) -> None:  # else it would be built again
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(ArtifactCache, "discard", discard)
     with ortplugins.enabled(EXACT, strict=strict):
         artifact = Path(open_stock(model_path).ortplugins_report.artifact)
         artifact.write_bytes(b"\xff" * artifact.stat().st_size)
@@ -323,6 +331,16 @@ def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
             assert source(session) == "untouched" and session._enable_fallback
             check(session, CASE)
     assert "EP Error" not in "".join(capfd.readouterr())
+
+
+def test_an_artifact_that_was_damaged_is_built_again(model_path: Path):
+    with ortplugins.enabled(EXACT):
+        artifact = Path(open_stock(model_path).ortplugins_report.artifact)
+        artifact.write_bytes(b"\xff" * artifact.stat().st_size)
+        with pytest.warns(OrtpluginsWarning, match="model.onnx changed on disk"):
+            session = open_stock(model_path)
+        assert [source(session), source(open_stock(model_path))] == ["built", "cache"]
+    check(session, CASE)
 
 
 def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -122,8 +122,7 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
         damaged := entry.damaged_files()
     ):
         if warn:
-            text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
-            warn_caller(text, OrtpluginsWarning)
+            warn_rebuilt(entry, damaged)
         return False
     # Workers that start together don't all try again what has just failed.
     is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
@@ -131,6 +130,12 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
         plan.retry_failed and entry.manifest["failed"]
     )
     return not retries
+
+
+def warn_rebuilt(entry: Entry, damaged: Sequence[str]) -> None:
+    """Warn that an entry is built again because files of it changed on disk."""
+    text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
+    warn_caller(text, OrtpluginsWarning)
 
 
 def build_entry(request: BuildRequest, spare: Path) -> Built:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Artifact", "find_or_build"]
+__all__ = ["Artifact", "discard_if_damaged", "find_or_build"]
 
 import os
 import time
@@ -69,6 +69,32 @@ def find_or_build(request: BuildRequest) -> Artifact:
         if files is not None:
             remember_start(root, request, entry.folder.name, files, started)
     return artifact
+
+
+def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
+    """Take an artifact that cannot be opened out of the cache, if its files changed on disk.
+
+    Returns:
+        Whether the next :func:`find_or_build` of the request builds it again.
+    """
+    from pathlib import Path
+
+    from ortplugins.artifacts.build import cache_of, warn_rebuilt
+
+    if artifact.model is None or artifact.temporary is not None:
+        return False
+    cache, key = cache_of(request.plan), Path(artifact.model).parent.name
+    entry = cache.find(key)
+    if entry is None:  # removed a moment ago
+        return True
+    if not (damaged := entry.damaged_files()):
+        return False
+    try:
+        cache.discard(key, entry.manifest)
+    except OSError:
+        return False
+    warn_rebuilt(entry, damaged)
+    return True
 
 
 def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry | None]:

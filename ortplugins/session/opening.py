@@ -101,11 +101,7 @@ def open_session(
                 _provider_names(providers, options),
                 kwargs.get("disabled_optimizers"),
             )
-        artifact = _find_or_build(request, opted_in)
-        try:
-            report = _open_artifact(session, artifact, plan, construct_on)
-        finally:
-            _remove_temporary(artifact, session)
+        artifact, report = _find_and_open(session, request, opted_in, construct_on)
         if report["source"] == "untouched":
             construct_on(path_or_bytes, artifact.settings if artifact.model is None else {})
         else:
@@ -116,10 +112,42 @@ def open_session(
     return report
 
 
+def _find_and_open(
+    session: onnxruntime.InferenceSession,
+    request: BuildRequest,
+    opted_in: bool,
+    construct_on: Callable[..., None],
+    *,
+    again: bool = False,
+) -> tuple[Artifact, ReportDict]:
+    """Open the artifact of a request; one that was damaged in the cache is built again, once.
+
+    Returns:
+        The artifact, and the report; its source is "untouched" where the user's model has to
+        run.
+
+    Raises:
+        Exception: Whatever onnxruntime raises, if the plan is strict.
+    """
+    from ortplugins.artifacts.find_or_build import discard_if_damaged
+
+    artifact = _find_or_build(request, opted_in)
+    try:
+        return artifact, _open_artifact(session, artifact, construct_on)
+    except Exception as error:
+        if not again and discard_if_damaged(request, artifact):
+            return _find_and_open(session, request, opted_in, construct_on, again=True)
+        if request.plan.strict:
+            raise
+        # Whoever starts a server wants it up.
+        return artifact, untouched_report(f"{artifact.model} cannot be opened: {error}")
+    finally:
+        _remove_temporary(artifact, session)
+
+
 def _open_artifact(
     session: onnxruntime.InferenceSession,
     artifact: Artifact,
-    plan: Plan,
     construct_on: Callable[..., None],
 ) -> ReportDict:
     """Open an artifact, and give way to options that it was made without.
@@ -128,7 +156,7 @@ def _open_artifact(
         The report; its source is "untouched" where the user's model has to run.
 
     Raises:
-        Exception: Whatever onnxruntime raises, if the plan is strict.
+        Exception: Whatever onnxruntime raises.
     """
     from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 
@@ -137,27 +165,20 @@ def _open_artifact(
         return report
     level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
     model: str | bytes = artifact.model
-    try:
-        if artifact.as_bytes:
-            with open(model, "rb") as file:
-                model = file.read()
-        construct_on(model, {**artifact.settings, **level}, enable_fallback=0)
-        if (name := added_initializer(session, artifact.source)) is not None:
-            note = (
-                f"initializer {name!r} was added to the SessionOptions; the untouched model "
-                "runs"
-            )
-            notes = [*report["notes"], note]
-            return {**report, "source": "untouched", "notes": notes, "artifact": ""}
-        if artifact.baked and overrides_dimensions(session, artifact.source):
-            construct_on(model, artifact.settings, enable_fallback=0)
-            note = "free dimensions are overridden, so onnxruntime optimises at this start"
-            return {**report, "notes": [*report["notes"], note]}
-    except Exception as error:
-        # The entry was removed a moment ago, say. Whoever starts a server wants it up.
-        if plan.strict:
-            raise
-        return untouched_report(f"{artifact.model} cannot be opened: {error}")
+    if artifact.as_bytes:
+        with open(model, "rb") as file:
+            model = file.read()
+    construct_on(model, {**artifact.settings, **level}, enable_fallback=0)
+    if (name := added_initializer(session, artifact.source)) is not None:
+        note = (
+            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
+        )
+        notes = [*report["notes"], note]
+        return {**report, "source": "untouched", "notes": notes, "artifact": ""}
+    if artifact.baked and overrides_dimensions(session, artifact.source):
+        construct_on(model, artifact.settings, enable_fallback=0)
+        note = "free dimensions are overridden, so onnxruntime optimises at this start"
+        return {**report, "notes": [*report["notes"], note]}
     return report
 
 

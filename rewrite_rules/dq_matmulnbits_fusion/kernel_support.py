@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Which onnxruntime has which kernel for quantised weights, on the CPU and with CUDA.
 
-The CPU: measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0 and 1.31.1 (Linux, x86-64,
-AVX-512); a version in between counts as the next older one measured. Forms that were right on
-all of them have no entry. CUDA: read from the kernels' messages in the wheels of
+The CPU: measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0, 1.31.1 and 1.32.0 (Linux,
+x86-64, AVX-512); a version in between counts as the next older one measured. Forms that were
+right on all of them have no entry. CUDA: read from the kernels' messages in the wheels of
 onnxruntime-gpu 1.27, 1.28, 1.30 and 1.31.
 """
 

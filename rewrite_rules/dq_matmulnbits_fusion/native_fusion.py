@@ -4,8 +4,8 @@
 The conditions of ``DQMatMulNodeGroupSelector`` (onnxruntime/core/optimizer/qdq_transformer/
 selectors_actions/qdq_selectors.cc), of what runs before it (constant folding moves a Transpose
 into codes with one scale or one for each column; MatMul + Add becomes Gemm), and of the rule
-that takes Relu and Clip for redundant. Checked against the models that onnxruntime 1.31 saves,
-for each node of the matrix of layouts.
+that takes Relu and Clip for redundant. Checked against the models that onnxruntime 1.31 and
+1.32 save, for each node of the matrix of layouts.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def why_not_native(
         (product.index == 0, "the weight is on the left"),
         (len(operand.shape) != 2, f"the weight has rank {len(operand.shape)}"),
         (set(operand.casts) != {operand.scale_tensor.dtype}, "the weight is cast"),
-        (not _reads_layout(chain, operand), "it reads no such layout"),
+        (not _reads_layout(chain, operand, version), "it reads no such layout"),
         (_is_shared(chain, operand, version), "the weight is shared"),
         (_is_captured(node, operand), "the weight is outside the subgraph"),
         (_is_dequantized(product.x), "the other operand is dequantised"),
@@ -136,12 +136,17 @@ def why_not_native(
     return next((reason for refused, reason in refusals if refused), None)
 
 
-def _reads_layout(chain: Sequence[ir.Node], operand: DequantizedOperand) -> bool:
+def _reads_layout(
+    chain: Sequence[ir.Node], operand: DequantizedOperand, version: Version | None
+) -> bool:
     attributes = operand.dequantize.attributes
     size, axis = attributes.get_int("block_size", 0), attributes.get_int("axis", 1)
     between = {item.op_type for item in chain[1:]} - {"Identity", "Cast"}
     if size > 0:
-        return not between and axis == 0 and 16 <= size <= 256 and not size & (size - 1)
+        # 1.32 has larger blocks too, but of 2 bits.
+        any_size = operand.bits > 2 and (version is None or version >= (1, 32))
+        fits = size >= 16 and not size & (size - 1) and (size <= 256 or any_size)
+        return not between and axis == 0 and fits
     if between == {"Transpose"}:
         # Folded into codes of 8 bits only, and into any that have zero points.
         if operand.bits < 8 and operand.zero_points is None:

@@ -29,7 +29,8 @@ class PrepackedWeights(Pass):
     verify: str = option(
         "size",
         "What a start checks of the files: 'size', or 'digest', which reads them whole. "
-        "onnxruntime computes wrong numbers, silently, from packed weights that were damaged.",
+        "onnxruntime before 1.32 computes wrong numbers, silently, from packed weights that "
+        "were damaged.",
         choices=("size", "digest"),
         shapes_result=False,
     )

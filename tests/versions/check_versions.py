@@ -26,7 +26,7 @@ from builders.layout_matrix import LayoutCase, Quantized, layout_cases
 
 import ortplugins
 
-VERSIONS = ("1.22.1", "1.24.4", "1.27.0", "1.29.0", "1.31.1")
+VERSIONS = ("1.22.1", "1.24.4", "1.27.0", "1.29.0", "1.31.1", "1.32.0")
 NEWEST = VERSIONS[-1]
 ACCURACY_LEVELS = (0, 4)
 RUNNER = Path(__file__).with_name("run_models.py")
