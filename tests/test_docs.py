@@ -56,7 +56,7 @@ WRITTEN = {
         "int4-planned.onnx",
     },
     "quantization.md": {"int4.onnx", "int4-awq.onnx", "int4-mixed.onnx", "int4-same.onnx"},
-    "serving.md": {"fused.onnx", "for-1.24.onnx", "ordered.onnx", "packed.onnx"},
+    "serving.md": {"models", "complete", "for-1.24", "ordered.onnx", "packed.onnx"},
     "shape-size-reorder.md": {"ordered.onnx", "order.svg"},
 }
 # Of the page on passes of other packages.

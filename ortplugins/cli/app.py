@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "inspect": "Print what would fire on a model, what would not, and why; write nothing.",
     "optimize": "Apply passes to a model and write the result.",
+    "pack": "Write a folder for a server: the optimised model and all that it needs.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
     "evaluate": "Judge a model on a text: perplexity or retrieval, size and speed.",
     "check": "Hold an optimised model to bounds: exit with 1 if it is beyond them.",

@@ -17,8 +17,8 @@ from ortplugins.errors import MissingFileError, ModelFileError
 
 # Weights in other forms, which would be those of the model as it was.
 _WEIGHTS = frozenset({
-    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ort", ".pt", ".pth",
-    ".safetensors",
+    ".bin", ".ckpt", ".data", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ort", ".pt",
+    ".pth", ".safetensors",
 })  # fmt: skip
 
 
@@ -62,17 +62,28 @@ class OutputFolder:
         model: The model's .onnx file.
         target: The folder to write.
         overwrite: Whether that may exist; what is in it goes.
+        given_location: Where the .onnx file goes within the target; None for as in the source.
+        companions: Whether what belongs to the model goes along.
+        added: Files that the caller writes beside, relative to the target.
     """
 
     source: Path
     model: Path
     target: Path
     overwrite: bool = False
+    given_location: Path | None = None
+    companions: bool = True
+    added: tuple[str, ...] = ()
+
+    @property
+    def location(self) -> Path:
+        """Where the .onnx file goes, relative to the target."""
+        return self.given_location or self.model.relative_to(self.source)
 
     @property
     def written_model(self) -> Path:
-        """The .onnx file to write, called as the source's."""
-        return self.target / self.model.relative_to(self.source)
+        """The .onnx file to write."""
+        return self.target / self.location
 
     def check(self) -> None:
         """Raise, before any work is done, where the folder cannot go.
@@ -86,7 +97,9 @@ class OutputFolder:
             Path(os.path.realpath(self.source)),
             Path(os.path.realpath(self.target)),
         )
-        if target.is_relative_to(source) or source.is_relative_to(target):
+        if source.is_relative_to(target) or (
+            self.companions and target.is_relative_to(source)
+        ):
             raise ModelFileError(
                 f"{self.target}: is the model's own folder, or one within the other; choose "
                 "another output"
@@ -98,11 +111,8 @@ class OutputFolder:
         if not target.is_dir():
             raise NotADirectoryError(f"{self.target}: is a file, and the model is a folder")
         data = self.written_model.with_name(f"{self.written_model.name}.data")
-        known = {
-            self.written_model,
-            data,
-            *(self.target / name for name in self._companions()),
-        }
+        along = [*self._companions(), *map(Path, self.added)]
+        known = {self.written_model, data, *(self.target / name for name in along)}
         others = [p for p in self.target.rglob("*") if not p.is_dir() and p not in known]
         if self.overwrite and others:
             raise FileExistsError(
@@ -117,6 +127,8 @@ class OutputFolder:
     def staged(self, without: Collection[Path]) -> Iterator[Path]:
         """Yield the file to write a model to; the folder appears when that is done, complete.
 
+        What goes along is there already.
+
         Args:
             without: Files of the source that do not go along, such as the model's data.
 
@@ -125,15 +137,21 @@ class OutputFolder:
         """
         target = Path(os.path.realpath(self.target))
         left = {os.path.realpath(path) for path in without}
-        with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=target.parent) as scratch:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=target.parent)
+        except PermissionError as error:
+            raise PermissionError(
+                f"{target.parent}: cannot be written to; choose another output"
+            ) from error
+        with temporary as scratch:
             folder = Path(scratch, "new")
-            model = folder / self.model.relative_to(self.source)
+            model = folder / self.location
             model.parent.mkdir(parents=True)
-            yield model
             for name in self._companions():
                 if os.path.realpath(self.source / name) not in left:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(self.source / name, folder / name)
+            yield model
             old = Path(scratch, "old")
             try:
                 if target.exists():
@@ -145,6 +163,8 @@ class OutputFolder:
 
     def _companions(self) -> list[Path]:
         """Return what goes along, relative to the source: no weights, nothing hidden."""
+        if not self.companions:
+            return []
         found = (path.relative_to(self.source) for path in sorted(self.source.rglob("*")))
         return [
             name

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OptimizeResult", "optimize"]
+__all__ = ["OptimizeResult", "checked_version", "optimize", "optimize_for", "plan_of"]
 
 import dataclasses
 import os
@@ -99,16 +99,36 @@ def optimize(
     """
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
-    if onnxruntime_version is not None:
-        _check_version(onnxruntime_version)
     request = BuildRequest(
         model,
-        _plan(passes, options or {}),
+        plan_of(passes, options or {}),
         tuple(providers),
         optimizers=ALL_OPTIMIZERS if bake else None,
-        onnxruntime_version=onnxruntime_version or onnxruntime.__version__,
+        onnxruntime_version=checked_version(onnxruntime_version),
     )
     target = None if output is None else Path(output)
+    return optimize_for(
+        request,
+        target,
+        external_data=external_data,
+        overwrite=overwrite,
+        progress=progress,
+        after_pass=after_pass,
+    )
+
+
+def optimize_for(
+    request: BuildRequest,
+    target: Path | None,
+    *,
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    after_pass: AfterPass | None = None,
+) -> OptimizeResult:
+    """Do what a request asks for; arguments, result and errors as for :func:`optimize`."""
+    model: Any = request.source
+    bake = request.optimizers is not None
     if target is not None:
         check_output(model, target, overwrite)
     loaded = request.load()
@@ -146,7 +166,12 @@ def optimize(
     return OptimizeResult(target, report, same_kind(model, optimized), needs)
 
 
-def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
+def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
+    """Return the plan of passes, objects or names, and options of those given by name.
+
+    Raises:
+        OptionError: If a pass or an option is unknown.
+    """
     names = [item for item in passes if isinstance(item, str)]
     objects = [item for item in passes if not isinstance(item, str)]
     if wrong := [item for item in objects if not isinstance(item, Pass)]:
@@ -156,8 +181,16 @@ def _plan(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     return read_option_files(plan)
 
 
-def _check_version(text: str) -> None:
+def checked_version(text: str | None) -> str:
+    """Return the oldest onnxruntime that a result is for: the given one, else the installed.
+
+    Raises:
+        OptionError: If it is not a version.
+    """
+    if text is None:
+        return str(onnxruntime.__version__)
     try:
         parse_version(text)
     except ValueError as error:
         raise OptionError(str(error)) from None
+    return text

@@ -87,7 +87,8 @@ def open_model(
                 model, options, providers=list(providers), enable_fallback=0
             )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
-        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {error}") from error
+        told = " ".join(str(error).split())
+        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {told}") from error
 
 
 def quiet_runner(

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""From a model to a folder that a server takes as it is."""
+
+from __future__ import annotations
+
+__all__ = ["PackResult", "Server", "pack"]
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import onnxruntime
+
+from ortplugins.errors import ModelFileError
+from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.saving import Progress
+from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.packing.genai import genai_layout
+from ortplugins.packing.layout import plain_layout
+from ortplugins.packing.triton import triton_layout
+from ortplugins.report import Report
+from ortplugins.runtime.stock_session import open_model
+from session_options import DqMatMulNBitsFusion, Pass
+
+Server = Literal["genai", "triton", "plain"]
+_LAYOUTS = {"genai": genai_layout, "triton": triton_layout, "plain": plain_layout}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackResult:
+    """What :func:`pack` made.
+
+    Attributes:
+        path: The folder.
+        files: Sizes in bytes of what is in it, by path relative to it.
+        report: What the passes did.
+    """
+
+    path: Path
+    files: Mapping[str, int]
+    report: Report
+
+
+def pack(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    server: Server = "plain",
+    passes: Sequence[Pass | str] = (DqMatMulNBitsFusion.name,),
+    options: Mapping[str, Any] | None = None,
+    onnxruntime_version: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Write a folder with an optimised model and all that it needs; nothing points outside.
+
+    onnxruntime loads the result before the folder appears.
+
+    Args:
+        model: An .onnx file, or a folder with one and what belongs to it.
+        output: The folder to write.
+        server: ``"genai"`` for onnxruntime-genai, with genai_config.json checked against the
+            graph; ``"triton"`` for a folder of a model repository; ``"plain"`` for the model
+            and what lay beside it in its folder.
+        passes: As for :func:`~ortplugins.optimize`, like all that follows.
+        options: Of passes given by name.
+        onnxruntime_version: Oldest onnxruntime that the result has to run on.
+        overwrite: Whether the folder may exist.
+        progress: Called while tensors are written: done, total, name.
+
+    Raises:
+        FileExistsError, NotADirectoryError: If something is where the folder goes.
+        MissingFileError, ModelFileError: If the model, its data or a configuration cannot be
+            used, if they disagree, or if onnxruntime does not load the result.
+        OptionError: If a pass, an option or the version is unknown.
+        OSError: If a file can't be read or written.
+        PassError: If a pass fails, or needs a setting that the server cannot have.
+    """
+    layout = _LAYOUTS[server](Path(model), Path(output), overwrite)
+    folder = layout.folder
+    folder.check()
+    request = BuildRequest(
+        folder.model,
+        plan_of(passes, options or {}),
+        native_accuracy_level=layout.optimizers.native_accuracy_level,
+        native_block_size=layout.optimizers.native_block_size,
+        onnxruntime_version=checked_version(onnxruntime_version),
+    )
+    data = load_path(folder.model).data_files.values()
+    with folder.staged(without=data) as staged:
+        result = optimize_for(request, staged, progress=progress)
+        root = staged.parents[len(folder.location.parts) - 1]
+        session = _loaded(folder.model, staged, result.session_settings)
+        layout.finish(root, staged, session, result.session_settings)
+        found = sorted(path for path in root.rglob("*") if path.is_file())
+        files = {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
+    report = dataclasses.replace(result.report, artifact=str(folder.written_model))
+    return PackResult(folder.target, files, report)
+
+
+def _loaded(
+    model: Path, packed: Path, settings: Mapping[str, str]
+) -> onnxruntime.InferenceSession:
+    """Open a session on the result.
+
+    Raises:
+        ModelFileError: If onnxruntime refuses it.
+    """
+    try:
+        return open_model(packed, "all", settings=settings)
+    except ModelFileError as error:
+        told = str(error).replace(str(packed), str(model))
+        raise ModelFileError(f"{told} (onnxruntime {onnxruntime.__version__})") from error

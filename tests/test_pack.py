@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: MIT
+"""Folders for servers: complete, consistent, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from builders.command_line import ortplugins_command
+from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, decoder
+from builders.dequantized_models import DequantizedMatMul, run
+
+from ortplugins import DqMatMulNBitsFusion
+
+CASE = DequantizedMatMul(64, 48, 32)
+CPU = ["CPUExecutionProvider"]
+CONFIG: dict[str, Any] = {
+    "model": {
+        "context_length": 64,
+        "decoder": {
+            "filename": "model.onnx",
+            "session_options": {"log_id": "mine", "session.intra_op.allow_spinning": "0"},
+            "inputs": {
+                "past_key_names": "past_key_values_%d_key",
+                "past_value_names": "past_key_values_%d_value",
+                "seqlens_k": "seqlens_k",
+                "total_sequence_length": "total_sequence_length",
+            },
+            "outputs": {
+                "present_key_names": "present_%d_key",
+                "present_value_names": "present_%d_value",
+            },
+            "num_hidden_layers": 1,
+            "num_key_value_heads": HEADS,
+            "head_size": HEAD_SIZE,
+        },
+        "vocab_size": VOCABULARY,
+    },
+    "search": {"max_length": 64},
+}
+
+Change = Callable[[dict[str, Any]], object]  # of a genai_config.json
+
+
+def quantised_decoder() -> onnx.ModelProto:
+    """A decoder whose head is dequantised as onnxruntime fuses it."""
+    model = decoder("genai")
+    head = next(item for item in model.graph.initializer if item.name == "head")
+    codes = np.random.default_rng(0).integers(-8, 8, (WIDTH, VOCABULARY))
+    model.graph.initializer.remove(head)
+    model.graph.initializer.extend([
+        onnx.helper.make_tensor(
+            "head_codes", onnx.TensorProto.INT4, codes.shape, codes.reshape(-1)
+        ),
+        onnx.numpy_helper.from_array(
+            np.full((1, VOCABULARY), 0.25, np.float32), "head_scales"
+        ),
+    ])  # fmt: skip
+    node = onnx.helper.make_node(
+        "DequantizeLinear", ["head_codes", "head_scales"], ["head"], axis=0, block_size=16
+    )
+    model.graph.node.insert(0, node)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hold ``given``, a folder of onnxruntime-genai whose data has a name of its own."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("given")
+    folder.mkdir()
+    options = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
+    onnx.save(quantised_decoder(), folder / "model.onnx", **options)
+    (folder / "genai_config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def pack(*arguments: object) -> str:
+    done = ortplugins_command("pack", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def files(folder: str) -> list[str]:
+    root = Path(folder)
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def feeds() -> dict[str, np.ndarray]:
+    cache = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
+    return {
+        "input_ids": np.array([[1, 2, 3]]),
+        "seqlens_k": np.array([2], np.int32),
+        "total_sequence_length": np.array(3, np.int32),
+        "past_key_values_0_key": cache,
+        "past_key_values_0_value": cache,
+    }
+
+
+@pytest.mark.parametrize("level", ["4", "0"])
+def test_a_genai_folder_computes_what_its_sessions_did(source: Path, level: str):
+    """At the level of the sessions that genai_config.json describes."""
+    config = json.loads((source / "genai_config.json").read_text())
+    entry = {"session.qdq_matmulnbits_accuracy_level": level}
+    config["model"]["decoder"]["session_options"] |= entry
+    (source / "genai_config.json").write_text(json.dumps(config))
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(*entry.popitem())
+    session = onnxruntime.InferenceSession(source / "model.onnx", options, providers=CPU)
+    (expected,) = session.run(["logits"], feeds())
+    shutil.copy(source / "model.onnx", source / "other.onnx")
+    told = pack(source, "--for", "genai", "-o", "packed", "--verbose")
+    assert f"accuracy_level {level} (auto: as onnxruntime fuses it)" in told
+    shutil.rmtree(source)
+    assert files("packed") == [
+        "chat_template.jinja",
+        "genai_config.json",
+        "model.onnx",
+        "model.onnx.data",
+        "tokenizer.json",
+    ]
+    assert all(path.stat().st_nlink == 1 for path in Path("packed").iterdir())
+    assert json.loads(Path("packed/genai_config.json").read_text()) == config
+    (found,) = run("packed/model.onnx", feeds())[:1]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_genai_config_names_the_model_that_was_given(source: Path):
+    shutil.copy(source / "model.onnx", source / "decoder.onnx")
+    pack(source / "decoder.onnx", "--for", "genai", "-o", "packed")
+    written = json.loads(Path("packed/genai_config.json").read_text())
+    assert written["model"]["decoder"]["filename"] == "decoder.onnx"
+    assert "decoder.onnx.data" in files("packed")
+
+
+def test_triton_gets_a_configuration_or_keeps_its_own(source: Path):
+    ir.save(CASE.model(), "matmul.onnx")
+    pack("matmul.onnx", "--for", "triton", "-o", "repository")
+    assert files("repository") == ["1/model.onnx", "config.pbtxt"]
+    text = Path("repository/config.pbtxt").read_text()
+    assert 'input { name: "x" data_type: TYPE_FP32 dims: [ -1, 64 ] }' in text
+    assert 'backend: "onnxruntime"' in text and "max_batch_size: 0" in text
+    feed = {"x": CASE.feed()}
+    (plain,), (packed,) = (
+        run(path, feed, optimised=True) for path in ("matmul.onnx", "repository/1/model.onnx")
+    )
+    np.testing.assert_array_equal(packed, plain)
+    # Scalars, and data beside the model.
+    pack(source, "--for", "triton", "-o", "decoder")
+    assert files("decoder") == ["1/model.onnx", "1/model.onnx.data", "config.pbtxt"]
+    scalar = '"total_sequence_length" data_type: TYPE_INT32 dims: [ 1 ] reshape { shape: [ ] }'
+    assert scalar in Path("decoder/config.pbtxt").read_text()
+    # A user's own configuration goes along, with what it names.
+    own = text + "dynamic_batching { }\n"
+    Path("repository/config.pbtxt").write_text(own)
+    Path("repository/labels.txt").write_text("a\nb\n")
+    pack("repository", "--for", "triton", "-o", "again")
+    assert files("again") == ["1/model.onnx", "config.pbtxt", "labels.txt"]
+    assert Path("again/config.pbtxt").read_text() == own
+
+
+def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source: Path):
+    pack(source, "-o", "folder")
+    assert {"tokenizer.json", "model.onnx.data"} < set(files("folder"))
+    told = json.loads(pack(source / "model.onnx", "-o", "alone", "--format", "json"))
+    assert files("alone") == ["model.onnx", "model.onnx.data"]
+    assert told["artifact"] == "alone/model.onnx" and told["fired"] == 1
+    done = ortplugins_command("pack", source, "-o", "alone")
+    assert done.returncode == 2 and "--force" in done.stderr
+    pack(source / "model.onnx", "-o", "alone", "--force")
+
+
+def changed(change: Change) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "genai_config.json").read_text())
+        change(config["model"])
+        (folder / "genai_config.json").write_text(json.dumps(config))
+
+    return spoil
+
+
+def too_new(folder: Path) -> None:
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    proto.opset_import[0].version = 999
+    onnx.save(proto, folder / "model.onnx")
+
+
+BAD = {
+    "no model": (
+        "plain",
+        lambda folder: (folder / "model.onnx").unlink(),
+        "there is no .onnx file in this folder",
+    ),
+    "no folder": ("genai", shutil.rmtree, "genai_config.json: is missing"),
+    "two decoders": (
+        "plain",
+        lambda folder: shutil.copy(folder / "model.onnx", folder / "decoder.onnx"),
+        "holds 2 models, decoder.onnx, model.onnx: give the path of one",
+    ),
+    "no configuration": (
+        "genai",
+        lambda folder: (folder / "genai_config.json").unlink(),
+        "genai_config.json: is missing",
+    ),
+    "not JSON": (
+        "genai",
+        lambda folder: (folder / "genai_config.json").write_text("{"),
+        "genai_config.json: is not JSON",
+    ),
+    "missing file": (
+        "genai",
+        changed(lambda model: model["decoder"].update(filename="gone.onnx")),
+        "model.decoder.filename is 'gone.onnx', which is not there",
+    ),
+    "several models": (
+        "genai",
+        changed(lambda model: model.update(vision={"filename": "vision.onnx"})),
+        "names several models (decoder, vision)",
+    ),
+    "context length": (
+        "genai",
+        changed(lambda model: model.pop("context_length")),
+        "model.context_length is None; a number of tokens is expected",
+    ),
+    "unnamed input": (
+        "genai",
+        changed(lambda model: model["decoder"]["inputs"].pop("seqlens_k")),
+        "model.decoder.inputs does not name input 'seqlens_k' of the graph",
+    ),
+    "layers": (
+        "genai",
+        changed(lambda model: model["decoder"].update(num_hidden_layers=2)),
+        "past_key_names names 'past_key_values_1_key', which the graph lacks",
+    ),
+    "vocabulary": (
+        "genai",
+        changed(lambda model: model.update(vocab_size=7)),
+        f"vocab_size is 7, but 'logits' has {VOCABULARY}",
+    ),
+    "other model": (
+        "triton",
+        lambda folder: (folder / "config.pbtxt").write_text(
+            'default_model_filename: "other.onnx"'
+        ),
+        "config.pbtxt: the model is called 'other.onnx', but the folder has 'model.onnx'",
+    ),
+    "other names": (
+        "triton",
+        lambda folder: (folder / "config.pbtxt").write_text('input { name: "x" }'),
+        "config.pbtxt: does not name 'input_ids' of the graph",
+    ),
+    "older onnxruntime": ("plain", too_new, "onnxruntime refuses it"),
+    "missing data": (
+        "plain",
+        lambda folder: (folder / "weights").unlink(),
+        "external data file",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(source: Path, what: str):
+    server, spoil, told = BAD[what]
+    spoil(source)
+    done = ortplugins_command("pack", source, "--for", server, "-o", "packed")
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert [name for name in os.listdir() if name != "given"] == []
+
+
+def test_settings_that_a_server_cannot_have_are_refused(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    needs = {"enable_mem_pattern": "0", "session.x": "1"}
+    monkeypatch.setattr(DqMatMulNBitsFusion, "session_settings", lambda _: needs)
+    pack(source, "--for", "genai", "-o", "genai")
+    written = json.loads(Path("genai/genai_config.json").read_text())["model"]["decoder"]
+    given = CONFIG["model"]["decoder"]["session_options"]
+    settings = {**given, "enable_mem_pattern": False, "session.x": "1"}
+    assert written["session_options"] == settings
+    done = ortplugins_command("pack", source, "--for", "triton", "-o", "triton")
+    assert "Triton cannot set session.x = 1" in done.stderr
+    needs.pop("session.x")
+    pack(source, "--for", "triton", "-o", "triton")
+    line = 'parameters { key: "enable_mem_pattern" value: { string_value: "0" } }'
+    assert line in Path("triton/config.pbtxt").read_text()
+    needs["execution_order"] = "PRIORITY_BASED"
+    done = ortplugins_command("pack", source, "--for", "genai", "-o", "other")
+    assert "genai_config.json cannot set execution_order" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no user ids")
+def test_folders_that_cannot_be_written(source: Path):
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(source, Path(folder, "given"))
+        for path in (Path(folder), Path(folder, "given")):
+            path.chmod(0o555)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            done = ortplugins_command("pack", f"{folder}/given", "-o", f"{folder}/packed")
+        finally:
+            os.seteuid(user)
+            Path(folder).chmod(0o755)
+        assert done.stderr == f"error: {folder}: cannot be written to; choose another output\n"
+    # A model's folder may be read-only.
+    source.chmod(0o555)
+    pack(source, "-o", "packed")
+    source.chmod(0o755)
