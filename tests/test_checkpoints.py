@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.command_line import ortplugins_command
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read
 from builders.text_models import model_of, normal
@@ -169,6 +170,22 @@ def test_what_is_not_read_is_told_by_name(tmp_path, kind, options, error, messag
             method=options.get("method", "rtn"),
         )
     assert not (tmp_path / "out.onnx").exists()
+
+
+def test_the_command_takes_a_checkpoint(tmp_path):
+    checkpoint(tmp_path / "c", "gptq")
+    ir.save(float_model(), tmp_path / "float.onnx")
+    source, folder, out = (tmp_path / name for name in ("float.onnx", "c", "out.onnx"))
+    arguments = ["quantize", source, "--checkpoint", folder, "-o", out]
+    done = ortplugins_command(*arguments, "--block-size", "32")
+    assert done.returncode == 2
+    assert "has no effect with --checkpoint" in " ".join(done.stderr.split())
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    result = quantize(float_model(), checkpoint=folder)
+    written, expected = dequantised(read(out)), dequantised(read(result.model))
+    for node in NODES:
+        np.testing.assert_array_equal(written[node], expected[node])
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path):

@@ -49,6 +49,13 @@ def quantize(
         Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"],
         typer.Option(help="All but rtn look at samples."),
     ] = "rtn",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same model.",
+        ),
+    ] = None,
     source: opt.GivenSamples,
     bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
     block_size: Annotated[
@@ -141,6 +148,7 @@ def quantize(
             model,
             output,
             recipe=chosen,
+            checkpoint=checkpoint,
             calibration_data_reader=source,
             calibration_providers=providers,
             max_calibration_memory=max_calibration_memory,
@@ -200,6 +208,10 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
         )
     if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")
+    if given["checkpoint"] is not None:
+        refuse_without_effect(
+            context, "with --checkpoint", "method", "bits", "block_size", "asymmetric"
+        )
     samples = given["samples"] or given["text"]
     if not needs_samples and not samples:
         refuse_without_effect(
