@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -22,9 +24,12 @@ from builders.dequantized_models import DequantizedMatMul, make_model
 from builders.installed_passes import install_passes
 from builders.sessions import CPU, check, files, save
 from builders.text_models import normal, proto_of
+from rich.console import Console
+from rich.progress import TimeRemainingColumn
 
 import ortplugins
 import session_options
+from ortplugins.cli import terminal
 from ortplugins.cli.app import COMMANDS
 from ortplugins.report import Report
 from session_options.keys import options_of
@@ -259,6 +264,18 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path):
         assert child.stdout is not None
         assert child.stdout.read().decode().startswith("fired 1, refused 0\n")
     assert b"0/" in shown
+
+
+def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch: pytest.MonkeyPatch):
+    out = io.StringIO()
+    screen = Console(file=out, force_terminal=True, width=100)
+    monkeypatch.setattr(terminal, "console", lambda *, stderr: screen)
+    monkeypatch.setattr(TimeRemainingColumn, "max_refresh", None)
+    with terminal.progress_bar() as show:
+        for stage, total in (("first", 9), ("second", 4)):
+            for done in range(3):
+                show(done, total, stage)
+    assert re.search(r"2/4\S* \S*\d:\d\d:\d\d\S* second", out.getvalue())
 
 
 # inspect

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from ortplugins.cli.options import Printing
@@ -21,6 +27,8 @@ from rewrite_rules.remarks import Outcome
 if TYPE_CHECKING:
     from ortplugins.report import Report
 
+# Seconds that a step may take for the time left to be known.
+_LONGEST_STEP = 600
 _REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
 
 
@@ -47,20 +55,30 @@ def print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> N
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar on stderr, gone afterwards and absent from pipes; yields its callback."""
+    """Show a bar on stderr, gone afterwards and absent from pipes; yields its callback.
+
+    The time left is that of the stage that runs: calibration, quantisation, saving.
+    """
     out = console(stderr=True)
     with Progress(
         BarColumn(),
         MofNCompleteColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[what]}", markup=False),
         console=out,
+        speed_estimate_period=_LONGEST_STEP,
         transient=True,
         disable=not out.is_terminal,
     ) as progress:
         task = progress.add_task("", total=None, what="reading and rewriting")
-        yield lambda done, total, name: progress.update(
-            task, completed=done, total=total, what=name
-        )
+
+        def show(done: int, total: int, name: str) -> None:
+            shown = progress.tasks[0]
+            if total != shown.total or done < shown.completed:
+                progress.reset(task, total=total, what=name)  # another stage, another speed
+            progress.update(task, completed=done, what=name)
+
+        yield show
 
 
 def print_report(report: Report, printing: Printing, model: Path) -> None:
