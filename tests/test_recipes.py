@@ -154,6 +154,7 @@ def test_heads_and_tables_need_no_name():
         ("rules: {q: {bits: 5}}", "rule 'q': bits is 5"),
         ("rules: {q: {method: rnt}}", "rule 'q': method is 'rnt'"),
         ("rules: {q: {bits: 8}, q: float}", "'q' comes twice"),
+        ("share_of_8_bits: yes", "share_of_8_bits is True: 0 to 1 is expected"),
         ("- a", "a recipe is a list"),
         ("", "a recipe is a NoneType"),
         ("bits: [", "is not YAML"),

@@ -52,29 +52,25 @@ class Prediction:
 
     def add(
         self,
-        logits: npt.NDArray[np.float32],
+        log_q: npt.NDArray[np.float32],
         targets: npt.NDArray[np.int64],
-        reference: npt.NDArray[np.float32] | None,
+        log_p: npt.NDArray[np.float32] | None,
     ) -> None:
         """Add some predictions.
 
         Args:
-            logits: ``[tokens, vocabulary]``.
+            log_q: Logarithms of probabilities, ``[tokens, vocabulary]``.
             targets: The tokens that followed.
-            reference: Logits of the float model; None if there is none.
+            log_p: Those of the float model; None if there is none.
         """
-        for start in range(0, len(targets), _STRIP):
-            rows = slice(start, start + _STRIP)
-            log_q = _log_softmax(logits[rows])
-            right = log_q[np.arange(len(log_q)), targets[rows]]
-            self.surprise -= float(right.sum(dtype=np.float64))
-            if reference is not None:
-                log_p = _log_softmax(reference[rows])
-                p = np.exp(log_p)
-                with np.errstate(invalid="ignore"):  # tokens that a model rules out: -inf
-                    terms = np.where(p > 0, p * (log_p - log_q), 0)
-                self.divergence += float(terms.sum(dtype=np.float64))
-                self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        right = log_q[np.arange(len(log_q)), targets]
+        self.surprise -= float(right.sum(dtype=np.float64))
+        if log_p is not None:
+            p = np.exp(log_p)
+            with np.errstate(invalid="ignore"):  # tokens that a model rules out: -inf
+                terms = np.where(p > 0, p * (log_p - log_q), 0)
+            self.divergence += float(terms.sum(dtype=np.float64))
+            self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
         self.tokens += len(targets)
 
 
@@ -121,8 +117,12 @@ def read_windows(
                     f"{model.name} has {logits.shape[-1]} logits for each token, "
                     f"{against.name} {reference.shape[-1]}: they have different vocabularies"
                 )
-            floats.add(reference, targets, None)
-        found.add(logits, targets, reference)
+        for start in range(0, len(targets), _STRIP):
+            rows, log_p = slice(start, start + _STRIP), None
+            if reference is not None and floats is not None:
+                log_p = _log_softmax(reference[rows])
+                floats.add(log_p, targets[rows], None)
+            found.add(_log_softmax(logits[rows]), targets[rows], log_p)
     return found, floats
 
 

@@ -181,7 +181,8 @@ class Recipe:
             raise QuantizationError(
                 f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
             )
-        if not 0 <= self.share_of_8_bits <= 1:
+        # YAML reads "yes" as true, which Python counts as 1.
+        if isinstance(self.share_of_8_bits, bool) or not 0 <= self.share_of_8_bits <= 1:
             raise QuantizationError(
                 f"share_of_8_bits is {self.share_of_8_bits}: 0 to 1 is expected"
             )
