@@ -23,6 +23,7 @@ from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import measure_hints, measure_passes
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
+from benchmarks.sessions.layout_times import measure_layout_times
 from benchmarks.sessions.mixed_precision import measure_mixed_precision
 from benchmarks.sessions.order_peaks import measure_order_peaks
 from benchmarks.sessions.prepacked import measure_prepacked
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "start_cost": measure_start_cost,
     "exactness": measure_exactness,
     "layout_score": measure_layout_score,
+    "layout_times": measure_layout_times,
     "rewrite_speed": measure_rewrite_speed,
     "prepacked": measure_prepacked,
     "large_models": measure_large_models,
@@ -53,6 +55,7 @@ TITLES = {
     "start_cost": "What a start costs beside onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "layout_score": "The matrix of weight layouts: what becomes of each",
+    "layout_times": "The matrix of weight layouts with default options, beside onnxruntime",
     "rewrite_speed": "Time of the fusion",
     "prepacked": "Packed weights in the file, beside onnxruntime on the QDQ file",
     "order_peaks": "Memory while a model runs, beside onnxruntime's two orders",

@@ -18,6 +18,7 @@ from builders.dequantized_models import (
     relative_error,
     run,
 )
+from builders.layout_matrix import LayoutCase, Quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,28 @@ def test_eight_bits_fuse_at_accuracy_level_4():
     model = DequantizedMatMul(64, 8, 32, "int8").model()
     apply(model, FusionOptions(accuracy_level=4, slow_kernels="float"))
     assert op_types(model) == ["MatMulNBits"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "storage", "options", "expected"),
+    [
+        (512, "uint4", {}, ["Gather"]),
+        (512, "uint4", {"float_limit_mb": 0}, ["GatherBlockQuantized"]),
+        (512, "uint4", {"slow_kernels": "fuse"}, ["GatherBlockQuantized"]),
+        (512, "uint4", {"slow_kernels": "keep"}, ["GatherBlockQuantized"]),
+        (512, "uint8", {}, ["GatherBlockQuantized"]),
+        (17000, "uint4", {}, ["GatherBlockQuantized"]),
+    ],
+)
+def test_small_tables_become_float(
+    rows: int, storage: str, options: dict[str, object], expected: list[str]
+):
+    """A batch reads each row several times over; at 64 columns 4 MB are 16,384 rows."""
+    weights, ids = Quantized((rows, 64), storage, 1, 32), {"ids": np.int64([0, 39, 7])}
+    text = "W = $w  y = Gather (W, ids)"
+    model = LayoutCase("table", text, weights, None, inputs=ids).build()
+    apply(model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options}))
+    assert op_types(model) == expected
 
 
 def test_slow_kernels_keep():

@@ -4,7 +4,9 @@
     Gather(DequantizeLinear(codes, scales, zero_points?), indices, axis)
         -> GatherBlockQuantized(codes, indices, scales, zero_points?)
 
-A table that the operator takes in no form becomes a float constant, unpacked once.
+A table that the operator takes in no form becomes a float constant, unpacked once; so does a
+small one of 2 or 4 bits. A batch may hold more indices than it has rows, and the kernel takes
+up to 3 times as long for a row as onnxruntime takes to unpack it (1.32).
 """
 
 from __future__ import annotations
@@ -16,11 +18,16 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import table_writer
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
 from rewrite_rules.graph.attributes import axis_of, int_attribute
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
+from rewrite_rules.weights.float_constant import float_bytes
+
+# As floats: onnxruntime alone holds as much, at every run.
+_SMALL_TABLE_BYTES = 4 << 20
 
 
 class GatherToGatherBlockQuantized(OperandRule):
@@ -40,11 +47,15 @@ class GatherToGatherBlockQuantized(OperandRule):
                 "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves"
             )
         check_type(operand)
+        axis = axis_of(int_attribute(node, "axis", 0), len(operand.shape))
+        tied = _is_tied(operand)
+        if operand.bits < 8 and not tied and self._is_small(operand):
+            raise NoKernel("a small table is read faster as floats")
         write, note = table_writer(
             operand,
-            axis_of(int_attribute(node, "axis", 0), len(operand.shape)),
+            axis,
             self._run.context.onnxruntime,
-            tied=_is_tied(operand),
+            tied=tied,
         )
 
         def emit(op: Any) -> tuple[ir.Value, str]:
@@ -62,6 +73,12 @@ class GatherToGatherBlockQuantized(OperandRule):
             return value, f"GatherBlockQuantized, block {table.attributes['block_size']}{note}"
 
         return emit
+
+    def _is_small(self, operand: DequantizedOperand) -> bool:
+        run = self._run
+        may_be_float = run.options.slow_kernels == "float" and run.context.cpu_only
+        small = float_bytes(operand) <= _SMALL_TABLE_BYTES
+        return may_be_float and small and run.floats.fits(operand)
 
 
 def _is_quantized_again(node: ir.Node) -> bool:

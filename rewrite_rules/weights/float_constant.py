@@ -7,7 +7,7 @@ every inference. The numbers are DequantizeLinear's own, bit for bit.
 
 from __future__ import annotations
 
-__all__ = ["FloatConstants"]
+__all__ = ["FloatConstants", "float_bytes"]
 
 import math
 
@@ -39,12 +39,16 @@ class FloatConstants:
         Raises:
             Refusal: With sizes in megabytes.
         """
-        used, size = self._bytes / 1e6, _size(operand) / 1e6
-        if used + size > self._limit_mb:
+        if not self.fits(operand):
+            used, size = self._bytes / 1e6, float_bytes(operand) / 1e6
             raise Refusal(
                 f"as a float constant it would take {size:.0f} MB, above what "
                 f"float_limit_mb={self._limit_mb} leaves ({used:.0f} MB used): raise it"
             )
+
+    def fits(self, operand: DequantizedOperand) -> bool:
+        """Whether an operand is within what the limit leaves."""
+        return (self._bytes + float_bytes(operand)) / 1e6 <= self._limit_mb
 
     def write(self, operand: DequantizedOperand) -> ir.Value:
         """Register the operand as a float constant of its own shape and type."""
@@ -57,9 +61,10 @@ class FloatConstants:
         value = self._initializers.get(operand.codes, ".float", make, key)
         if value not in self._made:
             self._made.add(value)
-            self._bytes += _size(operand)
+            self._bytes += float_bytes(operand)
         return value
 
 
-def _size(operand: DequantizedOperand) -> int:
+def float_bytes(operand: DequantizedOperand) -> int:
+    """Return what an operand takes as a float constant."""
     return math.prod(operand.shape) * operand.dtype.bitwidth // 8

@@ -45,8 +45,9 @@ class DqMatMulNBitsFusion(Pass):
     slow_kernels: str = option(
         "float",
         "Weights whose CPU kernel would unpack them at every call (8-bit below accuracy_level "
-        "4, 2-bit mostly), or that no kernel takes: 'float' makes them float constants, "
-        "'fuse' fuses those that it can all the same, 'keep' leaves them.",
+        "4, 2-bit mostly, small tables below 8 bits), or that no kernel takes: 'float' makes "
+        "them float constants, 'fuse' fuses those that it can all the same, 'keep' leaves "
+        "them.",
         choices=("float", "fuse", "keep"),
     )
     float_limit_mb: int = option(
