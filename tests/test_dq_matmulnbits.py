@@ -150,6 +150,25 @@ def test_small_tables_become_float(
     assert op_types(model) == expected
 
 
+@pytest.mark.parametrize(
+    ("k", "n", "options", "expected"),
+    [
+        (64, 24, {}, ["MatMul"]),
+        (64, 32, {}, ["MatMulNBits"]),
+        (64, 24, {"accuracy_level": 4}, ["MatMulNBits"]),
+        (64, 24, {"slow_kernels": "fuse"}, ["MatMulNBits"]),
+        (65536, 24, {}, ["MatMulNBits"]),
+    ],
+)
+def test_small_weights_become_float_where_n_is_no_multiple_of_16(
+    k: int, n: int, options: dict[str, object], expected: list[str]
+):
+    """The kernel multiplies with what lies in memory behind the last column, denormals say."""
+    model = DequantizedMatMul(k, n, 32, "uint4").model()
+    apply(model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options}))
+    assert op_types(model) == expected
+
+
 def test_slow_kernels_keep():
     model = DequantizedMatMul(64, 8, 32, "int8").model()
     remark = only(apply(model, FusionOptions(accuracy_level=0, slow_kernels="keep")))

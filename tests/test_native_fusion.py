@@ -82,7 +82,7 @@ def session_level(
 ) -> int:
     """The level of the one MatMulNBits node in a session through ortplugins."""
     path = folder / "model.onnx"
-    ir.save(DequantizedMatMul(64, 8, 32, "uint4").model(), path)
+    ir.save(DequantizedMatMul(64, 16, 32, "uint4").model(), path)
     options = ort.SessionOptions()
     for name, value in attributes.items():
         setattr(options, name, getattr(ort.GraphOptimizationLevel, value))
@@ -132,11 +132,11 @@ def test_an_explicit_level_holds_everywhere(level: str, tmp_path: Path):
 
 
 def test_remarks_name_the_level_and_why():
-    model = DequantizedMatMul(64, 8, 32, "uint4").model()
+    model = DequantizedMatMul(64, 16, 32, "uint4").model()
     (remark,) = ortplugins.optimize(model).report.passes[0].remarks
     assert remark.outcome is Outcome.FIRED
     assert "accuracy_level 4 (auto: as onnxruntime fuses it)" in remark.reason
-    model = DequantizedMatMul(64, 8, 32, "uint4", "transposed").model()
+    model = DequantizedMatMul(64, 16, 32, "uint4", "transposed").model()
     (remark,) = ortplugins.optimize(model).report.passes[0].remarks
     text = "accuracy_level 0 (auto: onnxruntime would not fuse it, it reads no such layout)"
     assert text in remark.reason

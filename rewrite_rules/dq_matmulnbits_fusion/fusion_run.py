@@ -14,7 +14,7 @@ from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
-from rewrite_rules.weights.float_constant import FloatConstants
+from rewrite_rules.weights.float_constant import FloatConstants, float_bytes
 
 # Execution providers that have kernels for quantised weights; the others read QDQ themselves
 # and would hand the fused node to the CPU.
@@ -28,6 +28,8 @@ _PROVIDERS = frozenset(
         "WebGpuExecutionProvider",
     }
 )
+# Of a float constant that is made for speed.
+_SMALL_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,15 @@ class FusionRun:
             raise Refusal(
                 f"{reason}; {limit}, or take accuracy_level=4, or quantise to 4 bits"
             ) from None
+
+    def is_small(self, operand: DequantizedOperand) -> bool:
+        """Whether an operand may become a float constant for speed, as it takes little.
+
+        At every run onnxruntime alone holds as much.
+        """
+        may_be_float = self.options.slow_kernels == "float" and self.context.cpu_only
+        small = float_bytes(operand) <= _SMALL_BYTES
+        return may_be_float and small and self.floats.fits(operand)
 
     def fired(self, consumer: ir.Node, dequantize: ir.Node, outcome: str) -> None:
         """Record that a consumer was rewritten."""

@@ -24,10 +24,6 @@ from rewrite_rules.graph.attributes import axis_of, int_attribute
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
-from rewrite_rules.weights.float_constant import float_bytes
-
-# As floats: onnxruntime alone holds as much, at every run.
-_SMALL_TABLE_BYTES = 4 << 20
 
 
 class GatherToGatherBlockQuantized(OperandRule):
@@ -49,7 +45,7 @@ class GatherToGatherBlockQuantized(OperandRule):
         check_type(operand)
         axis = axis_of(int_attribute(node, "axis", 0), len(operand.shape))
         tied = _is_tied(operand)
-        if operand.bits < 8 and not tied and self._is_small(operand):
+        if operand.bits < 8 and not tied and self._run.is_small(operand):
             raise NoKernel("a small table is read faster as floats")
         write, note = table_writer(
             operand,
@@ -73,12 +69,6 @@ class GatherToGatherBlockQuantized(OperandRule):
             return value, f"GatherBlockQuantized, block {table.attributes['block_size']}{note}"
 
         return emit
-
-    def _is_small(self, operand: DequantizedOperand) -> bool:
-        run = self._run
-        may_be_float = run.options.slow_kernels == "float" and run.context.cpu_only
-        small = float_bytes(operand) <= _SMALL_TABLE_BYTES
-        return may_be_float and small and run.floats.fits(operand)
 
 
 def _is_quantized_again(node: ir.Node) -> bool:
