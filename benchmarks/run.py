@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.figures.bounds import Figure, table
 from benchmarks.figures.figures_page import origin, write_section
+from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import measure_hints, measure_passes
@@ -89,13 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # onnxruntime's quantizer turns everybody's logging on: a line for each rewritten node.
     logging.getLogger("onnx_ir").setLevel(logging.WARNING)
     missed = []
+    sections: dict[str, list[Figure]] = {}
     with tempfile.TemporaryDirectory(prefix="ortplugins-bench-") as folder:
         for name in chosen.only or list(BENCHMARKS):
             print(f"{TITLES[name]} ...", flush=True)
-            figures = BENCHMARKS[name](Path(folder), chosen.rounds)
+            figures = sections[name] = BENCHMARKS[name](Path(folder), chosen.rounds)
             print(table(figures), flush=True)
             _publish(name, figures, chosen.rounds, chosen.page)
             missed += [figure.what for figure in figures if not figure.holds]
+    if (svg := overview(sections)) is not None:
+        _picture("overview", chosen.page).write_text(svg, encoding="utf-8")
     print(f"written: {chosen.page}")
     if missed:
         print("bounds missed: " + "; ".join(missed), file=sys.stderr)
@@ -106,12 +110,17 @@ def _publish(name: str, figures: Sequence[Figure], rounds: int, page: Path) -> N
     """Write a section of the page, and its picture."""
     parts = [f"## {TITLES[name]}", table(figures)]
     if (svg := ratio_plot(figures, TITLES[name])) is not None:
-        picture = page.parent / PICTURES / f"{name}.svg"
-        picture.parent.mkdir(exist_ok=True)
+        picture = _picture(name, page)
         picture.write_text(svg, encoding="utf-8")
         parts.insert(1, f"![{TITLES[name]}]({PICTURES}/{picture.name})")
     command = f"python -m benchmarks.run --only {name} --rounds {rounds}"
     write_section(name, "\n\n".join([*parts, origin(command)]), page, HEAD)
+
+
+def _picture(name: str, page: Path) -> Path:
+    path = page.parent / PICTURES / f"{name}.svg"
+    path.parent.mkdir(exist_ok=True)
+    return path
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: MIT
+"""Draws the README's picture: what plain onnxruntime takes, and below it what ours does."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from benchmarks.figures.bounds import Figure
+
+# Section, figure in it, what the picture calls it.
+ROWS = (
+    ("smollm2", "[N,K] + Transpose: start", "start of a session, SmolLM2 int4"),
+    ("smollm2", "[N,K] + Transpose: ms per token", "time of a token, SmolLM2 int4"),
+    (
+        "prepacked",
+        "SmolLM2: PSS of 4 workers after 20 tokens",
+        "memory of 4 workers, SmolLM2 int4",
+    ),
+    (
+        "trim_padding",
+        "MiniLM-L6, 32 texts of 12 to 24 tokens, padded to 256",
+        "32 short texts padded to 256, MiniLM",
+    ),
+)
+# As wide as a phone, where it is shown at its own size.
+_WIDTH, _BAR, _ROW = 380, 300, 62
+_STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.v{font-size:12px;fill:#555}
+.theirs{fill:#9aa0a6}.ours{fill:#1f77b4}
+@media(prefers-color-scheme:dark){text{fill:#ddd}.v{fill:#bbb}.ours{fill:#6db3ec}}"""
+
+
+def overview(sections: Mapping[str, Sequence[Figure]]) -> str | None:
+    """Return an SVG picture; None unless all its figures were measured.
+
+    Args:
+        sections: Figures by the name of their benchmark.
+    """
+    found = []
+    for section, what, label in ROWS:
+        figure = next((item for item in sections.get(section, ()) if item.what == what), None)
+        if figure is None:
+            return None
+        found.append((label, figure))
+    height = _ROW * len(found) + 26
+    title = "Plain onnxruntime beside ortplugins: start, time and memory"
+    size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>",
+        '<rect class="theirs" x="0" y="4" width="12" height="12"/>',
+        '<text x="18" y="15">onnxruntime</text>',
+        '<rect class="ours" x="116" y="4" width="12" height="12"/>',
+        '<text x="134" y="15">ortplugins</text>',
+    ]
+    for index, (label, figure) in enumerate(found):
+        y = 26 + _ROW * index
+        parts.append(f'<text x="0" y="{y + 14}">{html.escape(label)}</text>')
+        longest = max(figure.ours, figure.theirs)
+        for offset, kind, value in ((20, "theirs", figure.theirs), (36, "ours", figure.ours)):
+            width = max(1.0, round(_BAR * value / longest, 1))
+            text = _text(figure, value)
+            parts += [
+                f'<rect class="{kind}" x="0" y="{y + offset}" width="{width}" height="13"/>',
+                f'<text class="v" x="{width + 6}" y="{y + offset + 11}">{text}</text>',
+            ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _text(figure: Figure, value: float) -> str:
+    digits = 0 if value >= 100 else 2 - (value >= 10)
+    return f"{value:.{digits}f} {figure.unit}"
