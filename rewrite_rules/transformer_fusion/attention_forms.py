@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Writes attention in the form that is fastest for one token, for a prompt, for a chunk."""
+"""Writes attention in the form that is fastest for one token, a prompt, a chunk, an encoder."""
 
 from __future__ import annotations
 
-__all__ = ["Attention"]
+__all__ = ["OPSET_23", "Attention"]
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,15 @@ from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     in_order,
     ints,
+    is_transposed_heads,
     rows,
     unsplit,
 )
+from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 _MICROSOFT = "com.microsoft"
+# Where nodes of opset 23 wait until the rest of the model has been converted.
+OPSET_23 = "ortplugins.opset23"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,8 +34,8 @@ class Attention:
     Attributes:
         facts: Proves shapes.
         query: ``[B, H, S, D]``, before it is scaled.
-        keys: ``[B, G, T, D]``, past and new.
-        values: The same.
+        read_keys: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
+        read_values: The same.
         mask: What is added to the scores; None for nothing.
         scale: What the scores are multiplied by.
         heads: H.
@@ -42,8 +46,8 @@ class Attention:
 
     facts: ProvedShapes
     query: ir.Value
-    keys: ir.Value
-    values: ir.Value
+    read_keys: RepeatedHeads
+    read_values: RepeatedHeads
     mask: ir.Value | None
     scale: float
     heads: int
@@ -51,11 +55,25 @@ class Attention:
     size: int
     reshaped: bool
 
+    @property
+    def keys(self) -> ir.Value:
+        """The keys, as they are read."""
+        return self.read_keys.source
+
+    @property
+    def values(self) -> ir.Value:
+        """The values, as they are read."""
+        return self.read_values.source
+
     def is_one_token(self, op: Any) -> Any:
         """Emit the comparison of S with 1."""
+        return op.Equal(self.length(op), ints(op, 1))
+
+    def length(self, op: Any) -> Any:
+        """Emit S."""
         split = unsplit(self.query)
         axis = 2 if split is self.query else 1
-        return op.Equal(op.Shape(split, start=axis, end=axis + 1), ints(op, 1))
+        return op.Shape(split, start=axis, end=axis + 1)
 
     def one_token(self, op: Any) -> Any:
         """Emit ``[B, 1, H, D]``, where query heads of a group are the rows of one MatMul.
@@ -107,6 +125,29 @@ class Attention:
             _domain=_MICROSOFT,
         )
         return op.Reshape(attended, self._sizes(op))
+
+    def whole(self, op: Any) -> Any:
+        """Emit ``[B, S, H, D]`` by the standard operator, whose kernel needs no Transpose."""
+        both = (self.read_keys, self.read_values)
+        attributes = {"scale": self.scale, "_domain": OPSET_23}
+        if any(not (heads.split or is_transposed_heads(heads.source)) for heads in both):
+            # A cache is not laid out anew.
+            stored = [
+                op.Transpose(heads.source, perm=SPLIT_HEADS) if heads.split else heads.source
+                for heads in both
+            ]
+            mixed = op.Attention(self.query, *stored, self.mask, **attributes)
+            return op.Transpose(mixed, perm=SPLIT_HEADS)
+        width = self.groups * self.size
+        mixed = op.Attention(
+            self._rows(op, self.query, self.heads),
+            *(rows(op, heads.source, self.facts, width, heads.split) for heads in both),
+            self.mask,
+            q_num_heads=self.heads,
+            kv_num_heads=self.groups,
+            **attributes,
+        )
+        return op.Reshape(mixed, self._sizes(op))
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
         return rows(op, split, self.facts, heads * self.size)

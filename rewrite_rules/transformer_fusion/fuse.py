@@ -21,6 +21,7 @@ from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.remarks import Outcome, PassContext
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import FuseAttention
+from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader
@@ -30,6 +31,7 @@ from rewrite_rules.transformer_fusion.rotary import Rotary
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
+_ATTENTION_OPSET = 23
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
 _ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
@@ -115,13 +117,30 @@ def _fuse_attention(
         rotary = Rotary.rule(ProvedShapes(model), runs, remarks).commute()
         DispatchingRuleSet(rotary, in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
-    if options.attention and inputs.has_cache:
-        masks = MaskReader(dict(zip(_MASK_RUNS, evaluators(_MASK_RUNS), strict=True)))
+    if options.attention:
+        seen = [run for run in _MASK_RUNS if inputs.has_cache or not run.past]
+        masks = MaskReader(dict(zip(seen, evaluators(seen), strict=True)))
         rule = FuseAttention.rule(ProvedShapes(model), masks, FreshNames(model), remarks)
         DispatchingRuleSet([rule], in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
+        _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
         context.trials.extend(inputs.trials(_BOUND))
+
+
+def _raise_opset(model: ir.Model) -> None:
+    """Convert the model where nodes need opset 23, and make them nodes of it."""
+    waiting = [node for node in model.graph.all_nodes() if node.domain == OPSET_23]
+    if not waiting:
+        return
+    from onnxscript.version_converter import ConvertVersionPass
+
+    # onnxscript's conversion begins at 18; ONNX's own knows no nodes without a schema.
+    if model.opset_imports[""] < _ATTENTION_OPSET:
+        ConvertVersionPass(_ATTENTION_OPSET, fallback=True)(model)
+    for node in [node for node in model.graph.all_nodes() if node.domain == OPSET_23]:
+        node.domain = ""
+    model.opset_imports.pop(OPSET_23, None)
 
 
 def _drop_casts(model: ir.Model) -> None:

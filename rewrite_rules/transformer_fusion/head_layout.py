@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
-__all__ = ["SPLIT_HEADS", "in_order", "ints", "is_transposed_heads", "rows", "unsplit"]
+__all__ = [
+    "SPLIT_HEADS",
+    "count_heads",
+    "in_order",
+    "ints",
+    "is_transposed_heads",
+    "rows",
+    "unsplit",
+]
 
 from typing import Any
 
 import onnx_ir as ir
 
+from rewrite_rules.graph.nodes import producer
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -51,7 +60,9 @@ def in_order(heads: ir.Value) -> ir.Value:
     return value
 
 
-def rows(op: Any, heads: ir.Value, facts: ProvedShapes, width: int = -1) -> ir.Value:
+def rows(
+    op: Any, heads: ir.Value, facts: ProvedShapes, width: int = -1, are_split: bool = False
+) -> ir.Value:
     """Return ``[B, S, H * D]`` of ``[B, H, S, D]``: what was split, where that is proved.
 
     Args:
@@ -59,33 +70,44 @@ def rows(op: Any, heads: ir.Value, facts: ProvedShapes, width: int = -1) -> ir.V
         heads: The heads.
         facts: Proves shapes.
         width: H * D, where it is known.
+        are_split: Whether the heads are ``[B, S, H, D]``.
     """
-    split = unsplit(heads)
-    maker = split.producer()
-    if split is heads:
+    split = heads if are_split else unsplit(heads)
+    if split is heads and not are_split:
         split = op.Transpose(heads, perm=SPLIT_HEADS)
-    elif maker is not None and maker.op_type == "Reshape" and _splits(maker, facts):
-        return maker.inputs[0]  # type: ignore[return-value]
+    elif count_heads(split, facts):
+        return producer(split).inputs[0]  # type: ignore[return-value]
     made: ir.Value = op.Reshape(split, ints(op, 0, 0, width))
     return made
 
 
-def _splits(node: ir.Node, facts: ProvedShapes) -> bool:
-    """Whether a Reshape is ``[B, S, H * D] -> [B, S, H, D]``, for the batch of all inputs."""
+def count_heads(split: ir.Value, facts: ProvedShapes, exact: bool = True) -> int | None:
+    """Return H of a Reshape ``[B, S, H * D] -> [B, S, H, D]``, for the batch of all inputs.
+
+    Args:
+        split: The result of the Reshape.
+        facts: Proves shapes.
+        exact: Whether S has to be proved; else a Reshape back to H * D has to check it.
+    """
+    node = split.producer()
+    if node is None or node.op_type != "Reshape" or node.domain:
+        return None
     source, target = node.inputs[0], node.inputs[1]
     before = None if source is None else facts.shape(source)
     asked = None if target is None else facts.integers(target)
     if not isinstance(before, tuple) or len(before) != 3 or asked is None:
-        return False
+        return None
     width = number(before[2])
     if width is None or len(asked.numbers) != 4:
-        return False
+        return None
     batch, length, heads, size = (number(dim) for dim in asked.numbers)
-    if size is None or heads is None or size < 1 or width % size:
-        return False
+    if size is None or size < 1 or width % size or heads not in (-1, width // size):
+        return None
     # The batch of another input counts as this one's; a number may merge rows.
     if batch not in (None, 0, -1, number(before[0])):
-        return False
+        return None
     if length == -1:
-        return heads * size == width
-    return heads in (-1, width // size) and asked.numbers[1] in (before[1], (0, ()))
+        same = heads != -1
+    else:
+        same = not exact or asked.numbers[1] in (before[1], (0, ()))
+    return width // size if same else None

@@ -8,7 +8,8 @@
     Expand(K[B, 1, T, D], [B, r, T, D])
 
 and behind it, on the way to the MatMul: Transpose, Reshapes that only merge and split axes,
-Mul and Div by a scalar. All of these commute with the repetition.
+Mul and Div by a scalar. All of these commute with the repetition. Attention that repeats no
+head is read the same way: a cache, or heads as they were split.
 
 Exporters take the sizes of Expand from whatever tensor was at hand, the batch of another
 layer's cache for instance, and no run checks that it is this one's. Where the sizes cannot be
@@ -31,10 +32,14 @@ from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import count_heads, unsplit
 
 _HEADS = 1
 _RANK = 4
 _MAX_CHAIN = 12
+# What the MatMul reads of [B, H, T, D], and of [B, T, H, D].
+_HEADS_FIRST = ((0, 1, 2, 3), (0, 1, 3, 2))
+_HEADS_SPLIT = ((0, 2, 1, 3), (0, 2, 3, 1))
 # Operators that scale, and which of their inputs may be scaled.
 _SCALINGS = {"Mul": (0, 1), "Div": (0,)}
 
@@ -50,6 +55,7 @@ class RepeatedHeads:
         merge: The Reshape to ``[B, G * r, T, D]``, where its sizes are not proved to be those
             of ``source``; else None.
         transposed: Whether the MatMul reads ``[B, G * r, D, T]``.
+        split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
         scalings: Mul and Div nodes by a scalar on the way to the MatMul, in order, each with
             the index of the input that it scales.
     """
@@ -59,6 +65,7 @@ class RepeatedHeads:
     repeats: int
     merge: ir.Node | None = None
     transposed: bool = False
+    split: bool = False
     scalings: tuple[tuple[ir.Node, int], ...] = ()
 
 
@@ -70,7 +77,7 @@ def read_repeated_heads(
     Args:
         operand: The operand.
         facts: Proves shapes.
-        once: Whether to read a cache ``Concat(past, new)`` that is not repeated as well.
+        once: Whether to read heads that are not repeated as well.
 
     Raises:
         Refusal: If heads are repeated in a way that can't be taken apart; says where.
@@ -80,18 +87,50 @@ def read_repeated_heads(
     while value is not None and len(chain) < _MAX_CHAIN:
         node = value.producer()
         if node is None or node.domain:
-            return None
+            break
         reader = _READERS.get(node.op_type, _cache if once else None)
         found = None if reader is None else reader(node, facts)
         if found is not None:
-            transposed = _is_transposed(value, [node for node, _ in chain[::-1]], facts)
-            scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
-            return dataclasses.replace(found, transposed=transposed, scalings=scalings)
+            order = _order(value, [node for node, _ in chain[::-1]], facts)
+            if order not in _HEADS_FIRST:
+                raise Refusal(f"{label(chain[0][0])!r} mixes heads with other axes")
+            return _laid_out(found, order, chain)
         index = _followed_input(node)
         if index is None:
-            return None
+            break
         chain.append((node, index))
         value = node.inputs[index]
+    return _own_heads(operand, chain, facts) if once else None
+
+
+def _laid_out(
+    found: RepeatedHeads, order: Sequence[int], chain: Sequence[tuple[ir.Node, int]]
+) -> RepeatedHeads:
+    scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
+    transposed = order[3] != _RANK - 1
+    return dataclasses.replace(found, transposed=transposed, scalings=scalings)
+
+
+def _own_heads(
+    operand: ir.Value, chain: Sequence[tuple[ir.Node, int]], facts: ProvedShapes
+) -> RepeatedHeads | None:
+    """Read heads that nothing repeats, from the first value that has an axis for them."""
+    values = [operand, *(node.inputs[index] for node, index in chain)]
+    for count in range(len(chain), -1, -1):
+        source = values[count]
+        dims = None if source is None else facts.shape(source)
+        if source is None or not isinstance(dims, tuple) or len(dims) != _RANK:
+            continue
+        try:
+            order = _order(source, [node for node, _ in chain[:count][::-1]], facts)
+        except Refusal:
+            continue
+        split = order not in _HEADS_FIRST
+        made = source if split else unsplit(source)
+        groups = number(dims[2 if split else _HEADS]) or count_heads(made, facts, exact=False)
+        if groups is not None:
+            found = RepeatedHeads(source, groups, 1, split=split)
+            return _laid_out(found, order, chain[:count])
     return None
 
 
@@ -213,15 +252,15 @@ def scaled_input(node: ir.Node) -> int | None:
     return None
 
 
-def _is_transposed(repeated: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> bool:
-    """Follow the axes of the repeated heads to the MatMul.
+def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tuple[int, ...]:
+    """Follow the axes of heads to the MatMul; return which of them is where.
 
     Raises:
         Refusal: If they do not arrive as ``[B, H, T, D]`` or ``[B, H, D, T]``.
     """
-    dims = facts.shape(repeated)
+    dims = facts.shape(heads)
     if not isinstance(dims, tuple):
-        raise Refusal(f"the rank of {repeated.name!r} is not known")
+        raise Refusal(f"the rank of {heads.name!r} is not known")
     axes: list[list[int]] = [[axis] for axis in range(len(dims))]
     for node in chain:
         if node.op_type == "Transpose":
@@ -232,10 +271,9 @@ def _is_transposed(repeated: ir.Value, chain: Sequence[ir.Node], facts: ProvedSh
             axes = _regrouped(axes, dims, node, facts)
     # An axis of size 1 may be split off and merged anywhere.
     found = [[atom for atom in axis if dims[atom] != (1, ())] for axis in axes]
-    for turned in (False, True):
-        order = (0, 1, 3, 2) if turned else (0, 1, 2, 3)
+    for order in (*_HEADS_FIRST, *_HEADS_SPLIT):
         if found == [[atom] if dims[atom] != (1, ()) else [] for atom in order]:
-            return turned
+            return order
     raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
 
 

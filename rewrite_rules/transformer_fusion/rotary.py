@@ -122,9 +122,10 @@ class Rotary(RewriteRuleClassBase):
         self._remarks.fired(label(node), "RotaryEmbedding")
         if not is_transposed_heads(x):
             return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
-        flat = rows(op, x, self._facts)
+        heads = number(shape[1])
+        flat = rows(op, x, self._facts, -1 if heads is None else heads * size)
         turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes, _name=node.name)
-        split = op.Reshape(turned, ints(op, 0, 0, -1, size))
+        split = op.Reshape(turned, ints(op, 0, 0, heads or -1, size))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
