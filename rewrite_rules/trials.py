@@ -30,6 +30,7 @@ class Trial:
         bound: Greatest difference, as a share of the greatest magnitude of the output.
         optional: Whether the trial is left out where the model before cannot run it, for
             instance because it is longer than the model takes.
+        timed: Whether the result is dropped where such runs take longer than before.
     """
 
     name: str
@@ -37,3 +38,4 @@ class Trial:
     compared: Mapping[str, NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
     bound: float = 1e-6
     optional: bool = False
+    timed: bool = False

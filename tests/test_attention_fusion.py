@@ -19,11 +19,14 @@ from builders.decoder_exports import (
     greatest_difference,
 )
 from builders.dequantized_models import run
+from builders.encoders import EXPORTS, exported
 
 import ortplugins
+from ortplugins.optimization.trials import find_failure
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from rewrite_rules.trials import Trial
 
 LAYERS = 2
 # Sizes that the fusing itself never saw, a caller's single row of positions apart.
@@ -199,6 +202,59 @@ def test_a_session_runs_the_fused_decoder():
         feeds = decoder_feeds(model, sizes, 3)
         actual = session.run(None, feeds)
         assert greatest_difference(sizes, actual, run(model, feeds)) < 1e-5
+
+
+# Attention with terms of its own between queries and keys; five axes of unknown sizes.
+LEFT = ("deberta2", "modernbert-dynamo")
+# Heads and spellings of those make the same attention as others.
+ENCODERS = [name for name in EXPORTS if not name.startswith(("bert-", "roberta", "xlmr"))]
+ENCODERS += [name for name in EXPORTS if name.startswith(("bert-dynamo", "bert-torch"))]
+PADDED = (Run(1, 1, 0), Run(2, 9, 0), Run(3, 7, 0, "left"), Run(4, 13, 0, "right"))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_fused_and_right(name: str):
+    model = exported(name)
+    result, _, context = fused(model)
+    assert counts(result)["Attention"] == (0 if name.startswith(LEFT) else LAYERS)
+    assert counts(result)["Softmax"] == (LAYERS if name.startswith(LEFT) else 0)
+    assert any(trial.timed for trial in context.trials) != name.startswith(LEFT)
+    inputs = DecoderInputs(ir.from_proto(model))
+    for seed, sizes in enumerate(PADDED):
+        feeds = {str(v.name): array for v, array in inputs.feeds(sizes, seed).items()}
+        kept = sizes.kept()
+        for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+            if actual.ndim == 3:
+                actual, expected = actual[kept], expected[kept]
+            elif sizes.padding:
+                continue  # CLIP may pool padding
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_only_agree_by_name_are_checked():
+    """Rows of another input that heads are split by: an error, never other heads."""
+    model = exported("bert-dynamo-eager")
+    feeds = {name: np.ones((2, 6), np.int64) for name in ("input_ids", "attention_mask")}
+    result, *_ = fused(model)
+    with pytest.raises(Exception, match=r"[Rr]eshape|broadcast"):
+        run(result, feeds | {"token_type_ids": np.zeros((2, 3), np.int64)})
+
+
+def test_a_result_that_is_slower_is_withdrawn():
+    def chain(count: int) -> ir.Model:
+        steps = "".join(f"x{i + 1} = MatMul(x{i}, w)\n" for i in range(count))
+        text = f"""<ir_version: 10, opset_import: ["": 21]>
+        g (float[256, 256] x0, float[256, 256] w) => (float[256, 256] y)
+        {{ {steps} y = Sub(x{count}, x{count}) }}"""
+        return ir.from_proto(onnx.parser.parse_model(text))
+
+    feeds = {name: np.eye(256, dtype=np.float32) for name in ("x0", "w")}
+    trials = [Trial("matrices", feeds, timed=True)]
+    providers = ["CPUExecutionProvider"]
+    failure = find_failure(chain(1), chain(60), trials, providers)
+    assert failure is not None
+    assert "times as long" in failure.reason
+    assert find_failure(chain(60), chain(1), trials, providers) is None
 
 
 def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:

@@ -6,7 +6,9 @@ from __future__ import annotations
 __all__ = ["Failure", "find_failure"]
 
 import dataclasses
+import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
 from rewrite_rules.trials import Trial
+
+# For one timed trial; a few runs of a slow model may take longer.
+_SECONDS = 1.0
+_LEAST_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,35 +68,77 @@ def find_failure(
             if twin is not None and twin.const_value is not None:
                 value.const_value = twin.const_value
         save_with_data(copies[1], folder / "after.onnx", keep_in_place=True)
-        expected = _run(folder / "before.onnx", trials, providers)
-        found = _run(folder / "after.onnx", trials, providers)
+        original = _open(folder / "before.onnx", providers)
+        expected = _run(original, trials)
+        if not any(trial.timed for trial in trials):
+            original = None  # two sessions hold the weights twice
+        result = _open(folder / "after.onnx", providers)
+        found = _run(result, trials)
     names = [str(value.name) for value in before.graph.outputs]
+    tried = []
     for trial, one, other in zip(trials, expected, found, strict=True):
-        if isinstance(one, Exception):
-            if trial.optional:
-                continue
-            return Failure(trial.name, f"the original does not run it: {_short(one)}")
-        if isinstance(other, Exception):
-            return Failure(trial.name, f"the result does not run it: {_short(other)}")
-        for output, a, b in zip(names, one, other, strict=True):
-            reason = _difference(output, a, b, trial)
-            if reason is not None:
-                return Failure(trial.name, reason)
+        if isinstance(one, Exception) and trial.optional:
+            continue
+        reason = _failure(names, one, other, trial)
+        if reason is not None:
+            return Failure(trial.name, reason)
+        tried.append(trial)
+    timed = [trial for trial in tried if trial.timed]
+    if timed:
+        share = statistics.geometric_mean(_share(original, result, trial) for trial in timed)
+        if share >= 1:
+            on = ", ".join(trial.name for trial in timed)
+            return Failure(on, f"it takes {share:.2f} times as long")
     return None
 
 
-def _run(
-    path: Path, trials: Sequence[Trial], providers: Sequence[str]
-) -> list[list[Any] | Exception]:
+def _failure(
+    names: Sequence[str],
+    one: list[Any] | Exception,
+    other: list[Any] | Exception,
+    trial: Trial,
+) -> str | None:
+    """What keeps outputs from being the same, if anything."""
+    if isinstance(one, Exception):
+        return f"the original does not run it: {_short(one)}"
+    if isinstance(other, Exception):
+        return f"the result does not run it: {_short(other)}"
+    for output, a, b in zip(names, one, other, strict=True):
+        reason = _difference(output, a, b, trial)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _share(original: Any, result: Any, trial: Trial) -> float:
+    """The time of a trial as a share of the original's, the middle of runs in turns."""
+    shares: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(shares) < _LEAST_ROUNDS or time.perf_counter() < end:
+        times = {}
+        for session in (original, result)[:: 1 if len(shares) % 2 else -1]:
+            start = time.perf_counter()
+            session.run(None, dict(trial.feeds))
+            times[session] = time.perf_counter() - start
+        shares.append(times[result] / times[original])
+    return statistics.median(shares)
+
+
+def _open(path: Path, providers: Sequence[str]) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what fails is reported by the caller
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
-        session = onnxruntime.InferenceSession(
+        return onnxruntime.InferenceSession(
             str(path), options, providers=list(providers), enable_fallback=0
         )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
-        return [error] * len(trials)
+        return error
+
+
+def _run(session: Any, trials: Sequence[Trial]) -> list[list[Any] | Exception]:
+    if isinstance(session, Exception):
+        return [session] * len(trials)
     results: list[list[Any] | Exception] = []
     for trial in trials:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Writes attention in the form that is fastest for one token, a prompt, a chunk, an encoder."""
+"""Writes attention in the form that is fastest for one token, a prompt or an encoder."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class MaskSight:
     """What a mask was seen to do.
 
     Attributes:
-        kind: For remarks: "causal", "sliding window of 6", or what it is instead.
+        kind: For remarks: "padding", "causal", "sliding window of 6", or what it is instead.
         causal: Whether no token sees a later one.
         full: Whether it has a row for each new token and a column for each key.
         infinite: Whether it holds -inf, of which Softmax makes NaN where nothing is seen.
@@ -64,7 +64,8 @@ class MaskReader:
 
 
 def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
-    full = causal = plain = True
+    full = causal = plain = padding = True
+    infinite = any(np.isneginf(array).any() for array in arrays.values())
     windows = set()
     for run, array in arrays.items():
         total = run.past + run.length
@@ -72,7 +73,7 @@ def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
         try:
             added = np.broadcast_to(array, (run.batch, array.shape[1], run.length, total))
         except (IndexError, ValueError):
-            return MaskSight("not [batch, heads, queries, keys]", False, False, False)
+            return MaskSight("other keys", False, False, infinite)
         kept = run.kept()
         # Rows of padding see whatever the exporter found handy.
         sees = np.asarray(np.all(added > _LOW, axis=1))[kept[:, run.past :]]
@@ -81,15 +82,15 @@ def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
         query = query[kept[:, run.past :]][:, None]
         causal &= not (sees & (key > query)).any()
         visible = np.repeat(kept, kept[:, run.past :].sum(axis=1), axis=0)
+        padding &= np.array_equal(sees, visible)
         reach = int(np.max(np.where(sees, query - key, 0), initial=0)) + 1
         plain &= bool(np.isin(added, (0.0, added.min())).all())
         plain &= np.array_equal(sees, visible & (key <= query) & (key > query - reach))
         windows.add((reach, total))
-    infinite = any(np.isneginf(array).any() for array in arrays.values())
     longest, most = (max(sizes) for sizes in zip(*windows, strict=True))
     windowed = longest < most and all(reach == min(longest, size) for reach, size in windows)
     if not causal:
-        kind = "not causal"
+        kind = "padding" if padding else "not causal"
     elif not plain:
         kind = "causal, with a bias"
     else:
