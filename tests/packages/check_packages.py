@@ -9,8 +9,8 @@ all-MiniLM-L6-v2 from a wheel.
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnxruntime
 import pytest
+from builders.decoder_exports import decoder
 from builders.environments import CACHE, python_with
 
 from ortplugins.quantization import quantize
@@ -35,6 +37,7 @@ ENVIRONMENTS = {
     "with-torch": (
         ("torch==2.13.0",),
         (*OURS, "silero-vad==6.2.3", "sentence-transformers==5.7.0", "optimum-onnx==0.1.0"),
+        ("onnxruntime-genai==0.18.0",),
     ),
 }
 # Program: its environment, and how many sessions it opens.
@@ -45,6 +48,7 @@ READERS = {
 EMBEDDERS = {
     "embed_with_chromadb": ("without-torch", 1),
     "embed_with_fastembed": ("without-torch", 1),
+    "embed_with_optimum": ("with-torch", 1),
     "embed_with_sentence_transformers": ("with-torch", 1),
 }
 LAYOUT = ("--pass", "prepacked_weights", "--pass", "shape_size_reorder")
@@ -84,15 +88,54 @@ def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int4_model(float_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, its MatMuls in int4 in the layout that onnxruntime runs in float."""
     folder = tmp_path_factory.mktemp("minilm-int4") / "model"
-    shutil.copytree(float_model, folder)
-    quantize(
-        float_model / "onnx" / "model.onnx",
-        folder / "onnx" / "model.onnx",
-        quant_format="QDQ_transposed",
-        external_data=False,
-        overwrite=True,
-    )
+    quantize(float_model, folder, quant_format="QDQ_transposed", external_data=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny decoder in int4, in a folder as optimum and onnxruntime-genai want it."""
+    source = tmp_path_factory.mktemp("decoder") / "float"
+    source.mkdir()
+    model = decoder("llama-torchscript-sdpa")
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("onnx::MatMul"):  # or it repeats its last token
+            weight = 20 * onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(weight, tensor.name))
+    onnx.save(model, source / "model.onnx")
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 40, "hidden_size": 32}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (source / "config.json").write_text(
+        json.dumps({
+            **sizes, **ends, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+            "intermediate_size": 24, "max_position_embeddings": 48,
+        })
+    )  # fmt: skip
+    names = {
+        "inputs": {
+            "input_ids": "input_ids",
+            "attention_mask": "attention_mask",
+            "position_ids": "position_ids",
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    vocabulary = sizes.pop("vocab_size")
+    described = {"filename": "model.onnx", "head_size": 8, **sizes, **names}
+    about = {"type": "llama", "context_length": 48, "vocab_size": vocabulary, **ends}
+    shared = {"past_present_share_buffer": False, "max_length": 48}
+    (source / "genai_config.json").write_text(
+        json.dumps({"model": {**about, "decoder": described}, "search": shared})
+    )
+    target = source.with_name("int4")
+    quantize(source, target, block_size=16)
+    return target
 
 
 def results(
@@ -120,6 +163,24 @@ def results(
     return arrays, [x for x in done.stderr.splitlines() if x.startswith("ortplugins: ")]
 
 
+def greedy(model: Path) -> list[int]:
+    """Tokens by onnxruntime alone, without a cache."""
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    tokens = [1, 5, 9, 23]
+    past = {
+        value.name: np.zeros((1, 2, 0, 8), np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past")
+    }
+    while len(tokens) < 20 and tokens[-1] != 2:
+        ids = np.array([tokens])
+        places = np.arange(len(tokens))[None]
+        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": places}
+        (logits,) = session.run(["logits"], feed | past)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens
+
+
 def both(
     program: str, passes: tuple[str, ...], *arguments: str, folder: Path
 ) -> tuple[dict[str, npt.NDArray], dict[str, npt.NDArray]]:
@@ -134,6 +195,14 @@ def both(
         assert not any(": fired 0" in line for line in told), told
     assert plain.keys() == ours.keys()
     return plain, ours
+
+
+@pytest.mark.parametrize("program", ["generate_with_genai", "generate_with_optimum"])
+def test_a_quantised_folder_runs_as_it_is_written(
+    program: str, decoder_folder: Path, tmp_path: Path
+):
+    found, _ = results(program, "with-torch", [], str(decoder_folder), folder=tmp_path)
+    assert found["tokens"].tolist() == greedy(decoder_folder / "model.onnx")
 
 
 def same_bits(plain: dict[str, npt.NDArray], ours: dict[str, npt.NDArray]) -> bool:
@@ -154,9 +223,10 @@ def test_layout_alone_changes_no_bit_of_embeddings(
 
 @pytest.mark.parametrize("program", EMBEDDERS)
 def test_trimming_keeps_embeddings(program: str, float_model: Path, tmp_path: Path):
-    """chromadb pads to 256 tokens, the others to the longest text."""
+    """chromadb pads to 256 tokens, optimum and sentence-transformers to 128 as well."""
     plain, ours = both(program, TRIMMING, str(float_model), folder=tmp_path)
-    assert np.abs(plain["embeddings"] - ours["embeddings"]).max() <= SUMMED
+    for name, expected in plain.items():
+        assert np.abs(expected - ours[name]).max() <= SUMMED * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("program", EMBEDDERS)

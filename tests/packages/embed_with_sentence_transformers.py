@@ -25,4 +25,9 @@ model = SentenceTransformer(
     },
 )
 texts = ["One line adopts it.", "The model runs as before, and faster.", "A third sentence"]
-np.savez(output, embeddings=model.encode(texts))
+padded = {"text": {"padding": "max_length", "max_length": 128, "truncation": True}}
+np.savez(
+    output,
+    embeddings=model.encode(texts),
+    padded=model.encode(texts, processing_kwargs=padded),
+)
