@@ -64,7 +64,8 @@ class Report:
         passes: One entry per pass that ran.
         source: Where the model that runs came from: ``"stock"`` (no pass was switched on),
             ``"built"`` (made now), ``"cache"`` (made earlier), ``"untouched"`` (the original:
-            nothing fired, or something failed).
+            nothing fired, or something failed). A hint that changes settings only is "built"
+            or "cache" too, with the original as the model.
         notes: Things to know that belong to no node.
         artifact: Path of the model that runs, or that was written; empty for the original.
         tried: What a hint measured.

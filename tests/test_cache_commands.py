@@ -161,8 +161,9 @@ def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir:
     exact = (*explain, "--set", f"{level}=0")
     assert lines(*explain, code=1)[1:] == ["the cache is empty"]
     start(model_path)
-    (line,) = lines(*exact)
+    line, report = lines(*exact)
     assert line.startswith(f"{model_path}: found as ")
+    assert report == "  built: fired 1, refused 0"
     _, nearest, *differences = lines(
         *(*explain, "--set", f"{level}=4", "--optimization-level", "basic"), code=1
     )
@@ -501,8 +502,9 @@ def test_warm_measures_for_a_hint(model_path: Path):
     entry = "--session-entry", "ortplugins.hint=latency"
     entry += "--session-entry", "ortplugins.hint_seconds=1"
     lines("warm", model_path, *entry)
-    (line,) = lines("explain", model_path, *entry)
+    line, report, *_ = lines("explain", model_path, *entry)
     assert ": found as " in line
+    assert "hint latency: " in report
 
 
 def test_warm_goes_on_after_a_model_that_fails(

@@ -614,6 +614,8 @@ def test_a_hint_is_taken_instead_of_passes(
         sessions += [open_stock(model_path)]
     for session in sessions:
         assert session.ortplugins_report.notes[-1].startswith("hint latency: ")
+    with ortplugins.enabled(EXACT):  # named in the program, which counts more
+        assert source(open_stock(model_path)) == "built"
     done = run("script.py", cwd=program, **variables)
     assert "hint latency: " in done.stdout, done.stderr
 

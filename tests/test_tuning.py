@@ -134,6 +134,14 @@ def test_a_busy_machine_changes_nothing(
     assert "the machine is busy" in session.ortplugins_report.notes[-1]
 
 
+def test_nothing_is_measured_that_cannot_be_kept(model: Path, tmp_path: Path):
+    """Every start of every worker would measure."""
+    (tmp_path / "file").touch()
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="so nothing is measured"):
+        session = open_session(model, tmp_path / "file" / "cache")
+    assert session.ortplugins_report.source == "untouched"
+
+
 def test_one_workload_may_not_pay_for_another(
     tmp_path: Path, measured: Callable[[Ratios], None]
 ):
@@ -172,11 +180,12 @@ def test_settings_are_the_sessions_and_the_options_come_back(
     measured({BLOCKS: 0.9})
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
-    for origin in ("untouched", "untouched"):  # built, then from the cache
+    for origin in ("built", "cache"):
         session = ortplugins.InferenceSession(
             model, options, providers=["CPUExecutionProvider"]
         )
-        assert session.ortplugins_report.source == origin
+        report = session.ortplugins_report
+        assert (report.source, report.artifact) == (origin, "")
         own = session.get_session_options()
         assert own.get_session_config_entry(DYNAMIC_BLOCKS) == "4"
         assert options.get_session_config_entry(DYNAMIC_BLOCKS) == "0"

@@ -159,6 +159,12 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
     except (MissingFileError, PassError):
         raise
     except OSError as error:
+        if request.plan.hint:
+            # Else every start of every worker would measure for a minute.
+            raise PassError(
+                f"hint {request.plan.hint}: its choice cannot be kept in "
+                f"{str(cache.root)!r}, so nothing is measured: {error}"
+            ) from error
         warn_caller(
             f"ortplugins works without its cache in {str(cache.root)!r}: {error}",
             OrtpluginsWarning,

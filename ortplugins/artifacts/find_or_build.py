@@ -139,9 +139,10 @@ def _artifact(
 
     settings = dict(manifest["session_settings"])
     if MODEL not in manifest["files"]:
-        # Of a hint that changes nothing but settings; passes that modify nothing need none.
+        # A hint may change nothing but settings; passes that modify nothing need none.
         settings = settings if request.plan.hint else {}
-        return Artifact({**manifest["report"], "source": "untouched"}, settings=settings)
+        source = origin if settings else "untouched"
+        return Artifact({**manifest["report"], "source": source}, settings=settings)
     data = manifest["data"]
     settings |= request.data_settings(data, folder)
     model = os.path.join(folder, MODEL)

@@ -134,12 +134,16 @@ def show_entry(
 
 @_command("explain")
 def explain_miss(model: opt.Model, start: SessionStart) -> None:
-    """Tell why a session on the CPU finds no entry: what of its key differs; exit with 1."""
+    """Show what a session on the CPU finds, or what of its key differs; exit with 1 then."""
     from ortplugins.artifacts.warming import explain_miss
+    from ortplugins.report import Report
 
     found = explain_miss(model, **start)
-    if found.is_present:
+    if found.is_present and found.nearest is not None:
         typer.echo(f"{model}: found as {found.key[:_KEY_CHARACTERS]}")
+        report = Report.from_dict(found.nearest.manifest["report"])
+        for line in (report, *report.tried):
+            typer.echo(f"  {line}")
         return
     typer.echo(f"{model}: not found as {found.key[:_KEY_CHARACTERS]}")
     if found.nearest is None:

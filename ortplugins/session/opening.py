@@ -102,7 +102,7 @@ def open_session(
                 kwargs.get("disabled_optimizers"),
             )
         artifact, report = _find_and_open(session, request, opted_in, construct_on)
-        if report["source"] == "untouched":
+        if not report["artifact"]:
             construct_on(path_or_bytes, artifact.settings if artifact.model is None else {})
         else:
             if int(kwargs.get("enable_fallback", 1)) == 1:

@@ -136,7 +136,9 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
         raise OptionError(
             f"{wrong[0]!r} is no pass: DqMatMulNBitsFusion() is one, for instance"
         )
-    if not passes:
+    if passes:
+        entries.pop(HINT_KEY, None)  # what a program names counts more than its environment
+    else:
         has_hint = general.get("hint") or entries.get(HINT_KEY)
         default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
         entries.update(plan_entries() or default)
