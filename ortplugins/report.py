@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PassReport", "Report", "Tried"]
+__all__ = ["PassReport", "Report", "Tried", "idle"]
 
 import dataclasses
 import json
@@ -93,12 +93,17 @@ class Report:
         return self._with(Outcome.REFUSED)
 
     @property
+    def on_model(self) -> tuple[Remark, ...]:
+        """The notes of passes that are about the model as a whole."""
+        return tuple(item for item in self._with(Outcome.NOTE) if item.node == "model")
+
+    @property
     def seconds(self) -> float:
         """Wall time of all passes."""
         return sum(item.seconds for item in self.passes)
 
     def __str__(self) -> str:
-        """Return one line with the counts and the first refusals."""
+        """Return one line with the counts, the first refusals and what is noted on all."""
         if not self.passes:
             return "; ".join((f"{self.source}: no pass ran", *self.notes))
         text = f"{self.source}: fired {len(self.fired)}, refused {len(self.refused)}"
@@ -106,7 +111,8 @@ class Report:
             shown = [f'"{remark}"' for remark in self.refused[:_SHOWN]]
             more = len(self.refused) - len(shown)
             text += ": " + ", ".join(shown) + (f", and {more} more" if more else "")
-        return "; ".join((text, *self.notes))
+        noted = [f"{remark.pass_name}: {remark.reason}" for remark in self.on_model]
+        return "; ".join((text, *noted, *self.notes))
 
     def to_text(self) -> str:
         """Return every remark, a line each, under the pass that made it."""
@@ -175,6 +181,11 @@ class Report:
 
     def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
         return tuple(remark for remark in self.remarks if remark.outcome is outcome)
+
+
+def idle(pass_name: str) -> Remark:
+    """Return what is noted of a pass that met no candidate."""
+    return Remark(pass_name, "model", Outcome.NOTE, "nothing to do in this model")
 
 
 def _remark_to_dict(remark: Remark) -> dict[str, str]:

@@ -67,6 +67,7 @@ class WeightOnlyQuantization(Pass):
         import tempfile
         from pathlib import Path
 
+        from ortplugins.quantization.weights.change import describe_change
         from ortplugins.quantization.weights.plan import plan_weights
         from ortplugins.quantization.weights.recipe import Recipe
         from ortplugins.quantization.weights.work import quantize_graph
@@ -80,6 +81,7 @@ class WeightOnlyQuantization(Pass):
             is_symmetric=self.is_symmetric,
             quant_format="QDQ_transposed",
         ).with_settings({"nodes_to_exclude": [pattern for pattern in patterns if pattern]})
+        before = model.clone()
         plan = plan_weights(model, recipe)
         # The codes lie in files until the model is saved; they go when the model does.
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
@@ -98,3 +100,6 @@ class WeightOnlyQuantization(Pass):
         quiet = dataclasses.replace(context, remarks=Remarks(self.name))
         level = 0 if self.accuracy_level == "auto" else int(self.accuracy_level)
         fuse(model, FusionOptions(level, "fuse"), quiet)
+        if any(node.quantized for node in report.nodes):
+            change = describe_change(before, model.clone(), context.providers)
+            context.remarks.note("model", change)

@@ -213,13 +213,22 @@ def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
     exact = ("--set", "dq_matmulnbits_fusion.accuracy_level=0")
     done = ortp("optimize", model, "-o", "out.onnx", *exact)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "fired 1, refused 0\nwrote out.onnx\n"
+    told = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and not 0"
+    assert done.stdout.startswith("fired 1, refused 0\nnote ") and told in done.stdout
     check(ort.InferenceSession(tmp_path / "out.onnx", providers=CPU), FUSED)
     nodes = onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.node
     assert [node.op_type for node in nodes] == ["MatMulNBits"]
     after = files(tmp_path)
     assert {name: after.get(name) for name in before} == before
     assert after.keys() - before.keys() <= {"out.onnx", "out.onnx.data"}
+    # What the file reads is named, and what lay there before with a word.
+    content = (tmp_path / "out.onnx").read_bytes()
+    needed = {name for name in after if name.endswith(".data") and name.encode() in content}
+    assert {name for name in after if f"out.onnx reads {name}\n" in done.stdout} == needed
+    kept = needed & before.keys()
+    assert [
+        name for name in kept if f"{name}, which was there before" not in done.stdout
+    ] == []
 
 
 @pytest.mark.parametrize("case", [FUSED, REFUSED], ids=["fused", "refused"])
@@ -238,7 +247,9 @@ def test_json_on_stdout_is_the_report(main: Command, tmp_path: Path, case: Dequa
     model = save(case, tmp_path / "model.onnx")
     expected = timeless(ortplugins.optimize(model).report)
     assert told("inspect") == expected
-    assert told("optimize", "-o", "out.onnx") == {**expected, "artifact": "out.onnx"}
+    written = told("optimize", "-o", "out.onnx")
+    assert all("reads model.onnx.data" in note for note in written.pop("notes"))
+    assert {**written, "notes": []} == {**expected, "artifact": "out.onnx"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")

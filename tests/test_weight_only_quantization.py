@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def woq(path: Path, **settings) -> ortplugins.InferenceSession:
 def operators(session: ortplugins.InferenceSession) -> Counter[str]:
     model = ir.load(session.ortplugins_report.artifact)
     return Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_report_says_how_far_the_numbers_are_from_the_float_models(path, bits):
+    session = woq(path, bits=bits)
+    told = str(session.ortplugins_report)
+    assert "vectors stored with the float model are not comparable" in told
+    x = normal(32, 64)
+    found, expected = session.run(None, {"x": x})[0], run(str(path), {"x": x})[0]
+    actual = (found * expected).sum() / np.linalg.norm(found) / np.linalg.norm(expected)
+    cosine = float(re.search(r"cosine ([\d.]+)", told)[1])
+    assert abs(cosine - actual) <= (1 - actual) / 2 + 1e-4
+    assert cosine < 1 or bits == 8
 
 
 @pytest.mark.parametrize("settings", [{}, {"bits": 8}, {"is_symmetric": False}])

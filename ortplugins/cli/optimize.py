@@ -79,6 +79,8 @@ def optimize(
     if printing.format == "text":
         for path in written:
             typer.echo(f"wrote {path}")
+        for path in result.data_files:
+            typer.echo(f"{output} reads {path}")
         for key, value in settings.items():
             typer.echo(f"set for its sessions: {key} = {value}")
 

@@ -82,7 +82,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def print_report(report: Report, printing: Printing, model: Path) -> None:
-    """Print counts, then the refusals, or all remarks if ``printing.verbose``.
+    """Print counts, refusals and notes on the model, or all remarks if ``printing.verbose``.
 
     Args:
         report: What passes did.
@@ -100,7 +100,7 @@ def print_report(report: Report, printing: Printing, model: Path) -> None:
         return
     out = console()
     out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
-    for remark in report.remarks if printing.verbose else report.refused:
+    for remark in report.remarks if printing.verbose else (*report.refused, *report.on_model):
         line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
         out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.model_io.loading import load_path, same_kind
+from ortplugins.model_io.loading import initializer_tensors, load_path, same_kind
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file
 from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
@@ -45,12 +46,15 @@ class OptimizeResult:
             Its tensors may still lie in the source's files.
         session_settings: What sessions on the file need, as ``Pass.session_settings`` returns
             it.
+        data_files: What the file reads beside itself: written with it, or left where the
+            source has it.
     """
 
     path: Path | None
     report: Report
     model: Any
     session_settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    data_files: tuple[Path, ...] = ()
 
 
 def optimize(
@@ -160,10 +164,28 @@ def optimize_for(
         # Its tensors are in these files.
         optimized.meta[_SCRATCH] = scratch
     report = result.report
+    data: tuple[Path, ...] = ()
     if target is not None:
+        data = tuple(_data_beside(target, optimized))
         files = [f"sessions on this file need {name} = {text}" for name, text in needs.items()]
+        files += [
+            f"{target.name} reads {path.name}, which was there before: keep it beside the file"
+            for path in data
+            if path not in result.files
+        ]
         report = Report(report.passes, "built", (*report.notes, *files), str(target))
-    return OptimizeResult(target, report, same_kind(model, optimized), needs)
+    return OptimizeResult(target, report, same_kind(model, optimized), needs, data)
+
+
+def _data_beside(output: Path, model: ir.Model) -> list[Path]:
+    """Return the data files of a model that was saved, as paths in its folder."""
+    folder = Path(os.path.realpath(output.parent))
+    found = {
+        Path(os.path.realpath(tensor.path)).relative_to(folder)
+        for _, tensor in initializer_tensors(model)
+        if isinstance(tensor, ir.ExternalTensor)
+    }
+    return [output.parent / name for name in sorted(found)]
 
 
 def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:

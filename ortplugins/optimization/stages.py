@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = ["AfterPass", "FailedPass", "PassRuns"]
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.report import PassReport
+from ortplugins.report import PassReport, idle
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.temporary_settings import temporarily_set
 from rewrite_rules.onnxruntime_version import parse_version
@@ -52,8 +53,14 @@ class PassRuns:
         self.session_settings: dict[str, str] = {}
 
     def reports(self) -> tuple[PassReport, ...]:
-        """Return one report per pass; one that takes part in two stages has one, too."""
-        return tuple(self._reports.values())
+        """Return one report per pass; one that takes part in two stages has one, too.
+
+        A pass that met no candidate says so.
+        """
+        return tuple(
+            item if item.remarks else dataclasses.replace(item, remarks=(idle(item.name),))
+            for item in self._reports.values()
+        )
 
     def take_part_in(self, *stages: str) -> bool:
         """Whether any pass takes part in one of these stages."""

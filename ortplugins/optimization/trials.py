@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Failure", "find_failure"]
+__all__ = ["Failure", "find_failure", "save_both"]
 
 import dataclasses
 import statistics
@@ -60,19 +60,12 @@ def find_failure(
         for node in (node for copy in copies for node in copy.graph.all_nodes()):
             if node.op_type == "MatMulNBits":
                 node.attributes.pop("accuracy_level", None)
-        # Weights that both have are written once.
-        save_with_data(copies[0], folder / "before.onnx")
-        stored = copies[0].graph.initializers
-        for value in copies[1].graph.initializers.values():
-            twin = stored.get(str(value.name))
-            if twin is not None and twin.const_value is not None:
-                value.const_value = twin.const_value
-        save_with_data(copies[1], folder / "after.onnx", keep_in_place=True)
-        original = _open(folder / "before.onnx", providers)
+        paths = save_both(copies[0], copies[1], folder)
+        original = _open(paths[0], providers)
         expected = _run(original, trials)
         if not any(trial.timed for trial in trials):
             original = None  # two sessions hold the weights twice
-        result = _open(folder / "after.onnx", providers)
+        result = _open(paths[1], providers)
         found = _run(result, trials)
     names = [str(value.name) for value in before.graph.outputs]
     tried = []
@@ -122,6 +115,26 @@ def _share(original: Any, result: Any, trial: Trial) -> float:
             times[session] = time.perf_counter() - start
         shares.append(times[result] / times[original])
     return statistics.median(shares)
+
+
+def save_both(before: ir.Model, after: ir.Model, folder: Path) -> tuple[Path, Path]:
+    """Save two models, weights that both have once; return their paths.
+
+    Args:
+        before: The model as it was; its tensors, and those of the other, point to the folder
+            afterwards.
+        after: What it became; tensors of the same name are the same.
+        folder: Where to save them.
+    """
+    paths = folder / "before.onnx", folder / "after.onnx"
+    save_with_data(before, paths[0])
+    stored = before.graph.initializers
+    for value in after.graph.initializers.values():
+        twin = stored.get(str(value.name))
+        if twin is not None and twin.const_value is not None:
+            value.const_value = twin.const_value
+    save_with_data(after, paths[1], keep_in_place=True)
+    return paths
 
 
 def _open(path: Path, providers: Sequence[str]) -> Any:

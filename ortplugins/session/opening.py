@@ -201,8 +201,10 @@ def _nothing_to_do(
     """Return the report of a start that needs no artifact; None where one has to be found."""
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
         return None
-    passes = [{"name": item.name, "seconds": 0.0, "remarks": []} for item in plan.passes]
-    return {**STOCK, "source": "untouched", "passes": passes}
+    from ortplugins.report import PassReport, Report, idle
+
+    passes = tuple(PassReport(item.name, 0.0, (idle(item.name),)) for item in plan.passes)
+    return Report(passes, "untouched").to_dict()
 
 
 def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:

@@ -67,6 +67,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     if rules:
         DispatchingRuleSet(rules).apply_to_model(model)
     remark_unfused(model, run)
+    run.compare_with_stock()
 
 
 def _op_types(model: ir.Model) -> set[str]:

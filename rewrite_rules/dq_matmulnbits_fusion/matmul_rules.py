@@ -107,7 +107,7 @@ class _MatMulRule(OperandRule):
         _check_opset(product, operand, run.opset)
         level = choose_accuracy_level(product, chain, operand, run.options, context)
         block_size = kernel_block_size(weights[0])
-        if level.native and level.number == 4:
+        if level.number == level.stock == 4:
             # Activations are rounded in these blocks: others would change the error.
             block_size = native_block_size(operand, context)
         # On the CPU it computes in float32 anyway. Between operators without a float16 kernel
@@ -142,6 +142,7 @@ class _MatMulRule(OperandRule):
 
     def _emit_all(self, kernel: _Kernel, op: Any) -> tuple[ir.Value, str]:
         count = len(kernel.weights)
+        self._run.levels.append((kernel.level.number, kernel.level.stock))
         outcome = f"MatMulNBits, block {kernel.block_size}, accuracy_level {kernel.level}"
         if count == 1:
             return self._emit_one(kernel, op), outcome

@@ -47,12 +47,12 @@ class AccuracyLevel:
     Attributes:
         number: MatMulNBits' attribute.
         reason: Why, for remarks; empty where the user gave the number.
-        native: Whether onnxruntime would fuse the node at this level itself.
+        stock: Level at which onnxruntime itself would fuse the node; None where it would not.
     """
 
     number: int
     reason: str = ""
-    native: bool = False
+    stock: int | None = None
 
     def __str__(self) -> str:
         return f"{self.number} ({self.reason})" if self.reason else str(self.number)
@@ -69,16 +69,16 @@ def choose_accuracy_level(
 
     As fast as onnxruntime where it would fuse the node, as exact where it would not.
     """
+    stock, reason = context.native_accuracy_level, "auto: as onnxruntime fuses it"
+    if stock is None:
+        reason = "auto: onnxruntime's optimizer is off"
+    elif not _PROVIDERS.issuperset(context.providers):
+        stock, reason = None, "auto: onnxruntime does not fuse for these providers"
+    elif why := why_not_native(product, chain, operand, context.onnxruntime):
+        stock, reason = None, f"auto: onnxruntime would not fuse it, {why}"
     if options.accuracy_level is not None:
-        return AccuracyLevel(options.accuracy_level)
-    if context.native_accuracy_level is None:
-        return AccuracyLevel(0, "auto: onnxruntime's optimizer is off")
-    if not _PROVIDERS.issuperset(context.providers):
-        return AccuracyLevel(0, "auto: onnxruntime does not fuse for these providers")
-    reason = why_not_native(product, chain, operand, context.onnxruntime)
-    if reason is not None:
-        return AccuracyLevel(0, f"auto: onnxruntime would not fuse it, {reason}")
-    return AccuracyLevel(context.native_accuracy_level, "auto: as onnxruntime fuses it", True)
+        return AccuracyLevel(options.accuracy_level, stock=stock)
+    return AccuracyLevel(stock or 0, reason, stock)
 
 
 def native_block_size(operand: DequantizedOperand, context: PassContext) -> int:
