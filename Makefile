@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-exhaustive test-versions test-packages test-packaging check lint bench bench-quantizers docs clean
+.PHONY: help demo test test-exhaustive test-versions test-packages test-exporters test-packaging check lint bench bench-quantizers docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
+	@echo "make test-exporters  exports of the newest torch and transformers, fused (10 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make bench-quantizers  ours beside ModelOpt and onnxruntime, quality included (2 hours)"
 	@echo "make docs       the documentation, as a site in site/"
@@ -57,6 +58,10 @@ test-packaging: $(VENV)/.installed-dev
 # The packages go to .cache, with torch for two of them; what can't be installed is skipped.
 test-packages: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/packages/check_packages.py
+
+# Needs the registry: torch and transformers go to .cache/exporters.
+test-exporters: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/exporters/check_exporters.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.run

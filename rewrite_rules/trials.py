@@ -30,7 +30,7 @@ class Trial:
         bound: Greatest difference, as a share of the greatest magnitude of the output.
         optional: Whether the trial is left out where the model before cannot run it, for
             instance because it is longer than the model takes.
-        timed: Whether the result is dropped where such runs take longer than before.
+        timed: Whether the result is dropped where such runs take more time.
     """
 
     name: str

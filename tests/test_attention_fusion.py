@@ -231,6 +231,15 @@ def test_encoders_are_fused_and_right(name: str):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_older_onnxruntime_gets_no_standard_attention():
+    model = ir.from_proto(exported("bert-dynamo-eager"))
+    context = PassContext(Remarks("transformer_fusion"), onnxruntime=(1, 22))
+    fuse_transformer(model, TransformerOptions(), context)
+    assert not counts(model)["Attention"]
+    assert model.opset_imports[""] == 21
+    assert "1.24" in "".join(remark.reason for remark in context.remarks)
+
+
 def test_sizes_that_only_agree_by_name_are_checked():
     """Rows of another input that heads are split by: an error, never other heads."""
     model = exported("bert-dynamo-eager")

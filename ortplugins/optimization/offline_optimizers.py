@@ -8,7 +8,7 @@ onnxruntime writes the new graph with the old references.
 
 from __future__ import annotations
 
-__all__ = ["bake"]
+__all__ = ["SLOW_OPTIMIZERS", "bake"]
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ _DATA_NAME = "folded.data"
 # Merges a sum and the LayerNormalization behind it into a kernel that adds up element by
 # element: 1.1 to 3.2 times the time of both (1.31.1, 1 to 1,024 rows of 384 and 576). Inferred
 # shapes make it fire where it does not in the user's own session.
-_SLOW = ("SkipLayerNormFusion",)
+SLOW_OPTIMIZERS = ("SkipLayerNormFusion",)
 
 
 def bake(
@@ -68,7 +68,7 @@ def bake(
             os.fspath(source) if data_folder is None else source.read_bytes(),
             options,
             providers=["CPUExecutionProvider"],
-            disabled_optimizers=[*settings.disabled, *_SLOW],
+            disabled_optimizers=[*settings.disabled, *SLOW_OPTIMIZERS],
             enable_fallback=0,
         )
     except Exception as error:

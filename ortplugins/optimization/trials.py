@@ -19,10 +19,12 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
+from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from rewrite_rules.trials import Trial
 
-# For one timed trial; a few runs of a slow model may take longer.
-_SECONDS = 1.0
+# Of processor time for one timed trial; a few runs of a slow model may take longer. Sessions
+# of one thread, so that what else the machine does hardly counts.
+_SECONDS = 0.5
 _LEAST_ROUNDS = 5
 
 
@@ -104,15 +106,15 @@ def _failure(
 
 
 def _share(original: Any, result: Any, trial: Trial) -> float:
-    """The time of a trial as a share of the original's, the middle of runs in turns."""
+    """Processor time of a trial as a share of the original's, the middle of runs in turns."""
     shares: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while len(shares) < _LEAST_ROUNDS or time.perf_counter() < end:
+    end = time.process_time() + _SECONDS
+    while len(shares) < _LEAST_ROUNDS or time.process_time() < end:
         times = {}
         for session in (original, result)[:: 1 if len(shares) % 2 else -1]:
-            start = time.perf_counter()
+            start = time.process_time()
             session.run(None, dict(trial.feeds))
-            times[session] = time.perf_counter() - start
+            times[session] = time.process_time() - start
         shares.append(times[result] / times[original])
     return statistics.median(shares)
 
@@ -140,10 +142,15 @@ def save_both(before: ir.Model, after: ir.Model, folder: Path) -> tuple[Path, Pa
 def _open(path: Path, providers: Sequence[str]) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what fails is reported by the caller
+    options.intra_op_num_threads = 1
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
         return onnxruntime.InferenceSession(
-            str(path), options, providers=list(providers), enable_fallback=0
+            str(path),
+            options,
+            providers=list(providers),
+            enable_fallback=0,
+            disabled_optimizers=[*SLOW_OPTIMIZERS],
         )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
         return error

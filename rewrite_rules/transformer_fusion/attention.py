@@ -57,13 +57,19 @@ class FuseAttention(RewriteRuleClassBase):
     """``Transpose(softmax(scale q k' + mask) v) -> If(one token, ..., ...)``."""
 
     def __init__(
-        self, facts: ProvedShapes, masks: MaskReader, names: FreshNames, remarks: Remarks
+        self,
+        facts: ProvedShapes,
+        masks: MaskReader,
+        names: FreshNames,
+        remarks: Remarks,
+        standard: bool,
     ) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._masks = masks
         self._names = names
         self._remarks = remarks
+        self._standard = standard
         self._found: tuple[Attention, _Added] | None = None
         self._shared: dict[object, ir.Value] = {}
 
@@ -183,6 +189,8 @@ class FuseAttention(RewriteRuleClassBase):
             shape = self._facts.shape(masks[0])
             if not isinstance(shape, tuple) or number(shape[1]) != 1:
                 raise Refusal(f"mask {masks[0].name!r} may differ from head to head")
+        if not cached and not self._standard:
+            raise Refusal("without a cache it needs the kernel of onnxruntime 1.24")
         if not cached and found.read_keys.merge is not None:
             raise Refusal("the batch of its heads is not known to be their own")
         return _Added(masks, tuple(sights), cached)

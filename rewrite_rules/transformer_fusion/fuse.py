@@ -32,6 +32,7 @@ from rewrite_rules.transformer_fusion.rotary import Rotary
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
 _ATTENTION_OPSET = 23
+_ATTENTION_VERSION = (1, 24)
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
 _ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
@@ -120,7 +121,10 @@ def _fuse_attention(
     if options.attention:
         seen = [run for run in _MASK_RUNS if inputs.has_cache or not run.past]
         masks = MaskReader(dict(zip(seen, evaluators(seen), strict=True)))
-        rule = FuseAttention.rule(ProvedShapes(model), masks, FreshNames(model), remarks)
+        standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
+        rule = FuseAttention.rule(
+            ProvedShapes(model), masks, FreshNames(model), remarks, standard
+        )
         DispatchingRuleSet([rule], in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
     # Of the other forms it is known which runs they are faster in.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
 
-_ARCHIVE = Path(__file__).parents[1] / "data" / "decoder_exports.zip"
+_DATA = os.environ.get("ORTPLUGINS_EXPORTS", Path(__file__).parents[1] / "data")
+_ARCHIVE = Path(_DATA) / "decoder_exports.zip"
 with zipfile.ZipFile(_ARCHIVE) as _archive:
     DECODERS = tuple(sorted(name.removesuffix(".onnx") for name in _archive.namelist()))
 

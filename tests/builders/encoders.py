@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 HIDDEN, VOCABULARY = 8, 32
 
 # Tiny encoders from torch's exporters; tests/data/make_encoder_exports.py makes them.
-_ARCHIVE = Path(__file__).parents[1] / "data" / "encoder_exports.zip"
+_DATA = os.environ.get("ORTPLUGINS_EXPORTS", Path(__file__).parents[1] / "data")
+_ARCHIVE = Path(_DATA) / "encoder_exports.zip"
 with zipfile.ZipFile(_ARCHIVE) as _archive:
     EXPORTS = tuple(sorted(name.removesuffix(".onnx") for name in _archive.namelist()))
 
