@@ -107,6 +107,13 @@ def test_twelve_nodes_at_most_are_added():
     assert len(trimmed(model).model.graph.node) - len(model.graph.node) <= 12
 
 
+def test_lengths_inside_are_not_known():
+    """With them onnxruntime would plan buffers, and fuse, what is slower so."""
+    values = {value.name: value for value in trimmed(encoder()).model.graph.value_info}
+    shape = values["scores"].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 0, 0]
+
+
 @pytest.mark.parametrize("kept", [(1, 5), (8, 8), (5, 5), (64, 12)])
 def test_the_kept_length_is_a_multiple(kept):
     multiple, computed = kept
