@@ -67,8 +67,8 @@ class ReportPlugin:
         if self._target != "-":
             text = "".join(f"{line}\n" for line in self._lines)
             Path(self._target).write_text(text, encoding="utf-8")
-            told = f"ortplugins: {len(self._lines)} reports in {self._target}"
-            terminalreporter.write_line(told)
+            line = f"ortplugins: {len(self._lines)} reports in {self._target}"
+            terminalreporter.write_line(line)
             return
         terminalreporter.section("ortplugins")
         for line in self._lines or ["no session and no optimize() call"]:

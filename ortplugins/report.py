@@ -22,7 +22,7 @@ class PassReport:
     Attributes:
         name: Name of the pass.
         seconds: Wall time.
-        remarks: The fate of every candidate, in the order they were met.
+        remarks: The outcome of every candidate, in the order they were met.
     """
 
     name: str

@@ -58,7 +58,7 @@ def assert_fused(
     *,
     fusion: DqMatMulNBitsFusion | None = None,
 ) -> None:
-    """Assert how many nodes of each operator a model has, bodies and functions included.
+    """Assert how many nodes of each operator a model has, subgraphs and functions included.
 
     Counted is what onnxruntime is given; its own fusions come later.
 
@@ -80,7 +80,7 @@ def assert_fused(
     wrong = []
     for name, expected in counts.items():
         if isinstance(expected, bool) or not isinstance(expected, int) or expected < 0:
-            raise UsageError(f"{name!r} is expected {expected!r} times: that is no count")
+            raise UsageError(f"{name!r} is expected {expected!r} times: that is not a count")
         number = sum(n for key, n in found.items() if _is_meant(name, key))
         if not number:
             _check_known(name, found)
@@ -151,9 +151,9 @@ def assert_same_outputs(
             axis of input x if it has none; others are guessed.
         samples: How many random samples.
         seed: Of the random samples.
-        optimization_level: What onnxruntime does to models that are no sessions before they
+        optimization_level: What onnxruntime does to models that are not sessions before they
             run: ``"disable"``, ``"basic"``, ``"extended"``, ``"layout"`` or ``"all"``.
-        providers: Execution providers for models that are no sessions.
+        providers: Execution providers for models that are not sessions.
 
     Raises:
         AssertionError: If an output differs or is in one model only; names it, the place, both

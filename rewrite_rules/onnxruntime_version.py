@@ -19,5 +19,5 @@ def parse_version(text: str) -> Version:
     """
     match = re.match(r"(\d+)\.(\d+)(?:[.+-]|$)", text)
     if match is None:
-        raise ValueError(f"{text!r} is no version of onnxruntime: 1.31 or 1.31.1 is one")
+        raise ValueError(f"{text!r} is not a version of onnxruntime: 1.31 or 1.31.1 is one")
     return int(match[1]), int(match[2])

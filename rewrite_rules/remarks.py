@@ -27,7 +27,7 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """The fate of one candidate node.
+    """The outcome of one candidate node.
 
     Attributes:
         pass_name: Name of the pass that looked at the node, for instance
@@ -63,7 +63,7 @@ class Remarks:
 
     Attributes:
         pass_name: Name of the pass.
-        provisional: What :meth:`failed` was told.
+        provisional: What :meth:`failed` was given.
     """
 
     def __init__(self, pass_name: str) -> None:
@@ -112,7 +112,7 @@ class Remarks:
             raise RewriteError(node, error) from error
 
     def _add(self, node: str, outcome: Outcome, reason: str) -> None:
-        # A rule set may look at one node several times; a fate is told once.
+        # A rule set may look at one node several times; an outcome is reported once.
         remark = Remark(self.pass_name, node, outcome, reason)
         self._remarks.setdefault((node, reason, outcome), remark)
 

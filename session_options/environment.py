@@ -121,7 +121,7 @@ def _read(text: str) -> dict[str, str]:
             option, equals, value = setting.partition("=")
             option = option.strip()
             if not equals:
-                raise OptionError(f"{setting!r} of pass {name!r} is no OPTION=VALUE")
+                raise OptionError(f"{setting!r} of pass {name!r} is not OPTION=VALUE")
             if option not in known:
                 raise OptionError(
                     f"pass {name!r} has no option {option!r}: {closest(option, known)}"

@@ -100,8 +100,8 @@ def options_of(cls: type) -> tuple[Option, ...]:
     """Return the options of a pass class in the order of its fields.
 
     Raises:
-        TypeError: If a field was not declared with :func:`option`, or its default is no bool,
-            int, float or str.
+        TypeError: If a field was not declared with :func:`option`, or its default is not a
+            bool, int, float or str.
     """
     import dataclasses
 
@@ -183,7 +183,7 @@ def parse_value(key: str, text: str, spec: Option) -> Scalar:
     """Read an entry as the option's type.
 
     Raises:
-        OptionError: If the text is no such value or none of the choices; names the key.
+        OptionError: If the text is not such a value or none of the choices; names the key.
     """
     value: Scalar
     if isinstance(spec.default, bool):

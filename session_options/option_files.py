@@ -27,7 +27,7 @@ def read_plan(options: SessionConfig | None) -> Plan:
     """Read the plan that the entries of ``SessionOptions`` describe, and the files they name.
 
     Raises:
-        OptionError: If an entry of ours, or a file, has a value that it can't have.
+        OptionError: If an ortplugins entry, or a file, has a value that it can't have.
     """
     return read_option_files(read(options))
 
@@ -70,7 +70,7 @@ def _read(name: str, what: str) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise OptionError(f"{what}: the file is no UTF-8 text: {error.reason}") from None
+        raise OptionError(f"{what}: the file is not UTF-8 text: {error.reason}") from None
     if text.startswith("@") or not text.strip():
         held = "names another one" if text.strip() else "is empty"
         raise OptionError(f"{what}: the file {held}; it has to hold the option's text")

@@ -67,7 +67,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
         :func:`.check_overrides` says.
 
     Raises:
-        OverrideError: If it is no JSON, or not of this schema; says where.
+        OverrideError: If it is not JSON, or not of this schema; says where.
     """
     import onnx_ir as ir
 
@@ -177,7 +177,7 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for name, entries in content.items():
         where = f"overrides[{name!r}]"
         if not isinstance(name, str):
-            raise OverrideError(f"{where}: the key is no tensor's name, which is a string")
+            raise OverrideError(f"{where}: the key is not a tensor's name, which is a string")
         if not isinstance(entries, list | tuple):
             raise OverrideError(
                 f"{where} is {_described(entries)}; a list of entries is expected, one per "
@@ -200,9 +200,9 @@ def _parsed(text: str) -> object:
         return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         start = text if len(text) <= 40 else f"{text[:40]}..."
-        raise OverrideError(f"overrides are no JSON: {error}; they start {start!r}") from None
+        raise OverrideError(f"overrides are not JSON: {error}; they start {start!r}") from None
     except RecursionError:
-        raise OverrideError("overrides are no JSON of this schema: nested too deep") from None
+        raise OverrideError("overrides are not JSON of this schema: nested too deep") from None
     except ValueError as error:  # a number of thousands of digits
         raise OverrideError(f"overrides can't be read: {error}") from None
 
@@ -258,7 +258,7 @@ def _int(value: object, where: str, _: int) -> int:
 
 
 def _bool(value: Any, where: str, _: int) -> bool:
-    # numpy.bool is no bool
+    # numpy.bool is not a bool
     plain = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(plain, bool):
         raise OverrideError(f"{where} is {_described(value)}; true or false is expected")

@@ -111,8 +111,8 @@ class Pass:
             name: The name that it is registered under.
 
         Raises:
-            OptionError: If it is no frozen dataclass, calls itself otherwise, lacks its
-                summary, has a field that is no option, or can't be made with its defaults.
+            OptionError: If it is not a frozen dataclass, calls itself otherwise, lacks its
+                summary, has a field that is not an option, or can't be made with its defaults.
         """
         params = getattr(cls, "__dataclass_params__", None)
         if "__dataclass_params__" not in vars(cls) or params is None or not params.frozen:
@@ -123,7 +123,7 @@ class Pass:
                 f"is {name!r}"
             )
         if not isinstance(getattr(cls, "summary", None), str):
-            raise OptionError(f"{cls.__name__}.summary is no string")
+            raise OptionError(f"{cls.__name__}.summary is not a string")
         if not isinstance(cls.position, int):
             raise OptionError(f"{cls.__name__}.position is {cls.position!r}, no int")
         options_of(cls)

@@ -195,7 +195,7 @@ def read(options: SessionConfig | None) -> Plan:
         The plan; empty when no pass is switched on.
 
     Raises:
-        OptionError: If an entry of ours has a value that it can't have; names key and value.
+        OptionError: If an ortplugins entry has an impossible value; names key and value.
     """
     if options is None:
         return Plan()

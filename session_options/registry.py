@@ -86,7 +86,7 @@ def find(name: str) -> type[Pass] | None:
     try:
         cls = entry_point.load()
         if not (isinstance(cls, type) and issubclass(cls, Pass)):
-            raise OptionError(f"{cls!r} is no subclass of ortplugins.Pass")
+            raise OptionError(f"{cls!r} is not a subclass of ortplugins.Pass")
         cls.validate(name)
     except (Exception, SystemExit) as error:  # whatever it does, sessions must start
         warn_caller(

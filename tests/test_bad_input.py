@@ -374,7 +374,7 @@ def odd_attributes() -> Cases:
         yield f"block-{size}", linear(dq=dequantize(block_size=size)), text
     for size in (3, 24, 33, 48, 63):
         s = scales((-(-K // size), N))
-        text = f"block_size {size} of weight 'w' is no power of 2"
+        text = f"block_size {size} of weight 'w' is not a power of 2"
         yield f"block-{size}", linear(dq=dequantize(block_size=size), s=s), text
     for size, use in itertools.product((1 << 40, 1 << 62, (1 << 63) - 1), (matmul, gather)):
         dq, s = dequantize(block_size=size), scales((1, N))

@@ -60,7 +60,7 @@ DAMAGED = {
     "no such type": (
         "QuantizeLinear(x, s, z)",
         "QuantizeLinear<output_dtype = 77>(x, s)",
-        "output_dtype of 'Q' is 77, which is no type",
+        "output_dtype of 'Q' is 77, which is not a type",
     ),
     "in blocks": (
         "DequantizeLinear(q, s, z)",

@@ -491,7 +491,7 @@ def test_quantize_tells_bad_patterns_and_leaves_the_output(main: Command, tmp_pa
         ("--node-config", config): "'haed'; did you mean 'head'?; no node that can be",
         ("--node-config", "[1]"): "an object such as",
         ("--node-config", "{"): "is not JSON",
-        ("--exclude", "re:("): "is no regular expression",
+        ("--exclude", "re:("): "is not a regular expression",
         ("--bits", "3"): "bits is 3: 2, 4 or 8 is expected",
         ("--method", "hqq"): "'hqq'",
         ("--scheduler", "tcp://127.0.0.1:9"): "no scheduler answers",

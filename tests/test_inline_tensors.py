@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A file read without its tensors is the same model; whatever is no model is left alone."""
+"""A file read without its tensors is the same model; whatever is not a model is left alone."""
 
 from __future__ import annotations
 

@@ -482,7 +482,7 @@ def test_8_bits_where_nothing_is_named_so():
         ({"block_size": 0}, QuantizationError, "block_size is 0"),
         ({"log_level": "LOUD"}, QuantizationError, "log_level is 'LOUD'"),
         ({"nodes_to_exclude": "/lm_head"}, QuantizationError, "nodes_to_exclude is a string"),
-        ({"nodes_to_exclude": ["("]}, QuantizationError, "'(' is no regular expression"),
+        ({"nodes_to_exclude": ["("]}, QuantizationError, "'(' is not a regular expression"),
         ({"nodes_to_exclude": [".*"]}, ModelFileError, "nothing to quantise"),
         ({"calibration_eps": ["gpu"]}, QuantizationError, "calibration_eps has 'gpu'"),
         ({"calibration_eps": ["cuda:x"]}, QuantizationError, "calibration_eps has 'cuda:x'"),

@@ -55,7 +55,7 @@ def test_version(text: str, version: tuple[int, int]):
     "text", ["", "1", "1.", "v1.31", "1.x", "1.31rc", "newest", "1,31", ".31", " 1.31"]
 )
 def test_no_version(text: str):
-    with pytest.raises(ValueError, match=r"is no version of onnxruntime: 1\.31 or"):
+    with pytest.raises(ValueError, match=r"is not a version of onnxruntime: 1\.31 or"):
         parse_version(text)
 
 
@@ -101,7 +101,7 @@ def settings(**options: object) -> list[str]:
 
 
 NO_KERNEL = "onnxruntime {version} has no kernel for"
-OUTSIDE = "outside the body of If, Loop or Scan"
+OUTSIDE = "outside the subgraph of If, Loop or Scan"
 ZERO_POINTS_OUTSIDE = (
     "onnxruntime {version} computes wrong numbers at accuracy_level 4 from zero points "
     f"{OUTSIDE}: 1.29 is right, and so is accuracy_level 0"
@@ -158,7 +158,7 @@ def test_refusal(
     options = settings(accuracy_level=level, slow_kernels="fuse")
     counts, *refusals = inspect(tmp_path, case, version, *options)
     if parse_version(version) >= parse_version(first):
-        assert not refusals
+        assert all(line.startswith("note ") for line in refusals)
         assert counts.endswith("refused 0")
     else:
         assert counts.startswith("fired 0")

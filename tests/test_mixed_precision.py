@@ -585,7 +585,7 @@ REFUSED = {
     "per axis": ("s = {0.02}", "[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
     "zero": ("s = {0.02}", "s = {0.0}", "scale is 0.0"),
     "negative": ("s = {0.02}", "s = {-1.0}", "scale is -1.0"),
-    "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are no activations"),
+    "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are not activations"),
     "at run time": ("QuantizeLinear(x, s, z)", "QuantizeLinear(x, r, z)", "run time"),
     "other grid": (
         "DequantizeLinear(q, s, z)",

@@ -66,14 +66,14 @@ BAD: dict[str, tuple[Spoil, str]] = {
         lambda folder: (folder / "model.onnx").unlink(),
         r"model\.onnx: there is no such model file",
     ),
-    "truncated": (cut("model.onnx", 40), r"model\.onnx: is no ONNX model, or was cut off"),
+    "truncated": (cut("model.onnx", 40), r"model\.onnx: is not an ONNX model, or was cut off"),
     "empty": (
         replaced("model.onnx", b""),
         r"model\.onnx: (the file is empty|has no graph outputs)",
     ),
     "text": (
         replaced("model.onnx", b"hello, I am a readme"),
-        r"model\.onnx: is no ONNX model",
+        r"model\.onnx: is not an ONNX model",
     ),
     "ORT format": (replaced("model.onnx", bytes(4) + b"ORTM" + bytes(64)), "is in ORT format"),
     "without data": (

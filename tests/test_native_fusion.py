@@ -130,7 +130,7 @@ def test_an_explicit_level_holds_everywhere(level: str, tmp_path: Path):
     assert session_level(tmp_path, {}, {**key, LEVEL: "2"}) == int(level)
 
 
-NATIVE = "onnxruntime fuses all 1 nodes itself at every start"
+NATIVE = "plain onnxruntime fuses the same nodes at every start"
 OTHERS = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and not 0"
 
 

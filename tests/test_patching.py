@@ -496,7 +496,7 @@ def test_a_line_is_logged_for_each_session(model_path: Path, caplog: pytest.LogC
 def test_what_is_refused_leaves_what_was_in_force(model_path: Path):
     ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
     for wrong in (DqMatMulNBitsFusion, "dq_matmulnbits_fusion"):
-        with pytest.raises(OptionError, match=r"is no pass: DqMatMulNBitsFusion\(\)"):
+        with pytest.raises(OptionError, match=r"is not a pass: DqMatMulNBitsFusion\(\)"):
             ortplugins.enable(wrong)
     with pytest.raises(OptionError, match="did you mean 'strict'"):
         ortplugins.enable(strct=True)
@@ -561,8 +561,8 @@ def test_the_variable_reads(
         ("dq_matmulnbits_fusion:acuracy_level=0", "did you mean 'accuracy_level'"),
         ("dq_matmulnbits_fusion:accuracy_level=9", "one of auto, 0, 1, 2, 3, 4 is expected"),
         ("dq_matmulnbits_fusion:accuracy_level=x", "one of auto, 0, 1, 2, 3, 4 is expected"),
-        ("dq_matmulnbits_fusion:accuracy_level", "'accuracy_level' .* is no OPTION=VALUE"),
-        ("dq_matmulnbits_fusion:", "'' of pass 'dq_matmulnbits_fusion' is no OPTION=VALUE"),
+        ("dq_matmulnbits_fusion:accuracy_level", "'accuracy_level' .* is not OPTION=VALUE"),
+        ("dq_matmulnbits_fusion:", "'' of pass 'dq_matmulnbits_fusion' is not OPTION=VALUE"),
         (
             "dq_matmulnbits_fusion:accuracy_level=0;accuracy_level=1",
             "'dq_matmulnbits_fusion.accuracy_level' is given twice",

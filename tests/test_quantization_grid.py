@@ -72,7 +72,7 @@ def random_grids(
 
 
 def values_for(grid: QuantizationGrid, random: np.random.Generator) -> npt.NDArray[np.generic]:
-    """Values on codes, half way between, about and beyond the ends, and what is no number."""
+    """Values on codes, half way between, about and beyond the ends, and NaN."""
     steps = random.integers(grid.low - 3, grid.high + 4, 500) - grid.zero_point
     steps = np.concatenate([steps, steps + 0.5, steps + random.uniform(-0.5, 0.5, steps.size)])
     with np.errstate(over="ignore"):
@@ -126,7 +126,7 @@ def test_refinement_ends_where_scales_have_no_room():
     # A subnormal scale that is a power of two is exact; others lose bits.
     with pytest.raises(Refusal, match="moves values"):
         QuantizationGrid(UINT8, np.float32(1.2345 * 2.0**-140), 128).refine(UINT16)
-    with pytest.raises(Refusal, match="is no float32 above 0"):
+    with pytest.raises(Refusal, match="is not a float32 above 0"):
         QuantizationGrid(UINT8, np.finfo(np.float32).smallest_subnormal, 0).refine(INT16)
 
 
@@ -213,7 +213,7 @@ def test_what_is_no_grid_is_refused(scale: float, zero_point: int, words: str):
 
 
 def test_other_types_are_no_activations():
-    with pytest.raises(Refusal, match="codes of type int4 are no activations"):
+    with pytest.raises(Refusal, match="codes of type int4 are not activations"):
         QuantizationGrid(ir.DataType.INT4, np.float32(1.0), 0)
 
 

@@ -63,7 +63,7 @@ X = normal(8, D)
 HUGE = np.full((8, D), 1e38, np.float32)
 # What else may be wrong with them is told in test_calibration.py.
 BAD_SAMPLES = {
-    "another name": ([{"x": X}, {"X": X}], "sample 1.*'X'.*no input.*'x'"),
+    "another name": ([{"x": X}, {"X": X}], "sample 1.*'X'.*not an input.*'x'"),
     "no tokens": ([{"x": X[:0]}], "token"),
     "nothing": ([], "empty"),
 }

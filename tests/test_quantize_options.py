@@ -166,7 +166,7 @@ def test_unknown_names_are_all_told_with_the_closest(option):
         ({"op_types": "MatMul"}, "op_types"),
         ({"nodes_to_exclude": "/lm_head"}, "nodes_to_exclude is a string"),
         ({"nodes_to_include": "/lm_head"}, "nodes_to_include is a string"),
-        ({"nodes_to_exclude": ["re:("]}, r"'re:\(' is no regular expression"),
+        ({"nodes_to_exclude": ["re:("]}, r"'re:\(' is not a regular expression"),
         ({"node_config": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
         ({"node_config": {"*": {"group": 5}}}, r"rule '\*' has no 'group'"),
         ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),

@@ -198,7 +198,7 @@ def test_given_samples_are_measured_and_compared(folder: Path):
     assert "1 inputs, given" in Page(page.read_text("utf-8")).text
     np.savez(folder / "samples.npz", y=np.ones((7, 64), np.float32))
     done = ortplugins_command(*arguments, "--force")
-    assert done.returncode == 2 and "'y', which is no input" in done.stderr
+    assert done.returncode == 2 and "'y', which is not an input" in done.stderr
 
 
 def test_shared_bytes_count_once():
@@ -322,7 +322,7 @@ def test_thinning_keeps_peaks():
 
 def test_charts_stand_on_any_numbers():
     assert error_chart([0.0, "nan"]) == ""
-    # The second is no number and the third 0: the line goes on after a gap.
+    # The second is not a number and the third 0: the line goes on after a gap.
     assert error_chart([1e-7, "inf", 0.0, 1e-300, 0.5]).partition('"curve')[2].count("M") == 2
     assert ">1e0<" in error_chart([1.0])
     assert "0 B" in memory_chart([]) and "0 B" in memory_chart([Curve("", [0])])

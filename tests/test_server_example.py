@@ -40,7 +40,7 @@ def test_run_gives_the_numbers_and_health_tells_what_was_done(model: Path) -> No
         with TestClient(server.app) as client:
             health = client.get("/health").json()
             assert health["source"] == source
-            assert health["report"] == f"{source}: fired 2, refused 0"
+            assert health["report"].startswith(f"{source}: fired 2, refused 0")
             assert "\n" not in health["report"]
             assert (health["model"], health["pid"]) == (str(model), os.getpid())
             if sys.platform == "linux":
@@ -64,7 +64,7 @@ def test_plain_is_onnxruntime_alone(model: Path, monkeypatch: pytest.MonkeyPatch
     ("inputs", "reason"),
     [
         ({"z": [[1.0]]}, "no input 'z'; the model has x"),
-        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' is no tensor(float)"),
+        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' is not a tensor(float)"),
         ({"x": [[1.0, 2.0]]}, "invalid dimensions"),
         ({}, "x"),
     ],

@@ -133,7 +133,7 @@ def test_a_refusal_is_told_and_the_original_runs(tmp_path: Path, cache_dir: Path
         session = start(path)
         report = session.ortplugins_report
         assert (report.source, len(report.fired)) == ("untouched", 0)
-        assert "block_size 24 of weight 'w' is no power of 2" in str(report)
+        assert "block_size 24 of weight 'w' is not a power of 2" in str(report)
         check(session, case)
     # What is not rewritten is not copied either.
     assert [p.name for p in cache_dir.rglob("model.onnx*")] == []

@@ -367,8 +367,8 @@ BROKEN = {
     "import error": ("import no_such_package", "ModuleNotFoundError"),
     "error at import": ("1 / 0", "ZeroDivisionError"),
     "no such class": ("Other = 1", "AttributeError"),
-    "no pass": ("class Stamp: pass", "is no subclass of ortplugins.Pass"),
-    "an instance": ("Stamp = 5", "is no subclass of ortplugins.Pass"),
+    "no pass": ("class Stamp: pass", "is not a subclass of ortplugins.Pass"),
+    "an instance": ("Stamp = 5", "is not a subclass of ortplugins.Pass"),
     "no dataclass": (
         "import ortplugins\nclass Stamp(ortplugins.Pass):\n    name = 'stamp'",
         "Stamp is not a frozen dataclass",

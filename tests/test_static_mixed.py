@@ -478,7 +478,7 @@ def test_ranges_of_another_model_are_not_taken(tmp_path: Path):
 @pytest.mark.parametrize("content", ["", "[]", '{"data": {}}', '{"ortplugins_digest": 1}'])
 def test_a_file_that_is_no_cache_is_left_alone(content: str, tmp_path: Path):
     (tmp_path / "mine.json").write_text(content)
-    with pytest.raises(CalibrationError, match="is no calibration cache"):
+    with pytest.raises(CalibrationError, match="is not a calibration cache"):
         quantize_static_mixed(
             conv_net(), None, samples(), calibration_cache=tmp_path / "mine.json"
         )
@@ -517,7 +517,7 @@ def test_a_quantizer_without_a_method_that_is_overridden_is_named(monkeypatch):
         ({"ranges": {"a": (1, 0)}}, QuantizationError, "the smaller first"),
         ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),
         ({"overrides": {"A": [{"quant_type": "QUInt16"}]}}, OverrideError, "'A'"),
-        ({"overrides": "{"}, OverrideError, "no JSON"),
+        ({"overrides": "{"}, OverrideError, "not JSON"),
         (
             {"overrides": {"a": [{"quant_type": "uint16"}], "b": [{"scale": 1.0}]}},
             OverrideError,

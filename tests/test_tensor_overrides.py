@@ -164,10 +164,10 @@ class Colour(enum.Enum):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{", "no JSON: Expecting property name"),
+        ("{", "not JSON: Expecting property name"),
         ("[]", "overrides are list []; a mapping of tensor names"),
         ({"t": {}}, "overrides['t'] is dict {}; a list of entries is expected"),
-        ({3: []}, "overrides[3]: the key is no tensor's name"),
+        ({3: []}, "overrides[3]: the key is not a tensor's name"),
         ({"t": [3]}, "overrides['t'][0] is int 3; a dict is expected"),
         ({"t": [{}, {"quanttype": 1}]}, ("['t'][1]['quanttype']: there is no such key: did you"
          " mean 'quant_type'?")),
@@ -466,10 +466,10 @@ def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path: Path):
     ("content", "words"),
     [
         (None, "the file can't be read: No such file or directory"),
-        (b"\xff\xfe{}", "the file is no UTF-8 text"),
+        (b"\xff\xfe{}", "the file is not UTF-8 text"),
         (b"", "the file is empty"),
         (b"@other.json", "the file names another one"),
-        (b"quant_type: QUInt16", "overrides are no JSON"),
+        (b"quant_type: QUInt16", "overrides are not JSON"),
         (b'{"t": [{"rmxa": 1}]}', "did you mean 'rmax'"),
         (b" " * (16 << 20) + b"{}", "more than 16 MiB"),
     ],

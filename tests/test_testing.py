@@ -419,10 +419,8 @@ def test_the_plugin_tells_each_session_and_optimisation_once(
     assert code == 0, output
     lines = [line for line in output.splitlines() if line.startswith("test_nested.py::")]
     session = "test_nested.py::test_session (call): session fused.onnx"
-    assert lines[:2] == [
-        f"{session}: built: fired 1, refused 0",
-        f"{session}: cache: fired 1, refused 0",
-    ]
+    for line, origin in zip(lines, ("built", "cache"), strict=False):
+        assert line.startswith(f"{session}: {origin}: fired 1, refused 0")
     name = "test_nested.py::test_optimize (call): optimize()"
     assert lines[2].startswith(f'{name}: built: fired 0, refused 1: "matmul: ')
     assert len(lines) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from builders.refusal_texts import HOLE, all_texts, covers, refusal_texts
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-# First cells of the tables, with what is no text of the sources left out.
+# First cells of the tables, with what is not a text of the sources left out.
 ROWS = [
     row
     for row in re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

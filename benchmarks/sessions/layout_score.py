@@ -110,7 +110,7 @@ def _fate(final: onnx.ModelProto, case: LayoutCase) -> Outcome:
 def _nodes(
     graph: onnx.GraphProto, outer: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[onnx.NodeProto, dict[str, tuple[int, ...]]]]:
-    """Nodes of the graph and its bodies, with the shapes of the constants that each sees."""
+    """Nodes of the graph and its subgraphs, with the shapes of constants in scope."""
     shapes = outer | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":

@@ -23,7 +23,7 @@ def peaks(session: Any, feeds: str) -> tuple[float, float]:
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)  # or the run takes what loading left on the heap
     with open("/proc/self/maps") as maps:
-        for line in maps:  # weights are mapped: their pages are no part of a run's peak
+        for line in maps:  # weights are mapped: their pages do not count for a run's peak
             if line.rstrip().endswith(".data"):
                 first, last = (int(end, 16) for end in line.split()[0].split("-"))
                 populate = ctypes.c_void_p(first), ctypes.c_size_t(last - first), 22

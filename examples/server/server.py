@@ -152,7 +152,7 @@ class Worker:
         """Runs the model on nested lists of numbers; returns all outputs by name.
 
         Raises:
-            ValueError: If an input is no tensor of the model's type.
+            ValueError: If an input is not a tensor of the model's type.
         """
         types = {value.name: value.type for value in self.session.get_inputs()}
         feed = {}
@@ -162,7 +162,7 @@ class Worker:
             try:
                 feed[name] = np.asarray(value, _DTYPES[types[name]])
             except (KeyError, ValueError, TypeError, OverflowError) as error:
-                raise ValueError(f"input {name!r} is no {types[name]}: {error}") from error
+                raise ValueError(f"input {name!r} is not a {types[name]}: {error}") from error
         names = [value.name for value in self.session.get_outputs()]
         with self._counted():
             return dict(zip(names, self.session.run(names, feed), strict=True))
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         port=chosen.port,
         workers=chosen.workers,
         access_log=False,
-        # A worker that is busy in native code for so long is no dead one.
+        # A worker that is busy in native code for so long is not a dead one.
         timeout_worker_healthcheck=60,
     )
     return 0

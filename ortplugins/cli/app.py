@@ -107,7 +107,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     warnings.formatwarning = formatwarning
-    programs[0].start()  # here, where no handler of ours catches what it raises
+    programs[0].start()  # here, where none of our handlers catches what it raises
     sys.exit()
 
 

@@ -45,7 +45,7 @@ def annotation(level: str, message: str, model: str | os.PathLike[str], title: s
     Args:
         level: ``"error"``, ``"warning"`` or ``"notice"``.
         message: What it says.
-        model: Path of the model; told relative to the checkout where it lies in it.
+        model: Path of the model; relative to the checkout if it lies inside it.
         title: Of the annotation.
     """
     file = _escaped_property(_in_checkout(model))

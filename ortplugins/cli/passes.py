@@ -38,7 +38,7 @@ def passes(
 
 
 def _key_rows() -> Iterator[tuple[str, str, str]]:
-    """Yield every session key of ours with its default and its help."""
+    """Yield every session key of ortplugins with its default and its help."""
     for name, cls in session_options.registered_passes().items():
         yield session_options.enable_key(name), "0", f"Pass {name}: {cls.summary}."
         for spec in options_of(cls):

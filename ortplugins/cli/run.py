@@ -133,7 +133,7 @@ def _hand_down(entries: dict[str, str]) -> None:
 
 
 def _print_reports() -> None:
-    """Print what is told of each session, to the error output."""
+    """Print what is reported of each session, to the error output."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ortplugins: %(message)s"))
     log = logging.getLogger("ortplugins")

@@ -39,7 +39,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Print a table; tabs and lines only where the output is no terminal."""
+    """Print a table; tabs and lines only where the output is not a terminal."""
     out = console()
     if not out.is_terminal:  # for other programs: nothing wrapped or padded
         for row in (headings, *rows):

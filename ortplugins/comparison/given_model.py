@@ -46,7 +46,7 @@ class GivenModel:
         """Look at what was given; nothing is read.
 
         Raises:
-            TypeError: If it is no model.
+            TypeError: If it is not a model.
         """
         import onnx
         import onnx_ir as ir
@@ -123,7 +123,7 @@ class GivenModel:
         return from_memory(source).model
 
     def graph_as_written(self) -> ir.Model:
-        """Return the graph with constants as nodes, where they are no initializers yet.
+        """Return the graph with constants as nodes, where they are not initializers yet.
 
         Raises:
             MissingFileError, ModelFileError: If it cannot be used.

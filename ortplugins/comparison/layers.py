@@ -62,7 +62,7 @@ class LayerComparison:
         layers: Values of both, in the order in which a makes them.
         only_a: Nodes of a that make no value of b: their name and operator.
         only_b: Nodes of b that make no value of a.
-        not_compared: Values of both that are no tensors of numbers.
+        not_compared: Values of both that are not tensors of numbers.
     """
 
     layers: tuple[Layer, ...]
@@ -189,7 +189,7 @@ class _Side:
             _, record = profiled.get(f"{_MARK}{index}", (0, None))
             for number, name in enumerate(outputs):
                 # No record: inlined, or a Cast that onnxruntime did without. Another number of
-                # outputs: some are no tensors.
+                # outputs: some are not tensors.
                 kind, nbytes = types[name], None
                 if record is not None and len(record.outputs) == len(outputs):
                     kind, nbytes = record.outputs[number]
@@ -238,7 +238,7 @@ def _places(nodes: Sequence[ir.Node], profiled: Mapping[str, int]) -> list[float
 
 
 def _type_of(value: ir.Value) -> str:
-    """Type of a value in onnxruntime's word; empty where it is no tensor or not known."""
+    """Type of a value in onnxruntime's word; empty where it is not a tensor or not known."""
     if not isinstance(value.type, ir.TensorType) or value.dtype is None:
         return ""
     return value.dtype.name.lower()

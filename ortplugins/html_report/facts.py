@@ -60,7 +60,7 @@ def gather_facts(
 ) -> dict[str, Any]:
     """Look at a model before and after passes, and measure sessions on it.
 
-    What cannot be told of this model (it has no order, random inputs do not run) stands in its
+    What is not known of this model (it has no order, random inputs do not run) stands in its
     place as ``{"failed": reason}``.
 
     Args:
@@ -233,9 +233,9 @@ def _with_passes_on_files(
 ) -> dict[str, Any]:
     """Add the passes that have nothing to do before there is a file, which a session has."""
     measured = sessions.pop("report", None) if sessions else None
-    told = {item["name"] for item in report["passes"]}
+    named = {item["name"] for item in report["passes"]}
     for item in measured["passes"] if measured else ():
-        if item["name"] not in told:
+        if item["name"] not in named:
             report["passes"].append(item)
     outcomes = Counter(r["outcome"] for item in report["passes"] for r in item["remarks"])
     return {**report, "fired": outcomes["fired"], "refused": outcomes["refused"]}
@@ -349,7 +349,7 @@ def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str,
         for step, layer in enumerate(found.layers, 1)
     ]
     rows.sort(key=lambda row: -row["error"])
-    values: list[Any] = plain(rows)  # an infinite error is no number in JSON
+    values: list[Any] = plain(rows)  # an infinite error is not a number in JSON
     return {
         "values": values,
         "only_before": len(found.only_a),

@@ -206,7 +206,7 @@ def _range(values: Sequence[float], unit: str) -> str:
 
 def _shown(value: Any, unit: str) -> str:
     """Write a number for readers: three digits and a unit; counts in full."""
-    if isinstance(value, str):  # what is no number in JSON
+    if isinstance(value, str):  # what is not a number in JSON
         return value
     if unit == "count":
         return f"{value:,}"
@@ -216,7 +216,7 @@ def _shown(value: Any, unit: str) -> str:
         return f"{value:.2e}" if value else "0"
     if unit == "cosine":
         return f"{value:.6f}"
-    # Rounded before a unit is chosen: 999,999 B is no "1,000 kB".
+    # Rounded before a unit is chosen: 999,999 B is not "1,000 kB".
     value = value if unit == "B" and value < 1000 else float(f"{value:.3g}")
     if unit == "s":
         scale, name = next(

@@ -40,7 +40,7 @@ _SMALL_INTEGERS = frozenset({
 
 
 def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
-    """Count the constants of a model, bodies and functions included.
+    """Count the constants of a model, subgraphs and functions included.
 
     Bytes that two initializers share are counted once, for the first.
 

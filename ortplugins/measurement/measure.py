@@ -87,7 +87,7 @@ class Candidate:
             one without an attribute; its value may be the name of an enumeration's member.
         providers: Execution providers.
         passes: Names of passes; without any the session is plain onnxruntime's, and its
-            process imports nothing of ours.
+            process imports nothing of ortplugins.
         hint: In place of passes, see ``ortplugins.hint``.
         options: ``{"<pass>.<option>": value}``; beside a hint its own, ``hint_seconds`` say.
         cache_dir: Cache of sessions with passes.
@@ -308,7 +308,7 @@ class SessionProcess:
         return float(answer["seconds"])
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """Call a function of ours, or of a benchmark, in the process; return what it returns.
+        """Call a function in the process; return what it returns.
 
         Args:
             function: ``"module:name"``. Its first argument is the session, or None.

@@ -2,7 +2,7 @@
 """Opens a session and runs it, as standard input says: the child of :mod:`.measure`.
 
 A script, run by its path in a process of its own. One that runs plain onnxruntime imports
-nothing of ours, which would count as its memory.
+nothing of ortplugins, which would count as its memory.
 
 Each line of standard input is a command, each line of standard output its answer, in JSON::
 

@@ -164,7 +164,7 @@ def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
         proto = onnx.ModelProto.FromString(content)
     except google.protobuf.message.DecodeError as error:
         raise ModelFileError(
-            f"{name}: is no ONNX model, or was cut off ({len(content)} bytes): {error}"
+            f"{name}: is not an ONNX model, or was cut off ({len(content)} bytes): {error}"
         ) from error
     model = _deserialize(proto, name)
     _check_parsed(model, name)
@@ -227,7 +227,7 @@ def _bind_external_data(
             raise ModelFileError(f"{what}: has shape {list(tensor.shape)}")
         if not isinstance(location, str) or not location or "\0" in location:
             raise ModelFileError(
-                f"{what}: external data location {location!r} is no file name"
+                f"{what}: external data location {location!r} is not a file name"
             )
         if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
             kind = tensor.dtype.name.lower()

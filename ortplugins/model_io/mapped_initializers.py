@@ -30,13 +30,13 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _MalformedError(Exception):
-    """The bytes are no protobuf message, or of a kind that this module does not read."""
+    """The bytes are not a protobuf message, or of a kind that this module does not read."""
 
 
 def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
     """Return a serialized ModelProto whose large initializers are external data of ``path``.
 
-    None where that gains nothing, or where the file is no such message: whoever parses it
+    None where that gains nothing, or where the file is not such a message: whoever parses it
     whole will say what is wrong.
 
     Raises:

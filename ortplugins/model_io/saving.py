@@ -120,7 +120,7 @@ def save_with_data(
             ir.save(model, Path(scratch, output.name))
         except OSError:
             raise
-        except Exception as error:  # a name that is no UTF-8, an attribute without a type
+        except Exception as error:  # a name that is not UTF-8, an attribute without a type
             raise ModelFileError(f"{output.name}: cannot be written: {error}") from error
         if finish is not None:
             finish(Path(scratch, output.name))

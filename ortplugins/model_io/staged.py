@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A model in a folder of ours, as it was given: onnxruntime's quantiser writes beside it."""
+"""A model in a temporary folder, as it was given: onnxruntime's quantiser writes beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def stage(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
-    """Save a model into a folder of ours, as it was given: onnxruntime writes beside it."""
+    """Save a model into a temporary folder, as it was given: onnxruntime writes beside it."""
     path = folder / "model.onnx"
     if isinstance(model, ir.Model):
         save_with_data(loaded.model, path)

@@ -35,7 +35,7 @@ def infer_shapes(model: ir.Model) -> None:
         unify_dimension_names(model)
 
 
-# What makes values that are no tensors.
+# What makes values that are not tensors.
 _SEQUENCES = frozenset({
     "Optional", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
     "SequenceMap", "SplitToSequence", "StringSplit", "ZipMap",

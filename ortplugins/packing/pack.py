@@ -112,5 +112,5 @@ def _loaded(
     try:
         return open_model(packed, "all", settings=settings)
     except ModelFileError as error:
-        told = str(error).replace(str(packed), str(model))
-        raise ModelFileError(f"{told} (onnxruntime {onnxruntime.__version__})") from error
+        text = str(error).replace(str(packed), str(model))
+        raise ModelFileError(f"{text} (onnxruntime {onnxruntime.__version__})") from error

@@ -32,7 +32,7 @@ def matches(pattern: Pattern, name: str) -> bool:
             return re.search(pattern.removeprefix(_REGEX), name) is not None
         except re.error as error:
             raise QuantizationError(
-                f"{pattern!r} is no regular expression: {error}"
+                f"{pattern!r} is not a regular expression: {error}"
             ) from error
     # A name with brackets is a name first.
     return pattern == name or (_is_glob(pattern) and fnmatch.fnmatchcase(name, pattern))

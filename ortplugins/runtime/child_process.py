@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Python processes of ours: which interpreter runs them, and in what environment."""
+"""Child processes: which interpreter runs them, and in what environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKER = f"{VARIABLE}_CHILD_OF"
 def child_python(purpose: str) -> str | None:
     """Return the interpreter that a child process is started with.
 
-    ``ORTPLUGINS_PYTHON``; else what ``multiprocessing.set_executable`` was told; else this
+    ``ORTPLUGINS_PYTHON``; else what ``multiprocessing.set_executable`` was given; else this
     process's own, unless that is a program: one frozen by PyInstaller, or one that embeds
     Python, such as uWSGI. None where there is none, and in a child of the same purpose: that
     is a program which was taken for an interpreter.
@@ -31,9 +31,9 @@ def child_python(purpose: str) -> str | None:
     if chosen := os.environ.get(_PYTHON):
         return chosen
     if "multiprocessing.spawn" in sys.modules:
-        told = os.fsdecode(sys.modules["multiprocessing.spawn"].get_executable() or "")
-        if told and told != sys.executable:
-            return told
+        given = os.fsdecode(sys.modules["multiprocessing.spawn"].get_executable() or "")
+        if given and given != sys.executable:
+            return given
     own = os.path.basename(sys.executable or "").lower()
     is_python = own.startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
     return sys.executable if is_python else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Plain sessions of onnxruntime, at an optimisation level that has a name of ours."""
+"""Plain sessions of onnxruntime, at an optimisation level that has a short name."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def open_model(
                 model, options, providers=list(providers), enable_fallback=0
             )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
-        told = " ".join(str(error).split())
-        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {told}") from error
+        text = " ".join(str(error).split())
+        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {text}") from error
 
 
 def quiet_runner(

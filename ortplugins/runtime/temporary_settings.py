@@ -3,7 +3,7 @@
 
 onnxruntime's native constructor copies the options; the slow initialisation comes after it.
 The options cannot be copied whole from Python (custom-op libraries stay behind), so they are
-changed and put back. Every reader and writer of ours holds the lock of the object, so none of
+changed and put back. Every reader and writer here holds the lock of the object, so none of
 them sees another one's settings.
 """
 

@@ -41,7 +41,7 @@ def checked_sample(
     for name in sample:
         if name not in inputs:
             raise CalibrationError(
-                f"{what} has {name!r}, which is no input of the model"
+                f"{what} has {name!r}, which is not an input of the model"
                 f"{_closest(str(name), inputs)}"
             )
     missing = [name for name in inputs if name not in sample and name not in optional]
@@ -79,7 +79,7 @@ def _as_array(item: Any, dtype: ir.DataType | None, what: str) -> npt.NDArray[An
         array = np.asarray(item)
     except Exception:  # lists of unequal lengths, tensors on another device
         raise CalibrationError(
-            f"{what} is a {type(item).__name__} that is no array: give a numpy array"
+            f"{what} is a {type(item).__name__} that is not an array: give a numpy array"
         ) from None
     if dtype is ir.DataType.STRING and array.dtype.kind == "O":
         return array.astype(np.str_)

@@ -49,8 +49,8 @@ class KeptSamples:
             rewind: Read again by ``source.rewind()`` instead of keeping samples.
 
         Raises:
-            CalibrationError: If the source is no source of samples, cannot rewind where it is
-                asked to, or the model has inputs that are no tensors.
+            CalibrationError: If the source is not a source of samples, cannot rewind where it
+                is asked to, or the model has inputs that are not tensors.
         """
         self._source, self._model = source, model
         self._scratch, self._free = scratch, memory_bytes

@@ -123,7 +123,7 @@ def _label_of(dim: int | ir.SymbolicDim, axis: int, rank: int, floating: bool) -
     symbol = "" if isinstance(dim, int) else (dim.value or "").lower()
     for pattern, label in _BY_SYMBOL:
         if re.search(pattern, symbol):
-            # Numbers of two axes are no tokens but audio, whose models take windows.
+            # Numbers of two axes are not tokens but audio, whose models take windows.
             return "" if label == "sequence" and floating and rank == 2 else label
     first = symbol in ("", "?") or symbol.startswith("unk__") or (floating and rank == 4)
     return "batch" if axis == 0 and first else ""

@@ -64,8 +64,8 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
         source fails (chained), has no samples, or one that does not fit the model.
 
     Raises:
-        CalibrationError: If the source is no source of samples, or the model has inputs that
-            are no tensors.
+        CalibrationError: If the source is not a source of samples, or the model has inputs
+            that are not tensors.
     """
     inputs = _tensor_inputs(model)
     if source is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """``onnxruntime.InferenceSession`` on the model that the passes made.
 
-    Options without an entry of ours give the stock session: nothing is imported, nothing is
+    Options without an ortplugins entry give the stock session: nothing is imported, nothing is
     written. Else the model is optimised at the first start and comes from the cache
     afterwards. The ``SessionOptions`` come back as they went in.
 
@@ -45,7 +45,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """Create the session; arguments as for ``onnxruntime.InferenceSession``.
 
         Raises:
-            OptionError: If an entry of ours has a value that it can't have.
+            OptionError: If an ortplugins entry has a value that it can't have.
             MissingFileError, ModelFileError: If the model or its data can't be used.
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.

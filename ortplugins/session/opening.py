@@ -67,7 +67,7 @@ def open_session(
         What was done, as ``Report.to_dict`` has it.
 
     Raises:
-        OptionError: If an entry of ours has a value that it can't have.
+        OptionError: If an ortplugins entry has a value that it can't have.
         MissingFileError, ModelFileError: If the model or its data can't be used.
         PassError: If a pass fails and the plan is strict.
     """

@@ -134,7 +134,7 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
     entries = _Entries(general_entries())
     if wrong := [item for item in passes if not isinstance(item, Pass)]:
         raise OptionError(
-            f"{wrong[0]!r} is no pass: DqMatMulNBitsFusion() is one, for instance"
+            f"{wrong[0]!r} is not a pass: DqMatMulNBitsFusion() is one, for instance"
         )
     if passes:
         entries.pop(HINT_KEY, None)  # what a program names counts more than its environment
@@ -147,7 +147,7 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
 
 
 def _checked(entries: Mapping[str, str]) -> _Entries:
-    """Return entries that give a plan: errors are told now, not in a library's depths."""
+    """Return entries that give a plan: errors are reported now, not deep inside a library."""
     found = _Entries(entries)
     read_plan(found)
     return found
@@ -225,7 +225,7 @@ class _Patch:
 
 
 def _replaced(function: Any) -> Callable[..., None] | None:
-    """What a replacement of ours stands for; None for any other function."""
+    """What our replacement stands for; None for any other function."""
     return _replacements.get(function)
 
 

@@ -66,7 +66,7 @@ _SPEED = (
     _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
     _setting("dynamic blocks", "session.dynamic_block_base", "4"),
 )
-_ARM = (_setting("bfloat16 products", "mlas.enable_gemm_fastmath_arm64_bfloat16", "1"),)
+_ARM = (_setting("bfloat16 MatMul", "mlas.enable_gemm_fastmath_arm64_bfloat16", "1"),)
 _CHANGES: Mapping[str, Sequence[Change]] = {
     "latency": _SPEED,
     "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),

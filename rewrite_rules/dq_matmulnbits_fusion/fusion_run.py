@@ -72,7 +72,7 @@ class FusionRun:
         self.context = context
         self.levels: list[tuple[int, int | None]] = []
         self._fired = 0
-        self._told: set[tuple[ir.Node, ir.Node]] = set()
+        self._reported: set[tuple[ir.Node, ir.Node]] = set()
 
     def check_providers(self) -> None:
         """Refuse execution providers without the kernels.
@@ -142,14 +142,14 @@ class FusionRun:
         elif 0 < self._fired == sum(native is not None for _, native in self.levels):
             self.context.remarks.note(
                 "model",
-                f"onnxruntime fuses all {self._fired} nodes itself at every start: a plain "
-                "session starts slower and runs as fast",
+                "plain onnxruntime fuses the same nodes at every start: a plain session "
+                "starts slower and runs as fast",
             )
 
-    def was_told(self, consumer: ir.Node, dequantize: ir.Node) -> bool:
+    def was_reported(self, consumer: ir.Node, dequantize: ir.Node) -> bool:
         """Whether a remark on the pair was made."""
-        return (consumer, dequantize) in self._told
+        return (consumer, dequantize) in self._reported
 
     def _tell(self, consumer: ir.Node, dequantize: ir.Node, text: object) -> str:
-        self._told.add((consumer, dequantize))
+        self._reported.add((consumer, dequantize))
         return f"DequantizeLinear {label(dequantize)!r}: {text}"

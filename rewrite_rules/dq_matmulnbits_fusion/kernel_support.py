@@ -68,11 +68,11 @@ def matmulnbits_unsupported(
     if bits == 8 and captured_codes and version < (1, 24):
         # It runs 8-bit codes only once they are packed, and packs them only in the body or
         # right around it: two graphs out the run fails.
-        raise _from((1, 24), version, "8-bit weights outside the body of If, Loop or Scan")
+        raise _from((1, 24), version, "8-bit weights outside the subgraph of If, Loop or Scan")
     if captured_zero_points and accuracy_level == 4 and version < (1, 29):
         raise NoKernel(
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
-            "zero points outside the body of If, Loop or Scan: 1.29 is right, and so is "
+            "zero points outside the subgraph of If, Loop or Scan: 1.29 is right, and so is "
             "accuracy_level 0"
         )
 

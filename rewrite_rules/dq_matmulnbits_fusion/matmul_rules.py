@@ -135,7 +135,9 @@ class _MatMulRule(OperandRule):
         if columns % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
             # It multiplies with what happens to be in memory behind the last column. Small
             # integers and addresses are denormal floats there: 60 times slower (1.31, 1.32).
-            raise NoKernel(f"N is {columns}: the kernel is slow where it is no multiple of 16")
+            raise NoKernel(
+                f"N is {columns}: the kernel is slow where it is not a multiple of 16"
+            )
         return functools.partial(
             self._emit_all, _Kernel(product, weights, block_size, level, dtype)
         )

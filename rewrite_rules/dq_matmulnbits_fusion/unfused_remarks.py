@@ -67,7 +67,7 @@ def _explain(node: ir.Node, run: FusionRun) -> None:
 
 
 def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
-    """What the output feeds, beyond what the rules told; nodes that rename it are followed."""
+    """Yield what the output feeds, through renaming nodes, unless the rules reported it."""
     pending = [node.outputs[0]]
     followed = set(pending)
     while pending:
@@ -76,7 +76,7 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
             yield f"output {value.name!r} is a graph output"
         for use in value.uses():
             consumer = use.node
-            if run.was_told(consumer, node):
+            if run.was_reported(consumer, node):
                 continue
             if is_layout_op(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
                 if consumer.outputs[0] not in followed:

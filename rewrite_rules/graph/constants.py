@@ -18,7 +18,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.refusal import Refusal
 
 _MICROSOFT = "com.microsoft"
-# Longer lists are no shapes or axes.
+# Longer lists are not shapes or axes.
 _MOST_INTS = 64
 # Where TensorProto stores numbers that are not raw bytes; those of all other types are in
 # int32_data (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 
 class FreshNames:
-    """Hands out names that are not taken, by any value or node of the model or its bodies."""
+    """Hands out names that no value or node of the model or its subgraphs has."""
 
     def __init__(self, model: ir.Model) -> None:
         self._taken: set[str] = set()

@@ -82,7 +82,7 @@ def _unpack(dequantize: ir.Node, floats: FloatConstants, context: PassContext) -
 
 
 def _computes_in_float(node: ir.Node) -> bool:
-    """Whether an operator is no group of DQ, operator and Q that has a quantised kernel."""
+    """Whether an operator is not a group of DQ, operator and Q that has a quantised kernel."""
     # Outputs that nothing reads, or that were left out, say nothing of the group.
     written = [value for value in node.outputs if value.uses() or value.is_graph_output()]
     return not any(map(_is_activation, node.inputs)) or not all(map(_is_quantised, written))

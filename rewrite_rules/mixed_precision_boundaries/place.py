@@ -77,7 +77,7 @@ class BoundaryOptions:
         promoted_type: UINT16 or INT16.
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
         target: What runs the model, ``"cpu"``, or ``"qnn"``, where a bias of the wrong scale
-            is no mere note.
+            is not a mere note.
         close_regions: Whether the nodes around a tensor read and write its type.
         ranges: Calibrated smallest and greatest values of float tensors.
         clip: Whether what is float then stays in the range that its codes had: quantisers

@@ -46,11 +46,11 @@ class QuantizationGrid:
         """Check the parameters.
 
         Raises:
-            Refusal: If the type is no activation's, the scale is not finite and positive, or
-                the zero point lies outside the type's range.
+            Refusal: If the type is not an activation's, the scale is not finite and positive,
+                or the zero point lies outside the type's range.
         """
         if self.dtype not in GRID_TYPES:
-            raise Refusal(f"codes of type {self.dtype.name.lower()} are no activations")
+            raise Refusal(f"codes of type {self.dtype.name.lower()} are not activations")
         if not (np.isfinite(float(self.scale)) and float(self.scale) > 0):
             raise Refusal(f"scale is {float(self.scale)}; it has to be positive")
         if not self.low <= self.zero_point <= self.high:
@@ -87,7 +87,7 @@ class QuantizationGrid:
             Refusal: If the range is not finite, or its scale too small for the float type.
         """
         if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
-            raise Refusal(f"{rmin}..{rmax} is no range of values")
+            raise Refusal(f"{rmin}..{rmax} is not a range of values")
         info = np.iinfo(dtype.numpy())
         low, high = int(info.min), int(info.max)
         rmin, rmax = min(rmin, 0.0), max(rmax, 0.0)
@@ -102,7 +102,7 @@ class QuantizationGrid:
             if rmax > rmin:
                 # onnxruntime gives it the scale 1, which leaves nothing of the values.
                 raise Refusal(
-                    f"scale {scale:.3g} of {rmin}..{rmax} is no normal {float_dtype}"
+                    f"scale {scale:.3g} of {rmin}..{rmax} is not a normal {float_dtype}"
                 )
             return QuantizationGrid(dtype, float_dtype.type(1.0), 0)
         middle = np.round((low + high) / 2) if symmetric else np.round(low - rmin / scale)
@@ -195,7 +195,9 @@ class QuantizationGrid:
         low = int(np.iinfo(dtype.numpy()).min)
         scale = self.float_dtype.type(float(self.scale) / (1 << bits))
         if not float(scale) > 0:
-            raise Refusal(f"scale {float(self.scale)} / 256 is no {self.float_dtype} above 0")
+            raise Refusal(
+                f"scale {float(self.scale)} / 256 is not a {self.float_dtype} above 0"
+            )
         fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low << bits) + low)
         if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(

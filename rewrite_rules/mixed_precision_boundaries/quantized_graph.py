@@ -9,7 +9,7 @@ initializer is a constant and no activation; nor are weights that are stored as 
 quantised in the graph. What can't be described has a reason instead.
 
 Everything is followed by values and their uses: nodes need no names, and what reads a value in
-the body of an If or a Loop counts like any other node.
+a subgraph of If or Loop counts like any other node.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         return QuantizationGrid(_type_without_zero_point(node), scale, 0)
     tensor = _single(zero_point, "zero point")
     if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 8:
-        raise Refusal(f"codes of type {tensor.dtype.name.lower()} are no activations")
+        raise Refusal(f"codes of type {tensor.dtype.name.lower()} are not activations")
     return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
 
 
@@ -119,7 +119,7 @@ def _type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
     try:
         return ir.DataType(number) if number else None
     except ValueError:
-        raise Refusal(f"{name} of {label(node)!r} is {number}, which is no type") from None
+        raise Refusal(f"{name} of {label(node)!r} is {number}, which is not a type") from None
 
 
 def _type_without_zero_point(node: ir.Node) -> ir.DataType:

@@ -176,7 +176,7 @@ def _activation_problems(
     first = entries[0]
     if len(entries) > 1 or first.axis is not None:
         yield (
-            "it has per-channel entries (several, or an 'axis'), but is no initializer; "
+            "it has per-channel entries (several, or an 'axis'), but is not an initializer; "
             "activations are quantised per tensor"
         )
         return

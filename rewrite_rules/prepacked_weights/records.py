@@ -98,7 +98,7 @@ def records_of(tensor: onnx.TensorProto) -> list[Record]:
 
 
 def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:
-    """Read the records of all initializers that have some, those of bodies too.
+    """Read the records of all initializers that have some, those of subgraphs too.
 
     Raises:
         ValueError: If one is malformed.
@@ -229,7 +229,7 @@ def _copied_by_the_system(source: BinaryIO, offset: int, length: int, target: Bi
 
 
 def _in_order(graph: onnx.GraphProto) -> Iterator[_Found]:
-    """Initializers as nodes read them, once each, bodies at their node, unused ones last."""
+    """Initializers in reading order, once each; subgraphs at their node, unused last."""
     done: set[Key] = set()
 
     def walk(way: Key, body: onnx.GraphProto, outer: _Scope) -> Iterator[_Found]:

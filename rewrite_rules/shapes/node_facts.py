@@ -160,13 +160,13 @@ class Site:
         """A list attribute; None where it is absent.
 
         Raises:
-            Refusal: If it is no list of ints.
+            Refusal: If it is not a list of ints.
         """
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return None
         if attribute.is_ref() or attribute.type is not ir.AttributeType.INTS:
-            raise Refusal(f"attribute {name!r} is no list of ints")
+            raise Refusal(f"attribute {name!r} is not a list of ints")
         return tuple(attribute.as_ints())
 
     def text(self, name: str, default: str) -> str:
@@ -179,7 +179,7 @@ class Site:
         if attribute is None:
             return default
         if attribute.is_ref() or attribute.type is not ir.AttributeType.STRING:
-            raise Refusal(f"attribute {name!r} is no string")
+            raise Refusal(f"attribute {name!r} is not a string")
         return attribute.as_string()
 
     def axes(self, index: int, name: str = "axes") -> tuple[int, ...] | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The shapes that operators give their outputs, as far as onnxruntime's kernels prove them.
 
-onnx's shape inference is no proof: it takes annotations in the file on trust, has one symbol
-for sizes of several inputs, which onnxruntime lets differ, and knows no operator of
-onnxruntime's own. Here, a shape follows from the inputs' shapes and the operator alone. What
+onnx's shape inference is not a proof: it trusts annotations in the file, has one symbol for
+sizes of several inputs, which onnxruntime lets differ, and knows no operator of onnxruntime's
+own. Here, a shape follows from the inputs' shapes and the operator alone. What
 is not listed has a shape of its own, equal to no other.
 
 Where an output is said to have a shape, each run that gets past the node gives it that one, be

@@ -26,7 +26,7 @@ from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.node_facts import Integers, Site
 
-# Longer tensors are no shapes.
+# Longer tensors are not shapes.
 _MAX = 64
 _LARGEST = 1 << 62
 _INT32 = 1 << 31
@@ -36,7 +36,7 @@ _Places = npt.NDArray[np.int64]
 
 
 def output_integers(site: Site) -> Integers | None:
-    """Work out the numbers of a node's first output; None where it is no small int64 tensor.
+    """Return the numbers of a node's first output; None where it is not a small int64 tensor.
 
     Raises:
         Refusal: If nothing can be said.
@@ -199,7 +199,7 @@ def _chosen(a: Dim, b: Dim, then: Dim, otherwise: Dim) -> Dim | None:
 
 
 def _multiplied(site: Site, *factors: Dim) -> Dim | None:
-    # A negative number of sizes is no size.
+    # A negative number of sizes is not a size.
     if any(size < 0 for size, _ in factors) and any(unknowns for _, unknowns in factors):
         return None
     if math.prod(abs(size) for size, _ in factors) > _LARGEST:  # int64 may wrap round

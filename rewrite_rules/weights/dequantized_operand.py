@@ -315,7 +315,7 @@ def _axes(
 
     # A single block may have any size: onnxruntime's quantizer writes K for whole columns.
     if block_size & (block_size - 1) and block_size < shape[axis]:
-        raise Refusal(f"block_size {block_size} of weight {codes.name!r} is no power of 2")
+        raise Refusal(f"block_size {block_size} of weight {codes.name!r} is not a power of 2")
     expected = list(shape)
     expected[axis] = -(-shape[axis] // block_size)
     if list(scale_shape) != expected:
@@ -390,7 +390,7 @@ def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
 
 
 def _check_scales(operand: DequantizedOperand) -> None:
-    """Refuse scales that are no numbers, or that make numbers vanish.
+    """Refuse scales that are not numbers, or that make numbers vanish.
 
     A scale of 0 is what quantizers write for a block of zeros, and is right there: all its
     codes are the zero point.

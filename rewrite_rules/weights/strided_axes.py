@@ -3,7 +3,7 @@
 
 A dequantised weight reaches its consumer through any number of Reshape, Transpose, Squeeze and
 Unsqueeze nodes. None of them moves a number relative to its scale; they only name the axes
-anew. An axis is therefore kept as runs of stored neighbours, outermost first, each with the
+anew. An axis is therefore kept as runs of adjacent elements, outermost first, each with the
 step that it takes through the codes and through the scales:
 
     stored int4 [N, blocks, 32]   (N, step 32 * blocks), (blocks, step 32), (32, step 1)

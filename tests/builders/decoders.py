@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 
-VOCABULARY, PLACES, HEADS, HEAD_SIZE = 50, 40, 2, 8
+VOCABULARY, PLACES, HEADS, HEAD_SIZE = 48, 40, 2, 8
 WIDTH = HEADS * HEAD_SIZE
 
 # Dimensions that must agree have several names, as torch.onnx.export(dynamo=True) names them.

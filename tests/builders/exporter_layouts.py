@@ -162,7 +162,7 @@ def modelopt(
     """MatMul -> Relu -> MatMul; int4, with ``use_zero_point`` uint4.
 
     [K, N] with axis 0, or with ``use_column_major`` [N, K], axis 1 and a Transpose. AWQ puts
-    Mul(x, [1, K]) in front, one for every weight. K need be no multiple of the block.
+    Mul(x, [1, K]) in front, one for every weight. K need not be a multiple of the block.
     """
     storage, zero_points = ("uint4", "random") if zero_point else ("int4", "none")
     text, value, weights, constants = "", "x", [], {}

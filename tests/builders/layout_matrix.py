@@ -184,7 +184,7 @@ class LayoutCase:
 
     @functools.cached_property
     def reference(self) -> list[npt.NDArray]:
-        """The outputs: float64, or the exact type where they are no floats."""
+        """The outputs: float64, or the exact type where they are not floats."""
         return float64_outputs(self.proto, self.feeds)
 
     def build(self) -> ir.Model:
@@ -511,7 +511,7 @@ def _row_5() -> Iterator[LayoutCase]:
     for shape in ((N,), (1, N), (1, 1, N)):
         name = f"rank3-bias_{'_'.join(map(str, shape))}"
         yield added(name, shape, (2, 3), expect=WITHOUT_ADD)
-    # Where the bias would change the shape or differs by row, the Add is no bias.
+    # Where the bias would change the shape or differs by row, the Add is not a bias.
     for shape, lead in (
         ((1, 1, N), (3,)),
         ((1, N), ()),

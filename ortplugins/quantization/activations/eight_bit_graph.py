@@ -30,7 +30,7 @@ _FLOATS: dict[int, type[np.floating[Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class EightBitSettings:
-    """What onnxruntime's quantiser is told.
+    """What onnxruntime's quantiser gets.
 
     Attributes:
         activation_type: UINT8 or INT8.
@@ -80,11 +80,11 @@ def quantize_to_eight_bits(
     """Quantise a model.
 
     Args:
-        path: The float model, in a folder of ours: shape inference writes beside it.
+        path: The float model, in a temporary folder: shape inference writes beside it.
         ranges: Of its activations.
         overrides: Those of initializers are passed on; of activations, all but other types.
         converted: Activations that will have two types.
-        settings: What else onnxruntime is told.
+        settings: What else onnxruntime gets.
 
     Raises:
         CalibrationError: If an activation has no range, or an infinite one.

@@ -41,7 +41,8 @@ class RangeCache:
         """Return the ranges; None if there are none, or those of another model.
 
         Raises:
-            CalibrationError: If the file is none of ours, so that it must not be overwritten.
+            CalibrationError: If the file was not written by ortplugins: it must not be
+                overwritten.
         """
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
@@ -58,8 +59,8 @@ class RangeCache:
             raise CalibrationError(f"{self.path}: cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CalibrationError(
-                f"{self.path}: is no calibration cache that ortplugins wrote: delete it, or "
-                "name another file"
+                f"{self.path}: is not a calibration cache that ortplugins wrote: delete it, "
+                "or name another file"
             ) from error
         return ranges if digest == self.digest else None
 

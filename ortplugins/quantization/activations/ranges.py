@@ -79,7 +79,7 @@ def calibrate(path: Path, samples: KeptSamples, how: Calibration) -> Ranges:
     """Run samples through a model and return the range of each activation.
 
     Args:
-        path: The model, in a folder of ours: onnxruntime writes beside it.
+        path: The model, in a temporary folder: onnxruntime writes beside it.
         samples: What runs through it.
         how: The method and what belongs to it.
 
@@ -150,13 +150,13 @@ def quiet_quantizer() -> Iterator[list[str]]:
     Yields:
         What it warned of, filled as it does.
     """
-    told: list[str] = []
+    messages: list[str] = []
 
     def others(record: logging.LogRecord) -> bool:
         if os.path.join("onnxruntime", "quantization") not in record.pathname:
             return True
         if record.levelno >= logging.WARNING:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
         return False
 
     root = logging.getLogger()
@@ -166,7 +166,7 @@ def quiet_quantizer() -> Iterator[list[str]]:
     root.addFilter(others)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            yield told
+            yield messages
     finally:
         root.removeFilter(others)
         root.removeHandler(handler)

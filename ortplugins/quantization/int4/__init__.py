@@ -359,7 +359,7 @@ def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.
     """Return what our quantizer is to exclude for expressions at the start of names.
 
     Raises:
-        QuantizationError: If one is no regular expression.
+        QuantizationError: If one is not a regular expression.
     """
     if isinstance(patterns, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
@@ -369,7 +369,7 @@ def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.
             compiled = re.compile(pattern)
         except re.error as error:
             raise QuantizationError(
-                f"nodes_to_exclude: {pattern!r} is no regular expression: {error}"
+                f"nodes_to_exclude: {pattern!r} is not a regular expression: {error}"
             ) from error
         excluded += [_exactly(label) for label in labels if compiled.match(label)]
     return excluded

@@ -177,7 +177,7 @@ def get_act_scale(x: Array) -> Array:
 def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
     """Return abs(w) over its block's greatest, its mean over columns: ``[K, N]`` to ``[K]``.
 
-    Blocks are neighbours along K. ModelOpt's are of rows ``K / block_size`` apart: of a weight
+    Blocks are contiguous along K. ModelOpt's are of rows ``K / block_size`` apart: of a weight
     with rows of 1 in its first block and of 100 in its second it makes .01 and 1, where 1 is
     right. With a single block the values are the same.
 
@@ -226,7 +226,7 @@ def _grid(
     """Lay scales and zero points out as ``[blocks, N]``; the form has their block size.
 
     Raises:
-        QuantizationError: If they are no whole number of blocks.
+        QuantizationError: If they are not a whole number of blocks.
     """
     scales = _along_rows(s, quantize_axis)
     wanted = BlockFormat(num_bits, block_size, zp is None)

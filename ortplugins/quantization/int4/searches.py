@@ -331,7 +331,7 @@ def get_x_w_mean_for_subgraph(
 ) -> tuple[Array, Array]:
     """Return the mean of abs(x), and of abs(w) over its block's greatest, ``[K]`` each.
 
-    Blocks are neighbours along K, and K need not be a multiple of them: see
+    Blocks are contiguous along K, and K need not be a multiple of them: see
     :func:`get_weight_scale`. Columns of all the weights count alike.
 
     Args:
@@ -415,7 +415,7 @@ def find_quantizable_weights(
     """Return the ``wa_pack`` of a graph; ModelOpt's ``_find_quantizable_weights``.
 
     Args:
-        graph: The graph; bodies of If and Loop are not looked at.
+        graph: The graph; subgraphs of If and Loop are not looked at.
         nodes_to_exclude: Names of nodes to leave out.
     """
     initializers = {tensor.name: tensor for tensor in graph.initializer}

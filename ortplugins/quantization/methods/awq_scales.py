@@ -12,7 +12,7 @@ statistic of the weights that NVIDIA ModelOpt adds,
 
 and a is searched on a grid for the least error of the outputs, tr(D^T H D) with
 D = dequantised(s W) / s - W and H = X^T X / count. In w_mean, ModelOpt takes every
-(K / size)-th row for a block; here it is the neighbours that share a scale. All weights that
+(K / size)-th row for a block; here adjacent rows share a scale. All weights that
 read an activation get one s, on the sum of their errors: only one can be folded into the
 activation's producer.
 

@@ -17,7 +17,7 @@ _SCALE_TYPES = ("float32", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """How a weight ``[K, N]`` is quantised in blocks of neighbours along K.
+    """How a weight ``[K, N]`` is quantised in blocks of contiguous elements along K.
 
     Attributes:
         bits: 2, 4 or 8.

@@ -141,7 +141,7 @@ def gptq(
     Raises:
         QuantizationError: If the weight is not of rank 2, holds NaN or infinity or is too
             large for the type of the scales; if H is not ``[K, K]``, holds NaN or infinity or
-            is no Gram matrix.
+            is not a Gram matrix.
     """
     form = form or BlockFormat()
     check_weight(weight)
@@ -287,7 +287,7 @@ class _Hessian:
             np.fill_diagonal(lower, 0)
             return lower.T[::-1, ::-1], (diagonal[::-1] ** 2).astype(np.float32)
         raise QuantizationError(
-            "the Gram matrix is no X^T X: it has negative eigenvalues beyond any damping"
+            "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
         )
 
     def block(

@@ -122,8 +122,8 @@ class PlannerRun:
             prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
         ) as folder:
             samples = KeptSamples(data, loaded, scratch=Path(folder))
-            told = progress or (lambda done, total, what: None)
-            limits = budget, limit, option, told
+            report_progress = progress or (lambda done, total, what: None)
+            limits = budget, limit, option, report_progress
             yield cls(loaded, samples, Path(folder), max_memory, providers, *limits)
 
     def switched(self, model: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:

@@ -165,7 +165,7 @@ def _with_switches(
     for node in list(few.graph):
         name = label(node)
         if name not in quantized or name not in finer:
-            continue  # within the body of an If or a Loop
+            continue  # within a subgraph of If or Loop
         for value, twin in zip(node.inputs, finer[name].inputs, strict=False):
             coarse, fine = _dequantize(value), _dequantize(twin)
             if coarse is None or fine is None:

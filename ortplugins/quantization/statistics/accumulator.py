@@ -102,7 +102,7 @@ class StatisticsAccumulator:
             x: ``[..., K]``, float32, float16 or bfloat16.
 
         Raises:
-            CalibrationError: If the last axis is not K, the type is no float, or there are
+            CalibrationError: If the last axis is not K, the type is not a float, or there are
                 NaN or infinite values; names the activation.
         """
         if not x.ndim or x.shape[-1] != self._k:

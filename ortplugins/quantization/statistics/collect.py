@@ -104,9 +104,9 @@ def collect(
             where that is not known, what is being done).
 
     Raises:
-        CalibrationError: If a name is no activation of the model, K is another, onnxruntime
-            refuses the model or fails at a sample (chained), an activation has NaN or infinite
-            values or no tokens, or samples are unusable.
+        CalibrationError: If a name is not an activation of the model, K is another,
+            onnxruntime refuses the model or fails at a sample (chained), an activation has NaN
+            or infinite values or no tokens, or samples are unusable.
         ValueError: If ``max_calibration_memory`` is not positive, or a name comes twice.
     """
     if max_calibration_memory < 1:
@@ -385,8 +385,8 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
     """Leave no large tensor in the graph; return the folder above all files with tensors.
 
     A serialized graph is limited to 2 GB, and onnxruntime keeps what is in it on the heap,
-    while it maps files. onnxruntime reads no files outside of one folder that it is told; a
-    parent of all of them will do.
+    while it maps files. onnxruntime reads no files outside of the one folder that it is given;
+    a parent of all of them will do.
     """
     lift_constants(model)
     owners = {

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Codes that others calibrated: checkpoints of GPTQ, AWQ and AutoRound, in safetensors.
 
-    GPTQ   qweight int32 [K * bits / 32, N]    codes of neighbours along K in a word, low bits
-                                               first
+    GPTQ   qweight int32 [K * bits / 32, N]    codes adjacent along K in a word, low bits first
            qzeros int32 [blocks, N * bits / 32], scales [blocks, N], g_idx [K]: block of each k
            In checkpoint_format "gptq" zero points are stored less 1, in "gptq_v2" as they are.
     AWQ    qweight int32 [K, N / 8]            eight columns in a word: 0 2 4 6 1 3 5 7
@@ -76,7 +75,7 @@ class PackedWeight:
         if index is not None and not np.array_equal(index, np.arange(k) // size):
             raise ModelFileError(
                 f"layer {self.name!r} of the checkpoint has blocks of scattered rows "
-                "(desc_act, act-order), which ONNX has not: quantise with desc_act=False"
+                "(desc_act, act-order), which ONNX does not have: quantise with desc_act=False"
             )
         if -(-k // size) != blocks:
             raise ModelFileError(
@@ -236,7 +235,7 @@ def _config(folder: Path) -> dict[str, Any]:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ModelFileError(f"{path} is no JSON: {error}") from error
+            raise ModelFileError(f"{path} is not JSON: {error}") from error
         config = found.get("quantization_config") if name == "config.json" else found
         if isinstance(config, dict):
             return config

@@ -12,7 +12,7 @@ in the constants that the activation comes from (all exact but for one rounding)
     MatMulNBits(x, codes, scales, ...)                    left: its scales are not ours
 
 A product of two activations takes them in either factor, Add in both terms; Relu and Identity
-let positive scales through. Everything on the way must have no other reader and be no graph
+let positive scales through. Everything on the way must have no other reader and not be a graph
 output, and every constant must belong to the one node alone. Otherwise one Mul by 1 / s goes
 behind the activation, for all weights of the group.
 """
@@ -164,7 +164,7 @@ def _linear(node: ir.Node, channels: int) -> list[Fold]:
     weight = node.inputs[1]
     tensor = constant(weight)
     if weight is None or tensor is None:
-        raise Refusal("a product of two activations")
+        raise Refusal("a Mul of two activations")
     axis = 0 if product.k_axis == 1 else -1
     shape = tuple(tensor.shape.numpy())
     if len(shape) != 2 or shape[axis] != channels:
@@ -193,15 +193,15 @@ def _check_private(value: ir.Value, node: ir.Node) -> None:
     """Refuse a constant that others read, or that a caller may see or feed.
 
     Raises:
-        Refusal: If so, or if it is no float initializer itself.
+        Refusal: If so, or if it is not a float initializer itself.
     """
     tensor = value.const_value
     if not value.is_initializer() or tensor is None or tensor.dtype not in _FLOATS:
-        raise Refusal(f"{value.name!r} is no float initializer")
+        raise Refusal(f"{value.name!r} is not a float initializer")
     if value.is_graph_input() or value.is_graph_output() or len(value.uses()) != 1:
         raise Refusal(f"{value.name!r} is read by others")
     if node.graph is not value.graph:
-        raise Refusal(f"{value.name!r} is read in a body")
+        raise Refusal(f"{value.name!r} is read in a subgraph")
 
 
 def _check_last_axis(node: ir.Node) -> None:

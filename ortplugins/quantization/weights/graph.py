@@ -89,7 +89,7 @@ class CodeWriter:
             attributes = {"axis": axis, "block_size": form.block_size}
         name = self._names.take(f"{base}.dequantized")
         node = ir.node("DequantizeLinear", inputs, attributes, name=name)
-        # A reader in the body of an If or Loop sees what comes before that node.
+        # A reader in a subgraph of If or Loop sees what comes before that node.
         graph.insert_before(site.node if site.node.graph is graph else graph[0], node)
         return _described(node, real, shape)
 

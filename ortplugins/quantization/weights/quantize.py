@@ -137,8 +137,8 @@ def quantize(
         Path, report and model.
 
     Raises:
-        CalibrationError: If a sample is no dict of the model's inputs, holds NaN or infinite
-            values, or there is none.
+        CalibrationError: If a sample is not a dict of the model's inputs, holds NaN or
+            infinite values, or there is none.
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
         ImportError: If there is a checkpoint, and no safetensors package.
         MissingFileError, ModelFileError: If the model, its data or a checkpoint can't be used,
@@ -295,7 +295,7 @@ def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
     two_bits = [weight for weight in weights if weight.form.bits == 2]
     layout = recipe.quant_format
     if layout == "QDQ" and any(weight.N % 4 for weight in two_bits):
-        text = "is wrong on 2-bit weights along axis 0 whose N is no multiple of 4"
+        text = "is wrong on 2-bit weights along axis 0 whose N is not a multiple of 4"
     elif layout == "QDQ_transposed" and any(
         weight.form.block_size == -1 and not weight.form.is_symmetric for weight in two_bits
     ):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Where a model multiplies by a float constant, and which of these can be quantised.
 
-    MatMul, FusedMatMul, Gemm   a constant matrix on either side; transA, transB; any body
+    MatMul, FusedMatMul, Gemm   a constant matrix on either side; transA, transB; any subgraph
     Gather                      rows of a constant table
 
 Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
-name: a weight that a caller may feed, that is no float32 or float16 matrix, or that holds
+name: a weight that a caller may feed, that is not a float32 or float16 matrix, or that holds
 nothing. Nodes of model-local functions are not looked at.
 """
 
@@ -128,7 +128,7 @@ def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weigh
     if len(shape) > 2:
         raise Refusal(
             f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
-            "MatMulNBits; split the product or leave it in float"
+            "MatMulNBits; split the MatMul or leave it in float"
         )
     if 0 in shape:
         raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
@@ -158,7 +158,7 @@ def _unwatched(product: Product, activation: ir.Value, main: ir.Graph) -> str | 
     if product.transpose_x:
         return "K is not the last axis of its activation"
     if activation.graph is not main:
-        return "its activation lies in the body of an If, Loop or Scan"
+        return "its activation lies in a subgraph of If, Loop or Scan"
     if constant(activation) is not None:
         return "both of its operands are constants"
     return None

@@ -72,7 +72,7 @@ def closest_default_order(
         parent: The node whose body the graph is.
 
     Raises:
-        Refusal: If the graph is no DAG, or two nodes have an output of one name.
+        Refusal: If the graph is not a DAG, or two nodes have an output of one name.
         ValueError: If ``wanted`` does not have every node once, after what it reads.
     """
     dependencies = Dependencies.of(graph)

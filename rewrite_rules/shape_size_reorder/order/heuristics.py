@@ -59,7 +59,7 @@ class HeuristicBytes:
         dependencies: The graph's edges.
         size: Bytes of each tensor.
         reads: For each node, the tensors it reads, each once.
-        makes: For each node, the tensors it makes and that are no aliases.
+        makes: For each node, the tensors it makes and that are not aliases.
         grows: For each node, the bytes of those.
         readers: For each tensor, the nodes that read it or an alias of it.
         kept: Whether a tensor stays to the end.

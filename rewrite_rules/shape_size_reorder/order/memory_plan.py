@@ -99,8 +99,8 @@ class MemoryModel:
 
     Attributes:
         sizes: Bytes of each value that a node makes, by number; the last is any other.
-        reads: For each node, the values it or its bodies read, once for each time; values that
-            are not the graph's own are left out.
+        reads: For each node, the values it or its subgraphs read, once for each time; values
+            that are not the graph's own are left out.
         makes: For each node, the values it makes.
         source: Node -> the value that its first output is an alias of.
         overwrites: Node -> the value that its first output may be written over.

@@ -62,7 +62,7 @@ class Dependencies:
         """Read a graph.
 
         Raises:
-            Refusal: If the graph is no DAG, or two nodes have an output of one name.
+            Refusal: If the graph is not a DAG, or two nodes have an output of one name.
         """
         nodes = tuple(graph)
         _check_names(nodes)
@@ -175,7 +175,7 @@ class Dependencies:
             names = ", ".join(repr(label(self.nodes[index])) for index in circle[:4])
             more = "" if len(circle) <= 4 else f" and {len(circle) - 4} more"
             raise Refusal(
-                f"nodes {names}{more} wait for each other: the graph is no DAG"
+                f"nodes {names}{more} wait for each other: the graph is not a DAG"
             ) from None
 
 

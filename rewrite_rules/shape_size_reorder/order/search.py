@@ -152,7 +152,7 @@ def memory_order(
         reuse: ``SessionOptions.enable_mem_reuse`` of the session that will run ours.
 
     Raises:
-        Refusal: If the graph is no DAG, or two nodes have an output of one name.
+        Refusal: If the graph is not a DAG, or two nodes have an output of one name.
     """
     dependencies = Dependencies.of(graph)
     model = MemoryModel(graph, dependencies, shapes, parent)
@@ -288,7 +288,7 @@ class _Chains:
 
 
 def _comes_from_node_or_file(value: ir.Value | None) -> bool:
-    """Whether an input is no tensor that the caller feeds or a graph around has."""
+    """Whether an input is not a tensor that the caller feeds or a graph around has."""
     return (
         value is None
         or value.producer() is not None
