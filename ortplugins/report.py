@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PassReport", "Report", "Tried", "idle"]
+__all__ = ["PassReport", "Report", "Tried", "idle", "worded"]
 
 import dataclasses
 import json
@@ -108,7 +108,7 @@ class Report:
             return "; ".join((f"{self.source}: no pass ran", *self.notes))
         text = f"{self.source}: fired {len(self.fired)}, refused {len(self.refused)}"
         if self.refused:
-            shown = [f'"{remark}"' for remark in self.refused[:_SHOWN]]
+            shown = [f'"{worded(remark)}"' for remark in self.refused[:_SHOWN]]
             more = len(self.refused) - len(shown)
             text += ": " + ", ".join(shown) + (f", and {more} more" if more else "")
         noted = [f"{remark.pass_name}: {remark.reason}" for remark in self.on_model]
@@ -119,7 +119,7 @@ class Report:
         lines = [str(self), *(f"  {row}" for row in self.tried)]
         for item in self.passes:
             lines.append(f"{item.name} ({item.seconds * 1e3:.0f} ms)")
-            lines += [f"  {remark.outcome.value:8}{remark}" for remark in item.remarks]
+            lines += [f"  {remark.outcome.value:8}{worded(remark)}" for remark in item.remarks]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -181,6 +181,15 @@ class Report:
 
     def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
         return tuple(remark for remark in self.remarks if remark.outcome is outcome)
+
+
+def worded(remark: Remark) -> str:
+    """Return a remark as text, a refusal with its code, which ``explain`` takes."""
+    if remark.outcome is not Outcome.REFUSED:
+        return str(remark)
+    from ortplugins.reasons import with_code
+
+    return with_code(str(remark))
 
 
 def idle(pass_name: str) -> Remark:

@@ -1,36 +1,68 @@
 # SPDX-License-Identifier: MIT
-"""docs/troubleshooting.md speaks of every refusal, and of none that is gone."""
+"""Every refusal has a code, and docs/troubleshooting.md and ``explain`` say what to do."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+import onnx_ir as ir
+import pytest
+from builders.command_line import ortplugins_command
+from builders.dequantized_models import DequantizedMatMul
 from builders.refusal_texts import HOLE, all_texts, covers, refusal_texts
 
+import ortplugins
+from ortplugins.reasons import code_of, reasons
+
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-# First cells of the tables, with what is not a text of the sources left out.
-ROWS = [
-    row
-    for row in re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    if " " in row and not row.startswith("fired 0")
-]
+BY_CODE = {reason.code: reason for reason in reasons()}
 
 
-def test_there_are_refusals_to_speak_of():
-    assert len(list(refusal_texts())) > 100 and len(ROWS) > 100
+def test_every_refusal_has_the_code_of_its_own_text():
+    found = list(refusal_texts())
+    assert len(found) > 100
+    wrong = []
+    for where, text in found:
+        code = code_of(text.replace(HOLE, "'name' 7").strip())
+        if not code or not any(covers(row, text) for row in BY_CODE[code].texts):
+            wrong.append(f"{where}: {text.replace(HOLE, '...')}: {code}")
+    assert not wrong, "\n".join(wrong)
 
 
-def test_every_refusal_has_its_row():
-    unspoken = [
-        f"{where}: {text.replace(HOLE, '...')}"
-        for where, text in refusal_texts()
-        if not any(covers(row, text) for row in ROWS)
-    ]
-    assert not unspoken, "\n".join(unspoken)
-
-
-def test_every_row_is_of_a_text_that_is_there():
+def test_every_text_of_the_table_is_there_once():
     texts = set(all_texts())
-    gone = [row for row in ROWS if not any(covers(row, text) for text in texts)]
+    rows = [row for reason in reasons() for row in reason.texts]
+    assert len(set(rows)) == len(rows) and len(BY_CODE) == len(reasons())
+    gone = [row for row in rows if not any(covers(row, text) for text in texts)]
     assert not gone, "\n".join(gone)
+
+
+def test_the_page_has_the_table():
+    """Run ``ortplugins explain`` for the new one."""
+    assert ortplugins_command("explain").stdout.strip() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["ORP503", "orp503", "pool: mixes positions, and no mask leaves padding out", "by token"],
+)
+def test_explain_takes_a_code_a_remark_or_words(what: str):
+    done = ortplugins_command("explain", what)
+    assert done.stdout.startswith("ORP503  Padding") and "is not known to work" in done.stdout
+
+
+def test_explain_of_what_is_not_there():
+    done = ortplugins_command("explain", "ORP999")
+    assert done.returncode == 2 and "'ORP999'" in done.stderr
+
+
+def test_reports_name_the_codes(tmp_path: Path):
+    model = DequantizedMatMul(64, 16, 48)  # no power of 2
+    ir.save(model.model(), tmp_path / "model.onnx")
+    report = ortplugins.optimize(
+        tmp_path / "model.onnx", options={"dq_matmulnbits_fusion.slow_kernels": "keep"}
+    ).report
+    assert report.refused and "[ORP1" in str(report) and "[ORP1" in report.to_text()
+    arguments = ("--set", "dq_matmulnbits_fusion.slow_kernels=keep")
+    done = ortplugins_command("inspect", tmp_path / "model.onnx", *arguments)
+    assert "[ORP1" in done.stdout

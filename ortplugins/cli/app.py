@@ -47,6 +47,7 @@ COMMANDS = {
     "run": "Run a Python program with passes enabled for every session that it opens.",
     "cache": "Fill, show, check or empty the cache of sessions.",
     "passes": "List the passes and their options, as session keys.",
+    "explain": "Say what a refusal means, by its code or its text; without either, list all.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }
 """Each command and its line in the help; it is the function, or group, of a module's name."""

@@ -22,6 +22,8 @@ from rich.progress import (
 from rich.table import Table
 
 from ortplugins.cli.options import Printing
+from ortplugins.reasons import with_code
+from ortplugins.report import worded
 from rewrite_rules.remarks import Outcome
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ def print_report(report: Report, printing: Printing, model: Path) -> None:
     out = console()
     out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")
     for remark in report.remarks if printing.verbose else (*report.refused, *report.on_model):
-        line = f"{remark.outcome.value:8}{remark.pass_name}: {remark}"
+        line = f"{remark.outcome.value:8}{remark.pass_name}: {worded(remark)}"
         out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:
-        out.print(note, soft_wrap=True)
+        out.print(with_code(note), soft_wrap=True)
