@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-exhaustive test-versions test-packages test-exporters test-packaging check lint bench bench-quantizers docs clean
+.PHONY: help demo test test-exhaustive test-versions test-packages test-exporters test-servers test-packaging check lint bench bench-quantizers docs clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make test-exporters  exports of the newest torch and transformers, fused (10 minutes)"
+	@echo "make test-servers  uvicorn, gunicorn, uWSGI, LitServe, BentoML, Ray Serve, Triton (20 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make bench-quantizers  ours beside ModelOpt and onnxruntime, quality included (2 hours)"
 	@echo "make docs       the documentation, as a site in site/"
@@ -62,6 +63,10 @@ test-packages: $(VENV)/.installed-dev
 # Needs the registry: torch and transformers go to .cache/exporters.
 test-exporters: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/exporters/check_exporters.py
+
+# The servers of examples/, stock beside ours; prints the rows of docs/serving.md.
+test-servers: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly -s tests/servers/check_servers.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.run

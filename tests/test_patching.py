@@ -651,7 +651,10 @@ def test_run_a_script_and_a_module_with_options_like_ours(program: Path, tmp_pat
         f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
         "built: fired 1, refused 0",
     ]
-    told = f"ortplugins: {tmp_path}/model.onnx in [0-9.]+ s: built: fired 1, refused 0"
+    told = (
+        f"ortplugins: {tmp_path}/model.onnx in [0-9.]+ s: built: fired 1, refused 0\n"
+        "ortplugins: 1 session \\(1 built\\), 1 rewrites, slowest start [0-9.]+ s"
+    )
     assert re.fullmatch(told, done.stderr.strip())
     done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
     assert done.returncode == 0, done.stderr
@@ -686,7 +689,10 @@ def test_programs_end_as_they_do_under_python(tmp_path: Path):
         assert found.returncode == expected.returncode, name
         assert found.stdout == expected.stdout, name
         # The last line says what happened; lines of ours may stand in the traceback above.
-        assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:], name
+        told = found.stderr.splitlines()
+        assert told.count("ortplugins: no session was opened") == 1, name
+        last = [line for line in told if not line.startswith("ortplugins: ")][-1:]
+        assert last == expected.stderr.splitlines()[-1:], name
 
 
 def test_run_tells_what_is_wrong_before_the_program_starts(program: Path):
@@ -728,6 +734,37 @@ def test_python_children_of_a_program_have_it_too(model_path: Path, tmp_path: Pa
     assert lines[0] == "theirs"
     assert "built" in lines
     assert lines[-2:] == ["theirs", "False False"]
+
+
+WORKERS = """
+import multiprocessing, os, sys
+def work(model):
+    import onnxruntime
+    onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+if __name__ == "__main__":
+    import onnxruntime
+    for method in sys.argv[2:]:
+        worker = multiprocessing.get_context(method).Process(target=work, args=sys.argv[1:2])
+        worker.start()
+        worker.join()
+    if not os.fork():  # ends as a worker of gunicorn does
+        sys.exit()
+    os.wait()
+    work(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_run_tells_of_the_sessions_of_workers(model_path: Path, tmp_path: Path):
+    (tmp_path / "workers.py").write_text(WORKERS)
+    arguments = ("workers.py", str(model_path), "spawn", "fork")
+    done = run("--verbose", *arguments, cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    *starts, last = done.stderr.splitlines()
+    assert [line.split(": ")[2] for line in starts] == ["built", "cache", "cache"]
+    expected = r"3 sessions \(2 from the cache, 1 built\), 3 rewrites, slowest start [0-9.]+ s"
+    assert re.fullmatch(f"ortplugins: {expected}", last)
+    assert not list(tmp_path.glob("ortplugins-run-*"))
 
 
 SWITCHING = """

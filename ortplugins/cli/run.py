@@ -6,10 +6,10 @@ from __future__ import annotations
 __all__ = ["RunProgram", "run"]
 
 import dataclasses
-import logging
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -47,11 +47,27 @@ class RunProgram:
     is_module: bool
 
     def start(self) -> None:
-        """Run the program as ``python`` does: in ``__main__``, with its ``sys.argv``.
+        """Run the program as ``python`` does, then print one line on its sessions.
+
+        In ``__main__``, with its ``sys.argv``.
 
         Raises:
             BaseException: What the program raises; ``SystemExit`` with its exit code.
         """
+        from ortplugins.session.run_log import PATH_VARIABLE, summary
+
+        file, path = tempfile.mkstemp(prefix="ortplugins-run-")
+        os.close(file)
+        os.environ[PATH_VARIABLE] = path
+        own = os.getpid()
+        try:
+            self._run()
+        finally:
+            if os.getpid() == own:  # a worker that the program has forked ends here, too
+                print(f"ortplugins: {summary(path)}", file=sys.stderr)
+                os.remove(path)
+
+    def _run(self) -> None:
         sys.argv = [self.name, *self.arguments]
         if self.is_module:
             self._come_first(os.getcwd())
@@ -92,6 +108,7 @@ def run(
     the program's. Python processes that it starts have the passes enabled, too.
     """
     from ortplugins.session.patching import enable_entries
+    from ortplugins.session.run_log import VERBOSE_VARIABLE, print_starts
 
     if not module and not os.path.exists(program[0]):
         raise FileNotFoundError(f"{program[0]}: there is no such program")
@@ -103,7 +120,8 @@ def run(
     enable_entries(entries)
     _hand_down(entries)
     if verbose:
-        _print_reports()
+        os.environ[VERBOSE_VARIABLE] = "1"
+        print_starts()
     context.obj.append(RunProgram(program[0], tuple(program[1:]), module))
 
 
@@ -130,13 +148,3 @@ def _hand_down(entries: dict[str, str]) -> None:
             os.environ[variable] = text
     paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
-
-
-def _print_reports() -> None:
-    """Print what is reported of each session, to the error output."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("ortplugins: %(message)s"))
-    log = logging.getLogger("ortplugins")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False

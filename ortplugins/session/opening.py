@@ -18,6 +18,7 @@ import onnxruntime
 from ortplugins.artifacts.known_starts import lacks_operators
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.runtime.temporary_settings import construct_with, options_lock
+from ortplugins.session.run_log import record
 from session_options.caller_warnings import warn_caller
 from session_options.keys import OptionError
 
@@ -108,7 +109,9 @@ def open_session(
             if int(kwargs.get("enable_fallback", 1)) == 1:
                 session.enable_fallback()
             _call_opened(plan)
-    _log_start(_name_of(path_or_bytes), time.perf_counter() - start, report)
+    seconds = time.perf_counter() - start
+    record(report, seconds)
+    _log_start(_name_of(path_or_bytes), seconds, report)
     return report
 
 

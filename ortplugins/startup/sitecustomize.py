@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs at the start of each Python process below ``ortplugins run``; see ``run_command.py``.
+"""Runs at the start of each Python process below ``ortplugins run``; see ``cli/run.py``.
 
 onnxruntime is not imported for processes that don't: passes are switched on when it is.
 """
@@ -66,8 +66,11 @@ class _Switching(importlib.abc.Loader):
             warnings.warn(text, stacklevel=2)
             return
         from ortplugins.session.patching import enable
+        from ortplugins.session.run_log import VERBOSE_VARIABLE, print_starts
 
         enable()
+        if VERBOSE_VARIABLE in os.environ:
+            print_starts()
 
 
 def _run_the_other_one() -> None:

@@ -190,6 +190,7 @@ def both(
     run = ["-m", "ortplugins", "run", "--verbose", "--strict", *passes]
     for source in ("built", "cache"):
         ours, told = results(program, kind, run, *arguments, folder=folder)
+        assert told.pop().startswith(f"ortplugins: {sessions} session")
         assert len(told) == sessions
         assert all(f": {source}: fired " in line for line in told), told
         assert not any(": fired 0" in line for line in told), told
