@@ -50,6 +50,8 @@ _INT8 = Change(
     "int8 activations", _FUSION.passes, {"dq_matmulnbits_fusion.accuracy_level": "4"}
 )
 _TRIM = _pass("trim_padding")
+# Values that share buffers make attention's products up to 1.4 times as slow.
+_NO_PLAN = _setting("no plan for buffers", "enable_mem_reuse", "0")
 _SPEED = (
     _FUSION,
     _pass("transformer_fusion"),
@@ -63,6 +65,7 @@ _SPEED = (
         "optimization.disable_specified_optimizers",
         "SkipLayerNormFusion",
     ),
+    _NO_PLAN,
     _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
     _setting("dynamic blocks", "session.dynamic_block_base", "4"),
 )
@@ -79,7 +82,7 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     ),
     "start": (
         _FUSION,
-        _setting("no plan for buffers", "enable_mem_reuse", "0"),
+        _NO_PLAN,
         Change("optimised graph kept", _FUSION.passes, keeps_graph=True),
         _pass("prepacked_weights"),
         _setting("no memory pattern", "enable_mem_pattern", "0"),
