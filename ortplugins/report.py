@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PassReport", "Report", "Tried", "idle", "worded"]
+__all__ = ["PassReport", "Report", "Tried", "worded"]
 
 import dataclasses
 import json
@@ -190,11 +190,6 @@ def worded(remark: Remark) -> str:
     from ortplugins.reasons import with_code
 
     return with_code(str(remark))
-
-
-def idle(pass_name: str) -> Remark:
-    """Return what is noted of a pass that met no candidate."""
-    return Remark(pass_name, "model", Outcome.NOTE, "nothing to do in this model")
 
 
 def _remark_to_dict(remark: Remark) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Pass"]
+__all__ = ["NOTHING_TO_DO", "Pass"]
 
 import types
 from collections.abc import Mapping
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from rewrite_rules.remarks import PassContext
+
+# What is noted of a pass that met no candidate.
+NOTHING_TO_DO = "nothing to do in this model"
 
 
 class Pass:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -354,12 +355,21 @@ if sys.argv[2] == "on":
 session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
 assert session.ortplugins_report.source == sys.argv[3], session.ortplugins_report
 """
+FLOAT = """<ir_version: 10, opset_import: ["" : 21]>
+float (float[n] x) => (float[n] y) { y = Relu(x) }"""
 
 
 def test_a_hit_and_untouched_options_import_none_of_onnx(model_path: Path):
     assert HEAVY & modules_after(START, str(model_path), "on", "built")
     assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
+
+
+def test_a_start_with_nothing_to_do_imports_no_report(model_path: Path):
+    opened = START.rpartition("assert")[0]
+    path = model_path.with_name("float.onnx")
+    onnx.save(onnx.parser.parse_model(FLOAT), path)
+    assert "rewrite_rules" not in modules_after(opened, str(path), "on")
 
 
 def test_the_stock_file_says_the_same_without_us(model_path: Path):

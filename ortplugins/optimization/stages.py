@@ -15,12 +15,13 @@ import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.report import PassReport, idle
+from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.temporary_settings import temporarily_set
 from rewrite_rules.onnxruntime_version import parse_version
-from rewrite_rules.remarks import Outcome, PassContext, Remarks, RewriteError
+from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks, RewriteError
 from session_options import Pass
+from session_options.passes import NOTHING_TO_DO
 
 # Called after each pass of a graph stage with the pass, the model and the pass's report:
 # timing, dumps and verification hang here.
@@ -57,10 +58,11 @@ class PassRuns:
 
         A pass that met no candidate says so.
         """
-        return tuple(
-            item if item.remarks else dataclasses.replace(item, remarks=(idle(item.name),))
-            for item in self._reports.values()
-        )
+        found = []
+        for item in self._reports.values():
+            idle = Remark(item.name, "model", Outcome.NOTE, NOTHING_TO_DO)
+            found.append(dataclasses.replace(item, remarks=item.remarks or (idle,)))
+        return tuple(found)
 
     def take_part_in(self, *stages: str) -> bool:
         """Whether any pass takes part in one of these stages."""

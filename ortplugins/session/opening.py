@@ -204,10 +204,12 @@ def _nothing_to_do(
     """Return the report of a start that needs no artifact; None where one has to be found."""
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
         return None
-    from ortplugins.report import PassReport, Report, idle
+    from session_options.passes import NOTHING_TO_DO
 
-    passes = tuple(PassReport(item.name, 0.0, (idle(item.name),)) for item in plan.passes)
-    return Report(passes, "untouched").to_dict()
+    # A Report would take milliseconds to import, and nobody may ask for it.
+    remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
+    passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
+    return {**STOCK, "source": "untouched", "passes": passes}
 
 
 def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
