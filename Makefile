@@ -50,7 +50,7 @@ test-exhaustive: $(VENV)/.installed-dev
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/versions/check_versions.py
+	$(BIN)/python -m pytest -p no:randomly tests/versions/check_versions.py tests/upstream/check_findings.py
 
 # Builds, checks and installs the wheel where nothing else is; needs the registry.
 test-packaging: $(VENV)/.installed-dev

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT
+"""Defects of other packages that we work around, on new versions: ``make test-versions``.
+
+A test fails where a defect is mended: drop its workaround, and say so in
+docs/onnxruntime-findings.md.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from builders.environments import CACHE, python_with
+
+REPRODUCE = Path(__file__).with_name("reproduce.py")
+PAGE = Path(__file__).parents[2] / "docs" / "onnxruntime-findings.md"
+# Add the next one here; a version in which one is mended goes.
+VERSIONS = ("1.31.1", "1.32.0")
+NAMES = (
+    "two_bits",
+    "outer_weights",
+    "out_of_range",
+    "transposed_matrix",
+    "relu_behind",
+    "named_variable",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_defect_is_there(version: str, name: str, capsys: pytest.CaptureFixture[str]):
+    assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
+    requirements = (f"onnxruntime=={version}", "numpy", "onnx==1.23.2", "onnxscript==0.7.2")
+    python = python_with(CACHE / "upstream" / version, requirements)
+    done = subprocess.run(
+        [python, REPRODUCE, name], capture_output=True, text=True, timeout=120
+    )
+    told = done.stdout.strip() or f"ends with {done.returncode}: {done.stderr[-500:]}"
+    assert done.returncode == 0, told
+    with capsys.disabled():
+        print(f"\nonnxruntime {version}: {name}: {told}", end=" ")
+    assert told != "mended", f"{name} is mended in onnxruntime {version}: drop the workaround"
