@@ -12,7 +12,7 @@ from starlette.requests import Request
 from examples.embedder import Embedder
 
 
-@serve.deployment(num_replicas=3)
+@serve.deployment(num_replicas=3, ray_actor_options={"num_cpus": 0.25})
 class Embeddings:
     """Constructed in each replica, a process that Ray starts on any of its machines."""
 

@@ -14,10 +14,10 @@ folder, port = Path(sys.argv[1]), sys.argv[2]
 site = Path(sysconfig.get_path("purelib"))
 programs = site / "pytriton" / "tritonserver"
 # As in Triton's container: the stub, which runs the model, beside the backend.
-shutil.copytree(programs / "backends", folder / "backends")
+shutil.copytree(programs / "backends", folder / "backends", dirs_exist_ok=True)
 stub = programs / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}"
 shutil.copy(stub / "triton_python_backend_stub", folder / "backends" / "python")
-models = shutil.copytree(EXAMPLES / "triton" / "models", folder / "models")
+models = shutil.copytree(EXAMPLES / "triton" / "models", folder / "models", dirs_exist_ok=True)
 shutil.copy(EXAMPLES / "embedder.py", models / "embedder" / "1")
 os.environ["LD_LIBRARY_PATH"] = str(site / "nvidia_pytriton.libs")
 os.environ["EMBEDDER_FOLDER"] = str(EXAMPLES.parent / ".cache" / "embedder")
