@@ -179,8 +179,8 @@ class Running:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
+                self.embed(TEXTS[:1])  # Triton brings an instance back when it is asked
                 if len(found := self.workers()) == count:
-                    self.embed(TEXTS[:1])
                     return found
             tail = self.log.read_text()[-3000:]
             assert self.process.poll() is None, tail
