@@ -172,7 +172,7 @@ class Running:
     def workers(self) -> dict[int, str]:
         """Return the workers that live, and where the model of each came from."""
         found = {int(pid): source for pid, source in WORKER.findall(self.log.read_text())}
-        return {pid: source for pid, source in found.items() if Path(f"/proc/{pid}").exists()}
+        return {pid: source for pid, source in found.items() if is_alive(pid)}
 
     def wait_for_workers(self, count: int) -> dict[int, str]:
         """Return the workers once there are so many, and the server answers."""
@@ -229,6 +229,14 @@ def start(
             process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that its parent has not waited for yet does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
