@@ -163,7 +163,7 @@ def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir:
     start(model_path)
     line, report = lines(*exact)
     assert line.startswith(f"{model_path}: found as ")
-    assert report == "  built: fired 1, refused 0"
+    assert report.startswith("  built: fired 1, refused 0")
     _, nearest, *differences = lines(
         *(*explain, "--set", f"{level}=4", "--optimization-level", "basic"), code=1
     )

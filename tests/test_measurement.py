@@ -262,7 +262,7 @@ def test_private_memory_is_what_no_file_backs(kind: str, private: int, tmp_path:
     assert abs((after.private - before.private) / 1e6 - private) < 4
     assert after.resident is not None and before.resident is not None
     assert (after.resident - before.resident) / 1e6 > MEGABYTES - 4
-    assert peak is not None and peak >= after.private
+    assert peak is not None and peak > after.private - 1e6  # looked at some ms earlier
 
 
 def hang_free(_: object) -> None:
