@@ -90,16 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # onnxruntime's quantizer turns everybody's logging on: a line for each rewritten node.
     logging.getLogger("onnx_ir").setLevel(logging.WARNING)
     missed = []
-    sections: dict[str, list[Figure]] = {}
     with tempfile.TemporaryDirectory(prefix="ortplugins-bench-") as folder:
         for name in chosen.only or list(BENCHMARKS):
             print(f"{TITLES[name]} ...", flush=True)
-            figures = sections[name] = BENCHMARKS[name](Path(folder), chosen.rounds)
+            figures = BENCHMARKS[name](Path(folder), chosen.rounds)
             print(table(figures), flush=True)
             _publish(name, figures, chosen.rounds, chosen.page)
             missed += [figure.what for figure in figures if not figure.holds]
-    if (svg := overview(sections)) is not None:
-        _picture("overview", chosen.page).write_text(svg, encoding="utf-8")
+    if chosen.page == PAGE:  # another may lack sections
+        picture = overview(PAGE.read_text(encoding="utf-8"))
+        _picture("overview", PAGE).write_text(picture, encoding="utf-8")
     print(f"written: {chosen.page}")
     if missed:
         print("bounds missed: " + "; ".join(missed), file=sys.stderr)

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+import re
 
-from benchmarks.figures.bounds import Figure
-
-# Section, figure in it, what the picture calls it.
+# Section of the page of figures, figure in it, what the picture calls it.
 ROWS = (
-    ("smollm2", "[N,K] + Transpose: start", "start of a session, SmolLM2 int4"),
+    ("prepacked", "SmolLM2: start from the cache", "start of a session, SmolLM2 int4"),
     ("smollm2", "[N,K] + Transpose: ms per token", "time of a token, SmolLM2 int4"),
     (
         "prepacked",
@@ -30,18 +28,16 @@ _STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.v{font-size:12px;fill
 @media(prefers-color-scheme:dark){text{fill:#ddd}.v{fill:#bbb}.ours{fill:#6db3ec}}"""
 
 
-def overview(sections: Mapping[str, Sequence[Figure]]) -> str | None:
-    """Return an SVG picture; None unless all its figures were measured.
+def overview(page: str) -> str:
+    """Return an SVG picture of figures.
 
     Args:
-        sections: Figures by the name of their benchmark.
+        page: The page that has them in its tables, docs/benchmarks.md.
+
+    Raises:
+        ValueError: If one is missing.
     """
-    found = []
-    for section, what, label in ROWS:
-        figure = next((item for item in sections.get(section, ()) if item.what == what), None)
-        if figure is None:
-            return None
-        found.append((label, figure))
+    found = [(label, *_read(page, section, what)) for section, what, label in ROWS]
     height = _ROW * len(found) + 26
     title = "Plain onnxruntime beside ortplugins: start, time and memory"
     size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {height}"'
@@ -53,13 +49,12 @@ def overview(sections: Mapping[str, Sequence[Figure]]) -> str | None:
         '<rect class="ours" x="116" y="4" width="12" height="12"/>',
         '<text x="134" y="15">ortplugins</text>',
     ]
-    for index, (label, figure) in enumerate(found):
+    for index, (label, ours, theirs, unit) in enumerate(found):
         y = 26 + _ROW * index
         parts.append(f'<text x="0" y="{y + 14}">{html.escape(label)}</text>')
-        longest = max(figure.ours, figure.theirs)
-        for offset, kind, value in ((20, "theirs", figure.theirs), (36, "ours", figure.ours)):
-            width = max(1.0, round(_BAR * value / longest, 1))
-            text = _text(figure, value)
+        longest = max(ours, theirs)
+        for offset, kind, value in ((20, "theirs", theirs), (36, "ours", ours)):
+            width, text = max(1.0, round(_BAR * value / longest, 1)), f"{value:g} {unit}"
             parts += [
                 f'<rect class="{kind}" x="0" y="{y + offset}" width="{width}" height="13"/>',
                 f'<text class="v" x="{width + 6}" y="{y + offset + 11}">{text}</text>',
@@ -67,6 +62,12 @@ def overview(sections: Mapping[str, Sequence[Figure]]) -> str | None:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _text(figure: Figure, value: float) -> str:
-    digits = 0 if value >= 100 else 2 - (value >= 10)
-    return f"{value:.{digits}f} {figure.unit}"
+def _read(page: str, section: str, what: str) -> tuple[float, float, str]:
+    """Return a figure, what it is compared with, and their unit."""
+    _, _, rest = page.partition(f"<!-- {section} -->")
+    body, _, _ = rest.partition(f"<!-- end of {section} -->")
+    number = r"([0-9.e+]+) (\w+)"
+    row = re.search(rf"\| {re.escape(what)} \|[^|]*\|[^|]*\| {number} \| {number} \|", body)
+    if row is None:
+        raise ValueError(f"section {section!r} has no figure {what!r}")
+    return float(row[1]), float(row[3]), row[2]

@@ -48,8 +48,8 @@ def measure_prepacked(folder: Path, rounds: int) -> list[Figure]:
     chain.parent.mkdir()
     write_chain(chain, 15, 2048, 8192, "axis0", "INT4")
     language = {
-        "decode": {"batch": 1, "sequence": 1, "past": 127, "total": 128},
-        "prefill": {"batch": 1, "sequence": 128, "past": 0, "total": 128},
+        "decode": {"batch": 1, "sequence": 1, "past": 127},
+        "prefill": {"batch": 1, "sequence": 128, "past": 0},
     }
     rows = {"decode": {"rows": 1}, "prefill": {"rows": 128}}
     return [
@@ -138,7 +138,7 @@ def _measure(
 
 
 def _cache_of(sizes: dict[str, int], past: int) -> dict[str, int]:
-    return {"past": past, "total": past + 1} if "past" in sizes else {}
+    return {"past": past} if "past" in sizes else {}
 
 
 def _middle(spread: Spread | None, unit: str) -> float:
