@@ -213,8 +213,8 @@ def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
     exact = ("--set", "dq_matmulnbits_fusion.accuracy_level=0")
     done = ortp("optimize", model, "-o", "out.onnx", *exact)
     assert (done.returncode, done.stderr) == (0, "")
-    told = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and not 0"
-    assert done.stdout.startswith("fired 1, refused 0\nnote ") and told in done.stdout
+    noted = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and not 0"
+    assert done.stdout.startswith("fired 1, refused 0\nnote ") and noted in done.stdout
     check(ort.InferenceSession(tmp_path / "out.onnx", providers=CPU), FUSED)
     nodes = onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.node
     assert [node.op_type for node in nodes] == ["MatMulNBits"]
@@ -233,7 +233,7 @@ def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
 
 @pytest.mark.parametrize("case", [FUSED, REFUSED], ids=["fused", "refused"])
 def test_json_on_stdout_is_the_report(main: Command, tmp_path: Path, case: DequantizedMatMul):
-    def told(*arguments: str) -> dict[str, Any]:
+    def printed(*arguments: str) -> dict[str, Any]:
         done = main(*arguments, "model.onnx", "--format", "json")
         assert (done.returncode, done.stderr) == (0, "")
         return timeless(Report.from_json(done.stdout))
@@ -246,8 +246,8 @@ def test_json_on_stdout_is_the_report(main: Command, tmp_path: Path, case: Dequa
 
     model = save(case, tmp_path / "model.onnx")
     expected = timeless(ortplugins.optimize(model).report)
-    assert told("inspect") == expected
-    written = told("optimize", "-o", "out.onnx")
+    assert printed("inspect") == expected
+    written = printed("optimize", "-o", "out.onnx")
     assert all("reads model.onnx.data" in note for note in written.pop("notes"))
     assert {**written, "notes": []} == {**expected, "artifact": "out.onnx"}
 

@@ -121,8 +121,8 @@ def test_a_genai_folder_computes_what_its_sessions_did(source: Path, level: str)
     session = onnxruntime.InferenceSession(source / "model.onnx", options, providers=CPU)
     (expected,) = session.run(["logits"], feeds())
     shutil.copy(source / "model.onnx", source / "other.onnx")
-    told = pack(source, "--for", "genai", "-o", "packed", "--verbose")
-    assert f"accuracy_level {level} (auto: as onnxruntime fuses it)" in told
+    printed = pack(source, "--for", "genai", "-o", "packed", "--verbose")
+    assert f"accuracy_level {level} (auto: as onnxruntime fuses it)" in printed
     shutil.rmtree(source)
     assert files("packed") == [
         "chat_template.jinja",
@@ -174,9 +174,9 @@ def test_triton_gets_a_configuration_or_keeps_its_own(source: Path):
 def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source: Path):
     pack(source, "-o", "folder")
     assert {"tokenizer.json", "model.onnx.data"} < set(files("folder"))
-    told = json.loads(pack(source / "model.onnx", "-o", "alone", "--format", "json"))
+    printed = json.loads(pack(source / "model.onnx", "-o", "alone", "--format", "json"))
     assert files("alone") == ["model.onnx", "model.onnx.data"]
-    assert told["artifact"] == "alone/model.onnx" and told["fired"] == 1
+    assert printed["artifact"] == "alone/model.onnx" and printed["fired"] == 1
     done = ortplugins_command("pack", source, "-o", "alone")
     assert done.returncode == 2 and "--force" in done.stderr
     pack(source / "model.onnx", "-o", "alone", "--force")
@@ -272,10 +272,10 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_one_line_and_leaves_nothing(source: Path, what: str):
-    server, spoil, told = BAD[what]
+    server, spoil, message = BAD[what]
     spoil(source)
     done = ortplugins_command("pack", source, "--for", server, "-o", "packed")
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert [name for name in os.listdir() if name != "given"] == []
 

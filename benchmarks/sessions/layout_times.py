@@ -126,7 +126,7 @@ def _runs(sessions: Sequence[ort.InferenceSession], feeds: Feeds) -> bool:
 def _ratio(
     ours: ort.InferenceSession, stock: ort.InferenceSession, feeds: Feeds, rounds: int
 ) -> float:
-    """Return the median time of ours over that of stock's, taking turns."""
+    """Return the median time of one session as a multiple of the other's, run in turns."""
     names = [item.name for item in stock.get_outputs()]
     runs = max(1, round(_TURN_SECONDS / _seconds(stock, names, feeds, 3)))
     times: tuple[list[float], list[float]] = ([], [])

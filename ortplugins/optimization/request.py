@@ -19,7 +19,11 @@ import onnxruntime
 from ortplugins.runtime.cpu_features import cpu_features
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.package_versions import package_versions
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, given_entry
+from ortplugins.runtime.temporary_settings import (
+    DATA_FOLDER_KEY,
+    DISABLED_OPTIMIZERS_KEY,
+    given_entry,
+)
 from rewrite_rules.cpu_providers import are_cpu_only
 from session_options.keys import stored
 from session_options.plan import Plan, plan_from_json
@@ -47,7 +51,6 @@ _SPEED_ENTRIES = (
     "session.use_device_allocator_for_initializers",
     "mlas.enable_gemm_fastmath_arm64_bfloat16",
 )
-_LEFT_OUT = "optimization.disable_specified_optimizers"
 
 
 class BuildRequest(NamedTuple):
@@ -226,8 +229,8 @@ def _session_settings(
     given = {key: text for key, text in entries if text is not None}
     given |= dict(settings.entries)
     if settings.disabled:  # an argument, which processes that measure do not take
-        named = filter(None, (given.get(_LEFT_OUT), *settings.disabled))
-        given[_LEFT_OUT] = ";".join(named)
+        named = filter(None, (given.get(DISABLED_OPTIMIZERS_KEY), *settings.disabled))
+        given[DISABLED_OPTIMIZERS_KEY] = ";".join(named)
     return tuple({**found, **given}.items())
 
 

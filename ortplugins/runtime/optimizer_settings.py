@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import onnxruntime
 
-from ortplugins.runtime.temporary_settings import given_entry
+from ortplugins.runtime.temporary_settings import DISABLED_OPTIMIZERS_KEY, given_entry
 
 # Entries that change what the optimisers do. SessionOptions cannot list its entries.
 _KEYS = (
     "optimization.constant_folding_max_output_size_in_bytes",
-    "optimization.disable_specified_optimizers",
+    DISABLED_OPTIMIZERS_KEY,
     "optimization.enable_cast_chain_elimination",
     "optimization.enable_gelu_approximation",
     "optimization.minimal_build_optimizations",
@@ -59,7 +59,7 @@ class OptimizerSettings(NamedTuple):
     def native_accuracy_level(self) -> int | None:
         """Level at which dequantised weights are fused; None where they are not."""
         entries = dict(self.entries)
-        named = entries.get("optimization.disable_specified_optimizers", "").split(";")
+        named = entries.get(DISABLED_OPTIMIZERS_KEY, "").split(";")
         if (
             self.level in ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC")
             or entries.get("session.disable_quant_qdq") == "1"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 __all__ = [
     "DATA_FOLDER_KEY",
+    "DISABLED_OPTIMIZERS_KEY",
     "construct_with",
     "given_entry",
     "options_lock",
@@ -29,11 +30,13 @@ from session_options.keys import parse_bool, stored
 
 # Where the external data is of a model that is given as bytes.
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+# Names of optimisers that are left out, semicolons between them.
+DISABLED_OPTIMIZERS_KEY = "optimization.disable_specified_optimizers"
 
 # What entries that passes and hints set mean where they are not set.
 _DEFAULTS = {
     "mlas.enable_gemm_fastmath_arm64_bfloat16": "0",
-    "optimization.disable_specified_optimizers": "",
+    DISABLED_OPTIMIZERS_KEY: "",
     "optimization.enable_gelu_approximation": "0",
     "session.dynamic_block_base": "0",
     "session.inter_op.allow_spinning": "1",

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
+from ortplugins.runtime.temporary_settings import DISABLED_OPTIMIZERS_KEY
 from ortplugins.runtime.usable_cores import usable_cores
 
 # Between the names of changes that are taken together.
@@ -62,8 +64,8 @@ _SPEED = (
     # See offline_optimizers: the kernel that it makes is slower.
     _setting(
         "sums apart from norms",
-        "optimization.disable_specified_optimizers",
-        "SkipLayerNormFusion",
+        DISABLED_OPTIMIZERS_KEY,
+        ";".join(SLOW_OPTIMIZERS),
     ),
     _NO_PLAN,
     _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
