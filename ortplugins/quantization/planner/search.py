@@ -104,11 +104,10 @@ class Search:
         """
         self._switched, self._progress, self._implied = switched, progress, implied
         switched.refer_to(switched.values())
-        base = switched.base(())
         self._effects: dict[Unit, float] = {}
         for done, unit in enumerate(units):
             progress(done, len(units), f"ranking {unit.names[0]}")
-            self._effects[unit] = switched.deviation(unit.switches, base).error
+            self._effects[unit] = switched.deviation(unit.switches).error
         self._ordered = sorted(units, key=lambda unit: -self._worth(unit))
         self._unit_of = {name: unit for unit in units for name in unit.names}
         self._banned: set[Unit] = set()
@@ -121,8 +120,7 @@ class Search:
         Raises:
             QuantizationError: If the budget can't be reached with all promoted.
         """
-        self._base = self._switched.base(self._switched.switches)
-        self.now = self._base.deviation
+        self.now = self._measured(())
         self.curve.append(CurvePoint(0, (), self.now))
         if budget is None:
             return
@@ -222,16 +220,12 @@ class Search:
         return (self.now.error - self._measured(units).error) / added
 
     def _measured(self, promoted: Iterable[Unit]) -> Deviation:
-        return self._switched.deviation(self._on(promoted), self._base)
-
-    def _on(self, promoted: Iterable[Unit]) -> frozenset[str]:
         off = {switch for unit in promoted for switch in unit.switches}
-        return frozenset(self._switched.switches) - off
+        return self._switched.deviation(frozenset(self._switched.switches) - off)
 
     def _set(self, promoted: tuple[Unit, ...]) -> None:
         self._promoted = promoted
-        self._base = self._switched.base(self._on(promoted))
-        self.now = self._base.deviation
+        self.now = self._measured(promoted)
 
 
 def _cost(units: Iterable[Unit]) -> int:

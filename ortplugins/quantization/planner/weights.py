@@ -85,7 +85,7 @@ def plan_bits(
         is_symmetric: Whether codes are signed, without zero points.
         op_types: Some of MatMul and Gemm.
         nodes_to_exclude: Nodes that keep their float weight.
-        max_calibration_memory: Bytes for what is kept of activations and outputs.
+        max_calibration_memory: Bytes for what is kept of outputs, and of weights in float.
         providers: Execution providers that run the samples.
         work_dir: Folder for intermediate files; by default the system's.
         progress: Called with what is done, of how much, and what it is.
