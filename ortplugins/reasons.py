@@ -57,7 +57,10 @@ def code_of(text: str) -> str:
 
     Of several texts that fit, the one that says most decides.
     """
-    return next((code for pattern, code in _patterns() if pattern.search(text)), "")
+    return next(
+        (code for part, pattern, code in _patterns() if part in text and pattern.search(text)),
+        "",
+    )
 
 
 def with_code(text: str) -> str:
@@ -67,10 +70,13 @@ def with_code(text: str) -> str:
 
 
 @functools.cache
-def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+def _patterns() -> tuple[tuple[str, re.Pattern[str], str], ...]:
+    """Return the longest fixed part of each text, its pattern and code; most words first."""
     texts = [(text, reason.code) for reason in reasons() for text in reason.texts]
     texts.sort(key=lambda pair: -len(pair[0].replace(_ANY, "")))
-    return tuple((_pattern(text), code) for text, code in texts)
+    return tuple(
+        (max(text.split(_ANY), key=len), _pattern(text), code) for text, code in texts
+    )
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -193,4 +193,9 @@ def worded(remark: Remark) -> str:
 
 
 def _remark_to_dict(remark: Remark) -> dict[str, str]:
-    return {"node": remark.node, "outcome": remark.outcome.value, "reason": remark.reason}
+    found = {"node": remark.node, "outcome": remark.outcome.value, "reason": remark.reason}
+    if remark.outcome is Outcome.REFUSED:
+        from ortplugins.reasons import code_of
+
+        found["code"] = code_of(remark.reason)
+    return found

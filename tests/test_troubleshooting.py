@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import onnx_ir as ir
@@ -63,6 +64,19 @@ def test_reports_name_the_codes(tmp_path: Path):
         tmp_path / "model.onnx", options={"dq_matmulnbits_fusion.slow_kernels": "keep"}
     ).report
     assert report.refused and "[ORP1" in str(report) and "[ORP1" in report.to_text()
-    arguments = ("--set", "dq_matmulnbits_fusion.slow_kernels=keep")
-    done = ortplugins_command("inspect", tmp_path / "model.onnx", *arguments)
-    assert "[ORP1" in done.stdout
+    (remark,) = report.to_dict()["passes"][0]["remarks"]
+    code = remark["code"]
+    assert code in BY_CODE
+    pytest.importorskip("jinja2")
+    arguments = (tmp_path / "model.onnx", "--set", "dq_matmulnbits_fusion.slow_kernels=keep")
+    for form, shown in {
+        "text": f"[{code}]",
+        "github": f"[{code}]",
+        "json": f'"{code}"',
+    }.items():
+        assert shown in ortplugins_command("inspect", *arguments, "--format", form).stdout
+    page = tmp_path / "report.html"
+    ortplugins_command("report", *arguments, "-o", page, "--no-measure")
+    assert f"<code>{code}</code> {html.escape(BY_CODE[code].advice)}" in page.read_text(
+        "utf-8"
+    )

@@ -17,6 +17,7 @@ import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import console
+from ortplugins.reasons import with_code
 from session_options import DqMatMulNBitsFusion
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def check(
             text = "" if own is None else f", onnxruntime's own {own:.3g}"
             out.print(f"output {name!r}: max abs error {error:.3g}{text}", soft_wrap=True)
         for node, reason in found.unfused.items():
-            out.print(f"unfused {node}: {reason}", soft_wrap=True, style="yellow")
+            out.print(f"unfused {node}: {with_code(reason)}", soft_wrap=True, style="yellow")
         for failure in failures:
             out.print(f"failed: {failure}", soft_wrap=True, style="red")
         if not failures:
@@ -172,7 +173,7 @@ def _print_github(found: _Checked, failures: Sequence[str], model: Path) -> None
     for text in failures:
         typer.echo(annotation("error", text, model, "ortplugins check"))
     for node, reason in found.unfused.items():
-        typer.echo(annotation("warning", reason, model, f"unfused: {node}"))
+        typer.echo(annotation("warning", with_code(reason), model, f"unfused: {node}"))
     if not failures:
         fired = len(found.report.fired)
         text = f"fired {fired}, unfused {len(found.unfused)}, outputs within bounds"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A report as workflow commands of GitHub Actions, which show as annotations of a run.
 
-    ::warning file=model.onnx,title=refused%3A lm_head::block_size 24 has no kernel
+    ::warning file=model.onnx,title=refused%3A lm_head::block_size 24 has no kernel [ORP103]
 
 GitHub shows the first 10 warnings and the first 10 notices of each step. (Format and escapes:
 docs.github.com, "Workflow commands"; escapeData and escapeProperty in actions/toolkit.)
@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ortplugins.reasons import with_code
 from rewrite_rules.remarks import Outcome
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _LEVELS = {Outcome.REFUSED: "warning", Outcome.FIRED: "notice"}
 
 
 def annotations_of(report: Report, model: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a warning for each refusal, then a notice for each rewrite.
+    """Yield a warning for each refusal, with its code, then a notice for each rewrite.
 
     Args:
         report: What the passes did.
@@ -34,9 +35,10 @@ def annotations_of(report: Report, model: str | os.PathLike[str]) -> Iterator[st
         for remark in report.remarks:
             if remark.outcome is outcome:
                 title = f"{remark.pass_name} {outcome.value}: {remark.node}"
-                yield annotation(level, remark.reason, model, title)
+                reason = with_code(remark.reason) if level == "warning" else remark.reason
+                yield annotation(level, reason, model, title)
     for note in report.notes:
-        yield annotation("notice", note, model, "note")
+        yield annotation("notice", with_code(note), model, "note")
 
 
 def annotation(level: str, message: str, model: str | os.PathLike[str], title: str) -> str:

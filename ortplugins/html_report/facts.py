@@ -157,15 +157,15 @@ def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         report: As ``Report.to_dict`` writes it.
 
     Returns:
-        Refusals first, then by size: pass, outcome, the reason with ``…`` for each name, how
-        many remarks, and of each remark its node and the names.
+        Refusals first, then by size: pass, outcome, the reason with ``…`` for each name, its
+        code, how many remarks, and of each remark its node and the names.
     """
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for item in report["passes"]:
         for remark in item["remarks"]:
             names = _QUOTED.findall(remark["reason"])
             reason = _QUOTED.sub("…", remark["reason"])
-            key = item["name"], remark["outcome"], reason
+            key = item["name"], remark["outcome"], reason, remark.get("code", "")
             groups.setdefault(key, []).append(
                 {"node": remark["node"], "names": list(dict.fromkeys(names))}
             )
@@ -176,10 +176,11 @@ def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "pass": name,
                 "outcome": outcome,
                 "reason": reason,
+                "code": code,
                 "count": len(remarks),
                 "remarks": remarks,
             }
-            for (name, outcome, reason), remarks in groups.items()
+            for (name, outcome, reason, code), remarks in groups.items()
         ),
         key=lambda group: (order.index(group["outcome"]), -group["count"], group["reason"]),
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.html_report.charts import Curve, error_chart, memory_chart, thinned
+from ortplugins.reasons import reasons
 
 # What a page shows; the JSON has everything. With names as exporters make them, 700 KB.
 _GROUPS, _NODES_PER_GROUP, _NODES, _ROWS, _NOTES, _INPUTS = 250, 100, 1500, 300, 50, 12
@@ -85,6 +86,7 @@ def render_page(facts: Mapping[str, Any], json_name: str = "") -> str:
         facts=page,
         cut=cut,
         json_name=json_name,
+        advice={reason.code: reason.advice for reason in reasons()},
         figures=(page["sessions"] or {}).get("figures", []),
         outcomes=list(dict.fromkeys(group["outcome"] for group in page["remarks"])),
         pass_names=list(dict.fromkeys(group["pass"] for group in page["remarks"])),
