@@ -33,13 +33,14 @@ CHAIN = """
     [QN] nq = QuantizeLinear(n, k, g)
     [DN] w = DequantizeLinear(nq, k, g)
 """
+CONSTANTS = "float s = {0.02}, uint8 z = {121}, float k = {0.5}, uint8 g = {1}"
 X = np.float32([-1, 0.1, 0.5, 2])
 
 
 def build(
     body: str = CHAIN,
     signature: str = "g (float[4] x) => (float[4] w)",
-    constants: str = "float s = {0.02}, uint8 z = {121}, float k = {0.5}, uint8 g = {1}",
+    constants: str = CONSTANTS,
     opset: int = 21,
 ) -> ir.Model:
     head = f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]>'
@@ -72,6 +73,20 @@ DAMAGED = {
         'DequantizeLinear<block_size = "2">(q, s, z)',
         "is string, not int",
     ),
+    "per axis": ("float s = {0.02}", "float[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
+    "zero": ("float s = {0.02}", "float s = {0.0}", "scale is 0.0"),
+    "negative": ("float s = {0.02}", "float s = {-1.0}", "scale is -1.0"),
+    "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are not activations"),
+    "at run time": (
+        "[Q] q = QuantizeLinear(x, s, z)",
+        "r = Abs(s) [Q] q = QuantizeLinear(x, r, z)",
+        "run time",
+    ),
+    "other grid": (
+        "DequantizeLinear(q, s, z)",
+        "DequantizeLinear(q, k, z)",
+        "different grids",
+    ),
 }
 
 
@@ -80,8 +95,8 @@ DAMAGED = {
 @pytest.mark.parametrize("name", ["y", "N"])
 def test_damaged_nodes_are_told_and_left(case: str, mode: str, name: str) -> None:
     old, new, words = DAMAGED[case]
-    assert old in CHAIN
-    model = build(CHAIN.replace(old, new, 1))
+    assert (old in CHAIN) != (old in CONSTANTS)
+    model = build(CHAIN.replace(old, new, 1), constants=CONSTANTS.replace(old, new))
     before = serialized(model)
     remarks = Remarks("mixed_precision_boundaries")
     options = BoundaryOptions(promote=frozenset({name}), mode=mode)
@@ -145,6 +160,8 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes: tuple[str, ...])
     feeds = [{"x": X, "c": np.array(taken)} for taken in (True, False)]
     before = [run(model, each)[0] for each in feeds]
     place(model, overrides={"x": converted(U16, *nodes)})  # checks that names are single
+    reached = nodes or ("T", "E")
+    assert chains(model) >= {f"x>u8>{'u16>' * (n in reached)}{n}" for n in "TE"}
     for each, old in zip(feeds, before, strict=True):
         assert run(model, each)[0].tobytes() == old.tobytes()
 

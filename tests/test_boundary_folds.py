@@ -13,7 +13,6 @@ from builders.dequantized_models import run
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
-from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 
@@ -190,34 +189,6 @@ def test_values_that_others_read_stay_values():
     )
 
 
-@pytest.mark.parametrize("dtype", [UINT8, INT8, UINT16, INT16])
-@pytest.mark.parametrize("floats", [np.float32, np.float16])
-def test_sixteen_bits_under_float16_scales_are_no_identity(
-    dtype: ir.DataType, floats: type[np.generic]
-):
-    real = "float" if floats is np.float32 else "float16"
-    kind = dtype.name.lower()
-
-    def model() -> ir.Model:
-        made = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21]>
-            g ({kind}[n] c) => ({real}[n] y) <{real} f = {{0}}, {kind} k = {{3}}> {{
-                d = DequantizeLinear(c, f, k)  q = QuantizeLinear(d, f, k)
-                y = DequantizeLinear(q, f, k) }}""")
-        scale = ir.tensor(np.array(0.0011, floats))
-        made.graph.initializers["f"].const_value = scale
-        return made
-
-    before, after = model(), model()
-    fold(after)
-    feeds = {"c": all_of(dtype)}
-    assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
-    moves = floats is np.float16 and dtype in (UINT16, INT16)
-    grid = QuantizationGrid(dtype, floats(0.0011), 3)
-    assert grid.keeps_codes(grid) is not moves
-    if not moves:
-        assert operators(after) == {"DQ": 1}
-
-
 # Values that stay.
 
 ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
@@ -242,33 +213,6 @@ def test_an_exact_refinement_folds_on_cpus_only(kind: str, coarse: str, fine: st
 def test_a_pair_of_the_same_range_that_moves_values_is_kept(scale: str):
     text = ENTRY.replace("s16", scale).format(z8="z", z16="z16")
     check(text, "DQ Q DQ Sigmoid")
-
-
-def test_random_refinements_fold_and_their_neighbours_do_not():
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        coarse = QuantizationGrid(
-            UINT8, np.float32(2.0 ** random.uniform(-20, 5)), int(random.integers(256))
-        )
-        exact = coarse.refine(UINT16)
-        beside = np.float32(float(coarse.scale) / 257)
-        for scale, folds in ((exact.scale, True), (beside, False)):
-            models = []
-            for _ in range(2):
-                model = graph(ENTRY.format(z8="z", z16="z16"))
-                constants = model.graph.initializers
-                for name, array in (
-                    ("s", coarse.scale),
-                    ("z", np.uint8(coarse.zero_point)),
-                    ("s16", scale),
-                    ("z16", np.uint16(exact.zero_point)),
-                ):
-                    constants[name].const_value = ir.tensor(np.asarray(array))
-                models.append(model)
-            fold(models[1])
-            before, after = (run(model, {"c": all_of(UINT8)})[0] for model in models)
-            assert after.tobytes() == before.tobytes()
-            assert (operators(models[1])["Q"] == 0) is folds
 
 
 def test_each_reader_of_an_entry_gets_its_own():

@@ -22,17 +22,16 @@ import contextlib
 import json
 import math
 import os
-import queue
 import random
 import re
 import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import hypothesis
 import ml_dtypes
@@ -502,6 +501,15 @@ def seed_models() -> list[onnx.ModelProto]:
                            else_branch = other () => (y2) {{ {branch.format(2)} }}>""",
          "uint4", (32, 6), 0, 16),
         (f"y = {FUNCTIONS}.linear (x, w, w_scale, w_zero)", "int4", (32, 6), 0, 16),
+        ("""V = $w  H = Cast <to = 10> (V)  C = Cast <to = 1> (H)  U = Unsqueeze (C, first)
+            W = Squeeze (U, first)  c = DequantizeLinear (bq, step)
+            y = Gemm <transB = 1> (x, W, c)""", "int8", (6, 32), 1, 32),
+        ("W = $w  y = com.microsoft.FusedMatMul <alpha = 0.5, transB = 1> (x, W)",
+         "uint8", (6, 32), 1, 16),
+        ("""W = $w  p = MatMul (x, W)  t = Relu (steps)  z = Add (q, b)  y = Add (p, z)
+            q = com.microsoft.MatMulNBits
+                <K = 32, N = 6, bits = 4, block_size = 16> (x, codes, t)""",
+         "int4", (32, 6), 0, 16),
     )  # fmt: skip
     made = []
     for text, storage, shape, axis, block in kinds:
@@ -513,7 +521,12 @@ def seed_models() -> list[onnx.ModelProto]:
             "w_scale": rng.uniform(0.5, 2, scale_shape).astype(np.float32),
             "w_zero": rng.integers(low, high, scale_shape).astype(dtype),
             "b": rng.standard_normal(6).astype(np.float32),
+            "bq": np.arange(6, dtype=np.int32),
+            "step": np.float32(0.5),
+            "steps": np.ones(12, np.float32),
+            "codes": rng.integers(0, 255, (6, 2, 8)).astype(np.uint8),
             "shape": np.int64([6, 32]),
+            "first": np.int64([0]),
         }
         inputs = {"x": (T.FLOAT, ["rows", 32])}
         if "(V, i)" in text:
@@ -739,48 +752,40 @@ def run_files(first: int, stop: int) -> dict[str, list[int]]:
     """Look at damaged files in children; complaints with their seeds."""
     complaints: dict[str, list[int]] = collections.defaultdict(list)
     while first < stop:
-        child = subprocess.Popen(
-            [sys.executable, __file__, str(first), str(stop)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        lines: queue.Queue[str] = queue.Queue()
-        reader = threading.Thread(target=_read, args=(child, lines))
-        reader.start()
-        seed, stage = first, "start"
-        while True:
-            try:
-                # The first line waits for the imports.
-                line = lines.get(timeout=2 * SECONDS + (60 if stage == "start" else 0))
-            except queue.Empty:
-                child.kill()
-                line = ""
-                stage = f"{stage}, killed because it hung,"
-            if not line:
-                child.wait()
-                break
-            seed, stage, complaint = json.loads(line)
+        with tempfile.TemporaryFile("w+") as lines:
+            child = subprocess.Popen(
+                [sys.executable, __file__, str(first), str(stop)],
+                stdout=lines,
+                stderr=subprocess.DEVNULL,
+            )
+            hung = wait(child, lines)
+            lines.seek(0)
+            found = [json.loads(line) for line in lines]
+        for seed, stage, complaint in found:
             if complaint:
                 complaints[f"{stage}: {complaint}"].append(seed)
-            if stage == "end":
-                child.wait()
-                break
-        reader.join()
-        if stage == "end":
-            break
+        seed, stage, _ = found[-1] if found else (first, "start", "")
         # onnxruntime's own crashes on a damaged model are not ours.
-        if not stage.startswith("run original"):
-            complaints[f"{stage} ended with {child.returncode}"].append(seed)
+        if stage != "end" and not stage.startswith("run original"):
+            end = "hung" if hung else f"ended with {child.returncode}"
+            complaints[f"{stage} {end}"].append(seed)
         first = seed + 1
     return complaints
 
 
-def _read(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(line)
-    lines.put("")
+def wait(child: subprocess.Popen[bytes], lines: IO[str]) -> bool:
+    """Wait for the end of a child; kill it where no line came for long, and say so."""
+    length, patience = 0, 60.0  # for the imports
+    while True:
+        try:
+            child.wait(patience)
+            return False
+        except subprocess.TimeoutExpired:
+            if (size := os.fstat(lines.fileno()).st_size) == length:
+                child.kill()
+                child.wait()
+                return True
+            length, patience = size, 2 * SECONDS
 
 
 @pytest.mark.parametrize("part", range(2))

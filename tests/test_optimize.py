@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import (
+    STORAGE,
     DequantizedMatMul,
     make_model,
     op_types,
@@ -40,7 +41,9 @@ def save(case: DequantizedMatMul, folder: Path, **kwargs: object) -> Path:
 
 def check(path: Path | None, case: DequantizedMatMul) -> None:
     feed = case.feed()
-    assert relative_error(run(str(path), {"x": feed})[0], case.reference(feed)) <= 1e-5
+    # float16 activations are converted at the kernel's edge: half a unit of 11 bits.
+    bound = 1e-5 if case.scale_dtype is np.float32 else 1e-3
+    assert relative_error(run(str(path), {"x": feed})[0], case.reference(feed)) <= bound
 
 
 @pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8"])
@@ -272,19 +275,27 @@ def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(
 @given(
     k=st.integers(1, 300),
     n=st.integers(1, 50),
-    storage=st.sampled_from(["int4", "uint4", "int8", "uint8"]),
+    block_size=st.sampled_from([16, 32, 64, 128, 256]),
+    storage=st.sampled_from(list(STORAGE)),
     layout=st.sampled_from(["axis0", "transposed"]),
-    zero_points=st.sampled_from(["none", "random"]),
+    zero_points=st.sampled_from(["none", "random", "default"]),
+    scale_dtype=st.sampled_from([np.float32, np.float16]),
+    slow_kernels=st.sampled_from(["fuse", "float"]),
     external=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_is_saved_is_what_was_meant(
-    tmp_path_factory: pytest.TempPathFactory, external: bool, **shape: object
+    tmp_path_factory: pytest.TempPathFactory,
+    external: bool,
+    slow_kernels: str,
+    **shape: object,
 ):
-    case = DequantizedMatMul(block_size=32, **shape)  # type: ignore[arg-type]
+    case = DequantizedMatMul(**shape)  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("saved")
     path = save(case, folder, external_data="d" if external else None, size_threshold_bytes=0)
-    result = ortplugins.optimize(path, folder / "out.onnx", passes=[EXACT])
+    fusion = DqMatMulNBitsFusion(accuracy_level=0, slow_kernels=slow_kernels)
+    result = ortplugins.optimize(path, folder / "out.onnx", passes=[fusion])
+    assert len(result.report.fired) == 1
     check(result.path, case)
 
 

@@ -7,14 +7,12 @@ import re
 
 import onnx_ir as ir
 import pytest
-from builders.qdq_models import chains, count, grid, place, quantized
+from builders.qdq_models import chains, grid, place, quantized
 
-from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     TensorOverride,
 )
-from rewrite_rules.remarks import PassContext
 
 U8, I8, U16, I16 = (
     ir.DataType.UINT8,
@@ -66,25 +64,6 @@ def test_the_region_of_onnxruntimes_figure() -> None:
         "Op5_out: uint8 -> uint16",
         "Op5_out: uint16 -> uint8 for 'Op6'",
     }
-
-
-def test_the_second_region_of_the_figure() -> None:
-    model = quantized(FIGURE)
-    place(model, overrides={"Op4_out": of(U16), "output_1": of(U16)})
-    assert {"Op2>u8>u16>Op4", "Op2>u8>u16>Op7", "Op2>u8>Op8", "Op7>u16>output_1"} <= chains(
-        model
-    )
-    # One pair for both.
-    assert count(model, "QuantizeLinear") == 10 + 3
-
-
-@pytest.mark.parametrize(("target", "pairs"), [("cpu", (11, 12)), ("qnn", (13, 14))])
-def test_the_figure_takes_no_pair_more(target: str, pairs: tuple[int, int]) -> None:
-    model = quantized(FIGURE)
-    remarks = place(model, overrides={"Op4_out": of(U16)})
-    fold_pairs(model, target, PassContext(remarks))
-    assert count(model, "QuantizeLinear") <= pairs[0]
-    assert count(model, "DequantizeLinear") <= pairs[1]
 
 
 def test_explicit_conversions_say_the_same() -> None:

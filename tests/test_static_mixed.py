@@ -304,34 +304,6 @@ def test_regions_of_the_figure(promoted: list[str], activation: str):
         assert shape_of(result.model, name) == shape_of(theirs, name)
 
 
-def test_the_figure_in_words():
-    overrides = '{"op4_out": [{"quant_type": "uint16"}]}'
-    result = given(figure(), FIGURE_RANGES, overrides=overrides)
-    graph = ir.from_proto(result.model).graph
-    node = {item.name: item for item in graph}
-
-    def read(name: str, index: int = 0) -> list[str]:
-        """Types along the way from a node's input back to where it was computed."""
-        types = []
-        value = node[name].inputs[index]
-        while (producer := value.producer()) and producer.op_type.endswith("izeLinear"):
-            types += [_code_type(producer)] * (producer.op_type == "QuantizeLinear")
-            value = producer.inputs[0]
-        return types[::-1]
-
-    assert read("op4") == ["UINT8", "UINT16"]  # op2_out converts for op4
-    assert read("op7") == read("op8") == ["UINT8"]
-    assert read("op5", 0) == ["UINT8", "UINT16"]  # op3_out converts for op5
-    assert read("op5", 1) == ["UINT16"]  # op4_out
-    assert read("op6") == ["UINT16", "UINT8"]  # op5_out converts back
-    # Inside, the whole of the type is used.
-    (scale,) = {
-        float(q.inputs[1].const_value.numpy())
-        for q in (use.node for use in node["op4"].outputs[0].uses())
-    }
-    assert scale == np.float32((0.9 - -1.0) / 65535)
-
-
 def test_end_codes_move_with_onnxruntimes_grids_and_not_with_ours():
     random = np.random.default_rng(0)
     theirs, ours = [], []
@@ -486,17 +458,6 @@ def test_a_file_that_is_no_cache_is_left_alone(content: str, tmp_path: Path):
 
 
 # Refused
-
-
-def test_a_quantizer_without_a_method_that_is_overridden_is_named(monkeypatch):
-    from onnxruntime.quantization import QDQQuantizer
-
-    monkeypatch.delattr(QDQQuantizer, "_quantize_sharing_param_tensors")
-    with pytest.raises(
-        QuantizationError,
-        match=r"onnxruntime 1\.\d+.*no method '_quantize_sharing_param_tensors'",
-    ):
-        quantize_static_mixed(conv_net(), None, samples())
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import enum
 import json
-import subprocess
-import sys
-import textwrap
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders.command_line import ortplugins_command
+from builders.python_process import python
+from builders.sessions import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import (
@@ -25,10 +24,8 @@ from onnxruntime.quantization import (
     QuantType,
     quantize_static,
 )
-from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli.app import app
 from ortplugins.quantization.activations.onnxruntime_quantizer import to_onnxruntime
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
@@ -84,49 +81,23 @@ def test_every_member_of_quant_type_is_known():
 
 
 def test_json_and_onnxruntimes_dict_read_alike():
-    text = """{"Op4_out": [{
-        "quant_type": "QUInt16", "scale": 0.5, "zero_point": 32768,
-        "convert": {"quant_type": "QUInt8", "recv_nodes": ["Op6", "Op5"],
-                    "rmin": -1, "rmax": 2.5, "symmetric": false}}],
-        "Op2_out": [], "W": [{}]}"""
-    as_a_dict = {
-        "Op4_out": [
-            {
-                "quant_type": QuantType.QUInt16,
-                "scale": np.array(0.5, np.float32),
-                "zero_point": np.array([32768], np.uint16),
-                "convert": {
-                    "quant_type": QuantType.QUInt8,
-                    "recv_nodes": {"Op5", "Op6"},
-                    "rmin": np.float32(-1),
-                    "rmax": np.array(2.5, np.float16),
-                    "symmetric": np.False_,
-                    "axis": None,
-                },
-            }
-        ],
-        "Op2_out": [],
-        "W": [{}],
+    text = """{"a": [{"quant_type": "QUInt16", "scale": 0.5, "zero_point": 32768, "convert":
+        {"quant_type": "QUInt8", "recv_nodes": ["C", "B"], "rmin": -1, "symmetric": false}}],
+        "b": [], "W": [{}]}"""
+    theirs = {
+        "quant_type": QuantType.QUInt8,
+        "recv_nodes": {"B", "C"},
+        "rmin": np.array(-1, np.float16),
+        "symmetric": np.False_,
+        "axis": None,
     }
-    expected = {
-        "Op4_out": (
-            TensorOverride(
-                UINT16,
-                0.5,
-                32768,
-                convert=TensorOverride(
-                    UINT8,
-                    symmetric=False,
-                    rmin=-1.0,
-                    rmax=2.5,
-                    recv_nodes=frozenset({"Op5", "Op6"}),
-                ),
-            ),
-        ),
-        "Op2_out": (),
-        "W": (TensorOverride(),),
-    }
-    assert read_overrides(text) == read_overrides(as_a_dict) == expected
+    numbers = {"scale": np.array(0.5, np.float32), "zero_point": np.array([32768], np.uint16)}
+    entry = {"quant_type": QuantType.QUInt16, "convert": theirs, **numbers}
+    nodes = frozenset({"B", "C"})
+    convert = TensorOverride(UINT8, symmetric=False, rmin=-1.0, recv_nodes=nodes)
+    expected = (TensorOverride(UINT16, 0.5, 32768, convert=convert),)
+    assert read_overrides(text) == read_overrides({"a": [entry], "b": [], "W": [{}]})
+    assert read_overrides(text) == {"a": expected, "b": (), "W": (TensorOverride(),)}
 
 
 _finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -512,45 +483,32 @@ def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "m.onnx"
 
 
-def test_the_cache_notices_when_the_file_changes(model_path: Path):
-    def start() -> str:
-        so = onnxruntime.SessionOptions()
-        chosen = MixedPrecisionBoundaries(overrides="@o.json")
-        ortplugins.configure(so, chosen, cache_dir=str(model_path.parent / "cache"))
-        session = ortplugins.InferenceSession(
-            model_path, so, providers=["CPUExecutionProvider"]
-        )
-        entry = so.get_session_config_entry(KEY)
-        assert entry == "@o.json"  # as it went in
-        return session.ortplugins_report.source
-
-    def entries() -> int:
-        return len([*(model_path.parent / "cache" / "entries").iterdir()])
-
-    file = model_path.parent / "o.json"
-    file.write_text('{"a": [{"quant_type": "uint16"}]}')
-    assert start() == "built"
-    assert entries() == 1
-    assert start() == "cache"
-    assert entries() == 1
-    file.write_text('{"a":\n  [{"quant_type": "QUInt16"}]}\n')  # says the same
-    assert start() == "cache"
-    assert entries() == 1
-    file.write_text('{"a": [{"quant_type": "int16"}]}')
-    assert start() == "built"
-    assert entries() == 2
+def test_the_cache_notices_when_the_file_changes(model_path: Path, cache_dir: Path):
+    so, file = onnxruntime.SessionOptions(), Path("o.json")
+    ortplugins.configure(so, MixedPrecisionBoundaries(overrides="@o.json"))
+    for text, expected, entries in (
+        ('{"a": [{"quant_type": "uint16"}]}', "built", 1),
+        ('{"a": [{"quant_type": "uint16"}]}', "cache", 1),
+        ('{"a":\n  [{"quant_type": "QUInt16"}]}\n', "cache", 1),  # says the same
+        ('{"a": [{"quant_type": "int16"}]}', "built", 2),
+    ):
+        file.write_text(text)
+        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
+        assert so.get_session_config_entry(KEY) == "@o.json"  # as it went in
+        assert session.ortplugins_report.source == expected
+        assert len([*(cache_dir / "entries").iterdir()]) == entries
     file.unlink()
     with pytest.raises(OptionError, match=r"o\.json': the file can't be read"):
-        start()
+        ortplugins.InferenceSession(model_path, so, providers=CPU)
 
 
 def test_the_command_line_reads_the_file(model_path: Path):
     Path("o.json").write_text('{"a": [{"quant_type": "uint16"}]}')
-    arguments = ["optimize", str(model_path), "-o", "out.onnx"]
+    arguments = ["optimize", model_path, "-o", "out.onnx"]
     arguments += ["--pass", "mixed_precision_boundaries"]
     arguments += ["--set", "mixed_precision_boundaries.overrides=@o.json"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    done = ortplugins_command(*arguments)
+    assert done.returncode == 0, done.stderr
     types = {
         node.inputs[2].dtype for node in ir.load("out.onnx").graph if "Linear" in node.op_type
     }
@@ -560,26 +518,20 @@ def test_the_command_line_reads_the_file(model_path: Path):
 def test_a_model_that_cannot_follow_is_left_and_says_why(model_path: Path):
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides={"aa": [{"quant_type": "uint16"}]})
-    ortplugins.configure(so, chosen, cache_dir="cache")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        session = ortplugins.InferenceSession(
-            model_path, so, providers=["CPUExecutionProvider"]
-        )
+    ortplugins.configure(so, chosen)
+    words = r"(?s)override of tensor 'aa'.*did you mean 'a'\?"
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=words):
+        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
     assert session.ortplugins_report.source == "untouched"
-    told = " ".join(str(item.message) for item in caught)
-    assert "override of tensor 'aa'" in told
-    assert "did you mean 'a'?" in told
 
 
 def test_making_the_pass_imports_no_onnx():
     code = """
-        import sys
-        from session_options import MixedPrecisionBoundaries
-        MixedPrecisionBoundaries(overrides='{"t": [{"quant_type": "uint16"}]}')
-        found = {"onnx", "onnx_ir", "onnxscript", "onnxruntime"} & set(sys.modules)
-        assert not found, found"""
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+import sys
+from session_options import MixedPrecisionBoundaries
+MixedPrecisionBoundaries(overrides='{"t": [{"quant_type": "uint16"}]}')
+print({"onnx", "onnx_ir", "onnxscript", "onnxruntime"} & set(sys.modules))"""
+    assert python("-c", code).stdout == "set()\n"
 
 
 def test_the_pass_takes_what_was_read():
