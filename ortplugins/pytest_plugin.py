@@ -8,8 +8,6 @@ the workers of pytest-xdist.
 
 from __future__ import annotations
 
-__all__ = ["ReportPlugin"]
-
 import contextlib
 import os
 import weakref

@@ -8,8 +8,6 @@ looks them up, and docs/troubleshooting.md has the same table.
 
 from __future__ import annotations
 
-__all__ = ["Reason", "code_of", "reasons", "with_code"]
-
 import functools
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PassReport", "Report", "Tried", "worded"]
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["did_you_mean"]
-
 import difflib
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["are_cpu_only"]
-
 from collections.abc import Iterable
 
 

@@ -8,8 +8,6 @@ pass did where they differ. The rules themselves know nothing of onnxruntime.
 
 from __future__ import annotations
 
-__all__ = ["Trial"]
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["warn_caller"]
-
 import sys
 import warnings
 

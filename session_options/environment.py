@@ -13,8 +13,6 @@ The general options are ``ORTPLUGINS_CACHE_DIR``,
 
 from __future__ import annotations
 
-__all__ = ["GENERAL", "VARIABLE", "entries_of", "general_entries", "plan_entries", "plan_text"]
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Distribution", "installed_distributions"]
-
 import functools
 import os
 import sys

@@ -3,24 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "Option",
-    "OptionError",
-    "Scalar",
-    "check_choice",
-    "check_length",
-    "closest",
-    "enable_key",
-    "format_value",
-    "option",
-    "option_key",
-    "options_of",
-    "parse_bool",
-    "parse_dims",
-    "parse_value",
-    "stored",
-]
-
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["lazy_names"]
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

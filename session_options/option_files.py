@@ -7,8 +7,6 @@ above all, sees the content and not the name, so a file that changes is noticed.
 
 from __future__ import annotations
 
-__all__ = ["read_option_files", "read_plan"]
-
 import os
 from typing import TYPE_CHECKING
 

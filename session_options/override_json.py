@@ -14,14 +14,6 @@ overrides only to know which entry is its own.
 
 from __future__ import annotations
 
-__all__ = [
-    "canonical_overrides",
-    "format_overrides",
-    "quant_type_name",
-    "read_overrides",
-    "read_quant_type",
-]
-
 import dataclasses
 import json
 import math

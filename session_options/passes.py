@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NOTHING_TO_DO", "Pass"]
-
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar

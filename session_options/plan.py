@@ -3,19 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "GENERAL_OPTIONS",
-    "HINTS",
-    "HINT_KEY",
-    "Plan",
-    "configure",
-    "make_plan",
-    "plan_from_json",
-    "plan_from_settings",
-    "read",
-    "settings_of",
-]
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 

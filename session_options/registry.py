@@ -3,16 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "NO_ENTRY_POINTS",
-    "PassWarning",
-    "find",
-    "pass_names",
-    "registered_passes",
-    "resolve",
-    "version_of",
-]
-
 import functools
 import importlib
 import os

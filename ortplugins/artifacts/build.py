@@ -3,16 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "Built",
-    "build_entry",
-    "cache_of",
-    "is_usable",
-    "look_up",
-    "session_key_content",
-    "source_files",
-]
-
 import contextlib
 import dataclasses
 import os

@@ -8,8 +8,6 @@ it is, or what went wrong.
 
 from __future__ import annotations
 
-__all__ = ["build_in_child", "main"]
-
 import dataclasses
 import gc
 import json

@@ -16,21 +16,6 @@ imports little more than ``known_starts.py`` and ``manifest.py`` of this package
 
 from __future__ import annotations
 
-__all__ = [
-    "SETTLED_SECONDS",
-    "CacheDirectory",
-    "cache_folder",
-    "cache_limit",
-    "cache_root",
-    "disk_size",
-    "file_identity",
-    "is_private",
-    "page_checksum",
-    "read_json",
-    "remove_tree",
-    "write_json",
-]
-
 import contextlib
 import errno
 import json

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Explanation", "explain"]
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping

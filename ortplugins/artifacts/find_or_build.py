@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Artifact", "discard_if_damaged", "find_or_build"]
-
 import os
 import time
 from collections.abc import Mapping

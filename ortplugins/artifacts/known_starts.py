@@ -7,8 +7,6 @@ identity and a checksum of some pages, and whatever is not known exactly takes t
 
 from __future__ import annotations
 
-__all__ = ["KnownStart", "find_known_start", "is_current", "lacks_operators", "remember_start"]
-
 import contextlib
 import json
 import os

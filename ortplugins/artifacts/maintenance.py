@@ -3,17 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "PruneResult",
-    "EntryInfo",
-    "VerifyResult",
-    "clean",
-    "choose",
-    "prune",
-    "share",
-    "verify",
-]
-
 import contextlib
 import dataclasses
 import os

@@ -3,19 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "MANIFEST",
-    "MODEL",
-    "USE_SECONDS",
-    "Entry",
-    "file_sha256",
-    "is_as_published",
-    "last_use",
-    "note_use",
-    "read_manifest",
-    "write_manifest",
-]
-
 import contextlib
 import json
 import os

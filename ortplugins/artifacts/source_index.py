@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SourceIndex", "content_digest", "content_key", "key_content"]
-
 import contextlib
 import hashlib
 import json

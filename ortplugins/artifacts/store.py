@@ -7,8 +7,6 @@ The layout of the directory is described in ``directory.py``.
 
 from __future__ import annotations
 
-__all__ = ["ArtifactCache"]
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["WarmResult", "expected_bytes", "explain_miss", "warm"]
-
 import dataclasses
 import os
 import warnings

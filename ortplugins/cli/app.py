@@ -6,8 +6,6 @@ Exit codes: 0 done, 1 a check failed, 2 wrong usage or input that cannot be used
 
 from __future__ import annotations
 
-__all__ = ["COMMANDS", "app", "main"]
-
 import importlib
 import sys
 import warnings

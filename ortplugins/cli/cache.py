@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["cache"]
-
 import json
 import re
 import time

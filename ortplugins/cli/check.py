@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check"]
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["compare"]
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

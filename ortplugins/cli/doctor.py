@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["doctor"]
-
 import json
 import os
 import shutil

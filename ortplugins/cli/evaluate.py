@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["evaluate", "print_evaluation"]
-
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["explain"]
-
 from collections.abc import Iterator
 from typing import Annotated
 

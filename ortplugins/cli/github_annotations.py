@@ -9,8 +9,6 @@ docs.github.com, "Workflow commands"; escapeData and escapeProperty in actions/t
 
 from __future__ import annotations
 
-__all__ = ["annotation", "annotations_of"]
-
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["inspect"]
-
 import tempfile
 from pathlib import Path
 from typing import Annotated

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["optimize"]
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["passes"]
-
 import json
 from collections.abc import Iterator
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["plan_precision"]
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["quantize"]
-
 import contextlib
 import json
 import math

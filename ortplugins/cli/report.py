@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_page", "report", "write_report"]
-
 import json
 import shlex
 import sys

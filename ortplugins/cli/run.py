@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RunProgram", "run"]
-
 import dataclasses
 import os
 import runpy

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["console", "print_report", "print_table", "progress_bar"]
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Aim", "tune", "tuned"]
-
 import json
 import tempfile
 from pathlib import Path

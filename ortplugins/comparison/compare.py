@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Comparison", "compare", "plain"]
-
 import dataclasses
 import json
 import math

@@ -15,8 +15,6 @@ the cosine is 0. (:mod:`.deviation` averages over outputs; its
 
 from __future__ import annotations
 
-__all__ = ["Difference", "DifferenceSum", "Violation", "difference_of", "find_violation"]
-
 import dataclasses
 import math
 from collections.abc import Iterator

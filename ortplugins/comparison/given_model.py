@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GivenModel", "ModelSource", "operator_counts"]
-
 import collections
 import contextlib
 import os

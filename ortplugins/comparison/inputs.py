@@ -3,12 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "Inputs",
-    "comparison_feeds",
-    "fetch",
-]
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

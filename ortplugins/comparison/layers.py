@@ -10,8 +10,6 @@ packed weights (int8 activations of MatMulNBits for one).
 
 from __future__ import annotations
 
-__all__ = ["Layer", "LayerComparison", "compare_layers"]
-
 import dataclasses
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence

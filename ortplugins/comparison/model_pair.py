@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ModelPair"]
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ The order of a file is not that of a run: onnxruntime sorts the nodes itself.
 
 from __future__ import annotations
 
-__all__ = ["ProfiledNode", "opened", "profiled_run"]
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["unfused_in"]
-
 from typing import TYPE_CHECKING
 
 from rewrite_rules.remarks import Outcome

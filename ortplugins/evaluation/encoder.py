@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Embeddings", "embed", "pairs_of", "retrieval_accuracy"]
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Evaluation", "ModelFigures", "evaluate"]
-
 import dataclasses
 import json
 import math

@@ -11,8 +11,6 @@ tokens before it and q the other's:
 
 from __future__ import annotations
 
-__all__ = ["Prediction", "read_windows"]
-
 import dataclasses
 import math
 from collections.abc import Sequence

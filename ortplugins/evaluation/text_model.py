@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TextModel"]
-
 import math
 import os
 import statistics

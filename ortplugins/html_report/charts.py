@@ -7,16 +7,6 @@ own, with a style that can be read on light and dark backgrounds.
 
 from __future__ import annotations
 
-__all__ = [
-    "Curve",
-    "error_chart",
-    "memory_bars",
-    "memory_chart",
-    "promotion_bars",
-    "promotion_chart",
-    "thinned",
-]
-
 import dataclasses
 import math
 from collections.abc import Sequence

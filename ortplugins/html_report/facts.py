@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FORMAT", "gather_facts", "group_remarks"]
-
 import datetime
 import os
 import re

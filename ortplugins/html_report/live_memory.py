@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OrderReport", "order_of"]
-
 import dataclasses
 import os
 from collections.abc import Mapping

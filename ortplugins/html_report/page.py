@@ -8,8 +8,6 @@ and characters that a reader cannot see are written as their code points.
 
 from __future__ import annotations
 
-__all__ = ["render_page", "write_page"]
-
 import base64
 import hashlib
 import json

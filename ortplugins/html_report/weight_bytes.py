@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KINDS", "PACKED", "packed_bytes", "weight_bytes"]
-
 import os
 from collections.abc import Iterator
 

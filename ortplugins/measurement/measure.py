@@ -14,19 +14,6 @@ makes figures comparable is here alone:
 
 from __future__ import annotations
 
-__all__ = [
-    "Candidate",
-    "Cost",
-    "MeasureError",
-    "Measurement",
-    "SessionProcess",
-    "Spread",
-    "Started",
-    "measure",
-    "side_by_side",
-    "write_feed",
-]
-
 import collections
 import contextlib
 import dataclasses

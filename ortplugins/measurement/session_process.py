@@ -16,8 +16,6 @@ Each line of standard input is a command, each line of standard output its answe
 
 from __future__ import annotations
 
-__all__ = ["main"]
-
 import importlib
 import json
 import os

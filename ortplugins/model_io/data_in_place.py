@@ -9,16 +9,6 @@ own tools.
 
 from __future__ import annotations
 
-__all__ = [
-    "LEAST_BYTES",
-    "NEW_BYTES",
-    "PlacedData",
-    "folder_of",
-    "in_place",
-    "new_bytes",
-    "place",
-]
-
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -3,21 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "LoadedModel",
-    "ModelLike",
-    "from_memory",
-    "initializer_tensors",
-    "is_path",
-    "lift_constants",
-    "load_bytes",
-    "load_model",
-    "load_path",
-    "read_model_file",
-    "same_kind",
-    "stored_bytes",
-]
-
 import dataclasses
 import os
 import stat

@@ -9,8 +9,6 @@ bytes, once as the parsed message. Only fields of the main graph's initializers 
 
 from __future__ import annotations
 
-__all__ = ["read_without_tensors"]
-
 import mmap
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OutputFolder", "model_in", "tokenizer_beside"]
-
 import contextlib
 import dataclasses
 import os

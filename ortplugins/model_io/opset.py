@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["raise_opset"]
-
 import logging
 
 import onnx_ir as ir

@@ -3,16 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DATA_THRESHOLD",
-    "Progress",
-    "check_absent",
-    "check_output",
-    "needs_data_file",
-    "output_data_path",
-    "save_with_data",
-]
-
 import os
 import tempfile
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["stage"]
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

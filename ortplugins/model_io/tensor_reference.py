@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ScratchWriter", "TensorReference"]
-
 import dataclasses
 import os
 from pathlib import Path

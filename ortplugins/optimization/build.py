@@ -7,8 +7,6 @@ entry.
 
 from __future__ import annotations
 
-__all__ = ["BuildResult", "build", "build_artifact"]
-
 import dataclasses
 import os
 from collections.abc import Mapping

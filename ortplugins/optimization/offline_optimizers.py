@@ -8,8 +8,6 @@ onnxruntime writes the new graph with the old references.
 
 from __future__ import annotations
 
-__all__ = ["SLOW_OPTIMIZERS", "bake"]
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OptimizeResult", "checked_version", "optimize", "optimize_for", "plan_of"]
-
 import dataclasses
 import os
 import tempfile

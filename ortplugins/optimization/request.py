@@ -7,8 +7,6 @@ part of the key in the cache. Importing this imports none of onnx, onnx_ir and o
 
 from __future__ import annotations
 
-__all__ = ["BuildRequest", "read_request"]
-
 import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["infer_shapes"]
-
 import contextlib
 
 import onnx_ir as ir

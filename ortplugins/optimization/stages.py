@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AfterPass", "FailedPass", "PassRuns"]
-
 import dataclasses
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Failure", "find_failure", "save_both"]
-
 import dataclasses
 import statistics
 import tempfile

@@ -6,8 +6,6 @@ Names and defaults are those of ``src/config.h`` and ``src/config.cpp`` of its r
 
 from __future__ import annotations
 
-__all__ = ["genai_layout"]
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Layout", "plain_layout"]
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PackResult", "Server", "pack"]
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ triton-inference-server/common and the README of its onnxruntime_backend.
 
 from __future__ import annotations
 
-__all__ = ["triton_layout"]
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

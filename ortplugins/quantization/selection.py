@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Pattern", "check_names", "matches"]
-
 import fnmatch
 import re
 from collections.abc import Collection, Iterable

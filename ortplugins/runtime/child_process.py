@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["child_environment", "child_python"]
-
 import os
 import sys
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["cpu_features", "instruction_sets", "processor_name"]
-
 import functools
 import os
 import zlib

@@ -8,8 +8,6 @@ its copy of the options refuses an initializer that it has already.
 
 from __future__ import annotations
 
-__all__ = ["added_initializer", "describe_model", "overrides_dimensions"]
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["machine", "versions"]
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALL_OPTIMIZERS", "OptimizerSettings", "read_optimizer_settings"]
-
 from collections.abc import Collection
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["package_versions"]
-
 import functools
 from collections.abc import Mapping
 

@@ -12,8 +12,6 @@ pss       the same, but pages that n processes share count as 1/n (smaps_rollup)
 
 from __future__ import annotations
 
-__all__ = ["ProcessMemory", "process_memory", "proportional_bytes"]
-
 import dataclasses
 from pathlib import Path
 

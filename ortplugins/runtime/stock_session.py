@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LEVELS", "NUMPY_TYPES", "open_model", "quiet_runner", "stock_options", "type_of"]
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

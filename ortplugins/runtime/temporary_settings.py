@@ -9,15 +9,6 @@ them sees another one's settings.
 
 from __future__ import annotations
 
-__all__ = [
-    "DATA_FOLDER_KEY",
-    "DISABLED_OPTIMIZERS_KEY",
-    "construct_with",
-    "given_entry",
-    "options_lock",
-    "temporarily_set",
-]
-
 import contextlib
 import threading
 import weakref

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["usable_cores"]
-
 import os
 from collections.abc import Iterator
 

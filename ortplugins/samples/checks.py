@@ -7,8 +7,6 @@ written for another model. Python numbers and lists get the input's type, if it 
 
 from __future__ import annotations
 
-__all__ = ["checked_sample"]
-
 from collections.abc import Mapping
 from typing import Any
 

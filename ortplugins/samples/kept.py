@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KeptSamples", "feed_bytes"]
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -18,8 +18,6 @@ with the past that the model returned for them.
 
 from __future__ import annotations
 
-__all__ = ["MadeUpInputs", "Run", "next_step", "sizes_of"]
-
 import dataclasses
 import itertools
 import re

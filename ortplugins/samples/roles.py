@@ -7,8 +7,6 @@ Exporters name dimensions as they like: torch writes ``s10`` for the batch of th
 
 from __future__ import annotations
 
-__all__ = ["Kind", "Role", "cache_sizes", "counted_tokens", "is_open", "role_of", "rows_below"]
-
 import dataclasses
 import enum
 import re

@@ -15,8 +15,6 @@ axis, the first, counts samples.
 
 from __future__ import annotations
 
-__all__ = ["CalibrationReader", "CalibrationSource", "Feed", "checked_feeds"]
-
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping

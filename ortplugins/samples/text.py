@@ -9,8 +9,6 @@ which its mask leaves out. Caches are empty.
 
 from __future__ import annotations
 
-__all__ = ["TextSamples", "TextTokenizer", "TokenFeeds", "read_text"]
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["InferenceSession"]
-
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

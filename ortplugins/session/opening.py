@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["STOCK", "ReportDict", "open_session", "untouched_report"]
-
 import os
 import sys
 import time

@@ -12,8 +12,6 @@ and those that our modules and passes open while they work.
 
 from __future__ import annotations
 
-__all__ = ["disable", "enable", "enable_entries", "enabled"]
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PATH_VARIABLE", "VERBOSE_VARIABLE", "print_starts", "record", "summary"]
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AND", "Change", "changes_for", "combined"]
-
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence

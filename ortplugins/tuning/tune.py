@@ -9,8 +9,6 @@ whose error is too great, is not taken.
 
 from __future__ import annotations
 
-__all__ = ["Tuned", "tune"]
-
 import dataclasses
 import functools
 import itertools

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Workload", "workloads"]
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ColumnBias", "read_column_bias", "write_column_bias"]
-
 import dataclasses
 import math
 from collections.abc import Hashable

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FusionOptions", "FusionRun"]
-
 import dataclasses
 
 import onnx_ir as ir

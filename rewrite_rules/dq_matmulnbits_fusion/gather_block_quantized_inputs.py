@@ -16,8 +16,6 @@ known from onnxruntime 1.23 on.
 
 from __future__ import annotations
 
-__all__ = ["table_writer"]
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator

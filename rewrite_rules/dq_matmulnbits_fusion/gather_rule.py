@@ -11,8 +11,6 @@ up to 3 times as long for a row as onnxruntime takes to unpack it (1.32).
 
 from __future__ import annotations
 
-__all__ = ["GatherToGatherBlockQuantized"]
-
 from typing import Any
 
 import onnx_ir as ir

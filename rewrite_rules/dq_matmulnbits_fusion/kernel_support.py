@@ -9,8 +9,6 @@ onnxruntime-gpu 1.27, 1.28, 1.30 and 1.31.
 
 from __future__ import annotations
 
-__all__ = ["NoKernel", "matmulnbits_unsupported", "table_unsupported", "takes_bias"]
-
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import PassContext

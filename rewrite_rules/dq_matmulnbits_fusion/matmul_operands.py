@@ -7,8 +7,6 @@ y = alpha * W.T @ x + beta * bias                 on the left: y.T = alpha * x.T
 
 from __future__ import annotations
 
-__all__ = ["Product", "read_product"]
-
 import dataclasses
 
 import onnx_ir as ir

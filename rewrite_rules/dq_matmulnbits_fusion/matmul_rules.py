@@ -19,8 +19,6 @@ Refused where the activation is dequantised too, which onnxruntime has kernels o
 
 from __future__ import annotations
 
-__all__ = ["AddBias", "LeftOperand", "RightOperand"]
-
 import dataclasses
 import functools
 from typing import Any

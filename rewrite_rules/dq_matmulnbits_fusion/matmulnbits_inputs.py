@@ -14,19 +14,6 @@ written out.
 
 from __future__ import annotations
 
-__all__ = [
-    "KernelInputs",
-    "fitting_block_size",
-    "fold_into_scales",
-    "kernel_block_size",
-    "repacked",
-    "slow_kernel",
-    "write_codes",
-    "write_matmulnbits",
-    "write_scales",
-    "write_zero_points",
-]
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any

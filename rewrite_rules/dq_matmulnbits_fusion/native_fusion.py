@@ -10,8 +10,6 @@ that takes Relu and Clip for redundant. Checked against the models that onnxrunt
 
 from __future__ import annotations
 
-__all__ = ["AccuracyLevel", "choose_accuracy_level", "native_block_size", "why_not_native"]
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ constant (an initializer that is also a graph input is not), or malformed.
 
 from __future__ import annotations
 
-__all__ = ["Emit", "OperandRule", "check_type"]
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["remark_unfused"]
-
 from collections.abc import Iterator
 
 import onnx_ir as ir

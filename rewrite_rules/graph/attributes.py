@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["axes_of", "axis_of", "float_attribute", "int_attribute", "ints_attribute"]
-
 import math
 from collections.abc import Sequence
 

@@ -3,15 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "check_payload",
-    "constant",
-    "constant_ints",
-    "require_constant",
-    "source_of",
-]
-
-
 import numpy as np
 import onnx_ir as ir
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_inlined_size"]
-
 import onnx_ir as ir
 
 # Nodes that a model may have once its functions are inlined.

@@ -8,8 +8,6 @@ unknown outside it. Every rule therefore makes its initializers here.
 
 from __future__ import annotations
 
-__all__ = ["DerivedInitializers", "new_initializer"]
-
 from collections.abc import Callable, Hashable
 
 import onnx_ir as ir

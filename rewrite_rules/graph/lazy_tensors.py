@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AliasTensor", "ChunkedTensor", "packed_bytes", "relabel"]
-
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FreshNames"]
-
 import onnx_ir as ir
 
 

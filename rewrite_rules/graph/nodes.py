@@ -3,18 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "captures",
-    "drop_unused_initializers",
-    "is_constant",
-    "label",
-    "normalize_domains",
-    "owner",
-    "producer",
-    "remove_node",
-    "subgraphs",
-]
-
 from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["is_dequantize_linear", "is_quantize_linear"]
-
 import onnx_ir as ir
 
 _DOMAINS = ("", "com.microsoft")

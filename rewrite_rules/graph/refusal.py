@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Refusal"]
-
 
 class Refusal(Exception):
     """A candidate cannot be rewritten; the text is the reason a user reads."""

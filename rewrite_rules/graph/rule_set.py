@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DispatchingRuleSet"]
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ answered from the sizes of its input, so that nothing large is computed for it.
 
 from __future__ import annotations
 
-__all__ = ["GraphEvaluator"]
-
 from collections.abc import Mapping
 
 import numpy as np

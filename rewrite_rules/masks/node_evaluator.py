@@ -7,8 +7,6 @@ nodes on equal arrays are computed once: exporters repeat these subgraphs in eve
 
 from __future__ import annotations
 
-__all__ = ["CannotEvaluate", "NodeEvaluator"]
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

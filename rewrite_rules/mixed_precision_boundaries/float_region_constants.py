@@ -15,9 +15,6 @@ GatherBlockQuantized are; constants that a caller may feed; what exceeds the lim
 
 from __future__ import annotations
 
-__all__ = ["unpack_constants"]
-
-
 import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import int_attribute

@@ -16,8 +16,6 @@ rounding to 8 bits, and runs only on request.
 
 from __future__ import annotations
 
-__all__ = ["fold_pairs"]
-
 from typing import Any
 
 import onnx_ir as ir

@@ -21,8 +21,6 @@ A region is checked whole before anything is written: one that is refused leaves
 
 from __future__ import annotations
 
-__all__ = ["BoundaryOptions", "place_boundaries"]
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 

@@ -10,8 +10,6 @@ their codes through both operators, never by reasoning about the numbers.
 
 from __future__ import annotations
 
-__all__ = ["GRID_TYPES", "QuantizationGrid"]
-
 import dataclasses
 import functools
 

@@ -14,14 +14,6 @@ a subgraph of If or Loop counts like any other node.
 
 from __future__ import annotations
 
-__all__ = [
-    "ELEMENTWISE_OPERATORS",
-    "GridReader",
-    "QuantizedGraph",
-    "QuantizedTensor",
-    "read_grid",
-]
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator

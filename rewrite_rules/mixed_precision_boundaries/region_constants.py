@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ConstantChange", "bias_changes", "constant_changes"]
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ values, or over a range that is known to begin or end at 0, if nothing converts 
 
 from __future__ import annotations
 
-__all__ = ["Grids", "choose_grids"]
-
 from collections.abc import Hashable, Mapping
 
 import numpy as np

@@ -7,8 +7,6 @@ fold rules take out what changes no value, and :meth:`RegionWriter.finish` what 
 
 from __future__ import annotations
 
-__all__ = ["RegionWriter", "feeds_a_body"]
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np

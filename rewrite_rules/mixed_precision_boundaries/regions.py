@@ -20,15 +20,6 @@ writes. Contradictions are errors that name both sides.
 
 from __future__ import annotations
 
-__all__ = [
-    "SHARING_OPERATORS",
-    "Groups",
-    "Region",
-    "TensorPlan",
-    "find_regions",
-    "sharing_groups",
-]
-
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 

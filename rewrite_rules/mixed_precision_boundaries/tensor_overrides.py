@@ -8,8 +8,6 @@ the model has, before anything changes.
 
 from __future__ import annotations
 
-__all__ = ["Activation", "OverrideError", "Overrides", "TensorOverride", "check_overrides"]
-
 import dataclasses
 import itertools
 import math

@@ -7,8 +7,6 @@ result as one line of JSON. Run by :mod:`.prepack`.
 
 from __future__ import annotations
 
-__all__ = ["main"]
-
 import json
 import os
 import sys

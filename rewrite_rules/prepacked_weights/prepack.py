@@ -15,8 +15,6 @@ above the limit, a child that fails, hangs, or whose result is not bit-equal.
 
 from __future__ import annotations
 
-__all__ = ["PrepackOptions", "prepack"]
-
 import dataclasses
 import json
 import os

@@ -16,8 +16,6 @@ nodes read them, aligned, so that a cold start reads forward.
 
 from __future__ import annotations
 
-__all__ = ["Key", "Record", "lay_out", "places", "read_records", "restore_order"]
-
 import contextlib
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["trim_heap"]
-
 import contextlib
 import ctypes
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EarliestValues"]
-
 from collections.abc import Hashable
 
 import onnx_ir as ir

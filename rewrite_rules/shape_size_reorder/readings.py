@@ -7,8 +7,6 @@ All is decided before any node is rewritten.
 
 from __future__ import annotations
 
-__all__ = ["Reading", "Readings"]
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeGuard

@@ -8,8 +8,6 @@ itself, and kept only if it holds less at its peak, or runs a Shape sooner and h
 
 from __future__ import annotations
 
-__all__ = ["ReorderOptions", "reorder"]
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

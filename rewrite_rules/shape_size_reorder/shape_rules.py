@@ -20,8 +20,6 @@ nodes, and one more Shape for each dimension that is read.
 
 from __future__ import annotations
 
-__all__ = ["shape_rules"]
-
 from typing import Any
 
 import onnx_ir as ir

@@ -12,8 +12,6 @@ A Shape that still reads a computed tensor gets a remark that says why.
 
 from __future__ import annotations
 
-__all__ = ["simplify_shapes"]
-
 import collections
 from collections.abc import Hashable
 

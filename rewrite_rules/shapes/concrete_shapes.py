@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DEFAULT_DIM", "ConcreteShapes", "concrete_shapes"]
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -15,8 +15,6 @@ large graph.
 
 from __future__ import annotations
 
-__all__ = ["DeclaredNames"]
-
 from collections.abc import Mapping
 
 import onnx_ir as ir

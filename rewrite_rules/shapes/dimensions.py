@@ -11,8 +11,6 @@ unknown (:meth:`Unknowns.remembered`).
 
 from __future__ import annotations
 
-__all__ = ["Dim", "Dims", "Shape", "Unknowns", "known", "number"]
-
 import collections
 from collections.abc import Hashable, Iterable, Sequence
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Facts", "Integers", "Site"]
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol

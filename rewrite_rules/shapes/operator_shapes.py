@@ -16,8 +16,6 @@ there dimensions of size 0 or not:
 
 from __future__ import annotations
 
-__all__ = ["output_shapes"]
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

@@ -23,8 +23,6 @@ A proof does not start from
 
 from __future__ import annotations
 
-__all__ = ["ProvedShapes"]
-
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir

@@ -12,8 +12,6 @@ may not fit into anything smaller; estimates follow int32, too.
 
 from __future__ import annotations
 
-__all__ = ["INTEGER_OPERATORS", "output_integers"]
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["unify_dimension_names"]
-
 import onnx_ir as ir
 
 from rewrite_rules.shapes.declared_names import DeclaredNames

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NewNodes"]
-
 from typing import Any
 
 import numpy as np

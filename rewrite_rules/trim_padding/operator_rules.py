@@ -8,8 +8,6 @@ sequence.
 
 from __future__ import annotations
 
-__all__ = ["RULES"]
-
 from collections.abc import Callable, Collection
 from typing import Any
 

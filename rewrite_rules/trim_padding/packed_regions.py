@@ -13,8 +13,6 @@ models that pool it.
 
 from __future__ import annotations
 
-__all__ = ["pack_regions"]
-
 import math
 from functools import partial
 from typing import Any

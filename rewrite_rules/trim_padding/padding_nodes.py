@@ -16,8 +16,6 @@ Where a position that an input chooses is not a real one, nothing is cut: longes
 
 from __future__ import annotations
 
-__all__ = ["PaddingNodes"]
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -11,22 +11,6 @@ with and without their padding; a factor is told by its sizes in all of them.
 
 from __future__ import annotations
 
-__all__ = [
-    "BATCH",
-    "UNFIT",
-    "Axes",
-    "Axis",
-    "Factor",
-    "Runs",
-    "Sequence",
-    "Sizes",
-    "flat_sequences",
-    "marked",
-    "plain",
-    "sequences_of",
-    "split_axes",
-]
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator

@@ -14,8 +14,6 @@ What no rule covers is refused, with the node that stood in the way.
 
 from __future__ import annotations
 
-__all__ = ["Choice", "Evaluated", "Site", "Stopped", "TokenFlow", "Tokens", "Value"]
-
 import dataclasses
 import functools
 import operator

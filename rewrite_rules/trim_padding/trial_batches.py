@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["trial_batches"]
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

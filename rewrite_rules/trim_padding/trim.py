@@ -11,8 +11,6 @@ real positions keep their numbers; trials on made-up batches check it.
 
 from __future__ import annotations
 
-__all__ = ["TrimOptions", "trim_padding"]
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SIGN_BITS", "Bytes", "pack_rows", "unpack"]
-
 import numpy as np
 import numpy.typing as npt
 

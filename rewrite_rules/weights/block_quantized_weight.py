@@ -13,8 +13,6 @@ for the whole weight, is a block as long as K.
 
 from __future__ import annotations
 
-__all__ = ["BlockQuantizedWeight", "ScaleLayout", "Unrepresentable"]
-
 import dataclasses
 from typing import TYPE_CHECKING, Any
 

@@ -12,8 +12,6 @@ block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the
 
 from __future__ import annotations
 
-__all__ = ["DequantizedOperand", "read_operand", "is_layout_op", "dequantize_chain"]
-
 import dataclasses
 import math
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ every inference. The numbers are DequantizeLinear's own, bit for bit.
 
 from __future__ import annotations
 
-__all__ = ["FloatConstants", "float_bytes"]
-
 import math
 
 import onnx_ir as ir

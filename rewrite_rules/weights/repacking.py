@@ -9,10 +9,6 @@ Two's-complement codes become unsigned by adding ``2**(bits - 1)``, which flips 
 
 from __future__ import annotations
 
-__all__ = [
-    "repack",
-]
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -13,8 +13,6 @@ step that it takes through the codes and through the scales:
 
 from __future__ import annotations
 
-__all__ = ["Axis", "Run", "coalesced", "offsets", "reshape", "row_major"]
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MixedPrecisionBoundaries"]
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PrepackedWeights"]
-
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar

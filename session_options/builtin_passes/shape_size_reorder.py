@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ShapeSizeReorder"]
-
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TrimPadding"]
-
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 

@@ -16,17 +16,6 @@ made by :mod:`~ortplugins.quantization.methods.nearest`, whose default grid is a
 
 from __future__ import annotations
 
-__all__ = [
-    "dq_tensor",
-    "find_scales",
-    "get_act_scale",
-    "get_scale",
-    "get_weight_scale",
-    "relative_magnitude",
-    "quant_tensor",
-    "rtn",
-]
-
 from typing import Any
 
 import numpy as np

@@ -14,18 +14,6 @@ and with less error.
 
 from __future__ import annotations
 
-__all__ = [
-    "AWQClipHelper",
-    "AWQLiteHelper",
-    "clip_search",
-    "find_quantizable_weights",
-    "get_act_to_weight_map_and_act_to_wa_pack_map",
-    "get_parent_child_nodes_map",
-    "get_x_w_mean_for_subgraph",
-    "run_awq_scale_search_per_node",
-    "run_awq_scale_search_per_subgraph",
-]
-
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

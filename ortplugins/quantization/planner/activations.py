@@ -9,8 +9,6 @@ tensor, the search goes on without it.
 
 from __future__ import annotations
 
-__all__ = ["PrecisionPlan", "plan_precision"]
-
 import dataclasses
 import itertools
 import os

@@ -7,8 +7,6 @@ cosine = y . r / (|y| |r|)             of each sample and output, the mean over 
 
 from __future__ import annotations
 
-__all__ = ["Comparison", "Deviation"]
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ the budget, the search goes on for as much more.
 
 from __future__ import annotations
 
-__all__ = ["Plan", "PlannerRun"]
-
 import contextlib
 import dataclasses
 import math

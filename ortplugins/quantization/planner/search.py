@@ -14,8 +14,6 @@ finds sets whose error is smaller by 4 % at most.
 
 from __future__ import annotations
 
-__all__ = ["CurvePoint", "Effect", "Search", "Unit"]
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 

@@ -8,8 +8,6 @@ all settings: opening one folds and packs all weights.
 
 from __future__ import annotations
 
-__all__ = ["SwitchedModel"]
-
 import collections
 import concurrent.futures
 import itertools

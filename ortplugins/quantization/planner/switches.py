@@ -10,8 +10,6 @@ Relu or Clip whose range the grid has. An If runs one branch only.
 
 from __future__ import annotations
 
-__all__ = ["add_switches", "add_weight_switch"]
-
 from collections.abc import Sequence
 
 import numpy as np

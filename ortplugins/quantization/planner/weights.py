@@ -11,8 +11,6 @@ What the search finds is quantised by the method asked for and compared with the
 
 from __future__ import annotations
 
-__all__ = ["BitsPlan", "plan_bits"]
-
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["describe_change"]
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

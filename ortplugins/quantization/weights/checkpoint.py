@@ -13,8 +13,6 @@ by scales that the norms before them were divided by: those, and biases, come al
 
 from __future__ import annotations
 
-__all__ = ["Checkpoint", "PackedWeight", "put_in"]
-
 import dataclasses
 import json
 import os

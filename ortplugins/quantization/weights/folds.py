@@ -19,8 +19,6 @@ behind the activation, for all weights of the group.
 
 from __future__ import annotations
 
-__all__ = ["Fold", "apply_folds", "find_folds", "insert_mul"]
-
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -14,8 +14,6 @@ and GatherBlockQuantized are made from these by the fusion's own rules.
 
 from __future__ import annotations
 
-__all__ = ["CodeWriter", "drop_unused"]
-
 import numpy as np
 import onnx_ir as ir
 

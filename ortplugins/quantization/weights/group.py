@@ -8,18 +8,6 @@ which no method mixes, and results go to the files straight away: nothing is eve
 
 from __future__ import annotations
 
-__all__ = [
-    "METHODS",
-    "GroupResult",
-    "GroupTask",
-    "StoredCodes",
-    "WeightErrors",
-    "WeightTask",
-    "one_blas_thread",
-    "quantize_group",
-    "this_process",
-]
-
 import dataclasses
 import functools
 import os

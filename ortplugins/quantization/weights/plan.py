@@ -3,15 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "Group",
-    "Weight",
-    "WeightPlan",
-    "check_not_empty",
-    "plan_weights",
-    "reported",
-]
-
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any

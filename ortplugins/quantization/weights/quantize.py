@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["QuantizeResult", "quantize"]
-
 import collections
 import concurrent.futures
 import contextlib

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["QUANT_FORMATS", "Choice", "Recipe", "Rule", "Settings"]
-
 import dataclasses
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence

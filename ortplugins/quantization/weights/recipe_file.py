@@ -14,8 +14,6 @@ A file has the fields of :class:`Recipe`; ``rules`` are settings by pattern, or 
 
 from __future__ import annotations
 
-__all__ = ["PRESETS", "read_recipe"]
-
 import dataclasses
 import os
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ files; the .json comes last, and only an entry with its .json counts.
 
 from __future__ import annotations
 
-__all__ = ["RunFolder"]
-
 import contextlib
 import dataclasses
 import hashlib

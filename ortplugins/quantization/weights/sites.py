@@ -11,8 +11,6 @@ nothing. Nodes of model-local functions are not looked at.
 
 from __future__ import annotations
 
-__all__ = ["OP_TYPES", "WeightSite", "find_sites"]
-
 import dataclasses
 from collections.abc import Collection, Iterator
 

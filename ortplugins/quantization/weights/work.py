@@ -8,8 +8,6 @@ find the weights -> watch their activations, in batches that fit into memory
 
 from __future__ import annotations
 
-__all__ = ["Calibration", "quantize_graph"]
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -15,8 +15,6 @@ sizes of all requests. This is onnxruntime's arena with the defaults of a sessio
 
 from __future__ import annotations
 
-__all__ = ["touched_bytes"]
-
 import bisect
 from collections.abc import Iterable
 

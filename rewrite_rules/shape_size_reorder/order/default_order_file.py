@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DefaultFile", "closest_default_order"]
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -15,8 +15,6 @@ beam             for small graphs: the most promising sets of executed nodes, st
 
 from __future__ import annotations
 
-__all__ = ["HeuristicBytes", "candidate_orders", "subtrees"]
-
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

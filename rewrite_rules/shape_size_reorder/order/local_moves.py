@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["lower_peak"]
-
 from collections.abc import Callable, Iterator, Sequence
 
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel, Timeline

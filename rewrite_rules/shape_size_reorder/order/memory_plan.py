@@ -25,8 +25,6 @@ with ``mem_bytes_requested_in_use`` of its profiles.
 
 from __future__ import annotations
 
-__all__ = ["MemoryModel", "Timeline", "inner_bytes"]
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

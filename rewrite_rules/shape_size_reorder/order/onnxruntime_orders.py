@@ -22,8 +22,6 @@ model (optimisers, functions put in place of their calls) get the highest indice
 
 from __future__ import annotations
 
-__all__ = ["Dependencies", "ranks"]
-
 import dataclasses
 import graphlib
 import heapq

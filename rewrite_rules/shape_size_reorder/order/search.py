@@ -15,14 +15,6 @@ For those who can't set that, but can choose the file, there is
 
 from __future__ import annotations
 
-__all__ = [
-    "GraphOrder",
-    "SimulatedOrder",
-    "memory_order",
-    "rearrange",
-    "shape_distances",
-]
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
