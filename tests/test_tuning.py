@@ -29,6 +29,7 @@ from session_options.plan import HINTS, make_plan
 
 FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
 DYNAMIC_BLOCKS = "session.dynamic_block_base"
+OPERATORS = frozenset({"MatMul", "Erf", "LayerNormalization"})
 Ratios = Mapping[str, float | Sequence[float] | str]
 
 
@@ -201,7 +202,7 @@ def test_a_choice_is_found_again_by_a_session_of_the_same_options():
         ).key_parts()
 
     expected = key_of(onnxruntime.SessionOptions())
-    for change in (change for hint in HINTS for change in changes_for(hint, {})):
+    for change in (change for hint in HINTS for change in changes_for(hint, {}, OPERATORS)):
         options = onnxruntime.SessionOptions()
         with temporarily_set(options, change.settings):
             assert (key_of(options) == expected) is not bool(change.settings)
@@ -234,15 +235,27 @@ def test_plain_onnxruntime_is_measured_under_the_options_of_the_user(
 
 def test_what_the_user_set_is_left_alone():
     def names(session: Mapping[str, str]) -> set[str]:
-        return {item.name for item in changes_for("memory", session)}
+        return {item.name for item in changes_for("memory", session, OPERATORS)}
 
     assert "no arena" in names({"enable_cpu_mem_arena": "1"})
     assert "no arena" not in names({"enable_cpu_mem_arena": "0"})
-    assert BLOCKS not in {item.name for item in changes_for("latency", {DYNAMIC_BLOCKS: "2"})}
+    found = changes_for("latency", {DYNAMIC_BLOCKS: "2"}, OPERATORS)
+    assert BLOCKS not in {item.name for item in found}
+
+
+def test_a_setting_for_an_operator_is_not_tried_without_it():
+    def names(*operators: str) -> set[str]:
+        return {item.name for item in changes_for("latency", {}, frozenset(operators))}
+
+    assert "approximate Gelu" not in names("Conv", "ReduceMean")
+    assert names("Erf", "LayerNormalization") - names() == {
+        "approximate Gelu",
+        "sums apart from norms",
+    }
 
 
 def test_changes_combine():
-    a, b = changes_for("memory", {})[:2]
+    a, b = changes_for("memory", {}, OPERATORS)[:2]
     both = combined([a, b])
     assert both.name == f"{a.name} + {b.name}"
     assert (both.passes, both.settings) == (a.passes, b.settings)

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.minilm import float_minilm
 from benchmarks.models.real_nets import real_nets
+from benchmarks.sessions.mixed_precision import int8_minilm
 from examples.smollm2 import demo
 from ortplugins.artifacts.warming import warm
 from ortplugins.measurement.measure import Candidate, Feed, measure
@@ -27,7 +28,8 @@ _PASSES = (
     "prepacked_weights",
 )
 _COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
-_TOKENS = 64
+# Tokens of a prompt, and what a later step of a decoder looks back at.
+_TOKENS, _LATER_TOKENS = 64, 512
 
 
 def measure_hints(folder: Path, rounds: int) -> list[Figure]:
@@ -89,25 +91,32 @@ def _nets(folder: Path) -> dict[str, tuple[Path, Feed]]:
     float_path, _ = float_minilm()
     int4 = folder / "minilm.int4.onnx"
     quantize(float_path, int4)
-    found["MiniLM-L6 int4"] = (
-        int4,
-        next(feed for path, feed in found.values() if path == float_path),
-    )
+    texts = next(feed for path, feed in found.values() if path == float_path)
+    found |= {
+        "MiniLM-L6 int4": (int4, texts),
+        "MiniLM-L6 int8 QDQ": (int8_minilm(folder), texts),
+    }
     for model in demo.make_models(demo.WORK, Console(quiet=True)):
-        found[f"SmolLM2 int4 {model.layout}"] = model.path, _prompt(model.path)
+        for name, tokens, past in (
+            (f"{_TOKENS} tokens", _TOKENS, 0),
+            (f"one after {_LATER_TOKENS}", 1, _LATER_TOKENS),
+        ):
+            feed = _decoder_feed(model.path, tokens, past)
+            found[f"SmolLM2 int4 {model.layout}, {name}"] = model.path, feed
     return found
 
 
-def _prompt(path: Path) -> Feed:
-    """Return a prompt without a past."""
+def _decoder_feed(path: Path, tokens: int, past: int) -> Feed:
+    """Return so many tokens behind a random past."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    ids = np.arange(_TOKENS)[None]
+    ids = np.arange(tokens)[None]
+    rng = np.random.default_rng(0)
     shapes = {item.name: item.shape for item in session.get_inputs()}
     feed = {
-        name: np.zeros([1, shape[1], 0, shape[3]], np.float32)
+        name: rng.standard_normal([1, shape[1], past, shape[3]], np.float32)
         for name, shape in shapes.items()
         if name.startswith("past")
     }
-    return {"input_ids": ids + 1000, "position_ids": ids, **feed}
+    return {"input_ids": ids + 1000, "position_ids": ids + past, **feed}

@@ -58,9 +58,9 @@ def measure_mixed_precision(folder: Path, rounds: int) -> list[Figure]:
     return [*figures, _measure_rewrite(rounds)]
 
 
-def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
+def int8_minilm(folder: Path) -> Path:
+    """Quantise MiniLM-L6 to 8-bit QDQ in a folder; return the file."""
     path, tokenizer = float_minilm()
-    samples = feeds(tokenizer, sentences("wiki_calib", 32))
     prepared, quantized = folder / "minilm-pre.onnx", folder / "minilm.int8.onnx"
     whole = folder / "minilm.onnx"
     onnx.save(onnx.load(path), whole)  # the quantiser's preparation finds no external data
@@ -68,13 +68,20 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     quantize_static(
         str(prepared),
         str(quantized),
-        _Reader(samples),
+        _Reader(feeds(tokenizer, sentences("wiki_calib", 32))),
         quant_format=QuantFormat.QDQ,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         per_channel=True,
         op_types_to_quantize=["MatMul"],
     )
+    return quantized
+
+
+def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
+    path, tokenizer = float_minilm()
+    samples = feeds(tokenizer, sentences("wiki_calib", 32))
+    quantized = int8_minilm(folder)
     net = _Net(path, quantized, feeds(tokenizer, sentences("wiki_eval", 24)))
     figures = []
     start = time.perf_counter()

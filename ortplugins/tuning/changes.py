@@ -27,6 +27,7 @@ class Change(NamedTuple):
         options: Of these, ``{"<pass>.<option>": value}``.
         settings: Of the session, as ``Pass.session_settings`` has them.
         keeps_graph: Whether onnxruntime's optimised graph is kept even if no pass fires.
+        operators: A model without any of these has nothing to gain; empty if any may gain.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Change(NamedTuple):
     options: Mapping[str, str] = NONE
     settings: Mapping[str, str] = NONE
     keeps_graph: bool = False
+    operators: tuple[str, ...] = ()
 
 
 def _pass(name: str) -> Change:
@@ -41,8 +43,8 @@ def _pass(name: str) -> Change:
     return Change(name, tuple(dict.fromkeys(("dq_matmulnbits_fusion", name))))
 
 
-def _setting(name: str, key: str, value: str) -> Change:
-    return Change(name, settings={key: value})
+def _setting(name: str, key: str, value: str, *operators: str) -> Change:
+    return Change(name, settings={key: value}, operators=operators)
 
 
 _FUSION = _pass("dq_matmulnbits_fusion")
@@ -52,6 +54,9 @@ _INT8 = Change(
 _TRIM = _pass("trim_padding")
 # Values that share buffers make attention's products up to 1.4 times as slow.
 _NO_PLAN = _setting("no plan for buffers", "enable_mem_reuse", "0")
+# What onnxruntime's fusion of a sum and its norm starts from, and its approximation of Gelu.
+_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "ReduceMean")
+_GELUS = ("Erf", "Gelu", "BiasGelu")
 _SPEED = (
     _FUSION,
     _pass("transformer_fusion"),
@@ -64,9 +69,10 @@ _SPEED = (
         "sums apart from norms",
         DISABLED_OPTIMIZERS_KEY,
         ";".join(SLOW_OPTIMIZERS),
+        *_NORMS,
     ),
     _NO_PLAN,
-    _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1"),
+    _setting("approximate Gelu", "optimization.enable_gelu_approximation", "1", *_GELUS),
     _setting("dynamic blocks", "session.dynamic_block_base", "4"),
 )
 _ARM = (_setting("bfloat16 MatMul", "mlas.enable_gemm_fastmath_arm64_bfloat16", "1"),)
@@ -84,19 +90,23 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
         _FUSION,
         _NO_PLAN,
         Change("optimised graph kept", _FUSION.passes, keeps_graph=True),
-        _pass("prepacked_weights"),
+        # Giving memory back takes as long as a small net's start.
+        _pass("prepacked_weights")._replace(options={"prepacked_weights.trim": "0"}),
         _setting("no memory pattern", "enable_mem_pattern", "0"),
     ),
 }  # fmt: skip
 
 
-def changes_for(hint: str, session: Mapping[str, str]) -> list[Change]:
+def changes_for(
+    hint: str, session: Mapping[str, str], operators: frozenset[str]
+) -> list[Change]:
     """Return what a hint tries, the most promising first.
 
     Args:
         hint: One of ``session_options.plan.HINTS``.
         session: Settings of the user's session, which are left as they are where they differ
             from onnxruntime's defaults.
+        operators: Of the model, its subgraphs included.
     """
     found = list(_CHANGES[hint])
     if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
@@ -108,7 +118,13 @@ def changes_for(hint: str, session: Mapping[str, str]) -> list[Change]:
             _setting(f"{count} threads", "intra_op_num_threads", str(count))
             for count in sorted(counts)
         ]
-    return [item for item in found if not item.settings.keys() & _chosen(session)]
+    chosen = _chosen(session)
+    return [
+        item
+        for item in found
+        if not item.settings.keys() & chosen
+        and (not item.operators or operators & set(item.operators))
+    ]
 
 
 def combined(changes: Iterable[Change]) -> Change:

@@ -51,8 +51,9 @@ from rewrite_rules.remarks import Outcome
 from session_options.keys import parse_dims
 from session_options.plan import plan_from_settings
 
-# Processes of each change, measured alone and together with others. Starts vary most.
-_ROUNDS = {"run": (2, 3), "private": (2, 3), "start": (5, 6)}
+# Processes of each change when it is measured alone, and the least and the most together with
+# others, as the budget allows. Starts vary most.
+_ROUNDS = {"run": (2, 3, 12), "private": (2, 3, 5), "start": (5, 6, 15)}
 _RUNS = 20
 # A process takes this besides its session.
 _PROCESS_SECONDS = 0.5
@@ -69,7 +70,9 @@ _MUCH = 0.25
 # Where plain onnxruntime differs from itself by more, nothing can be said.
 _MOST_NOISE = 0.25
 # The share of the budget for trying changes; what is left is for taking several together.
-_ALONE = 0.7
+_ALONE = 0.6
+# Changes that are taken together at the most; the others gain least.
+_TOGETHER = 4
 # The figures in tables; of a session they are compared with plain onnxruntime's.
 _WORDS = {"run": "time of a run", "start": "time of a start", "private": "private memory"}
 _AIMS = {"latency": "run", "throughput": "run", "memory": "private", "start": "start"}
@@ -149,6 +152,7 @@ class _Tuning:
         self._workloads: list[Workload] = []
         self._stock = self._base = self._plain()
         self._base_figures = dict.fromkeys(_WORDS, 1.0)
+        self._seconds = math.inf
         self.tried: dict[str, Tried] = {}
 
     def made(self, model: Path) -> bool:
@@ -157,8 +161,12 @@ class _Tuning:
 
     def search(self) -> tuple[_Built, str]:
         """Return what to take, and why."""
+        graphs: list[ir.Graph | ir.Function] = [self._given.graph]
+        graphs += self._given.functions.values()
         fusion, *changes = changes_for(
-            self._request.plan.hint, dict(self._request.session_settings)
+            self._request.plan.hint,
+            dict(self._request.session_settings),
+            frozenset(node.op_type for graph in graphs for node in graph.all_nodes()),
         )
         fused = self._build(fusion)
         try:
@@ -238,8 +246,8 @@ class _Tuning:
             samples=plan.hint_samples,
         )
 
-    def _rehearse(self) -> tuple[float, float]:
-        """Return what one session takes: seconds to measure it, and its share of the memory.
+    def _rehearse(self) -> float:
+        """Learn how long it takes to measure a session; return its share of the memory.
 
         Raises:
             MeasureError: If the session does not run the workloads.
@@ -251,9 +259,9 @@ class _Tuning:
                 feed = write_feed(workload.feed, self._scratch / f"feed{number}.npz")
                 process.run(feed)
                 seconds += max((2 + _LEAST_RUNS) * process.run(feed), _RUN_SECONDS)
+        self._seconds = seconds
         memory = machine()["memory_bytes"]
-        share = started.private / memory if started.private and memory else 0.0
-        return seconds * _ROUNDS[self._aim][0], share
+        return started.private / memory if started.private and memory else 0.0
 
     def _build_changes(
         self, changes: Sequence[Change], built: Sequence[_Built]
@@ -267,19 +275,23 @@ class _Tuning:
         Raises:
             MeasureError: If the base does not run.
         """
-        seconds, share = self._rehearse()
+        share = self._rehearse()
         budget = self._request.plan.hint_seconds
         found = list(built)
         for change in changes:
             processes = len(found) + 3  # what they are measured beside comes twice
-            elapsed = time.monotonic() - self._began
-            if elapsed + processes * seconds > _ALONE * budget:
+            if self._rounds_left(processes, _ALONE) < _ROUNDS[self._aim][0]:
                 self._note(change, f"there is no time for it in {budget} s (hint_seconds)")
             elif processes * share > _MEMORY:
                 self._note(change, "there is no memory for one more session")
             elif (item := self._build(change)) is not None:
                 found.append(item)
         return found
+
+    def _rounds_left(self, processes: int, share: float = 1.0) -> float:
+        """Return how often so many processes can be measured in a share of the budget."""
+        left = share * self._request.plan.hint_seconds - (time.monotonic() - self._began)
+        return left / (processes * self._seconds)
 
     def _timed_workloads(self) -> list[Workload]:
         return [] if self._aim == "start" else self._workloads
@@ -341,26 +353,36 @@ class _Tuning:
         """Measure sessions beside the base.
 
         Returns:
-            The ratios of each session, None of one that failed; and the noise.
+            The ratios of each session, None of one that failed; and the noise: twice what two
+            equal sessions differ by in a round, over the root of the number of rounds, since
+            a median varies less by that.
         """
         plain, again, *found = self._measure([self._base, self._base, *built], rounds)
         control = _Ratios.of(again, plain)
         if control is None or self._aim not in control.figures:
             return [None] * len(built), math.inf
-        noise = statistics.median(abs(ratio - 1) for ratio in control.figures[self._aim])
+        differences = [abs(ratio - 1) for ratio in control.figures[self._aim]]
+        noise = 2 * statistics.median(differences) / math.sqrt(len(differences))
         ratios = [_Ratios.of(item, plain) for item in found]
         for item, measured, ratio in zip(built, found, ratios, strict=True):
             self._note(item.change, measured.failed, ratio)
         return ratios, max(noise, _LEAST_GAIN)
 
     def _promising(self, built: Sequence[_Built]) -> tuple[list[_Built], float]:
-        """Return the changes that gain, those that gain most first; and the noise."""
+        """Return the changes that may gain, those that gain most first; and the noise.
+
+        Two rounds do not show whether a change gains little or nothing: :meth:`_combine` does.
+        """
         ratios, noise = self._compare(built, _ROUNDS[self._aim][0])
-        found = [
-            (statistics.median(ratio.figures[self._aim]), item)
-            for item, ratio in zip(built, ratios, strict=True)
-            if ratio is not None and self._gains(item.change, ratio, noise)
-        ]
+        found = []
+        for item, ratio in zip(built, ratios, strict=True):
+            if ratio is None:
+                continue
+            median = statistics.median(ratio.figures[self._aim])
+            if median > 1 - _LEAST_GAIN:
+                self._note(item.change, f"gains less than {_LEAST_GAIN:.0%}", ratio)
+            elif not self._is_slower_somewhere(item.change, ratio, noise):
+                found.append((median, item))
         return [item for _, item in sorted(found, key=lambda pair: pair[0])], noise
 
     def _gains(self, change: Change, ratio: _Ratios, noise: float) -> bool:
@@ -370,23 +392,26 @@ class _Tuning:
         if statistics.median(ratios) > 1 - noise or most >= 1:
             self._note(change, f"gains less than the noise of {noise:.0%}", ratio)
             return False
+        return not self._is_slower_somewhere(change, ratio, noise)
+
+    def _is_slower_somewhere(self, change: Change, ratio: _Ratios, noise: float) -> bool:
         for workload, each in zip(self._timed_workloads(), ratio.runs, strict=True):
             if self._aim == "run" and min(each) > 1 + noise:
                 self._note(change, f"is slower on workload {workload.name!r}", ratio)
-                return False
-        return True
+                return True
+        return False
 
     def _combine(self, promising: Sequence[_Built]) -> tuple[_Built, str]:
         """Measure the best change, the best two, and so on; return the least that is best."""
         built = list(promising[:1])
-        for count in range(2, len(promising) + 1):
+        for count in range(2, min(len(promising), _TOGETHER) + 1):
             change = combined(one.change for one in promising[:count])
             if change[1:] != combined([built[-1].change])[1:]:
                 item = self._build(change)
                 built += [] if item is None else [item]
-        ratios, noise = (
-            self._compare(built, _ROUNDS[self._aim][1]) if built else ([], _LEAST_GAIN)
-        )
+        _, fewest, most = _ROUNDS[self._aim]
+        rounds = int(min(max(self._rounds_left(len(built) + 2), fewest), most))
+        ratios, noise = self._compare(built, rounds) if built else ([], _LEAST_GAIN)
         found = [
             (statistics.median(ratio.figures[self._aim]), item)
             for item, ratio in zip(built, ratios, strict=True)
