@@ -299,12 +299,7 @@ def _qualified_name(key: tuple[str, str]) -> str:
 
 
 def _check_known(name: str, found: Mapping[tuple[str, str], int]) -> None:
-    """Refuse an operator that no model can have: its count would be 0 for ever.
-
-    Raises:
-        UsageError: If onnxruntime has no operator of that name, and the name has no domain
-            that onnxruntime does not know either.
-    """
+    """Refuse an operator that no model can have: its count would be 0 for ever."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
     known = {(schema.domain, schema.name) for schema in get_all_operator_schema()}

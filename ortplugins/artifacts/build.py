@@ -242,11 +242,7 @@ def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str
 
 
 def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
-    """Digest of the .onnx file as it is now.
-
-    Raises:
-        MissingFileError, ModelFileError: If it can't be read.
-    """
+    """Digest of the .onnx file as it is now."""
     if isinstance(request.source, bytes):
         return content_digest(request.source)
     try:

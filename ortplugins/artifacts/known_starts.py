@@ -153,11 +153,7 @@ def _name(text: str) -> str:
 
 
 def _state(path: str) -> list[int]:
-    """Return what shows that a file is another one, or was written to.
-
-    Raises:
-        OSError: If it can't be read.
-    """
+    """Return what shows that a file is another one, or was written to."""
     file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(file)

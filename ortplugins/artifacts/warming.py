@@ -186,9 +186,6 @@ def _session_options(
     """Return session options as a user would have written them.
 
     Options of a pass that are not given stay unset: an entry of onnxruntime may stand in.
-
-    Raises:
-        OptionError: If something is unknown, or no entry can hold it.
     """
     names = [item for item in passes if isinstance(item, str)]
     objects = [item for item in passes if not isinstance(item, str)]

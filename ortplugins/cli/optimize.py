@@ -84,11 +84,7 @@ def optimize(
 
 
 def _chosen_by(model: Path, hint: Aim) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the passes that pay, as ``optimize`` takes them, and settings of sessions.
-
-    Raises:
-        PassError: If no pass does.
-    """
+    """Return the passes that pay, as ``optimize`` takes them, and settings of sessions."""
     found = tuned(model, hint)
     if not found.change.passes:
         raise PassError(f"{model}: {found.manifest['report']['notes'][-1]}: nothing to write")

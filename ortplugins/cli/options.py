@@ -239,12 +239,7 @@ def _given_samples(
     ] = False,
     count: Count = 32,
 ) -> Any:
-    """Return the paths or the text; None where neither is given.
-
-    Raises:
-        typer.BadParameter: If one of the options that go with them has no effect, or is
-            missing.
-    """
+    """Return the paths or the text; None where neither is given."""
     if text is None:
         refuse_without_effect(context, "without --text", "tokenizer", "chat")
         if "dims" not in context.params:  # the command makes up as many as it needs

@@ -240,12 +240,7 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
 
 
 def _read_config(text: str) -> dict[str, Any]:
-    """Read --node-config.
-
-    Raises:
-        typer.BadParameter: If it is not a JSON object of objects.
-        OSError: If its file can't be read.
-    """
+    """Read --node-config."""
     if text.startswith("@"):
         text = Path(text.removeprefix("@")).read_text(encoding="utf-8")
     try:

@@ -141,11 +141,7 @@ class GivenModel:
         return checked
 
     def _source(self) -> Any:
-        """Path, bytes or object; of a session what onnxruntime was given: ours, or the user's.
-
-        Raises:
-            ModelFileError: If the file of a session is gone.
-        """
+        """Path, bytes or object; of a session what onnxruntime was given."""
         if self.session is None:
             return self._given
         report = getattr(self.session, "ortplugins_report", None)

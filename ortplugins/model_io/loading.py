@@ -254,11 +254,7 @@ def lift_constants(model: ir.Model) -> None:
 
 
 def _lift_checked_constants(model: ir.Model) -> None:
-    """Lift constants of a model that nobody has checked yet.
-
-    Raises:
-        ModelFileError: If another attribute has external data; onnxruntime reads none there.
-    """
+    """Lift constants of a model that nobody has checked yet."""
     lift_constants(model)
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     for node in (node for graph in graphs for node in graph.all_nodes()):

@@ -103,11 +103,7 @@ def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) ->
 def _fields(
     content: mmap.mmap, start: int, stop: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield a message's fields: number, wire type, start, start of the value, end.
-
-    Raises:
-        _MalformedError: If a field does not end within the message.
-    """
+    """Yield a message's fields: number, wire type, start, start of the value, end."""
     while start < stop:
         tag, value = _read_varint(content, start, stop)
         number, kind = tag >> 3, tag & 7

@@ -88,11 +88,7 @@ class _Config(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> _Config:
-        """Read a file that describes one decoder.
-
-        Raises:
-            MissingFileError, ModelFileError: If it is missing, or something else.
-        """
+        """Read a file that describes one decoder."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -138,11 +134,7 @@ class _Config(NamedTuple):
         return OptimizerSettings(str(level), (), tuple(entries))
 
     def check(self, session: onnxruntime.InferenceSession) -> None:
-        """Hold the configuration against the graph.
-
-        Raises:
-            ModelFileError: Names the field that disagrees.
-        """
+        """Hold the configuration against the graph."""
         if fault := next(self._faults(session), None):
             raise ModelFileError(f"{self.path}: {fault}")
 
@@ -188,11 +180,7 @@ class _Config(NamedTuple):
 
 
 def _embedded(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings of a session as genai_config.json has them.
-
-    Raises:
-        PassError: If it has no field for one.
-    """
+    """Return settings of a session as genai_config.json has them."""
     found: dict[str, Any] = {}
     for name, text in settings.items():
         if name in _ATTRIBUTES:

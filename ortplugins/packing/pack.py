@@ -102,11 +102,7 @@ def pack(
 def _loaded(
     model: Path, packed: Path, settings: Mapping[str, str]
 ) -> onnxruntime.InferenceSession:
-    """Open a session on the result.
-
-    Raises:
-        ModelFileError: If onnxruntime refuses it.
-    """
+    """Open a session on the result."""
     try:
         return open_model(packed, "all", settings=settings)
     except ModelFileError as error:

@@ -91,11 +91,7 @@ def _names(session: onnxruntime.InferenceSession) -> list[str]:
 
 
 def _configuration(session: onnxruntime.InferenceSession) -> str:
-    """Return a configuration without batching: the model's shapes as they are.
-
-    Raises:
-        ModelFileError: If Triton has no such type.
-    """
+    """Return a configuration without batching: the model's shapes as they are."""
     lines = ['backend: "onnxruntime"', "max_batch_size: 0"]
     lines += [f"input {_tensor(item)}" for item in session.get_inputs()]
     lines += [f"output {_tensor(item)}" for item in session.get_outputs()]
@@ -114,11 +110,7 @@ def _tensor(item: Any) -> str:
 
 
 def _parameters(settings: Mapping[str, str]) -> str:
-    """Return settings of a session as lines of the configuration.
-
-    Raises:
-        PassError: If Triton cannot set one.
-    """
+    """Return settings of a session as lines of the configuration."""
     lines = []
     for name, text in settings.items():
         if name not in _PARAMETERS:

@@ -126,9 +126,6 @@ def _find_and_open(
     Returns:
         The artifact, and the report; its source is "untouched" where the user's model has to
         run.
-
-    Raises:
-        Exception: Whatever onnxruntime raises, if the plan is strict.
     """
     from ortplugins.artifacts.find_or_build import discard_if_damaged
 
@@ -155,9 +152,6 @@ def _open_artifact(
 
     Returns:
         The report; its source is "untouched" where the user's model has to run.
-
-    Raises:
-        Exception: Whatever onnxruntime raises.
     """
     from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 
@@ -241,11 +235,7 @@ def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
 
 
 def _call_opened(plan: Plan) -> None:
-    """Call the passes' last method; the session is there, whatever becomes of it.
-
-    Raises:
-        PassError: If one raises and the plan is strict.
-    """
+    """Call the passes' last method; the session is there, whatever becomes of it."""
     for item in plan.passes:
         try:
             item.opened()

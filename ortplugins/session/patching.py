@@ -163,11 +163,7 @@ class _Switched:
         return self.entries.get(f"{PREFIX}.strict") == "1"
 
     def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
-        """Plan of a session: one that names a pass or a hint itself gets what it names.
-
-        Raises:
-            OptionError: If its own entries are wrong, or a file that an option names is.
-        """
+        """Plan of a session: one that names a pass or a hint itself gets what it names."""
         own = bool(stored(options, HINT_KEY)) or any(
             stored(options, enable_key(name)) is not None for name in pass_names()
         )

@@ -195,9 +195,6 @@ class _Tuning:
         """Take the fusion at once where it gains much: all else is measured beside it then.
 
         A model whose weights plain onnxruntime does not fuse runs some ten times slower there.
-
-        Raises:
-            MeasureError: If plain onnxruntime does not run.
         """
         if fusion is None:
             return
@@ -247,11 +244,7 @@ class _Tuning:
         )
 
     def _rehearse(self) -> float:
-        """Learn how long it takes to measure a session; return its share of the memory.
-
-        Raises:
-            MeasureError: If the session does not run the workloads.
-        """
+        """Learn how long it takes to measure a session; return its share of the memory."""
         with SessionProcess() as process:
             started = process.open(self._base.candidate)
             seconds = started.seconds + _PROCESS_SECONDS
@@ -271,9 +264,6 @@ class _Tuning:
         Args:
             changes: What to build, the most promising first.
             built: What is measured besides.
-
-        Raises:
-            MeasureError: If the base does not run.
         """
         share = self._rehearse()
         budget = self._request.plan.hint_seconds

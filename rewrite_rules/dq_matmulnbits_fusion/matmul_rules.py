@@ -314,11 +314,7 @@ class AddBias(RewriteRuleClassBase):
 def _weights(
     product: Product, operand: DequantizedOperand
 ) -> tuple[BlockQuantizedWeight, ...]:
-    """The operand as one weight, or as one for each group.
-
-    Raises:
-        NoKernel: If it can't be used so.
-    """
+    """The operand as one weight, or as one for each group."""
     rank, x = len(operand.shape), product.x
     shape = None if x is None else x.shape
     name = operand.codes.name

@@ -77,12 +77,7 @@ class OperandRule(RewriteRuleClassBase):
         return value
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
-        """Return what emits g, or raise the first refusal that applies.
-
-        Raises:
-            NoKernel, Unrepresentable: If W can become a float constant only.
-            Refusal: If the node has to stay.
-        """
+        """Return what emits g, or raise the first refusal that applies."""
         raise NotImplementedError
 
     def _as_float(

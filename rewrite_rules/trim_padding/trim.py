@@ -190,11 +190,7 @@ def _is_index(value: ir.Value) -> bool:
 
 
 def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
-    """Walk over the model with a candidate.
-
-    Raises:
-        Stopped: If the model may mix padding into real positions.
-    """
+    """Walk over the model with a candidate."""
     assert mask.shape is not None
     stopped = None
     for pair in (_LONG_PAIR, _MIDDLE_PAIR):
@@ -256,11 +252,7 @@ def _inputs(model: ir.Model, mask: ir.Value, runs: Runs) -> dict[ir.Value, Value
 
 
 def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
-    """Where inputs and outputs have the sequence.
-
-    Raises:
-        Refusal: If one can't be cut or padded.
-    """
+    """Where inputs and outputs have the sequence."""
     result = dict[ir.Value, list[int]]()
     for value in (*model.graph.inputs, *model.graph.outputs):
         axes = proof.flow.tokens(value).axes or ()

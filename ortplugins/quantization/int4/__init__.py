@@ -262,12 +262,7 @@ def quantize_rtn(
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keywords into arguments of our quantizer.
-
-    Raises:
-        QuantizationError: If a value is out of range.
-        TypeError: If a keyword is unknown.
-    """
+    """Translate keywords into arguments of our quantizer."""
     for name in kwargs:
         if name not in _KEYWORDS:
             hint = did_you_mean(name, _KEYWORDS) or f"; there are {', '.join(_KEYWORDS)}"
@@ -311,11 +306,7 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _providers(
     names: Iterable[str], profile: Sequence[Mapping[str, str]] | None
 ) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return onnxruntime's providers for ModelOpt's names, those that there are.
-
-    Raises:
-        QuantizationError: If a name is none, or there are not as many profiles.
-    """
+    """Return onnxruntime's providers for ModelOpt's names, those that there are."""
     names = list(names)
     if profile is not None and len(profile) != len(names):
         raise QuantizationError(
@@ -356,11 +347,7 @@ def _labels(model: ir.Model, op_types: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.Pattern[str]]:
-    """Return what our quantizer is to exclude for expressions at the start of names.
-
-    Raises:
-        QuantizationError: If one is not a regular expression.
-    """
+    """Return what our quantizer is to exclude for expressions at the start of names."""
     if isinstance(patterns, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
     excluded = []
@@ -398,11 +385,7 @@ def _node_config(
 
 
 def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return the nodes whose names hold one of a list of names, part by part.
-
-    Raises:
-        QuantizationError: If the list is none.
-    """
+    """Return the nodes whose names hold one of a list of names, part by part."""
     text = layers if isinstance(layers, str) else ",".join(layers)
     if not _LAYER_LIST.fullmatch(text):
         raise QuantizationError(

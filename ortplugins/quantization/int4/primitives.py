@@ -212,11 +212,7 @@ def _grid(
     zp: Array | None,
     num_bits: int,
 ) -> tuple[Array, Array | None, BlockFormat]:
-    """Lay scales and zero points out as ``[blocks, N]``; the form has their block size.
-
-    Raises:
-        QuantizationError: If they are not a whole number of blocks.
-    """
+    """Lay scales and zero points out as ``[blocks, N]``; the form has their block size."""
     scales = _along_rows(s, quantize_axis)
     wanted = BlockFormat(num_bits, block_size, zp is None)
     size = wanted.size_along(len(matrix))
@@ -232,11 +228,7 @@ def _grid(
 
 
 def _along_rows(array: Array, axis: int) -> Array:
-    """Return ``[axis, others]``.
-
-    Raises:
-        QuantizationError: If there is no such axis, or it is not the first of more than two.
-    """
+    """Return ``[axis, others]``."""
     if axis == 0 and array.ndim:
         return array.reshape(len(array), -1)
     if axis in (1, -1) and array.ndim == 2:

@@ -243,11 +243,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _packing(config: Mapping[str, Any], folder: Path) -> tuple[str, int]:
-    """Return how codes are packed, and what is added to zero points.
-
-    Raises:
-        ModelFileError: If the form is another.
-    """
+    """Return how codes are packed, and what is added to zero points."""
     method = str(config.get("quant_method", "gptq")).lower()
     packing = str(config.get("packing_format", "")).lower()
     form = str(config.get("checkpoint_format", config.get("format", "gptq"))).lower()

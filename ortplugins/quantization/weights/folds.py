@@ -97,11 +97,7 @@ def find_folds(
 
 
 def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
-    """Constants to divide so that a value is; its readers are known to agree.
-
-    Raises:
-        Refusal: If there are none.
-    """
+    """Constants to divide so that a value is; its readers are known to agree."""
     node = value.producer()
     if node is None or depth > _DEEPEST or value.index() != 0:
         raise Refusal("not computed by a node that scales")
@@ -188,11 +184,7 @@ def _vector(node: ir.Node, index: int, channels: int) -> Fold:
 
 
 def _check_private(value: ir.Value, node: ir.Node) -> None:
-    """Refuse a constant that others read, or that a caller may see or feed.
-
-    Raises:
-        Refusal: If so, or if it is not a float initializer itself.
-    """
+    """Refuse a constant that others read, or that a caller may see or feed."""
     tensor = value.const_value
     if not value.is_initializer() or tensor is None or tensor.dtype not in _FLOATS:
         raise Refusal(f"{value.name!r} is not a float initializer")

@@ -321,11 +321,7 @@ def _matrix(task: WeightTask) -> npt.NDArray[Any]:
 
 
 def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
-    """Copy to float32.
-
-    Raises:
-        QuantizationError: If it holds NaN or infinite values.
-    """
+    """Copy to float32."""
     copy = np.ascontiguousarray(matrix, np.float32)
     # A sum is not finite if one of its terms isn't; it may also overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -234,11 +234,7 @@ def quantize(
 def _folder_of(
     model: ModelLike, target: Path | None, overwrite: bool
 ) -> tuple[ModelLike, OutputFolder | None]:
-    """Return the model of a folder, and what the folder becomes; None where that is a file.
-
-    Raises:
-        MissingFileError, ModelFileError: If a folder does not hold one model.
-    """
+    """Return the model of a folder, and what the folder becomes; None where that is a file."""
     if not is_path(model) or not os.path.isdir(model):  # type: ignore[arg-type]
         return model, None
     source, found = Path(model), model_in(model)  # type: ignore[arg-type]
@@ -248,11 +244,7 @@ def _folder_of(
 
 
 def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
-    """Return the files of a model.
-
-    Raises:
-        UsageError: If it was not given by its path.
-    """
+    """Return the files of a model."""
     if not is_path(model):
         raise UsageError("run_folder needs the path of a model, which tells it from others")
     path = Path(model)  # type: ignore[arg-type]
@@ -338,11 +330,7 @@ def _expected(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
 
 
 def _to_kernels(model: ir.Model, accuracy_level: int, report: QuantizeReport) -> None:
-    """Fuse what was quantised into MatMulNBits and GatherBlockQuantized.
-
-    Raises:
-        ModelFileError: If the rules refuse a node that was quantised now.
-    """
+    """Fuse what was quantised into MatMulNBits and GatherBlockQuantized."""
     remarks = Remarks("dq_matmulnbits_fusion")
     fuse(model, FusionOptions(accuracy_level, "fuse"), PassContext(remarks))
     ours = {node.node for node in report.quantized}

@@ -321,11 +321,7 @@ def _check_patterns(name: str, patterns: Any) -> None:
 
 
 def _format_name(quant_format: str | enum.Enum) -> str:
-    """Read a format by our name or onnxruntime's.
-
-    Raises:
-        QuantizationError: If there is none of that name.
-    """
+    """Read a format by our name or onnxruntime's."""
     name = quant_format.name if isinstance(quant_format, enum.Enum) else quant_format
     for known in QUANT_FORMATS:
         if str(name).lower() == known.lower():

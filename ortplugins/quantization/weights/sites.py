@@ -97,11 +97,7 @@ def find_sites(
 
 
 def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightSite | None:
-    """Read an operand; None where it is not a constant matrix.
-
-    Raises:
-        Refusal: If it is a constant that can't be quantised.
-    """
+    """Read an operand; None where it is not a constant matrix."""
     root, swapped = _root(operand)
     _check_not_quantised(root)
     if root.is_graph_input():
@@ -178,11 +174,7 @@ def _root(operand: ir.Value) -> tuple[ir.Value, bool]:
 
 
 def _check_not_quantised(value: ir.Value) -> None:
-    """Refuse a weight that is already dequantised, or rounded, on its way.
-
-    Raises:
-        Refusal: If it is.
-    """
+    """Refuse a weight that is already dequantised, or rounded, on its way."""
     through: list[str] = []
     node = value.producer()
     while node is not None and len(through) < 8:
