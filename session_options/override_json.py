@@ -78,32 +78,10 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
     return {name: tuple(map(made, entries)) for name, entries in plain.items()}
 
 
-def format_overrides(overrides: Overrides) -> str:
+def format_overrides(source: str | Mapping[str, Any]) -> str:
     """Return overrides as JSON: equal ones as equal text, which reads back as they were.
 
-    Raises:
-        OverrideError: If they hold what :func:`read_overrides` would refuse.
-    """
-
-    def plain(override: TensorOverride) -> dict[str, Any]:
-        fields = {
-            field.name: getattr(override, field.name)
-            for field in dataclasses.fields(override)
-            if getattr(override, field.name) is not None
-        }
-        if "convert" in fields:
-            fields["convert"] = plain(fields["convert"])
-        return fields
-
-    return canonical_overrides(
-        {name: [plain(entry) for entry in entries] for name, entries in overrides.items()}
-    )
-
-
-def canonical_overrides(source: str | Mapping[str, Any]) -> str:
-    """Return overrides as :func:`format_overrides` writes them; arguments and errors as there.
-
-    Without onnx_ir.
+    Arguments and errors are those of :func:`read_overrides`; onnx_ir is not imported.
     """
 
     def renamed(fields: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from session_options import MixedPrecisionBoundaries, OptionError
 from session_options.option_files import read_option_files
-from session_options.override_json import canonical_overrides, format_overrides, read_overrides
+from session_options.override_json import format_overrides, read_overrides
 from session_options.plan import make_plan
 
 UINT8, INT8, UINT16, INT16 = (
@@ -536,4 +536,4 @@ print({"onnx", "onnx_ir", "onnxscript", "onnxruntime"} & set(sys.modules))"""
 
 def test_the_pass_takes_what_was_read():
     text = '{"t": [{"quant_type": "QUInt8", "convert": {"quant_type": "QUInt16"}}]}'
-    assert canonical_overrides(read_overrides(text)) == canonical_overrides(text)
+    assert format_overrides(read_overrides(text)) == format_overrides(text)

@@ -86,10 +86,10 @@ class MixedPrecisionBoundaries(Pass):
             OptionError: If the overrides are not such JSON, or the type does not have 16 bits.
         """
         if self.overrides and not self.overrides_file:
-            from session_options.override_json import canonical_overrides
+            from session_options.override_json import format_overrides
 
             with _as_option_error(option_key(self.name, "overrides")):
-                text = canonical_overrides(self.overrides)
+                text = format_overrides(self.overrides)
             object.__setattr__(self, "overrides", text)
         elif isinstance(self.overrides, Mapping):
             object.__setattr__(self, "overrides", "")
