@@ -61,12 +61,10 @@ def find_failure(
             if node.op_type == "MatMulNBits":
                 node.attributes.pop("accuracy_level", None)
         paths = save_both(copies[0], copies[1], folder)
-        original = _open(paths[0], providers)
-        expected = _run(original, trials)
+        original, expected = _run(paths[0], providers, trials)
         if not any(trial.timed for trial in trials):
             original = None  # two sessions hold the weights twice
-        result = _open(paths[1], providers)
-        found = _run(result, trials)
+        result, found = _run(paths[1], providers, trials)
     names = [str(value.name) for value in before.graph.outputs]
     tried = []
     for trial, one, other in zip(trials, expected, found, strict=True):
@@ -137,13 +135,16 @@ def save_both(before: ir.Model, after: ir.Model, folder: Path) -> tuple[Path, Pa
     return paths
 
 
-def _open(path: Path, providers: Sequence[str]) -> Any:
+def _run(
+    path: Path, providers: Sequence[str], trials: Sequence[Trial]
+) -> tuple[Any, list[list[Any] | Exception]]:
+    """Run a model on each trial; return its session, and outputs or what failed."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what fails is reported by the caller
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     try:
-        return onnxruntime.InferenceSession(
+        session = onnxruntime.InferenceSession(
             str(path),
             options,
             providers=list(providers),
@@ -151,19 +152,14 @@ def _open(path: Path, providers: Sequence[str]) -> Any:
             disabled_optimizers=[*SLOW_OPTIMIZERS],
         )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
-        return error
-
-
-def _run(session: Any, trials: Sequence[Trial]) -> list[list[Any] | Exception]:
-    if isinstance(session, Exception):
-        return [session] * len(trials)
+        return None, [error] * len(trials)
     results: list[list[Any] | Exception] = []
     for trial in trials:
         try:
             results.append(session.run(None, dict(trial.feeds)))
         except Exception as error:
             results.append(error)
-    return results
+    return session, results
 
 
 def _short(error: Exception) -> str:
