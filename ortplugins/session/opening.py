@@ -16,7 +16,6 @@ import onnxruntime
 from ortplugins.artifacts.known_starts import lacks_operators
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.runtime.temporary_settings import construct_with, options_lock
-from ortplugins.session.run_log import record
 from session_options.caller_warnings import warn_caller
 from session_options.keys import OptionError
 
@@ -108,7 +107,10 @@ def open_session(
                 session.enable_fallback()
             _call_opened(plan)
     seconds = time.perf_counter() - start
-    record(report, seconds)
+    if "ORTPLUGINS_RUN_LOG" in os.environ:  # below ``ortplugins run``
+        from ortplugins.session.run_log import record
+
+        record(report, seconds)
     _log_start(_name_of(path_or_bytes), seconds, report)
     return report
 

@@ -18,20 +18,17 @@ _WORDS = {"cache": "from the cache", "built": "built", "untouched": "unchanged"}
 
 
 def record(report: Mapping[str, Any], seconds: float) -> None:
-    """Add a session to the log of the run, where there is one.
+    """Add a session to the log of the run.
 
     Args:
         report: As ``Report.to_dict`` has it.
         seconds: What opening the session took.
     """
-    path = os.environ.get(PATH_VARIABLE)
-    if path is None:
-        return
     rewrites = 0 if report["source"] == "untouched" else report["fired"]
     line = json.dumps([report["source"], rewrites, seconds])
     # Not created: processes may outlive the run. One write, so that lines stay whole.
     with contextlib.suppress(OSError):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        file = os.open(os.environ[PATH_VARIABLE], os.O_WRONLY | os.O_APPEND)
         try:
             os.write(file, f"{line}\n".encode())
         finally:
