@@ -12,12 +12,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: Its name.
-        modules: The module that each name comes from.
-    """
+    """Return ``__getattr__`` and ``__dir__`` of a package."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in modules:

@@ -108,9 +108,6 @@ class Pass:
     def validate(cls, name: str) -> None:
         """Check what the class says of itself, for classes that come from elsewhere.
 
-        Args:
-            name: The name that it is registered under.
-
         Raises:
             OptionError: If it is not a frozen dataclass, calls itself otherwise, lacks its
                 summary, has a field that is not an option, or can't be made with its defaults.

@@ -32,12 +32,7 @@ class Explanation:
 
 
 def explain(cache: ArtifactCache, content: Mapping[str, Any]) -> Explanation:
-    """Compare a key with those of the entries in a cache.
-
-    Args:
-        cache: The cache.
-        content: Everything that the session's artifact depends on.
-    """
+    """Compare a key with those of the entries in a cache."""
     key = content_key(content)
     here = dict(_flatten(json.loads(json.dumps(content))))
     compared = [

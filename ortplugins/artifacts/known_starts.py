@@ -39,12 +39,7 @@ class KnownStart(NamedTuple):
 
 
 def find_known_start(root: str, request: BuildRequest) -> KnownStart | None:
-    """Return what an earlier start of the same request on the same files took, if it may.
-
-    Args:
-        root: The cache directory.
-        request: What the session asks for.
-    """
+    """Return what an earlier start of the same request on the same files took, if it may."""
     from ortplugins.artifacts.manifest import is_as_published, note_use, read_manifest
 
     key = _recall(root, _text(request)) if _can_be_known(request) else None

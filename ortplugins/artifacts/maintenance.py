@@ -162,12 +162,6 @@ def choose(
 ) -> tuple[list[EntryInfo], list[EntryInfo]]:
     """Choose the entries to remove, the least recently used first.
 
-    Args:
-        stored: All entries.
-        max_size: As for :func:`prune`.
-        older_than: As for :func:`prune`.
-        now: Seconds since the epoch.
-
     Returns:
         Those to remove; those that should go, but may be about to be opened.
     """

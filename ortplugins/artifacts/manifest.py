@@ -111,10 +111,6 @@ def note_use(folder: str | os.PathLike[str]) -> bool:
 def is_as_published(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> bool:
     """Whether files have the sizes that they were published with.
 
-    Args:
-        folder: Of the entry.
-        manifest: Its manifest.
-
     Raises:
         OSError: If a file is missing.
     """
@@ -141,10 +137,6 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Complete a manifest with sizes, digests and time, and write it.
-
-    Args:
-        folder: Files of the entry.
-        manifest: What the builder says.
 
     Raises:
         OSError: If it can't be written.

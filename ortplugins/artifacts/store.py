@@ -77,10 +77,6 @@ class ArtifactCache(CacheDirectory):
     ) -> Iterator[Path | Entry]:
         """Become the builder of a key, or get the entry that another one has built meanwhile.
 
-        Args:
-            key: The key.
-            is_usable: Says whether an entry will do; another one is built in its place.
-
         Yields:
             An entry, or an empty folder that :meth:`publish` turns into one. What is left of
             the folder is removed at the end.

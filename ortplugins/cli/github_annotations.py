@@ -23,12 +23,7 @@ _LEVELS = {Outcome.REFUSED: "warning", Outcome.FIRED: "notice"}
 
 
 def annotations_of(report: Report, model: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a warning for each refusal, with its code, then a notice for each rewrite.
-
-    Args:
-        report: What the passes did.
-        model: Path of the model.
-    """
+    """Yield a warning for each refusal, with its code, then a notice for each rewrite."""
     for outcome, level in _LEVELS.items():
         for remark in report.remarks:
             if remark.outcome is outcome:

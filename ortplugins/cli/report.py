@@ -57,13 +57,6 @@ def write_report(
 ) -> list[Path]:
     """Gather the facts and write the page, and the JSON if it has a path.
 
-    Args:
-        model: The .onnx file.
-        output: The page.
-        json_output: The JSON.
-        force: Whether the files may exist.
-        **chosen: Further arguments of :func:`.gather_facts`.
-
     Returns:
         The files written.
 

@@ -82,13 +82,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def print_report(report: Report, printing: Printing, model: Path) -> None:
-    """Print counts, refusals and notes on the model, or all remarks if ``printing.verbose``.
-
-    Args:
-        report: What passes did.
-        printing: How to print it.
-        model: Path of the model, which annotations name.
-    """
+    """Print counts, refusals and notes on the model, or all remarks if verbose."""
     if printing.format == "github":
         from ortplugins.cli.github_annotations import annotations_of
 

@@ -67,13 +67,6 @@ def profiled_run(
 ) -> list[ProfiledNode]:
     """Run a model once and return its nodes in the order in which they started.
 
-    Args:
-        source: Path or serialized model.
-        options: Of the session; they come back as they were.
-        feed: Inputs.
-        providers: Execution providers.
-        name: How messages call the model.
-
     Raises:
         ModelFileError: If onnxruntime refuses the model or fails to run it, chained.
     """

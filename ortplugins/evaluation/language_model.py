@@ -80,12 +80,6 @@ def read_windows(
 ) -> tuple[Prediction, Prediction | None]:
     """Let one or two models read windows of a text.
 
-    Args:
-        model: The model.
-        against: The float model; None for none.
-        windows: Tokens, as many in each.
-        progress: Called before each window.
-
     Returns:
         What was found of both.
 

@@ -65,10 +65,6 @@ class TextModel:
     def run(self, ids: Sequence[int], what: str) -> npt.NDArray[np.float32]:
         """Return the output for some tokens, ``[tokens, size]``.
 
-        Args:
-            ids: The tokens.
-            what: What errors call them.
-
         Raises:
             ModelFileError: If onnxruntime fails; if the output has NaN, or not a row for each
                 token.

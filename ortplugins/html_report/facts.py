@@ -151,9 +151,6 @@ def gather_facts(
 def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Put remarks together whose reasons differ in quoted names only.
 
-    Args:
-        report: As ``Report.to_dict`` writes it.
-
     Returns:
         Refusals first, then by size: pass, outcome, the reason with ``…`` for each name, its
         code, how many remarks, and of each remark its node and the names.

@@ -36,10 +36,6 @@ class OrderReport:
 def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> OrderReport:
     """Simulate the orders of a model as it is; onnxruntime's fusions change it first.
 
-    Args:
-        model: Path of an .onnx file.
-        settings: ``shape_size_reorder.dims``.
-
     Raises:
         MissingFileError, ModelFileError: If the model can't be used or put in order.
         OptionError: If a setting is unknown or wrong.

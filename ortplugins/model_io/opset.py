@@ -13,11 +13,6 @@ from ortplugins.errors import ModelFileError
 def raise_opset(model: ir.Model, opset: int, reason: str) -> bool:
     """Convert a model in place to an opset, if its own is older.
 
-    Args:
-        model: The model.
-        opset: The least opset wanted.
-        reason: What needs it, for messages.
-
     Returns:
         Whether anything was converted.
 

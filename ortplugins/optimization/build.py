@@ -146,12 +146,6 @@ def build_artifact(
 ) -> dict[str, Any]:
     """Make the files of a cache entry; a pass that fails is left out.
 
-    Args:
-        request: What to do.
-        loaded: The model; changed.
-        folder: Empty; gets ``model.onnx`` and its data.
-        only_if_modified: As for :func:`build`.
-
     Returns:
         The manifest: whether the model is baked, settings for the session, the report, what
         failed, which data files it reads where they are.

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe_model(model: ir.Model) -> dict[str, Any]:
-    """Return what the functions below compare with, as JSON.
-
-    Args:
-        model: The model as the user gave it.
-    """
+    """Return what the functions below compare with, as JSON."""
     fixed = {
         str(value.name): [isinstance(size, int) for size in value.shape]
         for value in model.graph.inputs
@@ -52,12 +48,7 @@ def overrides_dimensions(
 def added_initializer(
     session: onnxruntime.InferenceSession, described: Mapping[str, Any]
 ) -> str | None:
-    """Return the name of an initializer of the model that was added by hand, or None.
-
-    Args:
-        session: On the artifact.
-        described: What :func:`describe_model` returned.
-    """
+    """Return the name of an initializer of the model that was added by hand, or None."""
     import numpy as np
 
     value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))

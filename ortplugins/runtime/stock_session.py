@@ -32,9 +32,6 @@ NUMPY_TYPES = frozenset({
 def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
     """Return options of a quiet session.
 
-    Args:
-        level: A key of :data:`LEVELS`.
-
     Raises:
         UsageError: If there is no such level.
     """

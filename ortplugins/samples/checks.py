@@ -23,12 +23,6 @@ def checked_sample(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return a sample whose arrays have the types and shapes of the inputs.
 
-    Args:
-        sample: Input name to array.
-        inputs: Inputs of the model, by name.
-        optional: Names of those that may be left out.
-        what: What errors call the sample.
-
     Raises:
         CalibrationError: If it does not fit; names sample and input.
     """

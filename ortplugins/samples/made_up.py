@@ -125,9 +125,6 @@ class MadeUpInputs:
     def fit(self, run: Run) -> None:
         """Find sizes that the model runs with, for dimensions of which nothing is known.
 
-        Args:
-            run: Runs the model; raises where it does not take the inputs.
-
         Raises:
             ModelFileError: If it takes none of the sizes that were tried; names the dimension
                 to give.
@@ -286,12 +283,6 @@ def next_step(
     rng: np.random.Generator,
 ) -> _Feed | None:
     """Return the feed of one more token, with the past that the model returned.
-
-    Args:
-        feed: What was run.
-        outputs: What the model returned for it, by name.
-        roles: Roles of the inputs, by name.
-        rng: Chooses the token.
 
     Returns:
         The feed; None where the outputs hold no past of the right length.

@@ -157,10 +157,6 @@ def counted_tokens(
 ) -> npt.NDArray[np.bool_] | None:
     """Return which new tokens of a feed the attention mask counts, ``[batch, sequence]``.
 
-    Args:
-        inputs: Inputs of the model.
-        feed: An array for each.
-
     Returns:
         True for each token that is not padding; None where all count, or nothing says so.
     """

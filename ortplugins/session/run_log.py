@@ -18,12 +18,7 @@ _WORDS = {"cache": "from the cache", "built": "built", "untouched": "unchanged"}
 
 
 def record(report: Mapping[str, Any], seconds: float) -> None:
-    """Add a session to the log of the run.
-
-    Args:
-        report: As ``Report.to_dict`` has it.
-        seconds: What opening the session took.
-    """
+    """Add a session to the log of the run."""
     rewrites = 0 if report["source"] == "untouched" else report["fired"]
     line = json.dumps([report["source"], rewrites, seconds])
     # Not created: processes may outlive the run. One write, so that lines stay whole.

@@ -87,10 +87,6 @@ class FusionRun:
     def check_float(self, operand: DequantizedOperand, reason: object) -> None:
         """Check that an operand may become a float constant.
 
-        Args:
-            operand: The operand.
-            reason: Why it has to.
-
         Raises:
             Refusal: If options or its size forbid it; with ``reason``.
         """

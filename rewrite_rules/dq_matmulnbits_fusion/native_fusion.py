@@ -101,14 +101,7 @@ def why_not_native(
     operand: DequantizedOperand,
     version: Version | None,
 ) -> str | None:
-    """Say why onnxruntime leaves a node; None if it fuses it.
-
-    Args:
-        product: The node.
-        chain: From DequantizeLinear to the node.
-        operand: What the chain gives.
-        version: Of onnxruntime; None for the newest.
-    """
+    """Say why onnxruntime leaves a node; None if it fuses it."""
     node, recent = product.node, version is None or version >= (1, 27)
     blockwise = operand.dequantize.attributes.get_int("block_size", 0) > 0
     refusals = (

@@ -76,10 +76,6 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
 def require_constant(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
     """Return a constant input of a node and its tensor.
 
-    Args:
-        value: The input; Identity nodes are looked through.
-        role: What messages call it.
-
     Raises:
         Refusal: If a run of the session can change it, or its data is damaged.
     """

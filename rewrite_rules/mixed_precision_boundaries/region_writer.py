@@ -59,11 +59,6 @@ class RegionWriter:
 
         Every DequantizeLinear that is there reads the codes of the type that its readers want;
         where they want several, it gets a twin for each.
-
-        Args:
-            tensor: The activation.
-            plan: Types of it.
-            grids: Of each of these types.
         """
         if plan.produced == _FLOAT:
             self._leave_float(tensor, plan)

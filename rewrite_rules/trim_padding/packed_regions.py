@@ -44,12 +44,6 @@ _MIN_PRODUCTS = 2
 def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames) -> int:
     """Pack in place; the caller sorts the graph.
 
-    Args:
-        model: Not trimmed yet.
-        flow: What is known of its values.
-        mask: The mask; what is made here reads it, to be cut like its other readers.
-        names: Names that are free.
-
     Returns:
         How many nodes run on real tokens; 0 where nothing was changed.
     """

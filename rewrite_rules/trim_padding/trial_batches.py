@@ -32,14 +32,7 @@ _BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
 def trial_batches(
     model: ir.Model, mask: ir.Value, inputs: Mapping[ir.Value, Value], flow: TokenFlow
 ) -> Iterator[Trial]:
-    """Make the trials; what the model computes at real positions has to be the same.
-
-    Args:
-        model: The model, not trimmed yet.
-        mask: Its mask.
-        inputs: What its inputs are.
-        flow: What is known of its outputs, and of the tables that inputs index.
-    """
+    """Make the trials; what the model computes at real positions has to be the same."""
     assert mask.shape is not None and mask.dtype is not None
     rng = np.random.default_rng(17)
     rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)

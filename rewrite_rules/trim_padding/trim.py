@@ -75,13 +75,7 @@ class _Proof:
 
 
 def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) -> None:
-    """Trim in place; remarks say what was cut, or what stood in the way.
-
-    Args:
-        model: The user's graph.
-        options: What is asked for.
-        context: Gets the remarks and the trials.
-    """
+    """Trim in place; remarks say what was cut, or what stood in the way."""
     try:
         proof = _find_mask(model, options.mask)
         axes = _sequence_axes(model, proof)

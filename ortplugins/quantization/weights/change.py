@@ -27,11 +27,6 @@ def describe_change(before: ir.Model, after: ir.Model, providers: Sequence[str])
 
     The cosine is that of the first output with float elements, flattened, and the mean over
     made-up samples.
-
-    Args:
-        before: The float model; shares its tensors with ``after``.
-        after: What it became.
-        providers: Execution providers to run on.
     """
     stored = "vectors stored with the float model are not comparable with new ones"
     try:

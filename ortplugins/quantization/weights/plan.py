@@ -99,11 +99,6 @@ def plan_weights(
 ) -> WeightPlan:
     """Find what is to be quantised; the graph's larger Constant nodes become initializers.
 
-    Args:
-        model: The model.
-        recipe: Which weights, and how.
-        checkpoint: Where codes are; weights that are not in it stay in float.
-
     Raises:
         ModelFileError: If a layer of the checkpoint does not fit.
         QuantizationError: If a pattern means no node, or a checkpoint is to be calibrated.

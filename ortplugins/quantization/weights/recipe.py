@@ -280,10 +280,6 @@ class Recipe:
     def check_against(self, sites: Sequence[WeightSite], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node.
 
-        Args:
-            sites: The nodes that can be quantised.
-            names: Their names, and those of nodes that cannot.
-
         Returns:
             Notes on optional rules that mean none.
 

@@ -73,12 +73,7 @@ class WeightSite:
 def find_sites(
     model: ir.Model, op_types: Collection[str]
 ) -> Iterator[WeightSite | tuple[ir.Node, str]]:
-    """Yield every site of some operators, or a node and why its constant is refused.
-
-    Args:
-        model: The model.
-        op_types: Some of :data:`OP_TYPES`; FusedMatMul counts as MatMul.
-    """
+    """Yield every site of some operators, or a node and why its constant is refused."""
     for node in model.graph.all_nodes():
         fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
         kind = "MatMul" if fused else node.op_type

@@ -33,11 +33,6 @@ def candidate_orders(
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Make the orders, the quickest first, each when it is asked for.
 
-    Args:
-        dependencies: The graph's edges.
-        model: The graph's bytes.
-        inner: Bytes that the bodies of a node hold at most while it runs.
-
     Yields:
         The name of a heuristic and its order: positions of all nodes, Constants first.
     """
