@@ -120,16 +120,6 @@ def feed(*shape: int) -> npt.NDArray:
     return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
 
 
-def float_branches() -> tuple[onnx.ModelProto, Arrays]:
-    """A MatMul in each branch of an If, the weights in the outer graph."""
-    text = """y = If (condition) <
-        then_branch = then () => (a) { [matmul_then] a = MatMul (x, w) },
-        else_branch = other () => (b) { [matmul_else] b = MatMul (x, v) }>"""
-    inputs = {"x": (T.FLOAT, ["batch", 64]), "condition": (T.BOOL, [])}
-    model = text_model(text, weights(np.float32, w=(64, 48), v=(64, 48)), inputs)
-    return model, {"x": feed(3, 64), "condition": np.array(True)}
-
-
 def parallel_model() -> tuple[onnx.ModelProto, Arrays]:
     """MatMul [K, N] and Gemm(transB) [N, K] with bias on one input."""
     text = "a = MatMul (x, w)  b = Gemm <transB = 1> (x, v, bias)"
@@ -202,13 +192,6 @@ def quantise_static(
     return onnx.load(path)
 
 
-def quantise_dynamic(source: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """quantize_dynamic: MatMulInteger and Gather on codes, no DequantizeLinear."""
-    with silence():
-        quantization.quantize_dynamic(source, path)
-    return onnx.load(path)
-
-
 # onnxruntime.quantization.matmul_nbits_quantizer.
 
 
@@ -233,37 +216,6 @@ def test_matmul_nbits_quantizer_blocks_of_8_have_no_kernel():
     proto = quantise_matmul_nbits(source, block_size=8, is_symmetric=True)
     names = [node.name for node in proto.graph.node if node.op_type == "DequantizeLinear"]
     check(proto, feeds, 0, left=dict.fromkeys(names, "block_size 8"))
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_matmul_nbits_quantizer_in_a_branch_with_the_weights_outside(symmetric: bool):
-    source, feeds = float_branches()
-    proto = quantise_matmul_nbits(source, block_size=32, is_symmetric=symmetric)
-    assert weights_left(ir.from_proto(proto))
-    check(proto, feeds, matmulnbits=2)
-
-
-def test_only_the_default_algorithm_writes_qdq():
-    for name in ("RTN", "KQuant", "GPTQ", "HQQ"):
-        config = getattr(nbits, f"{name}WeightOnlyQuantConfig")
-        with pytest.raises(AssertionError, match="QOperator"):
-            config(quant_format=quantization.QuantFormat.QDQ)
-
-
-@pytest.mark.parametrize(
-    "options", [{"bits": 2}, {"op_types_to_quantize": ("MatMul", "Gather")}]
-)
-def test_matmul_nbits_quantizer_refuses(options: dict[str, Any]):
-    source, _ = float_model()
-    with pytest.raises(AssertionError):
-        quantise_matmul_nbits(source, block_size=32, **options)
-
-
-def test_matmul_nbits_quantizer_leaves_8_bits_as_float():
-    source, _ = float_model()
-    proto = quantise_matmul_nbits(source, block_size=32, bits=8)
-    assert not any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
-    assert apply(ir.from_proto(proto)) == []
 
 
 # onnxruntime.quantization.quantize_static and quantize_dynamic.
@@ -340,13 +292,3 @@ def test_static_with_a_gather_and_a_batched_weight_keeps_its_numbers(
     (actual,), (expected,) = run(model, feeds), run(proto, feeds)
     # One step of the output's uint8: activations are rounded between the layers.
     assert relative_error(actual, expected) <= 2e-2
-
-
-def test_dynamic_has_no_dequantized_constant(tmp_path: Path):
-    source, feeds = float_model()
-    proto = quantise_dynamic(source, tmp_path / "dynamic.onnx")
-    model = ir.from_proto(proto)
-    assert "MatMulInteger" in counts(model)
-    assert weights_left(model) == set()
-    assert apply(model) == []
-    np.testing.assert_array_equal(run(model, feeds)[0], run(proto, feeds)[0])

@@ -333,16 +333,6 @@ def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
     assert "EP Error" not in "".join(capfd.readouterr())
 
 
-def test_an_artifact_that_was_damaged_is_built_again(model_path: Path):
-    with ortplugins.enabled(EXACT):
-        artifact = Path(open_stock(model_path).ortplugins_report.artifact)
-        artifact.write_bytes(b"\xff" * artifact.stat().st_size)
-        with pytest.warns(OrtpluginsWarning, match="model.onnx changed on disk"):
-            session = open_stock(model_path)
-        assert [source(session), source(open_stock(model_path))] == ["built", "cache"]
-    check(session, CASE)
-
-
 def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.MonkeyPatch):
     def prepare(*_: object) -> None:
         raise ZeroDivisionError("a bug")
@@ -767,38 +757,6 @@ def test_run_tells_of_the_sessions_of_workers(model_path: Path, tmp_path: Path):
     expected = r"3 sessions \(2 from the cache, 1 built\), 3 rewrites, slowest start [0-9.]+ s"
     assert re.fullmatch(f"ortplugins: {expected}", last)
     assert not list(tmp_path.glob("ortplugins-run-*"))
-
-
-SWITCHING = """
-import multiprocessing, sys
-import onnxruntime, ortplugins
-if "here" in sys.argv or __name__ == "__main__":
-    ortplugins.enable()
-def work(model):
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    return hasattr(session, "ortplugins_report")
-if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
-        print(pool.apply(work, sys.argv[2:3]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "caught"),
-    [
-        (("fork", "MODEL"), True),
-        (("spawn", "MODEL"), False),
-        (("spawn", "MODEL", "here"), True),
-    ],
-)
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_children_of_a_program_that_calls_enable(
-    arguments: tuple[str, ...], caught: bool, model_path: Path, tmp_path: Path
-):
-    (tmp_path / "switching.py").write_text(SWITCHING)
-    arguments = tuple(str(model_path) if x == "MODEL" else x for x in arguments)
-    done = python("switching.py", *arguments, cwd=tmp_path)
-    assert done.stdout.strip() == str(caught), done.stderr
 
 
 def test_children_without_ortplugins_are_told_and_run(model_path: Path, tmp_path: Path):

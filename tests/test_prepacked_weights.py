@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -582,39 +581,6 @@ def test_outputs_are_those_without_blobs(model_path: Path, accuracy_level: int):
     assert all(read_records(onnx.load(path, load_external_data=False)).values())
 
 
-def test_a_weight_of_several_products_is_packed_once(tmp_path: Path):
-    """Three MatMuls of one dequantised weight: three MatMulNBits on one initializer."""
-    codes, scales, _ = CASE.arrays()
-    names = ("x", "x0", "x1")
-    inputs = ", ".join(f"float[r, 128] {name}" for name in names)
-    outputs = ", ".join(f"float[r, 64] y_{name}" for name in names)
-    lines = " ".join(f"[m_{name}] y_{name} = MatMul({name}, w)" for name in names)
-    dequantize = "w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)"
-    model = proto_of(
-        f"g ({inputs}) => ({outputs}) {{ {dequantize} {lines} }}",
-        {"codes": codes.astype(ml_dtypes.int4), "scales": scales},
-    )
-    session = start(save(model, tmp_path / "m.onnx"), options(*BOTH))
-    assert all_in_use(said(session)[1]) == 1
-    feeds = {name: CASE.feed(i + 1) for i, name in enumerate(names)}
-    for y, feed in zip(session.run(None, feeds), feeds.values(), strict=True):
-        assert relative_error(y, CASE.reference(feed)) <= 1e-5
-
-
-@pytest.mark.parametrize("external", [False, True])
-def test_bytes(external: bool, model_path: Path):
-    so, content = options(*BOTH), ir.to_proto(CASE.model()).SerializeToString()
-    if external:
-        key = "session.model_external_initializers_file_folder_path"
-        so.add_session_config_entry(key, str(model_path.parent))
-        content = model_path.read_bytes()
-    for source in ("built", "cache"):
-        session = start(content, so)
-        assert session.ortplugins_report.source == source
-        assert all_in_use(said(session)[1]) == 1
-        check(session, CASE)
-
-
 def test_a_float_model_without_other_passes(small: Path):
     session = start(small, options(PrepackedWeights()))
     assert all_in_use(said(session)[1]) == 1
@@ -648,14 +614,6 @@ def test_without_anything_to_pack_nothing_is_written(
         assert session.ortplugins_report.source == "untouched"
         assert_equal(session.run(None, feeds), run_as_is(path, feeds))
     assert list(cache_dir.rglob("model.onnx*")) == []
-
-
-def test_without_baking_there_is_a_remark(model_path: Path):
-    session = start(model_path, options(*BOTH, bake=False))
-    outcome, reason = said(session)
-    assert outcome is Outcome.REFUSED
-    assert "ortplugins.bake=1" in reason
-    check(session, CASE)
 
 
 @pytest.mark.parametrize("bake", [True, False])

@@ -19,6 +19,7 @@ from builders.encoders import (
     encoder,
     exported,
 )
+from builders.sessions import options, start
 
 import ortplugins
 from ortplugins.optimization.optimize import OptimizeResult
@@ -58,6 +59,18 @@ def refusal(model: onnx.ModelProto, **options: object) -> str:
     return remark.reason
 
 
+def assert_same(
+    result: onnx.ModelProto, model: onnx.ModelProto, feed: dict[str, np.ndarray], **near: float
+) -> None:
+    """Where there is a token, unless positions were pooled."""
+    real = feed["attention_mask"].astype(bool)
+    for expected, found in zip(run(model, feed), run(result, feed), strict=True):
+        assert found.shape == expected.shape
+        if expected.shape[:2] == real.shape:
+            expected, found = expected[real], found[real]
+        np.testing.assert_allclose(found, expected, **{"rtol": 0, **near})
+
+
 @pytest.mark.parametrize(
     ("rows", "length", "computed"),
     [
@@ -69,37 +82,53 @@ def refusal(model: onnx.ModelProto, **options: object) -> str:
         (["000000", "110000"], 6, 2),
         (["000000"], 6, 6),
         ([], 6, 0),
+        (["", ""], 0, 0),
     ],
-    ids=["one", "odd", "full", "holes", "left", "empty row", "all zero", "no batch"],
+    ids=[
+        "one",
+        "odd",
+        "full",
+        "holes",
+        "left",
+        "empty row",
+        "all zero",
+        "no batch",
+        "length 0",
+    ],
 )
 @pytest.mark.parametrize("mask", [ADDITIVE, BOOLEAN], ids=["additive", "boolean"])
 def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, computed):
     model = encoder(mask)
     feed = batch(*rows, length=length)
     result = trimmed(model).model
-    (expected,) = run(model, feed)
-    (found,) = run(result, feed)
-    real = feed["attention_mask"].astype(bool)
     assert computed_length(result, feed) == computed
-    assert found.shape == expected.shape
-    np.testing.assert_array_equal(found[real], expected[real])
-    assert not found[:, computed:].any()
+    assert_same(result, model, feed)
+    assert not run(result, feed)[0][:, computed:].any()
 
 
-def test_a_sequence_of_length_0_is_left():
-    model = encoder()
-    feed = batch("", "", length=0)
-    assert run(trimmed(model).model, feed)[0].shape == run(model, feed)[0].shape
-
-
-@pytest.mark.parametrize("head", [MEAN, FIRST], ids=["mean", "first"])
-@pytest.mark.parametrize("mask", [ADDITIVE, BOOLEAN], ids=["additive", "boolean"])
-def test_pooled_outputs_are_those_of_the_whole_batch(mask, head):
-    model = encoder(mask, head)
-    feed = batch("11", "1111", "111", length=12)
-    result = trimmed(model).model
-    assert computed_length(result, feed) == 4
-    np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
+@pytest.mark.parametrize(
+    ("given", "options", "computed"),
+    [
+        *[({"mask_type": name}, {}, 5) for name in ("int32", "int64", "float", "bool")],
+        *[
+            ({}, {"multiple": multiple}, n)
+            for multiple, n in ((1, 5), (8, 8), (5, 5), (64, 12))
+        ],
+        ({"shape": "batch, 12", "head": MEAN}, {}, 5),
+        ({"head": MEAN}, {}, 5),
+        ({"head": FIRST}, {}, 5),
+        ({"head": FIRST, "mask": BOOLEAN}, {}, 5),
+    ],
+    ids=str,
+)
+def test_any_mask_shape_and_head(given, options, computed):
+    model = encoder(**given)
+    kind = given.get("mask_type", "int64")
+    dtype = {"float": np.float32, "bool": np.bool_}.get(kind, kind)
+    feed = batch("111", "11111", length=12, dtype=dtype)
+    result = trimmed(model, **options).model
+    assert computed_length(result, feed) == computed
+    assert_same(result, model, feed)
 
 
 def test_twelve_nodes_at_most_are_added():
@@ -114,31 +143,9 @@ def test_lengths_inside_are_not_known():
     assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 0, 0]
 
 
-@pytest.mark.parametrize("kept", [(1, 5), (8, 8), (5, 5), (64, 12)])
-def test_the_kept_length_is_a_multiple(kept):
-    multiple, computed = kept
-    model = encoder()
-    feed = batch("111", "11111", length=12)
-    result = trimmed(model, multiple=multiple).model
-    assert computed_length(result, feed) == computed
-    real = feed["attention_mask"].astype(bool)
-    np.testing.assert_array_equal(run(result, feed)[0][real], run(model, feed)[0][real])
-
-
 def test_a_multiple_below_1_is_an_error():
     with pytest.raises(ortplugins.OptionError, match=r"trim_padding.multiple is 0: 1 or more"):
         ortplugins.TrimPadding(multiple=0)
-
-
-@pytest.mark.parametrize("name", ["int32", "int64", "float", "bool"])
-def test_masks_of_any_type(name):
-    dtype = {"float": np.float32, "bool": np.bool_}.get(name, name)
-    model = encoder(mask_type=name)
-    feed = batch("11", "1111", length=9, dtype=dtype)
-    result = trimmed(model).model
-    assert computed_length(result, feed) == 4
-    real = feed["attention_mask"].astype(bool)
-    np.testing.assert_array_equal(run(result, feed)[0][real], run(model, feed)[0][real])
 
 
 @pytest.mark.parametrize("numbers", [[2, 1, 0, 0], [-1, 1, 0, 0], [0.25, 0.5, 0, 0]])
@@ -151,12 +158,15 @@ def test_any_number_but_0_is_real(numbers):
     np.testing.assert_array_equal(run(result, feed)[0][:, :2], run(model, feed)[0][:, :2])
 
 
-def test_a_mask_of_length_1_stands_for_all_positions():
-    model = encoder()
-    feed = batch("11111")
+def test_a_batch_of_one_and_a_mask_of_length_1():
+    model = encoder(shape="1, sequence")
+    feed = batch("111", length=9)
+    assert computed_length(trimmed(model).model, feed) == 3
+    assert_same(trimmed(model).model, model, feed)
+    # It stands for all positions.
     feed["attention_mask"] = np.ones((1, 1), np.int64)
-    (found,) = run(trimmed(model).model, feed)
-    np.testing.assert_array_equal(found, run(model, feed)[0])
+    (found,), (expected,) = run(trimmed(encoder()).model, feed), run(encoder(), feed)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_mask_of_another_length_fails_as_before():
@@ -245,22 +255,6 @@ def test_a_table_as_long_as_the_sequence_is_refused():
     places = np.ones((9, 8), np.float32)
     reason = refusal(encoder(head=head, shape="batch, 9", extra={"places": places}))
     assert reason.startswith("Add ") and "export with a dynamic one" in reason
-
-
-def test_a_static_length_that_nothing_depends_on_is_trimmed():
-    model = encoder(head=MEAN, shape="batch, 9")
-    feed = batch("111", "11", length=9)
-    result = trimmed(model).model
-    assert computed_length(result, feed) == 3
-    np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
-
-
-def test_a_batch_of_one_is_trimmed():
-    model = encoder(shape="1, sequence")
-    feed = batch("111", length=9)
-    result = trimmed(model).model
-    assert computed_length(result, feed) == 3
-    np.testing.assert_array_equal(run(result, feed)[0][:, :3], run(model, feed)[0][:, :3])
 
 
 def test_a_model_without_a_mask_says_what_to_do():
@@ -368,12 +362,7 @@ def test_exports_compute_the_same(name):
     feed["input_ids"][range(3), [0, 2, 6]] = 39  # where CLIP pools
     if len(model.graph.input) == 3:
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
-    real = feed["attention_mask"].astype(bool)
-    for a, b in zip(run(model, feed), run(result.model, feed), strict=True):
-        assert a.shape == b.shape
-        if a.shape[1:2] == real.shape[1:]:
-            a, b = a[real], b[real]
-        np.testing.assert_allclose(b, a, rtol=0, atol=1e-6 * np.abs(a).max())
+    assert_same(result.model, model, feed, rtol=1e-6, atol=1e-6)
 
 
 # Pooling at a position that the input ids choose
@@ -472,27 +461,17 @@ PROJECTED = """
 """
 
 
-def test_packed_nodes_see_real_tokens_only():
+@pytest.mark.parametrize(
+    "rows", [["11", "1111", "1"], ["0011", "11"], ["00", "11"], []], ids=str
+)
+def test_packed_nodes_see_real_tokens_only(rows):
     model = encoder(head=PROJECTED)
     result = trimmed(model, pack=True).model
+    feed = batch(*rows, length=9)
+    assert_same(result, model, feed, rtol=1e-5, atol=1e-6)
     result.graph.output.append(onnx.helper.make_empty_tensor_value_info("b"))
-    feed = batch("11", "1111", "1", length=9)
-    found, rows = run(result, feed)
-    real = feed["attention_mask"].astype(bool)
-    assert rows.shape == (2 + 4 + 1, 8)
-    np.testing.assert_allclose(found[real], run(model, feed)[0][real], rtol=1e-5, atol=1e-6)
-    assert not found[:, 4:].any()
-
-
-@pytest.mark.parametrize("rows", [["0011", "11"], ["00", "11"], []], ids=str)
-def test_packing_takes_any_mask(rows):
-    model = encoder(head=PROJECTED)
-    feed = batch(*rows, length=6)
-    (found,) = run(trimmed(model, pack=True).model, feed)
-    real = feed["attention_mask"].astype(bool)
-    (expected,) = run(model, feed)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
+    if rows == ["11", "1111", "1"]:  # else some positions more
+        assert run(result, feed, "b")[0].shape == (2 + 4 + 1, 8)
 
 
 @pytest.mark.parametrize("name", ["bert-dynamo-sdpa", "bert-reranker-torchscript-eager"])
@@ -533,33 +512,21 @@ def test_a_result_that_differs_is_withdrawn(monkeypatch):
     assert "'y' differs by" in reason
 
 
-def test_a_session_is_trimmed(tmp_path):
-    path = tmp_path / "model.onnx"
-    onnx.save(encoder(head=MEAN), path)
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, ortplugins.TrimPadding(), cache_dir=str(tmp_path / "cache"))
-    session = ortplugins.InferenceSession(path, options, providers=PROVIDERS)
+@pytest.mark.parametrize("length", [None, 12])
+def test_a_session_is_trimmed(tmp_path, length):
+    model, path = encoder(head=MEAN), tmp_path / "model.onnx"
+    onnx.save(model, path)
+    so = options(ortplugins.TrimPadding())
+    if length is not None:
+        so.add_free_dimension_override_by_name("sequence", length)
+    session = start(path, so)
     feed = batch("11", "1111", length=12)
-    assert session.ortplugins_report.fired
-    np.testing.assert_allclose(
-        session.run(None, feed)[0], run(onnx.load(path), feed)[0], rtol=1e-6, atol=1e-6
-    )
+    assert length or session.ortplugins_report.fired
+    (found,), (expected,) = session.run(None, feed), run(model, feed)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_overridden_dimensions_still_run(tmp_path):
-    path = tmp_path / "model.onnx"
-    onnx.save(encoder(), path)
-    options = onnxruntime.SessionOptions()
-    options.add_free_dimension_override_by_name("sequence", 12)
-    ortplugins.configure(options, ortplugins.TrimPadding(), cache_dir=str(tmp_path / "cache"))
-    session = ortplugins.InferenceSession(path, options, providers=PROVIDERS)
-    feed = batch("11", "1111", length=12)
-    real = feed["attention_mask"].astype(bool)
-    expected = run(onnx.load(path), feed)[0]
-    np.testing.assert_array_equal(session.run(None, feed)[0][real], expected[real])
-
-
-def test_five_thousand_nodes_take_less_than_a_second():
+def test_five_thousand_nodes():
     layers = "\n".join(f"h{i} = Add(h{i - 1}, one)" for i in range(1, 5000))
     model = encoder(head=f"h0 = Identity(hidden)\n{layers}\ny = Identity(h4999)")
     graph = ir.from_proto(model)
