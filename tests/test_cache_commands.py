@@ -57,8 +57,6 @@ session_options.registry.pass_names()
 os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 """
 
-# Removes all it can, again and again, until its input ends.
-
 
 def lines(*arguments: object, code: int = 0) -> list[str]:
     """What a command prints; it ends with this code, and tells no error."""

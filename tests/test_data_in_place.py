@@ -21,7 +21,6 @@ from builders.text_models import model_of, normal
 
 import ortplugins
 import ortplugins.testing as ortplugins_testing
-from ortplugins.artifacts import source_index
 from ortplugins.artifacts.manifest import Entry
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.artifacts.warming import warm
@@ -247,19 +246,3 @@ def test_sharing_changes_no_mode_of_the_source(path: Path, tmp_path: Path, mode:
     for file in entry.folder.iterdir():
         assert file.stat().st_mode & 0o044 == 0o044, file
     assert entry.damage() == {}
-
-
-def test_a_large_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
-    monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
-    read = []
-    real = source_index.hashlib.file_digest
-
-    def file_digest(file, *arguments):
-        read.append(Path(str(file.name)))
-        return real(file, *arguments)
-
-    monkeypatch.setattr(source_index.hashlib, "file_digest", file_digest)
-    for _ in range(3):
-        start(path)
-    assert read.count(path.with_name("model.onnx.data")) == 1

@@ -17,7 +17,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
-from builders.python_process import python
 from builders.quantized_files import arrays_of, dequantised, read
 from builders.text_models import matmul_of, model_of, normal
 
@@ -260,29 +259,7 @@ def test_a_work_dir_that_is_not_there(folder):
         into(folder, pair(), work_dir=folder / "nowhere")
 
 
-CHILD = """
-import resource, sys
-sys.path.insert(0, {tests!r})
-from test_quantize_bad_input import *
-model = pair(256)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-try:
-    into(Path({folder!r}), model, method={method!r}, calibration_data_reader=data(2, 256))
-except OSError as error:
-    print("told:", error)
-"""
 TESTS = os.path.dirname(__file__)
-
-
-@pytest.mark.parametrize(
-    ("limit", "method"), [(10_000, "rtn"), (66_000, "rtn"), (270_000, "awq_gptq")]
-)
-def test_files_that_may_not_grow_are_told(folder, limit, method):
-    # The largest file that is needed: weights 524288 bytes, codes 32768, the result 81920.
-    code = CHILD.format(tests=TESTS, folder=str(folder), limit=limit, method=method)
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("told:")
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a tmpfs")

@@ -166,13 +166,6 @@ def test_threads_that_share_options(tmp_path: Path, cache_dir: Path):
     assert sorted(manifest["model"] for manifest in manifests) == sorted(map(str, paths))
 
 
-def test_a_session_outlives_the_models_file(model_path: Path):
-    session = start(model_path)
-    for file in model_path.parent.iterdir():
-        file.unlink()
-    check(session, CASE)
-
-
 # What decides about an entry.
 
 

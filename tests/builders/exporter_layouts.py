@@ -3,7 +3,8 @@
 
 Each builder names the exporter, its version and its options. Names, attributes, shapes and
 types are theirs, the numbers are random. What onnxruntime's own quantizers write is in
-``test_exporter_layouts.py``, where they run.
+``test_exporter_layouts.py``, where they run; weights with a scale for each channel or for all,
+as torch.onnx, optimum and neural-compressor write them, are rows 4, 7 and 9 of the matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .layout_matrix import EXACT, FUSED, HALF, LayoutCase, Quantized, left_alone
-from .text_models import quoted
 
 Shape = tuple[int, ...]
 ACROSS = "a scale for each index of K"
@@ -183,24 +183,6 @@ def modelopt(
     return _case(text, *weights, x=(2, 3, K), dtype=dtype, constants=constants)
 
 
-def modelopt_per_channel(
-    storage: str, *, zero_point: bool = False, column_major: bool = False
-) -> LayoutCase:
-    """``block_size=-1`` (int4) or a layer of ``layers_8bit`` (int8): [K, N], axis 1, [N].
-
-    With ``use_column_major`` the axis stays 1, which is K. So it runs only where N == K, and
-    then each input feature has a scale: no MatMulNBits.
-    """
-    shape, zero_points = (
-        (32, 32) if column_major else (64, 48),
-        "random" if zero_point else "none",
-    )
-    w = Quantized(shape, storage, 1, 0, zero_points, "channel")
-    made, weight, w = _modelopt_weight("fc.weight", w, column_major)
-    more = left_alone(ACROSS) if column_major else {}
-    return _case(f'{made} ["/fc/MatMul"] y = MatMul (x, {weight})', w, x=(3, shape[0]), **more)
-
-
 def modelopt_gemm(
     *, column_major: bool = False, transposed: bool = False, per_channel: bool = False
 ) -> LayoutCase:
@@ -224,16 +206,6 @@ def modelopt_gemm(
     return _case(text, w, x=(3, K), constants={"gemm.bias": (N,)}, **more)
 
 
-def modelopt_gather(axis: int, *, zero_point: bool = False, rows: int = 20) -> LayoutCase:
-    """``gather_quantize_axis`` 0 (along the vocabulary) or 1, ``gather_block_size=32``."""
-    storage, zero_points = ("uint4", "random") if zero_point else ("int4", "none")
-    w = Quantized((rows, 64), storage, axis, 32, zero_points)
-    made, table, w = _modelopt_weight("model.embed_tokens.weight", w)
-    text = f'{made} ["/model/embed_tokens/Gather"] y = Gather ({table}, input_ids)'
-    ids = {"input_ids": np.array([[0, rows - 1, 3], [7, 7, rows // 2]])}
-    return _case(text, w, x=None, inputs=ids, expect=FUSED_TABLE)
-
-
 def modelopt_tied(*, column_major: bool = False) -> LayoutCase:
     """A table that Gather reads as [V, H] and the head, Gemm(transB=1), as its transpose."""
     w = Quantized((48, 64), "int4", 1, 32, "none")
@@ -246,20 +218,6 @@ def modelopt_tied(*, column_major: bool = False) -> LayoutCase:
         ["/tanh"] hidden = Tanh (embedded) {head}"""
     ids = {"input_ids": np.array([0, 47, 13])}
     return _case(text, w, x=None, inputs=ids, expect={**FUSED_TABLE, "MatMulNBits": 1})
-
-
-def modelopt_quantize_in_graph() -> LayoutCase:
-    """Float weights through Quantize- and DequantizeLinear (``rtn``; AddQDQPairToWeight).
-
-    int8 per tensor here, as ModelOpt's own two-dimensional scales have no block_size and fail.
-    The codes are not stored, so nothing is there to fuse.
-    """
-    text = """["w_QuantizeLinear"] codes = QuantizeLinear (float_w, step, zero)
-        ["w_DequantizeLinear"] numbers = DequantizeLinear (codes, step, zero)
-        ["/fc/MatMul"] y = MatMul (x, numbers)"""
-    step = {"step": np.float32(0.03125), "zero": np.int8(0)}
-    constants = {"float_w": (64, 48), **step}
-    return LayoutCase("", text, {}, (3, 64), {}, constants=constants)
 
 
 # ModelOpt's torch export, and what onnxruntime's DQMatMulNBitsFusion was written for.
@@ -306,77 +264,6 @@ def three_dimensional(
     return _case(text, w, x=(3, 96), constants=constants)
 
 
-# torch.onnx, optimum, neural-compressor: weights only, no quantised activation.
-
-
-def _torch_names(name: str) -> tuple[str, str, str]:
-    return (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
-
-
-def torch_linear(
-    form: str,
-    storage: str = "int8",
-    scales: str = "channel",
-    zero_points: str = "zero",
-    opset: int = 21,
-) -> LayoutCase:
-    """nn.Linear with a dequantised weight.
-
-    ``form``: ``"gemm"`` Gemm(transB=1) on [N, K], channels on axis 0; ``"transpose"`` the same
-    through a Transpose, MatMul and Add(bias, product), bias first; ``"matmul"`` [K, N],
-    channels on axis 1, as the TorchScript exporter's constant folding leaves it.
-    """
-    K, N = 40, 24
-    rows = form != "matmul"
-    axis = (0 if rows else 1) if scales == "channel" else None
-    names = _torch_names("fc.weight")
-    w = Quantized(
-        (N, K) if rows else (K, N), storage, axis, 0, zero_points, scales, names=names
-    )
-    attributes = "<alpha = 1.0, beta = 1.0, transB = 1>"
-    through = _transpose("/fc/Transpose", "W", "V") if form == "transpose" else ""
-    text = f"""["fc.weight_DequantizeLinear"] W = $w {through}
-        ["/fc/MatMul"] "/fc/MatMul_output_0" = MatMul (x, {"V" if through else "W"})
-        ["/fc/Add"] y = Add ("fc.bias", "/fc/MatMul_output_0")"""
-    if form == "gemm":
-        text = f"""["fc.weight_DequantizeLinear"] W = $w
-            ["/fc/Gemm"] y = Gemm {attributes} (x, W, "fc.bias")"""
-    return _case(text, w, x=(3, K), constants={"fc.bias": (N,)}, opset=opset)
-
-
-def dequantized_bias(scale: str = "one") -> LayoutCase:
-    """Gemm whose bias is int32, as quantize_static writes it, on an activation in float.
-
-    ``scale``: ``"one"`` ([1] with a zero point of rank 0) or ``"channel"`` (both [N]).
-    """
-    K, N = 40, 24
-    channel = scale == "channel"
-    w = Quantized((N, K), "int4", 0, 0, "zero", "channel", names=_torch_names("fc.weight"))
-    steps = np.linspace(0.001, 0.002, N) if channel else [0.0015]
-    bias = _torch_names("fc.bias")
-    arrays = (
-        np.arange(-N // 2, N - N // 2, dtype=np.int32) * 17,
-        np.float32(steps),
-        np.zeros(N if channel else (), np.int32),
-    )
-    text = f"""["fc.weight_DequantizeLinear"] W = $w
-        ["fc.bias_DequantizeLinear"] "fc.bias" = DequantizeLinear
-            {"<axis = 0>" if channel else ""} ({quoted(bias)})
-        ["/fc/Gemm"] y = Gemm <transB = 1> (x, W, "fc.bias")"""
-    return _case(text, w, x=(3, K), constants=dict(zip(bias, arrays, strict=True)))
-
-
-def embedding(storage: str, scales: str, zero_points: str) -> LayoutCase:
-    """DQ [V, H] -> Gather: a scale for every row, or one for all."""
-    names = _torch_names("embed.weight")
-    axis = 0 if scales == "channel" else None
-    w = Quantized((20, 64), storage, axis, 0, zero_points, scales, names=names)
-    text = """["embed.weight_DequantizeLinear"] W = $w
-        ["/embed/Gather"] y = Gather <axis = 0> (W, input_ids)"""
-    ids = {"input_ids": np.array([0, 19, 4, 4])}
-    return _case(text, w, x=None, inputs=ids, expect=FUSED_TABLE)
-
-
 Built = tuple[str, Callable[..., LayoutCase], dict[str, object]]
 
 
@@ -421,20 +308,8 @@ def _grid() -> Iterator[Built]:
         yield f"{name}-gemm-transB", modelopt_gemm, {"transposed": True, **layout}
         yield f"{name}-tied", modelopt_tied, layout
     yield "modelopt-awq-zp", modelopt, {"pre_scale": True, "zero_point": True}
-    yield "modelopt-channel-int4", modelopt_per_channel, {"storage": "int4"}
-    yield "modelopt-channel-int8", modelopt_per_channel, {"storage": "int8"}
-    given = {"storage": "uint8", "zero_point": True}
-    yield "modelopt-channel-uint8-zp", modelopt_per_channel, given
-    given = {"storage": "int8", "column_major": True}
-    yield "modelopt-column-major-8bit", modelopt_per_channel, given
     given = {"transposed": True, "per_channel": True}
     yield "modelopt-gemm-per-channel", modelopt_gemm, given
-    yield "modelopt-quantize-in-graph", modelopt_quantize_in_graph, {}
-    for axis in (0, 1):
-        yield f"modelopt-gather{axis}", modelopt_gather, {"axis": axis}
-        given = {"axis": axis, "zero_point": True, "rows": 70}
-        yield f"modelopt-gather{axis}-zp", modelopt_gather, given
-
     for cast, points in product(("none", "before", "after"), ("none", "random", "default")):
         yield f"3d-{cast}-{points}", three_dimensional, {"cast": cast, "zero_points": points}
     yield "3d-int4", three_dimensional, {"storage": "int4"}
@@ -443,27 +318,6 @@ def _grid() -> Iterator[Built]:
     yield "3d-minus-one-first", three_dimensional, {"target": (-1, 96)}
     yield "3d-keep", three_dimensional, {"target": (0, -1)}
     yield "3d-constant-node", three_dimensional, {"constant_node": True}
-
-    for form in ("gemm", "transpose", "matmul"):
-        for given in _scaled():
-            yield f"torch-{form}-{given['storage']}-{given['scales']}", torch_linear, {
-                "form": form, **given
-            }  # fmt: skip
-        yield f"torch-{form}-no-zp", torch_linear, {"form": form, "zero_points": "none"}
-        yield f"torch-{form}-opset13", torch_linear, {"form": form, "opset": 13}
-    yield "bias-one", dequantized_bias, {}
-    yield "bias-channel", dequantized_bias, {"scale": "channel"}
-    for given in _scaled():
-        yield f"embedding-{given['storage']}-{given['scales']}", embedding, given
-
-
-def _scaled() -> Iterator[dict[str, str]]:
-    """Types, scales and the zero points that go with them."""
-    for storage, scales in product(
-        ("int8", "uint8", "int4", "uint4"), ("channel", "tensor", "tensor1")
-    ):
-        points = "zero" if storage.startswith("i") else "random"
-        yield {"storage": storage, "scales": scales, "zero_points": points}
 
 
 def exporter_cases() -> list[LayoutCase]:

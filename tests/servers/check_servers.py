@@ -55,7 +55,6 @@ class Server:
         path: Of a request.
         body: Makes the JSON of a request.
         answer: Finds the vectors in the JSON of an answer.
-        port_in_use: What it prints where its port is taken.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Server:
     path: str = "/embed"
     body: Callable[[Sequence[str]], Any] = lambda texts: {"texts": texts}
     answer: Callable[[Any], Any] = lambda found: found["embeddings"]
-    port_in_use: str = "ddress already in use"
 
 
 def triton_body(texts: Sequence[str]) -> Any:
@@ -90,14 +88,8 @@ SERVERS = (
         FASTAPI,
         ("uvicorn", "examples.fastapi.app:app", f"--workers={WORKERS}", "--port={port}"),
     ),
-    Server("FastAPI, gunicorn", "fastapi", FASTAPI, GUNICORN, port_in_use="Connection in use"),
-    Server(
-        "FastAPI, gunicorn --preload",
-        "fastapi",
-        FASTAPI,
-        (*GUNICORN, "--preload"),
-        port_in_use="Connection in use",
-    ),
+    Server("FastAPI, gunicorn", "fastapi", FASTAPI, GUNICORN),
+    Server("FastAPI, gunicorn --preload", "fastapi", FASTAPI, (*GUNICORN, "--preload")),
     Server(
         "uWSGI",
         "uwsgi",
@@ -130,7 +122,6 @@ SERVERS = (
         "/v2/models/embedder/infer",
         triton_body,
         triton_answer,
-        "in use",
     ),
 )
 
@@ -193,15 +184,6 @@ def serve(server: Server, home: Path, folder: Path, **environment: str) -> Itera
     """Start a server; on the way out it is stopped, workers and all."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with start(server, home, folder, port, **environment) as running:
-        yield running
-
-
-@contextlib.contextmanager
-def start(
-    server: Server, home: Path, folder: Path, port: int, **environment: str
-) -> Iterator[Running]:
-    """Start a server at a port."""
     log = folder / "server.log"
     program, *arguments = [part.format(port=port, folder=folder) for part in server.command]
     variables = {
@@ -349,17 +331,6 @@ def test_an_empty_cache_is_filled_once(
         sources = list(running.wait_for_workers(WORKERS).values())
     assert set(sources) <= {"built", "cache"}
     assert len(list((tmp_path / "cache" / "entries").iterdir())) == 1
-
-
-def test_a_port_in_use_is_told(server: Server, home: Path, model: Path, tmp_path: Path):
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        start(server, home, tmp_path, taken.getsockname()[1]) as running,
-    ):
-        deadline = time.monotonic() + START_SECONDS
-        while server.port_in_use not in running.log.read_text():
-            assert time.monotonic() < deadline, running.log.read_text()
-            time.sleep(0.2)
 
 
 def test_replicas_of_ray_come_and_go(model: Path, tmp_path: Path):
