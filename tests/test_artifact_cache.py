@@ -39,9 +39,7 @@ C.publish = lambda *a: (print('built', flush=True), time.sleep(60))
 """
 
 
-def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(
-    model_path: Path, cache_dir: Path
-):
+def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(model_path, cache_dir):
     fusion = "dq_matmulnbits_fusion"
     victim = spawn(model_path, fusion, prelude=STOP)
     assert victim.stdout is not None
@@ -56,15 +54,13 @@ def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(
     assert result_of(spawn(model_path, fusion))["source"] == "cache"
 
 
-def test_files_are_private(model_path: Path, cache_dir: Path):
+def test_files_are_private(model_path, cache_dir):
     start(model_path)
     folders = [cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
 
 
-def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
-    model_path: Path, tmp_path: Path
-):
+def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(model_path, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with warnings.catch_warnings(record=True) as caught:
@@ -79,9 +75,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
     assert re.search("works without its cache in .*file", str(told.message))
 
 
-def test_a_directory_that_others_may_write_to_is_not_trusted(
-    model_path: Path, cache_dir: Path
-):
+def test_a_directory_that_others_may_write_to_is_not_trusted(model_path, cache_dir):
     start(model_path)
     cache_dir.chmod(0o777)
     with pytest.warns(ortplugins.OrtpluginsWarning, match="others may write"):
@@ -91,7 +85,7 @@ def test_a_directory_that_others_may_write_to_is_not_trusted(
 
 
 def test_a_model_replaced_while_it_is_built_is_not_published(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_path, cache_dir, monkeypatch
 ):
     real = build.build_artifact
 
@@ -120,9 +114,7 @@ def digest(path: Path, cache_dir: Path) -> str:
     return ArtifactCache(cache_dir).sources.file_digest(path)
 
 
-def test_a_large_file_is_hashed_once(
-    cache_dir: Path, large_file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
     first = digest(large_file, cache_dir)
     # Changed a moment ago by its status: not remembered yet.
     assert not (cache_dir / "digests").exists()
@@ -136,7 +128,7 @@ def test_a_large_file_is_hashed_once(
 
 
 def test_a_kept_digest_is_not_believed_where_the_content_differs(
-    cache_dir: Path, large_file: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir, large_file, monkeypatch
 ):
     """Two images of a file system without change times may show two files alike."""
     status = os.stat(large_file)
@@ -156,7 +148,7 @@ def write(cache: ArtifactCache, key: str, size: int) -> Entry:
         return cache.publish(key, folder, manifest)
 
 
-def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir: Path):
+def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir):
     cache, key = ArtifactCache(cache_dir), "0" * 40
     damaged = write(cache, key, 10)
     cache.discard(key, damaged.manifest)  # by another worker, which then rebuilds it
@@ -167,7 +159,7 @@ def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir: Path):
     assert cache.find(key) is None
 
 
-def test_a_limit_is_kept_when_an_entry_is_published(cache_dir: Path):
+def test_a_limit_is_kept_when_an_entry_is_published(cache_dir):
     cache = ArtifactCache(cache_dir, limit=30_000)
     for index in range(3):
         backdate(write(cache, f"{index}" * 40, 9_000).folder, 1000 - index)
@@ -181,7 +173,7 @@ def test_a_limit_is_kept_when_an_entry_is_published(cache_dir: Path):
     assert {entry.folder.name[0] for entry in cache.entries()} == {"0", "3", "4"}
 
 
-def test_the_limit_of_a_session(model_path: Path, cache_dir: Path, monkeypatch):
+def test_the_limit_of_a_session(model_path, cache_dir, monkeypatch):
     old = write(ArtifactCache(cache_dir), "0" * 40, 10_000)
     backdate(old.folder, 1000)
     monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "1GB")
@@ -198,9 +190,7 @@ def test_the_limit_of_a_session(model_path: Path, cache_dir: Path, monkeypatch):
         start(model_path)
 
 
-def test_a_file_system_without_locks(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_system_without_locks(model_path, cache_dir, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -221,9 +211,7 @@ def test_a_file_system_without_locks(
     assert half.exists()
 
 
-def test_two_that_publish_one_key_without_locks(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_two_that_publish_one_key_without_locks(cache_dir, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     cache, key = ArtifactCache(cache_dir), "0" * 40
     with cache.build(key) as first:
@@ -238,9 +226,7 @@ def test_two_that_publish_one_key_without_locks(
     assert list((cache_dir / "building").iterdir()) == []
 
 
-def test_pruning_forgets_what_belongs_to_no_entry(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
     monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
     monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
     start(model_path)
@@ -261,7 +247,7 @@ def test_pruning_forgets_what_belongs_to_no_entry(
     assert [cache.own(name) for name in (*names, "locks")] == [[], [], []]
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_where_the_cache_is(monkeypatch, tmp_path):
     assert cache_root(str(tmp_path / "chosen")) == tmp_path / "chosen"
     monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(tmp_path / "env"))
     assert cache_root() == tmp_path / "env"
@@ -270,7 +256,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert cache_root().name == "ortplugins"
 
 
-def test_clean_leaves_what_is_not_the_caches(model_path: Path, cache_dir: Path):
+def test_clean_leaves_what_is_not_the_caches(model_path, cache_dir):
     start(model_path)
     cache = ArtifactCache(cache_dir)
     (entry,) = cache.entries()

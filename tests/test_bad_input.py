@@ -531,7 +531,7 @@ def _cases() -> Cases:
 @pytest.mark.parametrize(
     "case", pairwise(_cases(), lambda case: case.name), ids=lambda c: c.name
 )
-def test_bad_input(tmp_path: Path, case: Case):
+def test_bad_input(tmp_path, case):
     if case.texts:
         refused(case.proto, tmp_path, *case.texts, slow=case.slow)
     elif case.sound:
@@ -543,16 +543,14 @@ def test_bad_input(tmp_path: Path, case: Case):
 # What needs more than the table.
 
 
-def test_the_model_that_the_others_spoil(tmp_path: Path):
+def test_the_model_that_the_others_spoil(tmp_path):
     proto = linear(z=codes((2, N), name="z"))
     assert [remark.outcome.value for remark in fused(proto, "float")[1]] == ["fired"]
     runs(proto, tmp_path, "float")
 
 
 @pytest.mark.parametrize("point", [None, 5])
-def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(
-    tmp_path: Path, point: int | None
-):
+def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(tmp_path, point):
     numbers = np.random.default_rng(0).integers(0, 16, (K, N))
     numbers[32:, 3] = point or 0
     array = np.ones((2, N), np.float32)
@@ -586,9 +584,7 @@ def outside(proto: onnx.ModelProto, folder: Path) -> Path:
     ],
     ids=str,
 )
-def test_external_data_at_odd_places(
-    tmp_path: Path, dims: list[int], entries: dict[str, str | None]
-):
+def test_external_data_at_odd_places(tmp_path, dims, entries):
     path = outside(linear(), tmp_path)
     spoil_external(path, dims, entries)
     with pytest.raises(ModelFileError, match=r"tensor 'w'|model\.onnx"):
@@ -608,7 +604,7 @@ def spoil_external(path: Path, dims: list[int], entries: dict[str, str | None]) 
     path.write_bytes(proto.SerializeToString())
 
 
-def test_external_data_without_a_length_is_as_long_as_its_shape(tmp_path: Path):
+def test_external_data_without_a_length_is_as_long_as_its_shape(tmp_path):
     path = outside(linear(), tmp_path)
     spoil_external(path, [K, N + 1], {"length": None})  # the file goes on with the scales
     result = optimised(path, tmp_path / "out.onnx", "float")
@@ -617,20 +613,20 @@ def test_external_data_without_a_length_is_as_long_as_its_shape(tmp_path: Path):
     assert len(optimised(path, tmp_path / "out.onnx", "float").report.fired) == 1
 
 
-def test_a_dequantized_constant_that_nothing_reads(tmp_path: Path):
+def test_a_dequantized_constant_that_nothing_reads(tmp_path):
     proto = model([dequantize(), node("Relu", ["x"], ["y"], "relu")], [codes(), scales()])
     assert fused(proto, "float")[1] == []
     runs(proto, tmp_path, "float")
 
 
-def test_an_operator_of_another_domain_by_that_name(tmp_path: Path):
+def test_an_operator_of_another_domain_by_that_name(tmp_path):
     proto = linear()
     proto.graph.node[0].domain = "some.domain"
     assert not [remark for remark in fused(proto, "float")[1] if remark.outcome == "fired"]
 
 
 @pytest.mark.parametrize("consumer", ["MatMul", "Mul", "Gather"])
-def test_a_long_chain(tmp_path: Path, consumer: str):
+def test_a_long_chain(tmp_path, consumer):
     names = ["d", *(f"n{i}" for i in range(3000)), "e"]
     pairs = itertools.pairwise(names)
     chain = [node("Identity", [a], [b], f"identity_{b}") for a, b in pairs]
@@ -643,7 +639,7 @@ def test_a_long_chain(tmp_path: Path, consumer: str):
 
 @pytest.mark.parametrize("k", [K - 1, K + 1, 2 * K, 1, 0])
 @pytest.mark.parametrize("op_type", ["MatMul", "Gemm"])
-def test_operands_that_do_not_fit(tmp_path: Path, k: int, op_type: str):
+def test_operands_that_do_not_fit(tmp_path, k, op_type):
     consumer = node(op_type, ["x", "d"], ["y"], "consumer")
     proto = linear(consumer=consumer, x=["rows", "columns"])
     path = saved(proto, tmp_path)
@@ -655,7 +651,7 @@ def test_operands_that_do_not_fit(tmp_path: Path, k: int, op_type: str):
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_rows(tmp_path: Path, rows: int):
+def test_no_rows(tmp_path, rows):
     proto = linear()
     runs(proto, tmp_path, "float")
     feed = {"x": np.ones((rows, K), np.float32)}
@@ -681,7 +677,7 @@ CYCLES = {
 
 
 @pytest.mark.parametrize("cycle", CYCLES)
-def test_graphs_that_go_round(tmp_path: Path, cycle: str):
+def test_graphs_that_go_round(tmp_path, cycle):
     path = saved(written(CYCLES[cycle]), tmp_path)
     for output in (None, tmp_path / "out.onnx"):
         with pytest.raises((ModelFileError, PassError), match="cycle"):
@@ -713,16 +709,14 @@ def scaled(factor: float) -> onnx.TensorProto:
 @pytest.mark.parametrize("slow", POLICIES)
 @pytest.mark.parametrize("dtype", [ml_dtypes.int4, np.int8, np.uint8])
 @pytest.mark.parametrize("captured", [(0,), (1,), (0, 1), ()], ids=str)
-def test_bodies_with_constants_of_the_same_name(
-    tmp_path: Path, slow: str, dtype: npt.DTypeLike, captured: tuple[int, ...]
-):
+def test_bodies_with_constants_of_the_same_name(tmp_path, slow, dtype, captured):
     makers = (lambda _: codes(dtype=dtype), scaled)
     own = [maker for i, maker in enumerate(makers) if i not in captured]
     outer = [makers[i](1.0) for i in captured]
     runs(conditional(f"{DQ_NN}  y_NN = MatMul (x, d_NN)", own, outer), tmp_path, slow)
 
 
-def test_bodies_with_biases_of_the_same_name(tmp_path: Path):
+def test_bodies_with_biases_of_the_same_name(tmp_path):
     text = f"{DQ_NN}  b_NN = DequantizeLinear (bq, bs)  y_NN = Gemm (x, d_NN, b_NN)"
     own = [lambda factor: tensor("bs", factor, np.float32)]
     outer = [codes(), scales(), tensor("bq", np.arange(N), np.int32)]
@@ -731,7 +725,7 @@ def test_bodies_with_biases_of_the_same_name(tmp_path: Path):
 
 @pytest.mark.parametrize("slow", ["fuse", "float"])
 @pytest.mark.parametrize("name", ["w.T.nbits32", "s.T.nbits", "w.float"])
-def test_a_body_with_a_name_that_ours_would_take(tmp_path: Path, slow: str, name: str):
+def test_a_body_with_a_name_that_ours_would_take(tmp_path, slow, name):
     text = f'{DQ_NN}  p_NN = MatMul (x, d_NN)  y_NN = Add (p_NN, "{name}")'
     own = [lambda factor: tensor(name, np.full(N, factor), np.float32)]
     proto = conditional(text, own, [codes(dtype=np.int8), scales()])
@@ -741,7 +735,7 @@ def test_a_body_with_a_name_that_ours_would_take(tmp_path: Path, slow: str, name
     assert proto.SerializeToString() == before  # a model from memory is not changed
 
 
-def test_a_body_that_reads_a_computed_weight(tmp_path: Path):
+def test_a_body_that_reads_a_computed_weight(tmp_path):
     text = f"""{DQ}  y = If (c) <then_branch = then () => (a) {{ a = MatMul (x, d) }},
                                 else_branch = other () => (b) {{ b = MatMul (x, d) }}>"""
     runs(written(text), tmp_path, "fuse")
@@ -757,7 +751,7 @@ def function(name: str, text: str) -> str:
 
 @pytest.mark.parametrize("through", [0, 1, 5])
 @pytest.mark.parametrize("called", [True, False])
-def test_functions_that_call_themselves(tmp_path: Path, through: int, called: bool):
+def test_functions_that_call_themselves(tmp_path, through, called):
     functions = "".join(
         function(
             f"F{i}", f"{DQ}  r = {FUNCTIONS}.F{(i + 1) % (through + 1)} (w, s)  o = Add (d, r)"
@@ -770,7 +764,7 @@ def test_functions_that_call_themselves(tmp_path: Path, through: int, called: bo
         optimised(path, tmp_path / "out.onnx", "float")
 
 
-def test_functions_that_double(tmp_path: Path):
+def test_functions_that_double(tmp_path):
     # 20 functions that each call the one before twice: a million nodes when inlined.
     functions = function("F0", f"{DQ}  o = Identity (d)")
     for i in range(1, 20):
@@ -782,7 +776,7 @@ def test_functions_that_double(tmp_path: Path):
         optimised(path, tmp_path / "out.onnx", "float")
 
 
-def test_symbolic_sizes_that_double(tmp_path: Path):
+def test_symbolic_sizes_that_double(tmp_path):
     # x (x.T), flattened, 40 times: a size with 2**40 factors.
     text, value = LINEAR, "x"
     for i in range(40):
@@ -794,7 +788,7 @@ def test_symbolic_sizes_that_double(tmp_path: Path):
     assert len(optimised(saved(proto, tmp_path), None, "float").report.fired) == 1
 
 
-def test_a_sparse_initializer_is_not_lost(tmp_path: Path):
+def test_a_sparse_initializer_is_not_lost(tmp_path):
     proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
     values, indices = tensor("sparse", [3.0], np.float32), tensor("sparse_i", [5], np.int64)
     proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [1, N]))
@@ -815,9 +809,7 @@ def test_a_sparse_initializer_is_not_lost(tmp_path: Path):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("external", [None, True])
-def test_damaged_tensors_elsewhere(
-    tmp_path: Path, bad: onnx.TensorProto, external: bool | None
-):
+def test_damaged_tensors_elsewhere(tmp_path, bad, external):
     proto = written(
         f"{LINEAR}  z = Identity (b)", [codes(), scales(), bad], outputs=["y", "z"]
     )
@@ -830,7 +822,7 @@ def test_damaged_tensors_elsewhere(
 
 
 @pytest.mark.parametrize("spoil", ["type", "node", "no outputs", "no opset"])
-def test_a_damaged_model_from_memory(spoil: str):
+def test_a_damaged_model_from_memory(spoil):
     proto = linear()
     if spoil == "type":
         proto.graph.initializer[0].data_type = 99

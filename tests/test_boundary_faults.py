@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -93,7 +92,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("mode", ["int16", "float"])
 @pytest.mark.parametrize("name", ["y", "N"])
-def test_damaged_nodes_are_told_and_left(case: str, mode: str, name: str) -> None:
+def test_damaged_nodes_are_told_and_left(case, mode, name):
     old, new, words = DAMAGED[case]
     assert (old in CHAIN) != (old in CONSTANTS)
     model = build(CHAIN.replace(old, new, 1), constants=CONSTANTS.replace(old, new))
@@ -108,7 +107,7 @@ def test_damaged_nodes_are_told_and_left(case: str, mode: str, name: str) -> Non
     assert serialized(model) == before
 
 
-def test_nodes_without_outputs_or_inputs_are_nobodys() -> None:
+def test_nodes_without_outputs_or_inputs_are_nobodys():
     model = build(CHAIN + "[Q2] = QuantizeLinear(x, s, z)\n [D2] v = DequantizeLinear()")
     remarks = Remarks("mixed_precision_boundaries")
     options = BoundaryOptions(promote=frozenset({"N"}))
@@ -120,7 +119,7 @@ def test_nodes_without_outputs_or_inputs_are_nobodys() -> None:
     }
 
 
-def test_all_nodes_of_a_repeated_name_are_promoted() -> None:
+def test_all_nodes_of_a_repeated_name_are_promoted():
     model = build(
         CHAIN + "[N] a = Abs(y)",
         "g (float[4] x) => (float[4] w, float[4] a)",
@@ -137,13 +136,13 @@ def test_all_nodes_of_a_repeated_name_are_promoted() -> None:
     ("name", "words"),
     [("Q", "is a QuantizeLinear"), ("DN", "name its tensor"), ("s", "constant")],
 )
-def test_what_is_no_tensor_and_no_operator_is_told(name: str, words: str) -> None:
+def test_what_is_no_tensor_and_no_operator_is_told(name, words):
     model = build()
     refused(model, words, promote=frozenset({name}))
 
 
 @pytest.mark.parametrize("nodes", [(), ("T",), ("E",), ("T", "E")])
-def test_bodies_beside_each_other_keep_their_equal_names(nodes: tuple[str, ...]) -> None:
+def test_bodies_beside_each_other_keep_their_equal_names(nodes):
     model = build(
         """[Q] q = QuantizeLinear(x, s, z)
         w = If (c) <
@@ -166,7 +165,7 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes: tuple[str, ...])
         assert run(model, each)[0].tobytes() == old.tobytes()
 
 
-def test_functions_are_told() -> None:
+def test_functions_are_told():
     model = ir.from_proto(
         onnx.parser.parse_model(
             """<ir_version: 10, opset_import: ["": 21, "local": 1]>
@@ -197,9 +196,7 @@ def test_functions_are_told() -> None:
 @pytest.mark.parametrize("opset", [13, 21])
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
 @pytest.mark.parametrize("move", ["Transpose<perm = [1, 0]>(y)", "Identity(u)"])
-def test_onnxruntime_takes_data_movement_to_floats(
-    kind: str, opset: int, into_a_body: bool, move: str
-) -> None:
+def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, move):
     reader = "[R] w = Neg(td)"
     if into_a_body:
         reader = """w = If (c) <
@@ -225,7 +222,7 @@ def test_onnxruntime_takes_data_movement_to_floats(
     assert run(model, feeds, optimised=True)[0] == pytest.approx(exact, abs=1e-6)
 
 
-def test_remarks_tell_only_what_happens() -> None:
+def test_remarks_tell_only_what_happens():
     # What the promoted node writes is read outside of the region: its pair stays.
     model = build(
         CHAIN.replace("[DN] w", "[DN] v") + "[E] w = Exp(v)",
@@ -237,7 +234,7 @@ def test_remarks_tell_only_what_happens() -> None:
     assert serialized(model) == before
 
 
-def test_the_range_of_a_grid() -> None:
+def test_the_range_of_a_grid():
     assert grid(0.1, 0).range == (0, pytest.approx(25.5))
     assert grid(0.1, 255).range == (pytest.approx(-25.5), 0)
     # Calibrated from -1 to 1, and moved by the rounding of 127.5.
@@ -252,9 +249,7 @@ def test_the_range_of_a_grid() -> None:
 @pytest.mark.parametrize("opset", [13, 21])
 @pytest.mark.parametrize("mode", ["int16", "float"])
 @pytest.mark.parametrize("names", [("N",), ("C7",), ("x",), ("N", "C0", "n")])
-def test_fifty_consumers_and_two_domains(
-    target: str, opset: int, mode: str, names: tuple[str, ...]
-) -> None:
+def test_fifty_consumers_and_two_domains(target, opset, mode, names):
     others = "\n".join(
         f"[C{i}] o{i} = {op}({'y' if i % 2 else 'y2'})"
         for i, op in enumerate(["Abs", "Tanh"] * 25)
@@ -275,7 +270,7 @@ def test_fifty_consumers_and_two_domains(
         assert np.abs(old - new).max() <= 0.5  # half a step of n
 
 
-def test_the_pass_takes_merge_and_clip() -> None:
+def test_the_pass_takes_merge_and_clip():
     text = "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Sigmoid(a) }"
     model = ir.to_proto(quantized(text))
     clips = {}
@@ -295,7 +290,7 @@ def test_the_pass_takes_merge_and_clip() -> None:
     assert left == {True: True, False: False}
 
 
-def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes() -> None:
+def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes():
     model = ir.to_proto(build())
     result = ortplugins.optimize(model, passes=[MixedPrecisionBoundaries()])
     (remark,) = result.report.remarks
@@ -305,9 +300,7 @@ def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe{}"])
-def test_an_overrides_file_that_cannot_be_read_is_named(
-    content: bytes | None, tmp_path: Path
-) -> None:
+def test_an_overrides_file_that_cannot_be_read_is_named(content, tmp_path):
     path = tmp_path / "o.json"
     if content is not None:
         path.write_bytes(content)
@@ -321,7 +314,7 @@ def test_an_overrides_file_that_cannot_be_read_is_named(
         quantize_static_mixed(float_model, data=[{"x": X}], op_types_to_quantize=["sigmoid"])
 
 
-def test_what_is_neither_8_nor_16_bits_changes_nothing() -> None:
+def test_what_is_neither_8_nor_16_bits_changes_nothing():
     for options in (
         {"overrides": {"x": (TensorOverride(quant_type=ir.DataType.UINT4),)}},
         {"overrides": {"x": (TensorOverride(quant_type=I16),)}, "promote": frozenset("x")},

@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
@@ -92,9 +92,7 @@ def aged(model_path: Path, cache_dir: Path) -> Entry:
     return entry
 
 
-def test_a_hit_is_written_down_at_most_once_a_minute(
-    aged: Entry, model_path: Path, cache_dir: Path
-):
+def test_a_hit_is_written_down_at_most_once_a_minute(aged, model_path, cache_dir):
     for _ in range(2):
         (entry,) = entries(cache_dir)
         assert time.time() - entry.last_used > 0.9 * DAY, "looking is no use"
@@ -108,7 +106,7 @@ def test_a_hit_is_written_down_at_most_once_a_minute(
 
 
 def test_a_use_that_cannot_be_written_down_is_a_hit_all_the_same(
-    aged: Entry, model_path: Path, monkeypatch: pytest.MonkeyPatch
+    aged, model_path, monkeypatch
 ):
     def refuse(*arguments: object, **kwargs: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -117,7 +115,7 @@ def test_a_use_that_cannot_be_written_down_is_a_hit_all_the_same(
     assert source(model_path) == "cache"
 
 
-def test_list_and_show(aged: Entry, model_path: Path):
+def test_list_and_show(aged, model_path):
     backdate(aged.folder, 3 * DAY)
     heading, row, total = lines("list")
     assert heading == "Key\tModel\tSize\tAge\tLast use\tFired/refused"
@@ -141,7 +139,7 @@ def test_list_and_show(aged: Entry, model_path: Path):
     assert (done.returncode, "no entry" in done.stderr) == (2, True)
 
 
-def test_a_clock_that_was_set_back(aged: Entry, model_path: Path):
+def test_a_clock_that_was_set_back(aged, model_path):
     backdate(aged.folder, -30 * DAY)
     _, row, _ = lines("list")
     assert row.split("\t")[3:5] == ["0 s", "0 s ago"]
@@ -153,7 +151,7 @@ def test_a_clock_that_was_set_back(aged: Entry, model_path: Path):
     assert removed.endswith(", last used 0 s ago")
 
 
-def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir: Path):
+def test_explain_says_which_part_of_the_key_differs(model_path, cache_dir):
     level = "dq_matmulnbits_fusion.accuracy_level"
     explain = ("explain", model_path, "--pass", "dq_matmulnbits_fusion")
     exact = (*explain, "--set", f"{level}=0")
@@ -181,7 +179,7 @@ def test_explain_says_which_part_of_the_key_differs(model_path: Path, cache_dir:
 # prune
 
 
-def test_prune_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: Path):
+def test_prune_removes_the_least_recently_used_first(tmp_path, cache_dir):
     fill(tmp_path)
     # The oldest is used again, so the second is now the one to go.
     assert source(tmp_path / "0.onnx") == "cache"
@@ -198,7 +196,7 @@ def test_prune_removes_the_least_recently_used_first(tmp_path: Path, cache_dir: 
     assert source(tmp_path / "1.onnx") == "built"
 
 
-def test_prune_removes_what_was_not_used_for_long(tmp_path: Path, cache_dir: Path):
+def test_prune_removes_what_was_not_used_for_long(tmp_path, cache_dir):
     fill(tmp_path, 4)
     assert lines("prune", "--older-than", "2w")[-1].startswith("removed 0, 0 bytes; 4 ")
     sizes = [_disk(entry.folder) for entry in entries(cache_dir)]
@@ -209,7 +207,7 @@ def test_prune_removes_what_was_not_used_for_long(tmp_path: Path, cache_dir: Pat
     assert names(cache_dir) == ["3.onnx"]
 
 
-def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
+def test_a_dry_run_removes_nothing(tmp_path, cache_dir):
     fill(tmp_path)
     before = files(cache_dir)
     would = lines("prune", "--max-size", "0", "--dry-run")
@@ -223,7 +221,7 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, cache_dir: Path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps files that are open")
-def test_a_session_keeps_what_prune_removes(aged: Entry, model_path: Path):
+def test_a_session_keeps_what_prune_removes(aged, model_path):
     session = start(model_path)
     left, total = lines("prune", "--max-size", "0", "--older-than", "0s")
     assert left.startswith("left: ")
@@ -235,7 +233,7 @@ def test_a_session_keeps_what_prune_removes(aged: Entry, model_path: Path):
     check(session, CASE)
 
 
-def test_prune_leaves_what_is_being_built(aged: Entry, model_path: Path, cache_dir: Path):
+def test_prune_leaves_what_is_being_built(aged, model_path, cache_dir):
     lock = cache_dir / "locks" / f"{aged.folder.name}.lock"
     half = cache_dir / "building" / f"{aged.folder.name}.half"
     half.mkdir()
@@ -253,7 +251,7 @@ def test_prune_leaves_what_is_being_built(aged: Entry, model_path: Path, cache_d
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["none", "cut"])
-def test_prune_takes_entries_without_a_manifest(aged: Entry, content: str | None):
+def test_prune_takes_entries_without_a_manifest(aged, content):
     manifest = aged.folder / "manifest.json"
     manifest.unlink()
     if content is not None:
@@ -280,13 +278,7 @@ def test_prune_takes_entries_without_a_manifest(aged: Entry, content: str | None
         ("warm model.onnx --session-entry x", ["'x' is not KEY=VALUE", "--session-entry"]),
     ],
 )
-def test_options_that_cannot_be_used(
-    model_path: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    words: list[str],
-):
+def test_options_that_cannot_be_used(model_path, cache_dir, monkeypatch, arguments, words):
     monkeypatch.chdir(model_path.parent)
     done = ortplugins_command("cache", *arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
@@ -309,7 +301,7 @@ def test_options_that_cannot_be_used(
         ("2w", 1209600),
     ],
 )
-def test_sizes_and_ages(text: str, number: float):
+def test_sizes_and_ages(text, number):
     is_age = text[-1] in "nhdw"
     assert (parse_age if is_age else parse_size)(text) == number
 
@@ -322,7 +314,7 @@ def collect(cache_dir: Path, stop: Path) -> int:
     return removed
 
 
-def test_what_is_found_while_two_collect_stays_whole(cache_dir: Path, tmp_path: Path):
+def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
     cache, key, stop = ArtifactCache(cache_dir), "0" * 40, tmp_path / "stop"
     manifest = {"model": "bytes", "made_from": {"digest": ""}, "report": {}}
     built = found = 0
@@ -376,9 +368,7 @@ def _truncate(path: Path) -> None:
     ],
     ids=["bit", "cut", "emptied", "deleted", "none", "cut manifest"],
 )
-def test_verify_names_what_is_damaged(
-    tmp_path: Path, cache_dir: Path, damage: Callable[[Path], None], file: str, what: str
-):
+def test_verify_names_what_is_damaged(tmp_path, cache_dir, damage, file, what):
     for index in range(2):
         case = DequantizedMatMul(512, 512, 32, seed=index)
         model = save(case, tmp_path / f"{index}.onnx")
@@ -400,7 +390,7 @@ def test_verify_names_what_is_damaged(
     assert source(model) == "built"
 
 
-def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path, tmp_path: Path):
+def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir, tmp_path):
     assert lines("verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
     (line,) = lines("prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
@@ -411,7 +401,7 @@ def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir: Path, tmp_pa
     assert not cache_dir.exists() and not (tmp_path / "x").exists()
 
 
-def test_clean_removes_all(aged: Entry, cache_dir: Path):
+def test_clean_removes_all(aged, cache_dir):
     (line,) = lines("clean")
     assert line.startswith("removed 1, ")
     assert line.endswith(f", from {cache_dir}")
@@ -420,7 +410,7 @@ def test_clean_removes_all(aged: Entry, cache_dir: Path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
 @pytest.mark.parametrize("command", [["verify"], ["prune", "--max-size", "0"]], ids="".join)
-def test_a_directory_that_others_may_write_to(cache_dir: Path, command: list[str]):
+def test_a_directory_that_others_may_write_to(cache_dir, command):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
     done = ortplugins_command("cache", *command)
@@ -431,7 +421,7 @@ def test_a_directory_that_others_may_write_to(cache_dir: Path, command: list[str
 # warm
 
 
-def test_a_session_finds_what_was_warmed(model_path: Path, cache_dir: Path):
+def test_a_session_finds_what_was_warmed(model_path, cache_dir):
     (line,) = lines("warm", model_path)
     assert line.startswith(f"{model_path}: built: fired 2, refused 0; ")
     assert line.endswith(" kB on disk")
@@ -454,7 +444,7 @@ def image() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
-def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
+def test_an_image_is_read_by_another_user_and_written_by_none(image):
     model, output = save(CASE, image / "model.onnx"), image / "cache"
     lines("warm", model, "--cache-dir", output)
     (entry,) = entries(output)
@@ -476,7 +466,7 @@ def test_an_image_is_read_by_another_user_and_written_by_none(image: Path):
     assert files(output) == before
 
 
-def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Path):
+def test_warm_takes_what_else_the_key_depends_on(model_path, cache_dir):
     key = "session.qdq_matmulnbits_accuracy_level"
     lines(
         *("warm", model_path, "--pass", "dq_matmulnbits_fusion"),
@@ -496,7 +486,7 @@ def test_warm_takes_what_else_the_key_depends_on(model_path: Path, cache_dir: Pa
     assert len(entries(cache_dir)) == 3
 
 
-def test_warm_measures_for_a_hint(model_path: Path):
+def test_warm_measures_for_a_hint(model_path):
     entry = "--session-entry", "ortplugins.hint=latency"
     entry += "--session-entry", "ortplugins.hint_seconds=1"
     lines("warm", model_path, *entry)
@@ -505,9 +495,7 @@ def test_warm_measures_for_a_hint(model_path: Path):
     assert "hint latency: " in report
 
 
-def test_warm_goes_on_after_a_model_that_fails(
-    model_path: Path, tmp_path: Path, cache_dir: Path
-):
+def test_warm_goes_on_after_a_model_that_fails(model_path, tmp_path, cache_dir):
     missing, empty = model_path.with_name("gone.onnx"), model_path.with_name("empty.onnx")
     empty.touch()
     warm_all = "cache", "warm", missing, model_path, empty, "--pass", "dq_matmulnbits_fusion"
@@ -529,7 +517,7 @@ def test_warm_goes_on_after_a_model_that_fails(
     assert str(blocked) in line
 
 
-def test_warm_from_python(model_path: Path, tmp_path: Path, cache_dir: Path):
+def test_warm_from_python(model_path, tmp_path, cache_dir):
     seen: list[WarmResult] = []
     fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=4)
     settings = {"disabled_optimizers": ["ConstantFolding"]}

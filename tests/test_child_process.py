@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import sys
-from pathlib import Path
 
 import pytest
 from builders.dequantized_models import DequantizedMatMul
@@ -36,14 +35,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", False, "", "", None),
     ],
 )
-def test_the_interpreter(
-    executable: str,
-    frozen: bool,
-    told: str,
-    setting: str,
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_interpreter(executable, frozen, told, setting, expected, monkeypatch):
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", told)
@@ -52,7 +44,7 @@ def test_the_interpreter(
     assert child_python("build") == expected
 
 
-def test_a_child_starts_none_for_the_same_purpose(monkeypatch: pytest.MonkeyPatch):
+def test_a_child_starts_none_for_the_same_purpose(monkeypatch):
     for name, value in child_environment("build").items():
         monkeypatch.setenv(name, value)
     assert child_python("build") is None
@@ -60,7 +52,7 @@ def test_a_child_starts_none_for_the_same_purpose(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_program_that_is_taken_for_an_interpreter_is_started_once(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path, tmp_path, monkeypatch
 ):
     program, log = tmp_path / "python", tmp_path / "log"
     program.write_text(f"#!/bin/sh\necho started >> {log}\nexec false\n")
@@ -71,9 +63,7 @@ def test_a_program_that_is_taken_for_an_interpreter_is_started_once(
     assert log.read_text() == "started\n"
 
 
-def test_without_a_cache_the_child_builds_too(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_a_cache_the_child_builds_too(model_path, cache_dir, monkeypatch):
     cache_dir.parent.mkdir(exist_ok=True)
     cache_dir.write_text("no directory")
 
@@ -89,9 +79,7 @@ def test_without_a_cache_the_child_builds_too(
 
 @pytest.mark.filterwarnings("ignore:ortplugins works without its cache")
 @pytest.mark.parametrize("cache_is_usable", [True, False])
-def test_missing_data_keeps_its_error(
-    model_path: Path, cache_dir: Path, cache_is_usable: bool
-):
+def test_missing_data_keeps_its_error(model_path, cache_dir, cache_is_usable):
     if not cache_is_usable:
         cache_dir.write_text("no directory")
     model_path.with_name("model.onnx.data").unlink()

@@ -78,13 +78,13 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 @pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
-def test_version(ortp: Command, entry: tuple[str, ...]):
+def test_version(ortp, entry):
     done = ortp("--version", entry=entry)
     assert (done.returncode, done.stdout) == (0, f"ortplugins {ortplugins.__version__}\n")
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_one_sentence_says_what_to_install(ortp: Command, missing: str):
+def test_without_the_extra_one_sentence_says_what_to_install(ortp, missing):
     code = (
         f"import runpy, sys; sys.modules[{missing!r}] = None; "
         "runpy.run_module('ortplugins', run_name='__main__')"
@@ -106,7 +106,7 @@ finally:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["passes"], ["inspect", "--help"]])
-def test_what_opens_no_model_imports_no_onnx(ortp: Command, arguments: list[str]):
+def test_what_opens_no_model_imports_no_onnx(ortp, arguments):
     done = ortp(*arguments, entry=(sys.executable, "-c", IMPORTED))
     heavy, modules = done.stdout.splitlines()[-1].rsplit(" ", 1)
     assert heavy == "set()"
@@ -114,7 +114,7 @@ def test_what_opens_no_model_imports_no_onnx(ortp: Command, arguments: list[str]
     assert int(modules) <= (1 if arguments == ["--help"] else 4)
 
 
-def test_each_command_says_in_its_help_what_the_table_says(main: Command):
+def test_each_command_says_in_its_help_what_the_table_says(main):
     listed = " ".join(main("--help").stdout.replace("\u2502", " ").split())
     for name, summary in COMMANDS.items():
         assert f"{name} {summary}" in listed
@@ -125,7 +125,7 @@ def test_each_command_says_in_its_help_what_the_table_says(main: Command):
     ("words", "expected"),
     [("ins", "inspect"), ("inspect --pass dq", "dq_matmulnbits_fusion")],
 )
-def test_the_shell_completes_without_onnx(ortp: Command, words: str, expected: str):
+def test_the_shell_completes_without_onnx(ortp, words, expected):
     asked = {
         "_ORTPLUGINS_COMPLETE": "complete_bash",
         "COMP_WORDS": f"ortplugins {words}",
@@ -156,7 +156,7 @@ def test_the_shell_completes_without_onnx(ortp: Command, words: str, expected: s
         ("plan-precision m.onnx --samples x.npz --weights --target qnn", "--target"),
     ],
 )
-def test_an_option_without_effect_is_refused(main: Command, arguments: str, option: str):
+def test_an_option_without_effect_is_refused(main, arguments, option):
     done = main(*arguments.split())
     assert done.returncode == 2
     assert f"{option}" in done.stderr and "has no effect" in done.stderr
@@ -173,7 +173,7 @@ def test_an_option_without_effect_is_refused(main: Command, arguments: str, opti
         "memory m.onnx --svg there",
     ],
 )
-def test_nothing_is_overwritten_without_force(main: Command, tmp_path: Path, arguments: str):
+def test_nothing_is_overwritten_without_force(main, tmp_path, arguments):
     save(FUSED, tmp_path / "m.onnx")
     onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "f.onnx")
     there = tmp_path / "there"
@@ -187,9 +187,7 @@ def test_nothing_is_overwritten_without_force(main: Command, tmp_path: Path, arg
     assert there.read_bytes() != b"somebody's"
 
 
-def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(
-    main: Command, tmp_path: Path
-):
+def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp_path):
     done = main("doctor", "--cache-dir", tmp_path / "none", "--format", "json")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert (done.returncode, rows["onnxruntime"]["value"]) == (0, ort.__version__)
@@ -205,9 +203,7 @@ def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(
 
 
 @pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])
-def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
-    ortp: Command, tmp_path: Path, external: bool
-):
+def test_optimize_writes_a_model_that_plain_onnxruntime_runs(ortp, tmp_path, external):
     model = save(FUSED, tmp_path / "model.onnx", external=external)
     before = files(tmp_path)
     exact = ("--set", "dq_matmulnbits_fusion.accuracy_level=0")
@@ -232,7 +228,7 @@ def test_optimize_writes_a_model_that_plain_onnxruntime_runs(
 
 
 @pytest.mark.parametrize("case", [FUSED, REFUSED], ids=["fused", "refused"])
-def test_json_on_stdout_is_the_report(main: Command, tmp_path: Path, case: DequantizedMatMul):
+def test_json_on_stdout_is_the_report(main, tmp_path, case):
     def printed(*arguments: str) -> dict[str, Any]:
         done = main(*arguments, "model.onnx", "--format", "json")
         assert (done.returncode, done.stderr) == (0, "")
@@ -253,7 +249,7 @@ def test_json_on_stdout_is_the_report(main: Command, tmp_path: Path, case: Dequa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
-def test_a_terminal_gets_a_progress_bar(tmp_path: Path):
+def test_a_terminal_gets_a_progress_bar(tmp_path):
     import pty
 
     model = save(FUSED, tmp_path / "model.onnx")
@@ -277,7 +273,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path):
     assert b"0/" in shown
 
 
-def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch: pytest.MonkeyPatch):
+def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
     out = io.StringIO()
     screen = Console(file=out, force_terminal=True, width=100)
     monkeypatch.setattr(terminal, "console", lambda *, stderr: screen)
@@ -292,9 +288,7 @@ def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch: pytest.Monkey
 # inspect
 
 
-def test_inspect_writes_nothing_and_check_fails_on_a_refusal(
-    main: Command, tmp_path: Path, cache_dir: Path
-):
+def test_inspect_writes_nothing_and_check_fails_on_a_refusal(main, tmp_path, cache_dir):
     model, fused = save(REFUSED, tmp_path / "m.onnx"), save(FUSED, tmp_path / "f.onnx")
     before = files(tmp_path)
     done = main("inspect", model)
@@ -310,9 +304,7 @@ def test_inspect_writes_nothing_and_check_fails_on_a_refusal(
 
 
 @pytest.mark.parametrize("case", [DequantizedMatMul(512, 256, 32), REFUSED])
-def test_inspect_finds_out_what_packing_would_do(
-    main: Command, tmp_path: Path, case: DequantizedMatMul
-):
+def test_inspect_finds_out_what_packing_would_do(main, tmp_path, case):
     save(case, tmp_path / "m.onnx")
     before = files(tmp_path)
     passes = ["--pass", "dq_matmulnbits_fusion", "--pass", "prepacked_weights"]
@@ -326,7 +318,7 @@ def test_inspect_finds_out_what_packing_would_do(
     assert files(tmp_path) == before
 
 
-def test_verbose_shows_what_fired_under_its_own_name(main: Command, tmp_path: Path):
+def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     # Brackets and colons are markup to rich, and stand in many exporters' names.
     case = FUSED
     values, x = case.initializers(), case.input()
@@ -343,15 +335,13 @@ def test_verbose_shows_what_fired_under_its_own_name(main: Command, tmp_path: Pa
 
 
 @pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
-def test_both_entry_points_tell_errors_alike(
-    ortp: Command, tmp_path: Path, entry: tuple[str, ...]
-):
+def test_both_entry_points_tell_errors_alike(ortp, tmp_path, entry):
     done = ortp("optimize", "model.onnx", "-o", "out.onnx", entry=entry)
     assert_one_sentence(done, ["model.onnx", "no such"])
     assert os.listdir(tmp_path) == []
 
 
-def test_an_unusable_model_is_one_sentence(main: Command, tmp_path: Path):
+def test_an_unusable_model_is_one_sentence(main, tmp_path):
     save(FUSED, tmp_path / "model.onnx")
     (tmp_path / "model.onnx.data").unlink()
     before = files(tmp_path)
@@ -377,9 +367,7 @@ def test_an_unusable_model_is_one_sentence(main: Command, tmp_path: Path):
         (["-o", "model.onnx", "--force"], ["model.onnx", "the model itself"]),
     ],
 )
-def test_an_unusable_option_is_one_sentence(
-    main: Command, tmp_path: Path, arguments: list[str], words: list[str]
-):
+def test_an_unusable_option_is_one_sentence(main, tmp_path, arguments, words):
     save(FUSED, tmp_path / "model.onnx")
     before = files(tmp_path)
     assert_one_sentence(main("optimize", "model.onnx", "-o", "out.onnx", *arguments), words)
@@ -409,7 +397,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]
         ("quantise", "Did you mean 'quantize'"),
     ],
 )
-def test_wrong_usage_exits_with_2(main: Command, arguments: str, told: str):
+def test_wrong_usage_exits_with_2(main, arguments, told):
     done = main(*arguments.split())
     assert (done.returncode, told in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
@@ -418,7 +406,7 @@ def test_wrong_usage_exits_with_2(main: Command, arguments: str, told: str):
 # passes
 
 
-def test_every_session_key_has_a_row(ortp: Command):
+def test_every_session_key_has_a_row(ortp):
     header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
     assert header == "| Session key | Default | What it does |"
     assert rule == "|---|---|---|"
@@ -459,7 +447,7 @@ def plugins(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(path)}
 
 
-def test_passes_of_other_packages_are_listed(ortp: Command, plugins: dict[str, str]):
+def test_passes_of_other_packages_are_listed(ortp, plugins):
     done = ortp("passes", **plugins)
     assert done.returncode == 0
     rows = [line.split("\t") for line in done.stdout.splitlines()]
@@ -469,9 +457,7 @@ def test_passes_of_other_packages_are_listed(ortp: Command, plugins: dict[str, s
     assert warning.startswith("warning: ortplugins skips pass 'broken' of 'acme:Gone'")
 
 
-def test_a_failing_pass_leaves_no_output(
-    ortp: Command, tmp_path: Path, plugins: dict[str, str]
-):
+def test_a_failing_pass_leaves_no_output(ortp, tmp_path, plugins):
     save(FUSED, tmp_path / "model.onnx")
     done = ortp("optimize", "model.onnx", "-o", "out.onnx", "--pass", "failing", **plugins)
     assert_one_sentence(done, ["'failing'", "'matmul'", "KeyError", "scale"])
@@ -481,7 +467,7 @@ def test_a_failing_pass_leaves_no_output(
 # cache
 
 
-def test_quantize_tells_bad_patterns_and_leaves_the_output(main: Command, tmp_path: Path):
+def test_quantize_tells_bad_patterns_and_leaves_the_output(main, tmp_path):
     onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "model.onnx")
     output = tmp_path / "q.onnx"
     output.write_text("earlier")

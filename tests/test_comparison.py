@@ -50,7 +50,7 @@ def constant(kind: str, value: int | str) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("at_a_time", [1 << 20, 7])
-def test_measures_are_their_formulas(at_a_time: int, monkeypatch: pytest.MonkeyPatch):
+def test_measures_are_their_formulas(at_a_time, monkeypatch):
     monkeypatch.setattr(value_difference, "_SLICE", at_a_time)
     rng = np.random.default_rng(0)
     samples = rng.normal(size=(2, 5, 9))
@@ -87,9 +87,7 @@ INF = math.inf
         (np.uint8([3]), np.uint8([5]), (2, 2 / 3, 2 / 3, 1)),
     ],
 )
-def test_measures_of_special_numbers(
-    a: npt.ArrayLike, b: npt.ArrayLike, measures: tuple[float, ...]
-):
+def test_measures_of_special_numbers(a, b, measures):
     found = difference((a, b))
     names = ("max_abs", "max_rel", "relative_rms", "cosine")
     assert tuple(getattr(found, name) for name in names) == pytest.approx(measures)
@@ -114,7 +112,7 @@ NEIGHBORS = [
 
 
 @pytest.mark.parametrize(("kind", "one", "other"), NEIGHBORS)
-def test_integers_are_compared_as_integers(kind: str, one: int | str, other: int | str):
+def test_integers_are_compared_as_integers(kind, one, other):
     a, b = constant(kind, one), constant(kind, other)
     for first, second in ((a, b), (b, a)):
         assert ortplugins.compare(first, second).outputs[0].max_abs == 1
@@ -126,7 +124,7 @@ def test_integers_are_compared_as_integers(kind: str, one: int | str, other: int
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9))
-def test_the_distance_of_integers_is_that_of_python(x: int, other: int):
+def test_the_distance_of_integers_is_that_of_python(x, other):
     y = min(x + other, 2**64 - 1) if 0 <= other < 10 else other
     a, b = (np.array([i], np.int64 if i < 2**63 else np.uint64) for i in (x, y))
     found = difference((a, b)).max_abs
@@ -144,7 +142,7 @@ def test_rtol_is_for_what_is_rounded():
 # Inputs
 
 
-def test_dimensions_have_the_sizes_that_are_given(tmp_path: Path):
+def test_dimensions_have_the_sizes_that_are_given(tmp_path):
     model = proto_of("""g (float[batch, seq] x, int64[batch, both] m, float[n, ?] o)
         => (float[batch, seq] y) { y = Relu(x) }""")
     model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past + seq"
@@ -178,7 +176,7 @@ def test_an_initializer_among_the_inputs_may_be_left_out():
 
 
 @pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])
-def test_a_model_is_compared_with_what_passes_make_of_it(external: bool, tmp_path: Path):
+def test_a_model_is_compared_with_what_passes_make_of_it(external, tmp_path):
     path = tmp_path / "model.onnx"
     location = "model.data" if external else None
     model = DequantizedMatMul(64, 32, 32).model()
@@ -257,7 +255,7 @@ def test_the_first_node_that_is_off_is_the_first_that_runs():
     assert found.first_divergence.other_op_type == "Cos"
 
 
-def test_values_are_fetched_within_the_budget(monkeypatch: pytest.MonkeyPatch):
+def test_values_are_fetched_within_the_budget(monkeypatch):
     chunks = []
     opened = layer_comparison._Side.open
 
@@ -295,7 +293,7 @@ def test_nodes_of_one_model_only_are_listed():
     assert (layers.only_a, layers.only_b) == ((("n", "Neg"),), (("s", "Neg"),))
 
 
-def test_values_are_those_of_packed_weights(tmp_path: Path):
+def test_values_are_those_of_packed_weights(tmp_path):
     # MatMulNBits rounds activations to int8 only where its weights are packed.
     model = DequantizedMatMul(64, 32, 32).model()
     arguments = {"passes": [FUSION], "options": {f"{FUSION}.accuracy_level": 4}}
@@ -307,9 +305,7 @@ def test_values_are_those_of_packed_weights(tmp_path: Path):
 # Times
 
 
-def test_runs_have_the_settings_that_passes_ask_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_runs_have_the_settings_that_passes_ask_for(tmp_path, monkeypatch):
     given = []
 
     def measured(candidates: list[Candidate], *_: object, **__: object) -> list[Measurement]:
@@ -335,7 +331,7 @@ def test_runs_have_the_settings_that_passes_ask_for(
     }
 
 
-def test_a_model_that_can_not_be_timed_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_can_not_be_timed_is_an_error(monkeypatch):
     failed = Measurement(failed="m.onnx: took more than 1 s")
     monkeypatch.setattr(comparison, "measure", lambda *_, **__: [failed, failed])
     model = proto_of("g (float[2] x) => (float[2] y) { y = Neg(x) }")

@@ -70,7 +70,7 @@ def cut_times(folder: Path) -> None:
         os.utime(path, (int(path.stat().st_mtime) - 100,) * 2)
 
 
-def test_a_model_is_found_wherever_it_lies(path: Path, tmp_path: Path):
+def test_a_model_is_found_wherever_it_lies(path, tmp_path):
     expected = output(path)
     shutil.copytree(path.parent, tmp_path / "b")
     cut_times(tmp_path / "b")
@@ -84,7 +84,7 @@ def test_a_model_is_found_wherever_it_lies(path: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
-def test_another_content_under_the_same_path_and_times_is_another_model(path: Path, file: str):
+def test_another_content_under_the_same_path_and_times_is_another_model(path, file):
     start(path)
     changed = path.with_name(file)
     content, status = changed.read_bytes(), changed.stat()
@@ -136,9 +136,7 @@ def opened(path: Path, *names: str) -> ortplugins.InferenceSession:
     return ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def test_data_stays_where_it_is_and_other_tools_can_still_read_it(
-    tmp_path: Path, cache_dir: Path
-):
+def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cache_dir):
     path = float_model(tmp_path / "a")
     plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for origin in ("built", "cache"):
@@ -157,7 +155,7 @@ def test_data_stays_where_it_is_and_other_tools_can_still_read_it(
     assert ortplugins.compare(path, session).outputs[0].max_abs == 0
 
 
-def test_sessions_are_compared_wherever_their_data_lies(tmp_path: Path):
+def test_sessions_are_compared_wherever_their_data_lies(tmp_path):
     path = float_model(tmp_path / "a")
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
@@ -170,7 +168,7 @@ def test_sessions_are_compared_wherever_their_data_lies(tmp_path: Path):
         ortplugins_testing.assert_runs_in_order(session, [])
 
 
-def test_options_come_back_where_data_stays(tmp_path: Path):
+def test_options_come_back_where_data_stays(tmp_path):
     path, key = float_model(tmp_path / "a"), DATA_FOLDER_KEY
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, ortplugins.ShapeSizeReorder())
@@ -179,7 +177,7 @@ def test_options_come_back_where_data_stays(tmp_path: Path):
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def test_a_copy_is_read_where_it_lies(tmp_path: Path, cache_dir: Path):
+def test_a_copy_is_read_where_it_lies(tmp_path, cache_dir):
     path = float_model(tmp_path / "a")
     opened(path)
     shutil.copytree(path.parent, tmp_path / "b")
@@ -190,7 +188,7 @@ def test_a_copy_is_read_where_it_lies(tmp_path: Path, cache_dir: Path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links want a privilege there")
-def test_files_behind_links_are_read_where_they_are(tmp_path: Path, cache_dir: Path):
+def test_files_behind_links_are_read_where_they_are(tmp_path, cache_dir):
     """As in Hugging Face's cache: the names of the files are hashes of their content."""
     path = float_model(tmp_path / "a")
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
@@ -210,9 +208,7 @@ def test_files_behind_links_are_read_where_they_are(tmp_path: Path, cache_dir: P
 @pytest.mark.parametrize(
     "reason", ["new tensors", "folded constants", "a pass over files", "little data"]
 )
-def test_data_is_copied_where_it_cannot_stay(
-    reason: str, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_is_copied_where_it_cannot_stay(reason, tmp_path, cache_dir, monkeypatch):
     path, passes = float_model(tmp_path / "a", folds=512), [REORDER]
     if reason == "folded constants":
         monkeypatch.setattr(build, "NEW_BYTES", 1 << 19)
@@ -236,7 +232,7 @@ def test_data_is_copied_where_it_cannot_stay(
 
 @pytest.mark.skipif(os.name == "nt", reason="has no such modes")
 @pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_sharing_changes_no_mode_of_the_source(path: Path, tmp_path: Path, mode: int):
+def test_sharing_changes_no_mode_of_the_source(path, tmp_path, mode):
     data = path.with_name("model.onnx.data")
     data.chmod(mode)
     (result,) = warm([path], ["dq_matmulnbits_fusion"], cache_dir=tmp_path / "shared")

@@ -129,13 +129,7 @@ def untouched_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.usefixtures("untouched_process")
-def test_every_block_of_the_page_runs(
-    page: Path,
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsys):
     blocks = list(blocks_of(page.read_text(encoding="utf-8"), page.name))
     kind = "int4" if page.name in INT4_PAGES else "float"
     (tmp_path / "model.onnx").write_bytes((models / f"{kind}.onnx").read_bytes())
@@ -178,7 +172,7 @@ def test_every_block_of_the_page_runs(
         "<!-- not run: why -->\n\n```bash\nls\n```",
     ],
 )
-def test_a_page_in_another_spelling_would_fail(text: str):
+def test_a_page_in_another_spelling_would_fail(text):
     with pytest.raises(ValueError, match=r"page\.md"):
         list(blocks_of(text, "page.md"))
 

@@ -84,7 +84,7 @@ def test_transposed_scales_are_used_as_they_are():
 @pytest.mark.parametrize("zero_points", ["none", "random"])
 @pytest.mark.parametrize("storage", ["int8", "uint8", "int2", "uint2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_slow_kernels_become_float_bit_for_bit(layout: str, storage: str, zero_points: str):
+def test_slow_kernels_become_float_bit_for_bit(layout, storage, zero_points):
     case = DequantizedMatMul(70, 9, 32, storage, layout, zero_points)
     model, feed = case.model(), case.feed()
     (expected,) = run(case.model(), {"x": feed})
@@ -112,9 +112,7 @@ def test_eight_bits_fuse_at_accuracy_level_4():
         (17000, "uint4", {}, ["GatherBlockQuantized"]),
     ],
 )
-def test_small_tables_become_float(
-    rows: int, storage: str, options: dict[str, object], expected: list[str]
-):
+def test_small_tables_become_float(rows, storage, options, expected):
     """A batch reads each row several times over; at 64 columns 4 MB are 16,384 rows."""
     weights, ids = Quantized((rows, 64), storage, 1, 32), {"ids": np.int64([0, 39, 7])}
     text = "W = $w  y = Gather (W, ids)"
@@ -133,9 +131,7 @@ def test_small_tables_become_float(
         (65536, 24, {}, ["MatMulNBits"]),
     ],
 )
-def test_small_weights_become_float_where_n_is_no_multiple_of_16(
-    k: int, n: int, options: dict[str, object], expected: list[str]
-):
+def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, expected):
     """The kernel multiplies with what lies in memory behind the last column, denormals say."""
     model = DequantizedMatMul(k, n, 32, "uint4").model()
     apply(model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options}))
@@ -171,7 +167,7 @@ CASE = DequantizedMatMul(64, 8, 32, "uint4", zero_points="random")
     ],
 )
 @pytest.mark.parametrize("default", [True, False])
-def test_refuses_what_a_caller_may_override(name: str, words: str, default: bool):
+def test_refuses_what_a_caller_may_override(name, words, default):
     model = CASE.model()
     model.graph.inputs.append(model.graph.initializers[name])
     if not default:
@@ -206,7 +202,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_names_why_it_refuses(name: str):
+def test_names_why_it_refuses(name):
     text, shape, words = REFUSALS[name]
     weight = "floats" if "floats" in text else "w"
     constants = {

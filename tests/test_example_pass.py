@@ -39,14 +39,12 @@ def ran(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_its_own_tests_pass(ran: Callable[..., str]):
+def test_its_own_tests_pass(ran):
     quiet = "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"
     assert "2 passed" in ran("-m", "pytest", *quiet, ".", cwd=EXAMPLE)
 
 
-def test_its_entry_point_serves_sessions_and_the_command_line(
-    ran: Callable[..., str], tmp_path: Path
-):
+def test_its_entry_point_serves_sessions_and_the_command_line(ran, tmp_path):
     onnx.save(proto_of(MODEL), tmp_path / "model.onnx")
     assert "fired 1, refused 0" in ran("-c", SESSION, cwd=tmp_path)
     command = "-m", "ortplugins", "optimize", "model.onnx", "-o", "out.onnx"

@@ -84,7 +84,7 @@ def start(reference: Reference) -> ortplugins.InferenceSession:
     return ortplugins.InferenceSession(reference.path, options, providers=providers)
 
 
-def test_every_weight_fuses_and_the_numbers_stay(reference: Reference) -> None:
+def test_every_weight_fuses_and_the_numbers_stay(reference):
     first = start(reference)
     report = first.ortplugins_report
     assert (len(report.fired), len(report.refused)) == (WEIGHTS, 0)
@@ -106,14 +106,12 @@ def test_every_weight_fuses_and_the_numbers_stay(reference: Reference) -> None:
     assert again.tobytes() == logits.tobytes()
 
 
-def test_the_tokenizer_gives_text_back(checkpoint: Checkpoint) -> None:
+def test_the_tokenizer_gives_text_back(checkpoint):
     text = "Paris, 1789: liberté"
     assert checkpoint.tokenizer.decode(checkpoint.tokenizer.encode(text).ids) == text
 
 
-def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(
-    tmp_path: Path,
-) -> None:
+def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(tmp_path):
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
     others = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     demo = subprocess.run(

@@ -199,9 +199,7 @@ def quantise_static(
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("K", "N"), [(64, 48), (70, 33)])
 @pytest.mark.parametrize("block_size", [16, 32, 128, 256, 512, "channel"])
-def test_matmul_nbits_quantizer(
-    K: int, N: int, block_size: int | str, dtype: type, symmetric: bool
-):
+def test_matmul_nbits_quantizer(K, N, block_size, dtype, symmetric):
     source, feeds = float_model(K, N, dtype)
     blocks = {"block_size": block_size}
     if block_size == "channel":
@@ -228,9 +226,7 @@ FLOAT_OUTPUTS = {"OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]}
 @pytest.mark.parametrize("outputs", [{}, FLOAT_OUTPUTS], ids=["quantised", "float"])
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", ["QInt8", "QUInt8"])
-def test_static_8_bit_is_left_to_onnxruntime(
-    kind: str, per_channel: bool, outputs: dict[str, Any], tmp_path: Path
-):
+def test_static_8_bit_is_left_to_onnxruntime(kind, per_channel, outputs, tmp_path):
     source, feeds = parallel_model()
     proto = quantise_static(
         source,
@@ -256,7 +252,7 @@ def test_static_8_bit_is_left_to_onnxruntime(
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", ["QInt4", "QUInt4"])
-def test_static_4_bit_fuses(kind: str, per_channel: bool, tmp_path: Path):
+def test_static_4_bit_fuses(kind, per_channel, tmp_path):
     source, feeds = parallel_model()
     proto = quantise_static(
         source,
@@ -272,7 +268,7 @@ def test_static_4_bit_fuses(kind: str, per_channel: bool, tmp_path: Path):
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", ["QInt8", "QInt4"])
 def test_static_with_a_gather_and_a_batched_weight_keeps_its_numbers(
-    kind: str, per_channel: bool, tmp_path: Path
+    kind, per_channel, tmp_path
 ):
     source, feeds = float_model()
     proto = quantise_static(

@@ -68,7 +68,7 @@ def test_constants_of_a_float_region_are_dequantised_ahead():
 
 
 @pytest.mark.parametrize("taken", ["w.float", "b.float"])
-def test_names_of_values_are_not_taken_again(taken: str):
+def test_names_of_values_are_not_taken_again(taken):
     text = FLOAT_REGION.replace("(x, v)", f'("{taken}", v)').replace(
         "[product]", f'"{taken}" = Relu(x) [product]'
     )
@@ -93,9 +93,7 @@ def test_a_quantised_operator_keeps_its_codes():
         ("p, y2", True),
     ],
 )
-def test_outputs_that_nothing_reads_do_not_make_a_group_float(
-    outputs: str, computes_in_float: bool
-):
+def test_outputs_that_nothing_reads_do_not_make_a_group_float(outputs, computes_in_float):
     text = f"""<ir_version: 10, opset_import: ["": 21]>
     g (float[2, 4] x) => (float[2, 4] y{", float[2, 1] y2" if computes_in_float else ""})
     <int8[4] w = {{1, -2, 3, 4}}, float s = {{0.11}}, int8 z = {{1}}, float a = {{0.02}},

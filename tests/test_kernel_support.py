@@ -47,14 +47,14 @@ VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
         ("1.31-local", (1, 31)),
     ],
 )
-def test_version(text: str, version: tuple[int, int]):
+def test_version(text, version):
     assert parse_version(text) == version
 
 
 @pytest.mark.parametrize(
     "text", ["", "1", "1.", "v1.31", "1.x", "1.31rc", "newest", "1,31", ".31", " 1.31"]
 )
-def test_no_version(text: str):
+def test_no_version(text):
     with pytest.raises(ValueError, match=r"is not a version of onnxruntime: 1\.31 or"):
         parse_version(text)
 
@@ -152,9 +152,7 @@ REFUSALS = [
     ids=[item[0] for item in REFUSALS],
 )
 @pytest.mark.parametrize("version", VERSIONS)
-def test_refusal(
-    tmp_path: Path, case: LayoutCase, level: int, words: str, first: str, version: str
-):
+def test_refusal(tmp_path, case, level, words, first, version):
     options = settings(accuracy_level=level, slow_kernels="fuse")
     counts, *refusals = inspect(tmp_path, case, version, *options)
     if parse_version(version) >= parse_version(first):
@@ -195,7 +193,7 @@ def test_refusal(
     ],
     ids=["float16-int2", "table2", "table4-odd_blocks", "table4-no_zero_points"],
 )
-def test_refusals_that_change(tmp_path: Path, case: LayoutCase, words: dict[str, str]):
+def test_refusals_that_change(tmp_path, case, words):
     for version in VERSIONS:
         options = settings(slow_kernels="fuse", accuracy_level=0)
         counts, *refusals = inspect(tmp_path, case, version, *options)
@@ -206,14 +204,14 @@ def test_refusals_that_change(tmp_path: Path, case: LayoutCase, words: dict[str,
             assert counts == "fired 1, refused 0"
 
 
-def test_float_constant_says_why(tmp_path: Path):
+def test_float_constant_says_why(tmp_path):
     counts, fired = inspect(tmp_path, matmul("int2"), "1.22", "--verbose")
     assert counts == "fired 1, refused 0"
     assert "float constant" in fired
     assert "onnxruntime 1.22 has no kernel for 2-bit weights: 1.24 has" in fired
 
 
-def test_table_that_cannot_share_says_why(tmp_path: Path):
+def test_table_that_cannot_share_says_why(tmp_path):
     # One table for Gather and MatMul; a scale for each row, which is an odd number.
     text = """W = $w  embedded = Gather (W, ids)
         V = Transpose <perm = [1, 0]> (W)  y = MatMul (embedded, V)"""
@@ -307,7 +305,5 @@ def fused_for_cuda(version: tuple[int, int] | None, storage: str) -> list[str]:
         ((1, 31), "uint2", ["MatMulNBits"]),
     ],
 )
-def test_what_cuda_kernels_take(
-    version: tuple[int, int] | None, storage: str, expected: list[str]
-):
+def test_what_cuda_kernels_take(version, storage, expected):
     assert fused_for_cuda(version, storage) == expected

@@ -87,7 +87,7 @@ A, B, C = (Candidate("m.onnx", name) for name in "ABC")
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_candidates_take_turns(lockstep: bool, monkeypatch: pytest.MonkeyPatch):
+def test_candidates_take_turns(lockstep, monkeypatch):
     recorded = Recorded(monkeypatch)
     measure([A, B], FEED, rounds=2, runs=2, lockstep=lockstep)
     steps = ["open", "warm", "warm", "run", "run"]
@@ -101,15 +101,13 @@ def test_candidates_take_turns(lockstep: bool, monkeypatch: pytest.MonkeyPatch):
     assert (recorded.most_alive, recorded.alive) == (2 if lockstep else 1, 0)
 
 
-def test_everybody_is_first_once(monkeypatch: pytest.MonkeyPatch):
+def test_everybody_is_first_once(monkeypatch):
     recorded = Recorded(monkeypatch)
     measure([A, B, C], rounds=3)
     assert "".join(line[-1] for line in recorded.log) == "ABC" + "ABC" + "BCA" + "CAB"
 
 
-def test_the_first_process_pays_for_cold_files_and_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_first_process_pays_for_cold_files_and_is_not_counted(monkeypatch):
     Recorded(monkeypatch, A=[9.0, 1, 1, 1], B=[3.0, 1, 1, 1])
     a, b = measure([A, B], rounds=3)
     assert (a.first_start, b.first_start) == (9, 3)
@@ -117,7 +115,7 @@ def test_the_first_process_pays_for_cold_files_and_is_not_counted(
     assert (start.what, start.ratio, start.differs) == ("start", 1, False)
 
 
-def test_runs_end_after_the_seconds_but_not_before_three(monkeypatch: pytest.MonkeyPatch):
+def test_runs_end_after_the_seconds_but_not_before_three(monkeypatch):
     recorded = Recorded(monkeypatch, A=itertools.repeat(0.4))
     measure([A, B], FEED, rounds=1, runs=10, seconds=2.0)
     assert (recorded.log.count("run A"), recorded.log.count("run B")) == (5, 3)
@@ -133,9 +131,7 @@ def test_runs_end_after_the_seconds_but_not_before_three(monkeypatch: pytest.Mon
         ([1.0], [2.0], None),
     ],
 )
-def test_a_difference_is_one_where_ranges_do_not_overlap(
-    a: list[float], b: list[float], differs: bool | None
-):
+def test_a_difference_is_one_where_ranges_do_not_overlap(a, b, differs):
     cost = Cost("run", "s", Spread(tuple(a)), Spread(tuple(b)))
     assert cost.differs is differs
     assert cost.ratio == np.median(a) / np.median(b)
@@ -144,14 +140,14 @@ def test_a_difference_is_one_where_ranges_do_not_overlap(
 # Real processes
 
 
-def test_a_model_beside_itself_does_not_differ(model: Path):
+def test_a_model_beside_itself_does_not_differ(model):
     # By chance one of two ranges of 7 lies beside the other once in 1700 times.
     found = ortplugins.compare(model, model, runs=5, rounds=7)
     verdicts = {cost.what: cost.differs for cost in found.costs}
     assert verdicts["start"] is False and verdicts["run"] is False
 
 
-def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model: Path, tmp_path: Path):
+def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model, tmp_path):
     with SessionProcess() as process:
         started = process.open(Candidate(model))
     assert {"ortplugins", "session_options", "onnx", "onnx_ir"}.isdisjoint(started.modules)
@@ -163,7 +159,7 @@ def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model: Path, tmp
         assert started.report is not None and started.report["source"] == source
 
 
-def test_settings_reach_the_session(model: Path):
+def test_settings_reach_the_session(model):
     settings = {
         "graph_optimization_level": "ORT_DISABLE_ALL",
         "execution_order": "PRIORITY_BASED",
@@ -216,7 +212,7 @@ def test_a_process_that_dies_says_so():
         process.call("test_measurement:be_killed")
 
 
-def test_one_that_fails_leaves_the_others_their_figures(model: Path, tmp_path: Path):
+def test_one_that_fails_leaves_the_others_their_figures(model, tmp_path):
     (tmp_path / "no.onnx").write_text("no model")
     candidates = [
         Candidate(model),
@@ -248,7 +244,7 @@ def grow(_: object, path: str, kind: str) -> None:
 
 @needs_proc
 @pytest.mark.parametrize(("kind", "private"), [("heap", MEGABYTES), ("mapped file", 0)])
-def test_private_memory_is_what_no_file_backs(kind: str, private: int, tmp_path: Path):
+def test_private_memory_is_what_no_file_backs(kind, private, tmp_path):
     path = tmp_path / "zeros"
     path.write_bytes(bytes(MEGABYTES * 10**6))
     with SessionProcess() as process:

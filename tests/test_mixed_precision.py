@@ -49,7 +49,7 @@ def entry(
 
 
 @pytest.mark.parametrize("options", [{}, {"overrides": {"a": ()}}, {"mode": "float"}])
-def test_an_empty_region_changes_nothing(options: dict) -> None:
+def test_an_empty_region_changes_nothing(options):
     model = quantized(CHAIN)
     before = serialized(model)
     assert not list(place(model, **options))
@@ -68,7 +68,7 @@ FEWEST = {
 
 @pytest.mark.parametrize("target", ["cpu", "qnn"])
 @pytest.mark.parametrize("shape", FEWEST)
-def test_no_pair_more_than_needed(shape: str, target: str) -> None:
+def test_no_pair_more_than_needed(shape, target):
     converting, outputs, *known = FEWEST[shape]
     declared = ", ".join(f"float[2,3] {name}" for name in outputs.split(", "))
     nodes = "[A] a = Sigmoid(x) [B] y = Sigmoid(a) [C] z = Sigmoid(a)"
@@ -80,7 +80,7 @@ def test_no_pair_more_than_needed(shape: str, target: str) -> None:
     assert count(model, "DequantizeLinear") <= most[1]
 
 
-def test_new_values_have_types_and_shapes() -> None:
+def test_new_values_have_types_and_shapes():
     model = quantized(CHAIN)
     before = {value.name for node in model.graph for value in node.outputs}
     place(model, promote=frozenset({"B"}))
@@ -89,7 +89,7 @@ def test_new_values_have_types_and_shapes() -> None:
     assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
 
 
-def test_tensors_inside_are_retyped_in_place() -> None:
+def test_tensors_inside_are_retyped_in_place():
     model = quantized(CHAIN)
     names = {node.name for node in model.graph}
     place(model, promote=frozenset("xaby"))
@@ -100,7 +100,7 @@ def test_tensors_inside_are_retyped_in_place() -> None:
     )
 
 
-def test_shared_parameters_stay_as_they_are() -> None:
+def test_shared_parameters_stay_as_they_are():
     model = quantized(CHAIN)
     scale, zero_point = (
         model.graph.initializers[f"x_{kind}"] for kind in ("scale", "zero_point")
@@ -117,7 +117,7 @@ def test_shared_parameters_stay_as_they_are() -> None:
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_below_opset_21_16_bits_are_onnxruntimes_own() -> None:
+def test_below_opset_21_16_bits_are_onnxruntimes_own():
     model = quantized(CHAIN, opset=17)
     place(model, promote=frozenset({"B"}))
     domains = {
@@ -130,7 +130,7 @@ def test_below_opset_21_16_bits_are_onnxruntimes_own() -> None:
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_pairs_without_zero_point_get_one() -> None:
+def test_pairs_without_zero_point_get_one():
     model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
     feeds = {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)}
     place(model, promote=frozenset({"b"}))
@@ -140,7 +140,7 @@ def test_pairs_without_zero_point_get_one() -> None:
     run(model, feeds)
 
 
-def test_output_dtype_stands_for_a_zero_point() -> None:
+def test_output_dtype_stands_for_a_zero_point():
     model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
     for node in model.graph:
         if is_quantize_linear(node):
@@ -151,7 +151,7 @@ def test_output_dtype_stands_for_a_zero_point() -> None:
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_nodes_without_names_and_a_node_that_reads_twice() -> None:
+def test_nodes_without_names_and_a_node_that_reads_twice():
     model = quantized(
         """g (float[4] x) => (float[4] y, float[4] z) {
             a = Sigmoid(x)
@@ -169,7 +169,7 @@ def test_nodes_without_names_and_a_node_that_reads_twice() -> None:
     run(model, {"x": np.ones(4, np.float32)})
 
 
-def test_a_consumer_in_a_body() -> None:
+def test_a_consumer_in_a_body():
     model = quantized(
         """g (float[4] x, bool c) => (float[4] y) {
             [A] a = Sigmoid(x)
@@ -188,7 +188,7 @@ def test_a_consumer_in_a_body() -> None:
     assert run(model, feeds)[0].tobytes() == before[0].tobytes()
 
 
-def test_quantised_inputs_and_outputs_keep_their_types() -> None:
+def test_quantised_inputs_and_outputs_keep_their_types():
     model = parse(
         """g (uint8[4] x) => (uint8[4] yq, float[4] y)
         <float s = {0.02}, uint8 z = {121}>
@@ -210,7 +210,7 @@ def test_quantised_inputs_and_outputs_keep_their_types() -> None:
     run(model, {"x": np.arange(4, dtype=np.uint8)})
 
 
-def test_codes_that_a_caller_reads_keep_their_parameters() -> None:
+def test_codes_that_a_caller_reads_keep_their_parameters():
     model = parse(
         """g (float[4] x) => (uint8[4] q, float[4] y)
         <float s = {0.02}, uint8 z = {121}>
@@ -226,7 +226,7 @@ def test_codes_that_a_caller_reads_keep_their_parameters() -> None:
     assert serialized(model) == before
 
 
-def test_parameters_in_constant_nodes() -> None:
+def test_parameters_in_constant_nodes():
     model = parse(
         """g (uint8[4] x) => (float[4] y, float[4] w) {
             s = Constant <value_float = 0.02> ()
@@ -244,7 +244,7 @@ def test_parameters_in_constant_nodes() -> None:
     assert [value.tobytes() for value in after] == [value.tobytes() for value in before]
 
 
-def test_mode_float_reads_8_bits_at_an_entry() -> None:
+def test_mode_float_reads_8_bits_at_an_entry():
     model = quantized(
         """g (float[4] x) => (float[4] a, float[4] y) {
             [A] a = Sigmoid(x)
@@ -257,7 +257,7 @@ def test_mode_float_reads_8_bits_at_an_entry() -> None:
     assert "uint8 0.004 @ 0" in {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
 
 
-def test_a_tensor_quantised_twice() -> None:
+def test_a_tensor_quantised_twice():
     model = parse(
         """g (float[4] x) => (float[4] y, float[4] w)
         <float s = {0.02}, float t = {0.5}, uint8 z = {121}>
@@ -277,7 +277,7 @@ def test_a_tensor_quantised_twice() -> None:
     assert chains(model) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
 
 
-def test_elementwise_constants_follow_exactly() -> None:
+def test_elementwise_constants_follow_exactly():
     model = parse(
         """g (float[4] x) => (float[4] y, float[4] w)
         <float s = {0.02}, uint8 z = {121}, int8[4] k = {-128, -1, 0, 127}, float t = {0.01},
@@ -322,7 +322,7 @@ CONV = """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
 }}"""
 
 
-def test_a_bias_takes_the_scale_of_its_input() -> None:
+def test_a_bias_takes_the_scale_of_its_input():
     model = parse(CONV.format(bias=1000))
     place(model, promote=frozenset({"A"}))
     convolution = next(node for node in model.graph if node.op_type == "Conv")
@@ -338,7 +338,7 @@ def test_a_bias_takes_the_scale_of_its_input() -> None:
 @pytest.mark.parametrize(
     ("target", "outcome"), [("cpu", Outcome.NOTE), ("qnn", Outcome.REFUSED)]
 )
-def test_a_bias_that_would_overflow_stays(target: str, outcome: Outcome) -> None:
+def test_a_bias_that_would_overflow_stays(target, outcome):
     model = parse(CONV.format(bias=2**31 // 256))
     remarks = place(model, promote=frozenset({"A"}))
     assert (
@@ -348,7 +348,7 @@ def test_a_bias_that_would_overflow_stays(target: str, outcome: Outcome) -> None
     assert "2147483648, beyond int32" in note.reason
 
 
-def test_weights_that_are_quantised_in_the_graph_stay() -> None:
+def test_weights_that_are_quantised_in_the_graph_stay():
     # As training with quantisation exports them: float initializer -> Q -> DQ -> Conv.
     model = parse(
         """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
@@ -377,13 +377,13 @@ def test_weights_that_are_quantised_in_the_graph_stay() -> None:
     run(model, {"x": np.ones((1, 1, 4, 4), np.float32)})
 
 
-def test_mode_float_below_clips_opset_is_refused() -> None:
+def test_mode_float_below_clips_opset_is_refused():
     text = "g (float[2] x) => (float[2] y) { [A] a = Add(x, x)\n [B] y = Neg(a) }"
     model = quantized(text, opset=10)
     refused(model, "opset 11", promote=frozenset({"a"}), mode="float")
 
 
-def test_explicit_parameters_and_ranges() -> None:
+def test_explicit_parameters_and_ranges():
     model = quantized(CHAIN)
     place(
         model,
@@ -405,7 +405,7 @@ def test_explicit_parameters_and_ranges() -> None:
     ]
 
 
-def test_a_calibrated_range_does_not_break_an_exact_entry() -> None:
+def test_a_calibrated_range_does_not_break_an_exact_entry():
     model = quantized(CHAIN)
     place(model, promote=frozenset({"B"}), ranges=dict.fromkeys("xaby", (-1.0, 1.0)))
     assert {str(tensor.grid) for tensor in QuantizedGraph(model).tensors} == {
@@ -414,7 +414,7 @@ def test_a_calibrated_range_does_not_break_an_exact_entry() -> None:
     }
 
 
-def test_a_removed_relu6_ends_at_6_inside_a_region() -> None:
+def test_a_removed_relu6_ends_at_6_inside_a_region():
     model = quantized(CHAIN, default=grid(6 / 255, 0))
     place(model, promote=frozenset({"b"}))
     tensors = {(t.name, t.grid.bits): t.grid for t in QuantizedGraph(model).tensors}
@@ -423,7 +423,7 @@ def test_a_removed_relu6_ends_at_6_inside_a_region() -> None:
     assert entry_grid == grid(6 / 255, 0).refine(U16)
 
 
-def test_16_bits_go_down_to_8_with_parameters() -> None:
+def test_16_bits_go_down_to_8_with_parameters():
     model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
     before = serialized(model)
     remarks = place(model, overrides={"b": entry(U8)}, close_regions=False)
@@ -436,7 +436,7 @@ def test_16_bits_go_down_to_8_with_parameters() -> None:
     assert chains(model) == {"x>u16>A", "A>u16>B", "B>u8>C", "C>u16>y"}
 
 
-def test_float16_scales_are_refused_where_values_would_move() -> None:
+def test_float16_scales_are_refused_where_values_would_move():
     small = grid(0.003, 121, real=np.float16)
     model = quantized(CHAIN.replace("float", "float16"), default=small)
     refused(model, "mode 'float'", promote=frozenset({"b"}))
@@ -444,7 +444,7 @@ def test_float16_scales_are_refused_where_values_would_move() -> None:
     assert chains(model) == {"x>u8>A", "A>u8>B", "B>C", "C>y"}
 
 
-def test_a_refused_region_leaves_another_alone() -> None:
+def test_a_refused_region_leaves_another_alone():
     model = quantized(
         """g (float[4] x, float[4] v) => (float[4] y, float[4] w) {
             [A] y = Sigmoid(x)
@@ -457,7 +457,7 @@ def test_a_refused_region_leaves_another_alone() -> None:
     assert [r.node for r in remarks if r.outcome is Outcome.REFUSED] == ["A"]
 
 
-def test_data_movement_is_not_cut() -> None:
+def test_data_movement_is_not_cut():
     model = quantized(
         """g (float[2,3] x) => (float[3,2] y) {
             [A] a = Sigmoid(x)
@@ -468,7 +468,7 @@ def test_data_movement_is_not_cut() -> None:
     refused(model, "'T' moves data by one grid", overrides={"a": entry(U8, U16, "T")})
 
 
-def test_mode_float_leaves_the_region_unquantised() -> None:
+def test_mode_float_leaves_the_region_unquantised():
     model = quantized(
         """g (float[2,3] x) => (float[2,3] y, float[2,3] w) {
             [A] a = Sigmoid(x)
@@ -496,9 +496,7 @@ def test_mode_float_leaves_the_region_unquantised() -> None:
         (0, False, (-6.0, 6.0)),
     ],
 )
-def test_mode_float_keeps_what_a_range_clips(
-    zero_point: int, clip: bool, ends: tuple[float, float]
-) -> None:
+def test_mode_float_keeps_what_a_range_clips(zero_point, clip, ends):
     # Quantisers remove the Relu or Clip between two tensors; the range stands for it.
     model = quantized(
         "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Identity(a) }",
@@ -510,7 +508,7 @@ def test_mode_float_keeps_what_a_range_clips(
     assert y == pytest.approx([ends[0], 1.0, ends[1]])
 
 
-def test_many_regions_in_5000_nodes() -> None:
+def test_many_regions_in_5000_nodes():
     lines = [f"[N{i}] t{i + 1} = Add(t{i}, t{max(i - 3, 0)})" for i in range(1700)]
     text = f"g (float[4] t0) => (float[4] t1700) {{ {chr(10).join(lines)} }}"
     model = quantized(text)
@@ -519,7 +517,7 @@ def test_many_regions_in_5000_nodes() -> None:
     assert {remark.outcome for remark in remarks} == {Outcome.FIRED}
 
 
-def test_a_region_beside_an_earlier_one_is_bridged_where_asked() -> None:
+def test_a_region_beside_an_earlier_one_is_bridged_where_asked():
     model, bridged = quantized(CHAIN), quantized(CHAIN)
     for merge, which in ((False, model), (True, bridged)):
         place(which, promote=frozenset({"B"}), merge=merge)
@@ -533,7 +531,7 @@ def test_a_region_beside_an_earlier_one_is_bridged_where_asked() -> None:
     assert errors[0] <= errors[1] + 1e-4
 
 
-def test_codes_that_nothing_dequantises_are_converted_back() -> None:
+def test_codes_that_nothing_dequantises_are_converted_back():
     model = parse(
         """g (float[4] x) => (uint8[4] q)
         <float s = {0.02}, uint8 z = {121}>
@@ -546,7 +544,7 @@ def test_codes_that_nothing_dequantises_are_converted_back() -> None:
     assert np.abs(run(model, feeds)[0].astype(int) - before.astype(int)).max() <= 1
 
 
-def test_nodes_of_onnxruntimes_domain_stay_in_it() -> None:
+def test_nodes_of_onnxruntimes_domain_stay_in_it():
     model = quantized(CHAIN, opset=17)
     for node in model.graph:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -558,7 +556,7 @@ def test_nodes_of_onnxruntimes_domain_stay_in_it() -> None:
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_what_needs_no_change_is_said() -> None:
+def test_what_needs_no_change_is_said():
     model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
     before = serialized(model)
     (remark,) = place(model, promote=frozenset({"B"}))
@@ -567,7 +565,7 @@ def test_what_needs_no_change_is_said() -> None:
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("int16", "u16>"), ("float", "")])
-def test_a_float_output_is_promoted_under_its_name(mode: str, kind: str) -> None:
+def test_a_float_output_is_promoted_under_its_name(mode, kind):
     model = quantized(CHAIN)
     place(model, promote=frozenset({"y"}), mode=mode)
     assert [value.name for value in model.graph.outputs] == ["y"]
@@ -629,7 +627,7 @@ def _bounds(
 
 @settings(max_examples=40, deadline=None)
 @given(random_graphs(), st.data())
-def test_random_regions(steps: list[tuple[str, str, list[str]]], data: st.DataObject) -> None:
+def test_random_regions(steps, data):
     tensors = ["x", *(out for _, out, _ in steps)]
     outputs = data.draw(st.lists(st.sampled_from(tensors[1:]), unique=True, max_size=2))
     outputs = list(dict.fromkeys([tensors[-1], *outputs]))

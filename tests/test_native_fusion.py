@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 from builders.coverage import EXHAUSTIVE
 from builders.dequantized_models import DequantizedMatMul, relative_error
-from builders.layout_matrix import LayoutCase, layout_cases
+from builders.layout_matrix import layout_cases
 
 import ortplugins
 
@@ -49,7 +49,7 @@ def level_of(node: onnx.NodeProto) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_as_onnxruntime_decides(case: LayoutCase, tmp_path: Path):
+def test_as_onnxruntime_decides(case, tmp_path):
     """The same nodes at level 4, and errors no larger than onnxruntime's."""
     try:
         stock = session(ir.to_proto(case.build()).SerializeToString(), tmp_path / "stock.onnx")
@@ -111,20 +111,18 @@ def session_level(
         ),
     ],
 )
-def test_options_of_the_session(
-    level: str, entries: dict[str, str], expected: int, tmp_path: Path
-):
+def test_options_of_the_session(level, entries, expected, tmp_path):
     attributes = {"graph_optimization_level": level}
     assert session_level(tmp_path, attributes, entries) == expected
 
 
-def test_the_argument_disabled_optimizers(tmp_path: Path):
+def test_the_argument_disabled_optimizers(tmp_path):
     disabled = ["QDQSelectorActionTransformer"]
     assert session_level(tmp_path, {}, {}, disabled_optimizers=disabled) == 0
 
 
 @pytest.mark.parametrize("level", ["0", "4"])
-def test_an_explicit_level_holds_everywhere(level: str, tmp_path: Path):
+def test_an_explicit_level_holds_everywhere(level, tmp_path):
     key = {"ortplugins.dq_matmulnbits_fusion.accuracy_level": level}
     assert session_level(tmp_path, {}, key) == int(level)
     assert session_level(tmp_path, {}, {**key, LEVEL: "2"}) == int(level)
@@ -149,9 +147,7 @@ OTHERS = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and 
         ("transposed", "4", "accuracy_level 4", ""),
     ],
 )
-def test_remarks_name_the_level_and_what_stock_would_do(
-    layout: str, level: str, reason: str, noted: str
-):
+def test_remarks_name_the_level_and_what_stock_would_do(layout, level, reason, noted):
     model = DequantizedMatMul(64, 16, 32, "uint4", layout).model()
     fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=level)
     report = ortplugins.optimize(model, passes=[fusion]).report
@@ -174,7 +170,7 @@ def one_scale_model(k: int, storage: str = "int8") -> ir.Model:
 
 @pytest.mark.parametrize("text", ["0", "16", "128", "-1"])
 @pytest.mark.parametrize("k", [256, 200, 24])
-def test_the_block_size_of_the_session(text: str, k: int, tmp_path: Path):
+def test_the_block_size_of_the_session(text, k, tmp_path):
     path = tmp_path / "model.onnx"
     ir.save(one_scale_model(k), path)
     sizes = []
@@ -192,7 +188,7 @@ def test_the_block_size_of_the_session(text: str, k: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize("storage", ["uint4", "int8"])
-def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage: str, tmp_path: Path):
+def test_one_scale_gets_the_blocks_that_onnxruntime_takes(storage, tmp_path):
     """Activations are rounded to int8 in blocks: larger ones would be less accurate."""
     model = one_scale_model(256, storage)
     fused = ortplugins.optimize(model).model

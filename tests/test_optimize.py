@@ -48,7 +48,7 @@ def check(path: Path | None, case: DequantizedMatMul) -> None:
 
 @pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8"])
 @pytest.mark.parametrize("layout", ["axis0", "transposed"])
-def test_a_file_with_its_data_outside(layout: str, storage: str, tmp_path: Path):
+def test_a_file_with_its_data_outside(layout, storage, tmp_path):
     case = DequantizedMatMul(96, 40, 32, storage, layout, "random")
     path = save(case, tmp_path, external_data="model.data")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -59,7 +59,7 @@ def test_a_file_with_its_data_outside(layout: str, storage: str, tmp_path: Path)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
-def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path: Path):
+def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path):
     path = save(ALIASABLE, tmp_path, external_data="model.data", size_threshold_bytes=0)
     ortplugins.optimize(path, tmp_path / "out.onnx", passes=[EXACT])
     assert sorted(os.listdir(tmp_path)) == ["model.data", "model.onnx", "out.onnx"]
@@ -80,9 +80,7 @@ def tied(case: DequantizedMatMul) -> ir.Model:
 @pytest.mark.parametrize("zero_points", ["none", "random"])
 @pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8", "int2"])
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_tied_embedding_and_head_are_stored_once(
-    elsewhere: bool, storage: str, zero_points: str, tmp_path: Path
-):
+def test_a_tied_embedding_and_head_are_stored_once(elsewhere, storage, zero_points, tmp_path):
     case = DequantizedMatMul(256, 64, 32, storage, "transposed", zero_points)
     ir.save(tied(case), tmp_path / "model.onnx", external_data="model.data")
     output = tmp_path / "out.onnx"
@@ -111,7 +109,7 @@ def test_a_tied_embedding_and_head_are_stored_once(
     assert relative_error(y, case.reference(feed)) <= 1e-5
 
 
-def test_float_constants_end_at_the_limit(tmp_path: Path):
+def test_float_constants_end_at_the_limit(tmp_path):
     # 0.39 MB as float; a second one does not fit beside it.
     cases = [DequantizedMatMul(256, 384, 32, "int8", seed=i) for i in range(2)]
     x = cases[0].input()
@@ -133,9 +131,7 @@ def test_float_constants_end_at_the_limit(tmp_path: Path):
 
 @pytest.mark.parametrize("asked", [None, True])
 @pytest.mark.parametrize("external", [False, True])
-def test_in_another_folder_the_output_stands_alone(
-    external: bool, asked: bool | None, tmp_path: Path
-):
+def test_in_another_folder_the_output_stands_alone(external, asked, tmp_path):
     """Its data is inside or outside as the source has it, unless said otherwise."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -147,7 +143,7 @@ def test_in_another_folder_the_output_stands_alone(
     check(tmp_path / "b" / "out.onnx", ALIASABLE)
 
 
-def test_without_output_each_kind_of_model_gives_its_own_and_is_not_changed(tmp_path: Path):
+def test_without_output_each_kind_of_model_gives_its_own_and_is_not_changed(tmp_path):
     model = ALIASABLE.model()
     proto = ir.to_proto(model)
     path = save(ALIASABLE, tmp_path, external_data="model.data")
@@ -163,14 +159,14 @@ def test_without_output_each_kind_of_model_gives_its_own_and_is_not_changed(tmp_
 
 
 @pytest.mark.parametrize("arguments", [{}, {"passes": ["dq_matmulnbits_fusion"]}])
-def test_passes_by_name_with_options(arguments: dict[str, list[str]]):
+def test_passes_by_name_with_options(arguments):
     level = {"dq_matmulnbits_fusion.accuracy_level": 4}
     result = ortplugins.optimize(ALIASABLE.model(), options=level, **arguments)
     (node,) = [n for n in result.model.graph if n.op_type == "MatMulNBits"]
     assert node.attributes["accuracy_level"].as_int() == 4
 
 
-def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path: Path):
+def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path):
     path = save(ALIASABLE, tmp_path, external_data="model.data")
     output, data = tmp_path / "out" / "out.onnx", tmp_path / "out" / "out.onnx.data"
     output.parent.mkdir()
@@ -191,7 +187,7 @@ def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path: Path):
         ortplugins.optimize(path, output.parent, overwrite=True)
 
 
-def test_the_models_own_data_file_is_never_overwritten(tmp_path: Path):
+def test_the_models_own_data_file_is_never_overwritten(tmp_path):
     path = save(ALIASABLE, tmp_path, external_data="out.onnx.data")
     before = (tmp_path / "out.onnx.data").read_bytes()
     ortplugins.optimize(path, tmp_path / "out.onnx", passes=[EXACT])
@@ -200,7 +196,7 @@ def test_the_models_own_data_file_is_never_overwritten(tmp_path: Path):
     check(path, ALIASABLE)
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     path = save(ALIASABLE, tmp_path, external_data="model.data")
     (tmp_path / "out").mkdir()
 
@@ -225,7 +221,7 @@ class Rearranging(ortplugins.Pass):
 
 
 @pytest.mark.parametrize("bake", [False, True])
-def test_callbacks_hear_of_passes_and_tensors(tmp_path: Path, bake: bool):
+def test_callbacks_hear_of_passes_and_tensors(tmp_path, bake):
     path = save(DequantizedMatMul(128, 64, 32), tmp_path, external_data="model.data")
     passes, tensors = [], []
     ortplugins.optimize(
@@ -258,9 +254,7 @@ def test_baking_without_an_output_gives_the_baked_model():
 
 
 @pytest.mark.parametrize(("perm", "shape"), [([0, 2, 1], [2, 4, 3]), ([1, 0, 2], None)])
-def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(
-    tmp_path: Path, perm: list[int], shape: list[int] | None
-):
+def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(tmp_path, perm, shape):
     """A node of that name with other values of its attributes makes another tensor."""
     text = """g (float[2, 3, 4] x) => (float[a, b, c] z) {}
         {{ [t] y = Transpose <perm = {}> (x) z = Neg(y) }}"""
@@ -284,12 +278,7 @@ def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(
     external=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_what_is_saved_is_what_was_meant(
-    tmp_path_factory: pytest.TempPathFactory,
-    external: bool,
-    slow_kernels: str,
-    **shape: object,
-):
+def test_what_is_saved_is_what_was_meant(tmp_path_factory, external, slow_kernels, **shape):
     case = DequantizedMatMul(**shape)  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("saved")
     path = save(case, folder, external_data="d" if external else None, size_threshold_bytes=0)
@@ -299,7 +288,7 @@ def test_what_is_saved_is_what_was_meant(
     check(result.path, case)
 
 
-def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path: Path, monkeypatch):
+def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("rewrite_rules.weights.repacking._TILE_BYTES", 1 << 10)
     monkeypatch.setattr("rewrite_rules.weights.dequantized_operand._CHUNK_ELEMENTS", 1 << 9)
     monkeypatch.setattr(
@@ -334,7 +323,7 @@ def constant_node_model(folder: Path, elements: int) -> Path:
     return folder / "model.onnx"
 
 
-def test_constant_nodes_with_external_data_move_along(tmp_path: Path):
+def test_constant_nodes_with_external_data_move_along(tmp_path):
     path = constant_node_model(tmp_path, 512)
     (tmp_path / "out").mkdir()
     result = ortplugins.optimize(path, tmp_path / "out" / "model.onnx")
@@ -343,7 +332,7 @@ def test_constant_nodes_with_external_data_move_along(tmp_path: Path):
     np.testing.assert_array_equal(y, np.arange(512))
 
 
-def test_external_data_in_other_attributes_is_refused(tmp_path: Path):
+def test_external_data_in_other_attributes_is_refused(tmp_path):
     path = constant_node_model(tmp_path, 4)
     with pytest.raises(
         ModelFileError, match=r"attribute 'value' of node 'constant' .* external"
@@ -371,7 +360,7 @@ def test_sequences_stay_sequences(text, tmp_path):
     assert run(str(tmp_path / "out.onnx"), {"x": fed})[0].shape == (4, 4)
 
 
-def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path: Path):
+def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path):
     """onnxruntime's own optimiser does that, for a kernel that is slower."""
     model = model_of(
         """g (float[2, 3, 64] x, float[2, 3, 64] y) => (float[2, 3, 64] z) {

@@ -110,7 +110,7 @@ def feeds() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("level", ["4", "0"])
-def test_a_genai_folder_computes_what_its_sessions_did(source: Path, level: str):
+def test_a_genai_folder_computes_what_its_sessions_did(source, level):
     """At the level of the sessions that genai_config.json describes."""
     config = json.loads((source / "genai_config.json").read_text())
     entry = {"session.qdq_matmulnbits_accuracy_level": level}
@@ -137,7 +137,7 @@ def test_a_genai_folder_computes_what_its_sessions_did(source: Path, level: str)
     np.testing.assert_array_equal(found, expected)
 
 
-def test_genai_config_names_the_model_that_was_given(source: Path):
+def test_genai_config_names_the_model_that_was_given(source):
     shutil.copy(source / "model.onnx", source / "decoder.onnx")
     pack(source / "decoder.onnx", "--for", "genai", "-o", "packed")
     written = json.loads(Path("packed/genai_config.json").read_text())
@@ -145,7 +145,7 @@ def test_genai_config_names_the_model_that_was_given(source: Path):
     assert "decoder.onnx.data" in files("packed")
 
 
-def test_triton_gets_a_configuration_or_keeps_its_own(source: Path):
+def test_triton_gets_a_configuration_or_keeps_its_own(source):
     ir.save(CASE.model(), "matmul.onnx")
     pack("matmul.onnx", "--for", "triton", "-o", "repository")
     assert files("repository") == ["1/model.onnx", "config.pbtxt"]
@@ -171,7 +171,7 @@ def test_triton_gets_a_configuration_or_keeps_its_own(source: Path):
     assert Path("again/config.pbtxt").read_text() == own
 
 
-def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source: Path):
+def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source):
     pack(source, "-o", "folder")
     assert {"tokenizer.json", "model.onnx.data"} < set(files("folder"))
     printed = json.loads(pack(source / "model.onnx", "-o", "alone", "--format", "json"))
@@ -271,7 +271,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(source: Path, what: str):
+def test_bad_input_is_one_line_and_leaves_nothing(source, what):
     server, spoil, message = BAD[what]
     spoil(source)
     done = ortplugins_command("pack", source, "--for", server, "-o", "packed")
@@ -280,9 +280,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(source: Path, what: str):
     assert [name for name in os.listdir() if name != "given"] == []
 
 
-def test_settings_that_a_server_cannot_have_are_refused(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_settings_that_a_server_cannot_have_are_refused(source, monkeypatch):
     needs = {"enable_mem_pattern": "0", "session.x": "1"}
     monkeypatch.setattr(DqMatMulNBitsFusion, "session_settings", lambda _: needs)
     pack(source, "--for", "genai", "-o", "genai")
@@ -302,7 +300,7 @@ def test_settings_that_a_server_cannot_have_are_refused(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no user ids")
-def test_folders_that_cannot_be_written(source: Path):
+def test_folders_that_cannot_be_written(source):
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(source, Path(folder, "given"))
         for path in (Path(folder), Path(folder, "given")):

@@ -71,7 +71,7 @@ def open_stock(model: object, *args: object, **kwargs: object):
 # Who is caught.
 
 
-def test_a_block_catches_sessions_and_leaves_no_trace(model_path: Path):
+def test_a_block_catches_sessions_and_leaves_no_trace(model_path):
     sessions = []
     with ortplugins.enabled(EXACT):
         session = onnxruntime.InferenceSession(str(model_path), providers=CPU)
@@ -101,7 +101,7 @@ class Derived(EarlyBound):
     ],
     ids=["early bound", "subclass", "keywords", "bytes", "path alone"],
 )
-def test_early_imports_subclasses_and_every_way_to_call(start, model_path: Path):
+def test_early_imports_subclasses_and_every_way_to_call(start, model_path):
     # External data is beside the file, which bytes do not name.
     path = save(CASE, model_path.with_name("alone.onnx"), external=False)
     ortplugins.enable(EXACT)
@@ -110,7 +110,7 @@ def test_early_imports_subclasses_and_every_way_to_call(start, model_path: Path)
     check(session, CASE)
 
 
-def test_options_come_back_as_they_went_in(model_path: Path):
+def test_options_come_back_as_they_went_in(model_path):
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     level = options.graph_optimization_level
@@ -121,9 +121,7 @@ def test_options_come_back_as_they_went_in(model_path: Path):
         options.get_session_config_entry(FUSION)
 
 
-def test_sessions_without_options_get_the_defaults_of_the_moment(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sessions_without_options_get_the_defaults_of_the_moment(model_path, monkeypatch):
     """Some applications replace the function that makes them, to bound threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 3
@@ -135,7 +133,7 @@ def test_sessions_without_options_get_the_defaults_of_the_moment(
     assert session.get_session_options().intra_op_num_threads == 3
 
 
-def test_providers_of_the_options_are_not_taken_for_the_cpu(model_path: Path):
+def test_providers_of_the_options_are_not_taken_for_the_cpu(model_path):
     """onnxruntime's own optimisations for the CPU are not for them."""
     options = onnxruntime.SessionOptions()
     options.set_provider_selection_policy(
@@ -146,7 +144,7 @@ def test_providers_of_the_options_are_not_taken_for_the_cpu(model_path: Path):
     assert "those of the SessionOptions" in str(report) and report.fired == ()
 
 
-def test_a_session_says_that_it_is_of_the_model_that_was_named(model_path: Path):
+def test_a_session_says_that_it_is_of_the_model_that_was_named(model_path):
     """Packages look for files beside it; set_providers opens it again."""
     path = save(CASE, model_path.with_name("alone.onnx"), external=False)
     content = path.read_bytes()
@@ -178,7 +176,7 @@ def level(model: Path) -> int | None:
     return None if source(session) is None else level_of(session)
 
 
-def test_a_session_with_entries_of_its_own_keeps_them(model_path: Path):
+def test_a_session_with_entries_of_its_own_keeps_them(model_path):
     own, out = options(DqMatMulNBitsFusion(accuracy_level=4)), onnxruntime.SessionOptions()
     out.add_session_config_entry(FUSION, "0")
     with ortplugins.enabled(EXACT):
@@ -187,9 +185,7 @@ def test_a_session_with_entries_of_its_own_keeps_them(model_path: Path):
     assert source(left) == "stock"
 
 
-def test_onnxruntimes_key_is_not_the_level_of_what_it_leaves(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_onnxruntimes_key_is_not_the_level_of_what_it_leaves(model_path, monkeypatch):
     so = onnxruntime.SessionOptions()
     so.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     for text, expected in (("", 0), (":accuracy_level=1", 1)):
@@ -198,7 +194,7 @@ def test_onnxruntimes_key_is_not_the_level_of_what_it_leaves(
             assert level_of(open_stock(model_path, so)) == expected
 
 
-def test_our_own_class_follows_its_options_alone(model_path: Path):
+def test_our_own_class_follows_its_options_alone(model_path):
     with ortplugins.enabled(DqMatMulNBitsFusion(), PrepackedWeights()):
         session = ortplugins.InferenceSession(model_path, options(), providers=CPU)
         stock = ortplugins.InferenceSession(model_path, providers=CPU)
@@ -250,7 +246,7 @@ def more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("more_passes")
-def test_sessions_that_passes_open_are_not_caught(model_path: Path):
+def test_sessions_that_passes_open_are_not_caught(model_path):
     _inner.clear()
     with ortplugins.enabled(DqMatMulNBitsFusion(), Peeking()):
         session = open_stock(model_path)
@@ -259,9 +255,7 @@ def test_sessions_that_passes_open_are_not_caught(model_path: Path):
         assert source(open_stock(model_path)) == "cache"  # the next one is caught again
 
 
-def test_sessions_of_our_own_modules_are_not_caught(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_sessions_of_our_own_modules_are_not_caught(model_path, monkeypatch, tmp_path):
     """Calibration, baking: an entry in the cache would be the least of it."""
     opened: list[onnxruntime.InferenceSession] = []
 
@@ -286,11 +280,7 @@ def test_sessions_of_our_own_modules_are_not_caught(
     [("rewrite", "untouched"), ("settings", "untouched"), ("opened", "built")],
 )
 def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
-    model_path: Path,
-    tmp_path: Path,
-    stage: str,
-    origin: str,
-    capfd: pytest.CaptureFixture[str],
+    model_path, tmp_path, stage, origin, capfd
 ):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -310,10 +300,7 @@ def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
-    model_path: Path,
-    strict: bool,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model_path, strict, capfd, monkeypatch
 ):
     def discard(*_: object) -> None:  # else it would be built again
         raise PermissionError("read-only")
@@ -333,7 +320,7 @@ def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
     assert "EP Error" not in "".join(capfd.readouterr())
 
 
-def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_of_ours_reaches_nobody(model_path, monkeypatch):
     def prepare(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -348,7 +335,7 @@ def test_a_bug_of_ours_reaches_nobody(model_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_options_that_went_wrong_meanwhile(model_path: Path, tmp_path: Path, strict: bool):
+def test_options_that_went_wrong_meanwhile(model_path, tmp_path, strict):
     file = tmp_path / "overrides.json"
     file.write_text("{}")
     with ortplugins.enabled(MixedPrecisionBoundaries(overrides=f"@{file}"), strict=strict):
@@ -363,7 +350,7 @@ def test_options_that_went_wrong_meanwhile(model_path: Path, tmp_path: Path, str
 
 @pytest.mark.parametrize("model", ["missing.onnx", b"", b"no model", None, 3, bytearray(b"x")])
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
-def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model: object):
+def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model):
     """Applications expect it: to download a model that is missing, say."""
     with pytest.raises(Exception) as plain:
         EarlyBound(model, providers=CPU)
@@ -395,7 +382,7 @@ def test_switching_on_twice_and_off_twice():
     assert onnxruntime.InferenceSession.__init__ is STOCK
 
 
-def test_blocks_nest_and_the_inner_one_counts(model_path: Path):
+def test_blocks_nest_and_the_inner_one_counts(model_path):
     ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=1))
     with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=4)):
         with ortplugins.enabled(DqMatMulNBitsFusion(accuracy_level=0)):
@@ -415,7 +402,7 @@ def test_blocks_nest_and_the_inner_one_counts(model_path: Path):
     assert level(model_path) is None
 
 
-def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path: Path):
+def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path):
     calls = []
     ortplugins.enable(bake=False)  # baking opens a session, too
     ours = onnxruntime.InferenceSession.__init__
@@ -441,7 +428,7 @@ def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path: Path):
     assert onnxruntime.InferenceSession.__init__ is STOCK
 
 
-def test_threads_open_sessions_while_others_switch(model_path: Path):
+def test_threads_open_sessions_while_others_switch(model_path):
     with ortplugins.enabled(EXACT):
         open_stock(model_path)  # the entry is there
     stop, seen = threading.Event(), set()
@@ -473,7 +460,7 @@ def test_threads_open_sessions_while_others_switch(model_path: Path):
     assert seen <= {None, "cache"}
 
 
-def test_a_line_is_logged_for_each_session(model_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_line_is_logged_for_each_session(model_path, caplog):
     with caplog.at_level(logging.INFO, "ortplugins"):
         with ortplugins.enabled(EXACT):
             open_stock(model_path)
@@ -483,7 +470,7 @@ def test_a_line_is_logged_for_each_session(model_path: Path, caplog: pytest.LogC
     ]
 
 
-def test_what_is_refused_leaves_what_was_in_force(model_path: Path):
+def test_what_is_refused_leaves_what_was_in_force(model_path):
     ortplugins.enable(DqMatMulNBitsFusion(accuracy_level=4))
     for wrong in (DqMatMulNBitsFusion, "dq_matmulnbits_fusion"):
         with pytest.raises(OptionError, match=r"is not a pass: DqMatMulNBitsFusion\(\)"):
@@ -533,9 +520,7 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None
         ),
     ],
 )
-def test_the_variable_reads(
-    text: str, expected: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_variable_reads(text, expected, monkeypatch):
     found = entries(text, monkeypatch)
     if expected is None:
         assert found is None
@@ -564,17 +549,13 @@ def test_the_variable_reads(
         ("1", "unknown pass '1'"),
     ],
 )
-def test_wrong_text_names_the_variable(
-    text: str, reason: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_text_names_the_variable(text, reason, monkeypatch):
     monkeypatch.setenv("ORTPLUGINS", text)
     with pytest.raises(OptionError, match=f"environment variable ORTPLUGINS=.*{reason}"):
         ortplugins.enable()
 
 
-def test_general_options_from_the_environment(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_general_options_from_the_environment(model_path, monkeypatch):
     monkeypatch.setenv("ORTPLUGINS_STRICT", "yes")
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
         ortplugins.enable(DqMatMulNBitsFusion())
@@ -586,9 +567,7 @@ def test_general_options_from_the_environment(
         open_stock(model_path)
 
 
-def test_a_hint_is_taken_instead_of_passes(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Path
-):
+def test_a_hint_is_taken_instead_of_passes(model_path, monkeypatch, tmp_path, program):
     """Instead of the default pass, and of those that are switched on for other sessions."""
     aim = {"hint": "latency", "hint_seconds": 1}
     own = onnxruntime.SessionOptions()
@@ -633,7 +612,7 @@ def program(model_path: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_run_a_script_and_a_module_with_options_like_ours(program: Path, tmp_path: Path):
+def test_run_a_script_and_a_module_with_options_like_ours(program, tmp_path):
     script = str(program / "script.py")
     done = run("--verbose", script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -669,7 +648,7 @@ ENDINGS = {
 }
 
 
-def test_programs_end_as_they_do_under_python(tmp_path: Path):
+def test_programs_end_as_they_do_under_python(tmp_path):
     for name, code in ENDINGS.items():
         (tmp_path / f"{name}.py").write_text(code)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -685,7 +664,7 @@ def test_programs_end_as_they_do_under_python(tmp_path: Path):
         assert last == expected.stderr.splitlines()[-1:], name
 
 
-def test_run_tells_what_is_wrong_before_the_program_starts(program: Path):
+def test_run_tells_what_is_wrong_before_the_program_starts(program):
     for arguments, reason in (
         (["missing.py"], "missing.py: there is no such program"),
         (["--pass", "dq_matmul", "script.py"], "did you mean 'dq_matmulnbits_fusion'"),
@@ -711,7 +690,7 @@ if __name__ == "__main__":
 """
 
 
-def test_python_children_of_a_program_have_it_too(model_path: Path, tmp_path: Path):
+def test_python_children_of_a_program_have_it_too(model_path, tmp_path):
     """And import nothing of ours before they import onnxruntime; their own site still runs."""
     (tmp_path / "spawning.py").write_text(SPAWNING)
     site = tmp_path / "site"
@@ -745,7 +724,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_run_tells_of_the_sessions_of_workers(model_path: Path, tmp_path: Path):
+def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
     (tmp_path / "workers.py").write_text(WORKERS)
     arguments = ("workers.py", str(model_path), "spawn", "fork")
     # With its thread for telemetry, forked processes hang when they end (since 1.29).
@@ -759,7 +738,7 @@ def test_run_tells_of_the_sessions_of_workers(model_path: Path, tmp_path: Path):
     assert not list(tmp_path.glob("ortplugins-run-*"))
 
 
-def test_children_without_ortplugins_are_told_and_run(model_path: Path, tmp_path: Path):
+def test_children_without_ortplugins_are_told_and_run(model_path, tmp_path):
     """Those of another virtual environment."""
     code = """
 import sys
@@ -774,7 +753,7 @@ print("runs")
     assert "has no ortplugins: its sessions stay as they are" in done.stderr
 
 
-def test_a_start_from_the_cache_imports_none_of_onnx(model_path: Path):
+def test_a_start_from_the_cache_imports_none_of_onnx(model_path):
     code = """
 import sys, onnxruntime, ortplugins
 with ortplugins.enabled():
@@ -801,7 +780,7 @@ assert onnxruntime.InferenceSession.__init__ is before
 # The page; test_docs.py runs its blocks.
 
 
-def test_the_page_has_the_variable_as_it_reads(monkeypatch: pytest.MonkeyPatch):
+def test_the_page_has_the_variable_as_it_reads(monkeypatch):
     page = Path(__file__).parents[1] / "docs" / "adopt-anywhere.md"
     (text,) = re.findall('export ORTPLUGINS="(.*)"', page.read_text("utf-8"))
     found = entries(text, monkeypatch)

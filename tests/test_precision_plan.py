@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -74,7 +73,7 @@ def rewritten(model: ir.Model, names: frozenset[str], mode: str = "int16") -> ir
     return copy
 
 
-def test_the_coarsest_grids_come_first_and_are_enough() -> None:
+def test_the_coarsest_grids_come_first_and_are_enough():
     plan = plan_precision(chain(), feeds(), max_16bit=2)
     assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
     assert plan.ranking[0].operator == "MatMul"
@@ -85,7 +84,7 @@ def test_the_coarsest_grids_come_first_and_are_enough() -> None:
 
 
 @pytest.mark.parametrize("mode", ["int16", "float"])
-def test_the_errors_are_those_of_the_rewritten_model(mode: str) -> None:
+def test_the_errors_are_those_of_the_rewritten_model(mode):
     model = chain()
     plan = plan_precision(model, feeds(), max_16bit=1, mode=mode)
     everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
@@ -95,7 +94,7 @@ def test_the_errors_are_those_of_the_rewritten_model(mode: str) -> None:
     assert plan.after.error == pytest.approx(error(promoted, reference), rel=1e-4)
 
 
-def test_a_budget_takes_as_few_as_it_needs() -> None:
+def test_a_budget_takes_as_few_as_it_needs():
     one = plan_precision(chain(), feeds(), max_16bit=1)
     plan = plan_precision(chain(), feeds(), budget=one.after.cosine - 1e-3)
     assert plan.promoted == one.promoted == ("h2",)
@@ -103,7 +102,7 @@ def test_a_budget_takes_as_few_as_it_needs() -> None:
     assert len(finer.promoted) > 1 and finer.after.cosine >= (one.after.cosine + 1) / 2
 
 
-def test_the_overrides_are_what_the_pass_reads() -> None:
+def test_the_overrides_are_what_the_pass_reads():
     plan = plan_precision(chain(), feeds(), max_16bit=1)
     overrides = read_overrides(plan.to_json())
     assert json.loads(plan.to_json()) == {"h2": [{"quant_type": "QUInt16"}]}
@@ -113,7 +112,7 @@ def test_the_overrides_are_what_the_pass_reads() -> None:
     assert ir.DataType.UINT16 in types.values()
 
 
-def test_tensors_of_one_grid_are_promoted_and_counted_together() -> None:
+def test_tensors_of_one_grid_are_promoted_and_counted_together():
     scales = {**_SCALES, "h3": 3.0}
     model = chain(scales, reshape="h3")
     plan = plan_precision(model, feeds(), max_16bit=2)
@@ -122,7 +121,7 @@ def test_tensors_of_one_grid_are_promoted_and_counted_together() -> None:
     assert plan_precision(model, feeds(), max_16bit=1).promoted == ("h5",)
 
 
-def test_what_lies_between_promoted_ones_counts() -> None:
+def test_what_lies_between_promoted_ones_counts():
     # The nodes around h2 and h4 write and read h3: nothing is left of its 8 bits.
     model = chain({**_SCALES, "h4": 0.3, "h5": 0.03})
     plan = plan_precision(model, feeds(), max_16bit=3)
@@ -134,7 +133,7 @@ def test_what_lies_between_promoted_ones_counts() -> None:
     )
 
 
-def test_memory_changes_the_time_and_no_number() -> None:
+def test_memory_changes_the_time_and_no_number():
     plans = [
         plan_precision(chain(), feeds(5), max_16bit=2, max_calibration_memory=memory)
         for memory in (1, 1024, 1 << 30)
@@ -142,7 +141,7 @@ def test_memory_changes_the_time_and_no_number() -> None:
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_a_float_model_may_be_the_reference() -> None:
+def test_a_float_model_may_be_the_reference():
     model = chain()
     exact = rewritten(model, frozenset(_SCALES), "float")
     plan = plan_precision(model, feeds(), max_16bit=2, reference=exact)
@@ -167,23 +166,18 @@ def test_a_float_model_may_be_the_reference() -> None:
         (feeds(), {"max_16bit": 1, "mode": "int8"}, QuantizationError, "mode is 'int8'"),
     ],
 )
-def test_what_cannot_be_planned_is_told(
-    data: list[dict[str, object]] | None,
-    options: dict[str, object],
-    error_type: type[Exception],
-    message: str,
-) -> None:
+def test_what_cannot_be_planned_is_told(data, options, error_type, message):
     with pytest.raises(error_type, match=message):
         plan_precision(chain(), data, **options)
 
 
-def test_models_that_cannot_be_planned_are_told() -> None:
+def test_models_that_cannot_be_planned_are_told():
     plain = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {})
     with pytest.raises(QuantizationError, match="no quantised activation: quantise it first"):
         plan_precision(plain, feeds(), max_16bit=2)
 
 
-def test_inputs_may_be_text() -> None:
+def test_inputs_may_be_text():
     model = chain()
     text = ir.Value(name="t", type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape([1]))
     model.graph.inputs.append(text)
@@ -191,7 +185,7 @@ def test_inputs_may_be_text() -> None:
     assert plan_precision(model, samples, max_16bit=2).promoted == ("h2", "h5")
 
 
-def test_a_budget_that_is_out_of_reach_tells_the_best() -> None:
+def test_a_budget_that_is_out_of_reach_tells_the_best():
     model = chain()
     far = rewritten(model, frozenset(_SCALES), "float")
     weight = far.graph.initializers["h5_w"]
@@ -200,7 +194,7 @@ def test_a_budget_that_is_out_of_reach_tells_the_best() -> None:
         plan_precision(model, feeds(), budget=0.99, reference=far)
 
 
-def test_a_limit_that_comes_first_is_noted() -> None:
+def test_a_limit_that_comes_first_is_noted():
     plan = plan_precision(chain(), feeds(), budget=0.9999999, max_16bit=1)
     assert plan.promoted == ("h2",)
     assert "not reached" in plan.notes[0] and "max_16bit" in plan.notes[0]
@@ -221,7 +215,7 @@ def token_feeds() -> list[dict[str, np.ndarray]]:
     return [{"h0": normal(5, 64, seed=seed)} for seed in range(3)]
 
 
-def test_weights_of_8_bits_go_where_they_help_most() -> None:
+def test_weights_of_8_bits_go_where_they_help_most():
     model = float_chain()
     plan = plan_bits(model, token_feeds(), max_8bit=2)
     assert len(plan.node_config) == 2 and plan.nodes == 6
@@ -239,7 +233,7 @@ def test_weights_of_8_bits_go_where_they_help_most() -> None:
     assert ours <= min(others) and ours < 0.9 * np.mean(others)
 
 
-def test_bits_meet_a_budget() -> None:
+def test_bits_meet_a_budget():
     half = plan_bits(float_chain(), token_feeds(), max_8bit=0.5)
     assert len(half.node_config) == 3
     plan = plan_bits(float_chain(), token_feeds(), budget=half.after.cosine - 1e-6)
@@ -248,7 +242,7 @@ def test_bits_meet_a_budget() -> None:
         plan_bits(float_chain(), token_feeds(), budget=1 - 1e-9)
 
 
-def test_a_share_of_the_weights_counts_their_bytes_and_leaves_out_what_is_excluded() -> None:
+def test_a_share_of_the_weights_counts_their_bytes_and_leaves_out_what_is_excluded():
     # "wide" errs most of all, and is 8 of 10 parts of the bytes that may get 8 bits.
     widths = {"a": (64, 64), "wide": (64, 512), "b": (512, 8), "head": (8, 64)}
     lines, before = [], "x"
@@ -272,7 +266,7 @@ def test_a_share_of_the_weights_counts_their_bytes_and_leaves_out_what_is_exclud
     assert set(plan.node_config) == {"a", "wide", "b"}
 
 
-def test_errors_without_a_number_are_drawn_at_the_top() -> None:
+def test_errors_without_a_number_are_drawn_at_the_top():
     errors = (math.inf, 0.4, 0.1)
     curve = [CurvePoint(i, (), Deviation(error, 0.5)) for i, error in enumerate(errors)]
     assert promotion_bars(curve) == ["error  inf  ██▂  0.1  with 0 to 2 promoted"]
@@ -281,7 +275,7 @@ def test_errors_without_a_number_are_drawn_at_the_top() -> None:
     )
 
 
-def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:
+def test_the_command_writes_overrides_and_a_picture(tmp_path):
     model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
     ir.save(chain(), model)
     np.savez(data, x=np.stack([feed["x"] for feed in feeds()]))
@@ -301,7 +295,7 @@ def test_the_command_writes_overrides_and_a_picture(tmp_path: Path) -> None:
     assert isinstance(again.exception, FileExistsError)
 
 
-def test_the_command_plans_weights(tmp_path: Path) -> None:
+def test_the_command_plans_weights(tmp_path):
     model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
     ir.save(float_chain(), model)
     np.savez(data, h0=np.stack([feed["h0"] for feed in token_feeds()]))

@@ -64,7 +64,7 @@ _PLAIN = st.text(st.characters(exclude_characters="|;", exclude_categories=["Cs"
         tuple
     ),
 )
-def test_a_records_text_is_read_back(kernel: str, blobs: tuple[tuple[int, int, str], ...]):
+def test_a_records_text_is_read_back(kernel, blobs):
     record = Record("prepacked_0", kernel, blobs)
     assert Record.parse("prepacked_0", str(record)) == record
 
@@ -76,7 +76,7 @@ def test_a_records_text_is_read_back(kernel: str, blobs: tuple[tuple[int, int, s
         *("Op+1|a;2;0", "Op+1|1;;0", "Op+1|1.5;2;0", "Op+1|-1;2;0", "Op+1|1;-2;0"),
     ],
 )
-def test_a_malformed_record(text: str):
+def test_a_malformed_record(text):
     with pytest.raises(ValueError):
         Record.parse("prepacked_0", text)
 
@@ -184,9 +184,7 @@ def names(found: Pieces) -> list[str]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_every_piece_is_aligned_and_holds_what_it_did(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-):
+def test_every_piece_is_aligned_and_holds_what_it_did(tmp_path_factory, data):
     source = Source(tmp_path_factory.mktemp("layout"))
     size = st.one_of(st.integers(1, 300), st.sampled_from([MIB - 1, MIB, MIB + 1]))
     sizes = data.draw(st.lists(st.lists(size, min_size=1, max_size=3), max_size=5))
@@ -197,7 +195,7 @@ def test_every_piece_is_aligned_and_holds_what_it_did(
     assert [name for name in names(found) if "." not in name] == [f"0/{n}" for n in order]
 
 
-def test_a_tensor_is_followed_by_its_blobs(tmp_path: Path):
+def test_a_tensor_is_followed_by_its_blobs(tmp_path):
     source = Source(tmp_path)
     tensors = [source.tensor("a", 10, 20, 30), source.tensor("b", 10, 20)]
     nodes = [node("Op", ["b", "", "x"], ["y"]), node("Op", ["a", "b", "a"], ["z"])]
@@ -209,9 +207,7 @@ def test_a_tensor_is_followed_by_its_blobs(tmp_path: Path):
 @pytest.mark.parametrize(
     ("blobs", "kernels"), [((33,), ["MatMul+a", "Gemm+7"]), ((33, 0), ["MatMul+a"])]
 )
-def test_several_records_of_one_tensor_but_those_without_bytes(
-    tmp_path: Path, blobs: tuple[int, ...], kernels: list[str]
-):
+def test_several_records_of_one_tensor_but_those_without_bytes(tmp_path, blobs, kernels):
     source = Source(tmp_path)
     tensor = source.tensor("a", 10, 20)
     places = tuple((source.put(size) if size else 0, size, "0") for size in blobs)
@@ -228,7 +224,7 @@ def test_several_records_of_one_tensor_but_those_without_bytes(
     assert left == inline
 
 
-def test_equal_places_are_written_once(tmp_path: Path):
+def test_equal_places_are_written_once(tmp_path):
     source = Source(tmp_path)
     first = source.tensor("a", 1000)
     offset = int(first.external_data[1].value)
@@ -242,7 +238,7 @@ def test_equal_places_are_written_once(tmp_path: Path):
     assert len({offset for _, offset, _ in check_layout(model, source, {})}) == 2
 
 
-def test_bodies_are_laid_out_at_their_node(tmp_path: Path):
+def test_bodies_are_laid_out_at_their_node(tmp_path):
     source = Source(tmp_path)
     inner = graph_of(source.tensor("in"), nodes=[node("Op", ["in", "late"], ["o"])])
     body = graph_of(
@@ -282,7 +278,7 @@ def test_bodies_are_laid_out_at_their_node(tmp_path: Path):
         ("prepacked_0", "garbage"),
     ],
 )
-def test_places_outside_the_file_are_refused(tmp_path: Path, key: str, text: str | None):
+def test_places_outside_the_file_are_refused(tmp_path, key, text):
     (tmp_path / "old.data").write_bytes(bytes(41))
     entries = {"location": "old.data", "offset": "1", "length": "40", key: text}
     present = {name: entry for name, entry in entries.items() if entry is not None}
@@ -372,7 +368,7 @@ def all_in_use(reason: str) -> int:
         ({"final": False}, "ortplugins.bake=1"),
     ],
 )
-def test_models_that_are_left_alone(small: Path, arguments: dict[str, Any], reason: str):
+def test_models_that_are_left_alone(small, arguments, reason):
     before = contents(small.parent)
     outcome, said = pack(small, **arguments)
     assert outcome is Outcome.REFUSED
@@ -380,7 +376,7 @@ def test_models_that_are_left_alone(small: Path, arguments: dict[str, Any], reas
     assert contents(small.parent) == before
 
 
-def test_the_limit_is_looked_at_before_and_after(small: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_limit_is_looked_at_before_and_after(small, monkeypatch):
     with (small.parent / "model.onnx.data").open("ab") as file:
         file.truncate(MIB)  # a hole: counted, but not copied
     before = contents(small.parent)
@@ -472,7 +468,7 @@ def kernels() -> onnx.ModelProto:
 _ALWAYS_PACKED = {"MatMul", "Gemm", "LSTM", "GRU"}
 
 
-def test_everything_that_onnxruntime_packs(tmp_path: Path):
+def test_everything_that_onnxruntime_packs(tmp_path):
     model = kernels()
     path = save(model, tmp_path / "m" / "model.onnx")
     shapes = {"x": (2, 64), "image": (1, 8, 9, 9), "sequence": (3, 2, 64)}
@@ -517,7 +513,7 @@ LOOP = """g (float[2, 64] x, bool flag) => (float[2, 64] y) {
 
 
 @pytest.mark.parametrize(("text", "blobs"), [(BRANCHES, 3), (LOOP, 1)])
-def test_weights_of_bodies_and_of_the_graph_around_them(text: str, blobs: int, tmp_path: Path):
+def test_weights_of_bodies_and_of_the_graph_around_them(text, blobs, tmp_path):
     model = proto_of(text, {"shared": normal(64, 64, seed=3), "times": np.array(3)})
     for seed, attribute in enumerate(model.graph.node[0].attribute):
         add_weights(attribute.g, {"w": normal(64, 64, seed=seed) / 8})
@@ -530,9 +526,7 @@ def test_weights_of_bodies_and_of_the_graph_around_them(text: str, blobs: int, t
         assert_equal(run_as_is(path, feeds), run_as_is(model, feeds))
 
 
-def test_a_packing_that_computes_something_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_packing_that_computes_something_else_is_refused(tmp_path, monkeypatch):
     # The child gets a lay_out that mixes up two tensors of equal size.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
@@ -565,7 +559,7 @@ def said(session: ortplugins.InferenceSession) -> tuple[Outcome, str]:
 
 
 @pytest.mark.parametrize("accuracy_level", [0, 4])
-def test_outputs_are_those_without_blobs(model_path: Path, accuracy_level: int):
+def test_outputs_are_those_without_blobs(model_path, accuracy_level):
     fusion = DqMatMulNBitsFusion(accuracy_level=accuracy_level)
     plain = start(model_path, options(fusion))
     so = options(fusion, PrepackedWeights())
@@ -581,7 +575,7 @@ def test_outputs_are_those_without_blobs(model_path: Path, accuracy_level: int):
     assert all(read_records(onnx.load(path, load_external_data=False)).values())
 
 
-def test_a_float_model_without_other_passes(small: Path):
+def test_a_float_model_without_other_passes(small):
     session = start(small, options(PrepackedWeights()))
     assert all_in_use(said(session)[1]) == 1
     feeds = {"x": normal(2, 64)}
@@ -596,12 +590,7 @@ def test_a_float_model_without_other_passes(small: Path):
     ],
 )
 def test_without_anything_to_pack_nothing_is_written(
-    op_type: str,
-    weight: Array,
-    limit_mb: int,
-    expected: str,
-    tmp_path: Path,
-    cache_dir: Path,
+    op_type, weight, limit_mb, expected, tmp_path, cache_dir
 ):
     text = f"g (float[r, 1024] x) => (float[r, 1024] y) {{ y = {op_type}(x, w) }}"
     path = save(proto_of(text, {"w": weight}), tmp_path / "model.onnx")
@@ -617,7 +606,7 @@ def test_without_anything_to_pack_nothing_is_written(
 
 
 @pytest.mark.parametrize("bake", [True, False])
-def test_sessions_that_disable_all_optimisers(model_path: Path, bake: bool):
+def test_sessions_that_disable_all_optimisers(model_path, bake):
     so = options(*BOTH, bake=bake)
     so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = start(model_path, so)
@@ -625,7 +614,7 @@ def test_sessions_that_disable_all_optimisers(model_path: Path, bake: bool):
     check(session, CASE)
 
 
-def test_overridden_dimensions(model_path: Path):
+def test_overridden_dimensions(model_path):
     # onnxruntime optimises again at the start: blobs or not, the numbers are right.
     so = options(*BOTH)
     so.add_free_dimension_override_by_name("rows", 3)
@@ -653,7 +642,7 @@ ENTRIES = (
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_options_come_back_as_they_went_in(model_path: Path, parallel: bool):
+def test_options_come_back_as_they_went_in(model_path, parallel):
     so = options(EXACT, PrepackedWeights(parallel=parallel))
     so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     so.intra_op_num_threads = 2
@@ -675,7 +664,7 @@ def test_options_come_back_as_they_went_in(model_path: Path, parallel: bool):
 
 # The last three are names of scratch files.
 @pytest.mark.parametrize("name", ["out", "packed", "final", "again"])
-def test_a_file_says_what_its_sessions_need(model_path: Path, tmp_path: Path, name: str):
+def test_a_file_says_what_its_sessions_need(model_path, tmp_path, name):
     output = tmp_path / "out" / f"{name}.onnx"
     output.parent.mkdir()
     result = ortplugins.optimize(model_path, output, passes=BOTH, bake=True)
@@ -712,7 +701,7 @@ print(session.ortplugins_report.source, rss * 1024, session.ortplugins_report.ar
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to measure with")
-def test_packed_weights_are_not_on_the_heap(tmp_path: Path):
+def test_packed_weights_are_not_on_the_heap(tmp_path):
     path = tmp_path / "chain.onnx"
     assert write_chain(path, 15, 1024, 4096, "axis0") > 60e6
 

@@ -51,7 +51,7 @@ def files(folder: str | Path) -> list[str]:
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir())
 
 
-def test_what_belongs_to_the_model_goes_along(source: Path):
+def test_what_belongs_to_the_model_goes_along(source):
     result = quantize(source, "int4", block_size=16)
     assert result.path == Path("int4/onnx/model.onnx")
     model = ["onnx/model.onnx", "onnx/model.onnx.data"]
@@ -70,9 +70,7 @@ def test_what_belongs_to_the_model_goes_along(source: Path):
     assert quantize(source, "one.onnx", block_size=16).path == Path("one.onnx")
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_is_replaced_whole_or_not_at_all(source, monkeypatch):
     quantize(source, "int4", block_size=16)
     before = Path("int4/onnx/model.onnx").read_bytes()
     with pytest.raises(FileExistsError, match="int4: exists"):
@@ -94,7 +92,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(
     assert sorted(os.listdir()) == ["float", "int4", "text.txt"]
 
 
-def test_folders_that_cannot_be_are_refused(source: Path):
+def test_folders_that_cannot_be_are_refused(source):
     for output in ("float", "float/int4", "."):
         with pytest.raises(ModelFileError, match="the model's own folder"):
             quantize(source, output)
@@ -111,7 +109,7 @@ def test_folders_that_cannot_be_are_refused(source: Path):
     assert sorted(os.listdir()) == ["float", "text.txt"]
 
 
-def test_the_command_ends_with_figures_where_there_is_a_text(source: Path):
+def test_the_command_ends_with_figures_where_there_is_a_text(source):
     arguments = ["quantize", source, "--block-size", "16", "--text", "text.txt", "-o"]
     done = ortplugins_command(*arguments, "int4")
     assert (done.returncode, done.stderr) == (0, "")

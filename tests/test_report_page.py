@@ -108,7 +108,7 @@ def words(facts: dict[str, Any], *arguments: str) -> str:
     return re.sub(r"\s+", " ", Page(render_page(facts, *arguments)).text)
 
 
-def test_every_number_of_the_page_is_the_json_s(facts: dict[str, Any]):
+def test_every_number_of_the_page_is_the_json_s(facts):
     written = json.loads(json.dumps(facts, allow_nan=False))
     page = Page(render_page(facts))
     assert len(page.figures) > 40
@@ -120,7 +120,7 @@ def test_every_number_of_the_page_is_the_json_s(facts: dict[str, Any]):
         assert part in page.figures
 
 
-def test_the_numbers_are_the_model_s(facts: dict[str, Any]):
+def test_the_numbers_are_the_model_s(facts):
     operators = {row["operator"]: (row["before"], row["after"]) for row in facts["operators"]}
     assert operators == {"DequantizeLinear": (1, 0), "MatMul": (1, 0), "MatMulNBits": (0, 1)}
     assert facts["nodes"] == {"before": 2, "after": 1}
@@ -163,11 +163,11 @@ def test_the_numbers_are_the_model_s(facts: dict[str, Any]):
         ("inf", "error", "inf"),
     ],
 )
-def test_numbers_have_three_digits_and_a_unit(value: Any, unit: str, text: str):
+def test_numbers_have_three_digits_and_a_unit(value, unit, text):
     assert report_page._shown(value, unit) == text
 
 
-def test_what_fails_is_told_in_its_place(folder: Path):
+def test_what_fails_is_told_in_its_place(folder):
     text = """g (float[points] x) => (float[m, 77] y) <int64[2] shape = {-1, 77}>
         { y = Reshape(x, shape) }"""
     onnx.save(proto_of(text), folder / "cloud.onnx")
@@ -178,12 +178,12 @@ def test_what_fails_is_told_in_its_place(folder: Path):
     assert "nothing to do in this model" in told
 
 
-def test_an_unknown_dimension_is_named(facts: dict[str, Any], folder: Path):
+def test_an_unknown_dimension_is_named(facts, folder):
     with pytest.raises(UsageError, match=r"'row'.*did you mean 'rows'"):
         gather_facts(folder / "model.onnx", dims={"row": 5}, measure=False)
 
 
-def test_given_samples_are_measured_and_compared(folder: Path):
+def test_given_samples_are_measured_and_compared(folder):
     """The page says so, and sizes are those of the samples."""
     np.savez(folder / "samples.npz", x=np.ones((7, 64), np.float32))
     model = save_named(folder / "given.onnx")
@@ -212,7 +212,7 @@ def test_shared_bytes_count_once():
 # Text from models that nobody vouches for.
 
 
-def test_names_are_only_text(hostile: dict[str, Any], facts: dict[str, Any]):
+def test_names_are_only_text(hostile, facts):
     text = render_page(hostile)
     page = Page(text)
     assert "\u202e" not in text and "\u2066" not in text
@@ -239,7 +239,7 @@ def poisoned(value: Any) -> Any:
     return HOSTILE + value if isinstance(value, str) and value else value
 
 
-def test_no_text_at_all_becomes_a_tag(facts: dict[str, Any]):
+def test_no_text_at_all_becomes_a_tag(facts):
     worse = poisoned(facts)
     for key in ("sizes", "options"):
         worse[key] = {HOSTILE + name: item for name, item in worse[key].items()}
@@ -248,7 +248,7 @@ def test_no_text_at_all_becomes_a_tag(facts: dict[str, Any]):
     assert page.text.count("document.title='owned'") > 30
 
 
-def test_only_the_page_s_own_script_may_run(hostile: dict[str, Any]):
+def test_only_the_page_s_own_script_may_run(hostile):
     text = html.unescape(render_page(hostile))
     policy = re.search(r'content="(default-src[^"]*)"', text)
     assert policy is not None
@@ -286,9 +286,7 @@ def test_remarks_that_differ_in_names_share_a_row():
 @pytest.mark.parametrize(
     ("reasons", "what"), [(1, "nodes"), (20_000, "kinds of remarks")], ids=["one", "20,000"]
 )
-def test_twenty_thousand_remarks_stay_readable(
-    hostile: dict[str, Any], reasons: int, what: str
-):
+def test_twenty_thousand_remarks_stay_readable(hostile, reasons, what):
     texts = [f"weight 'layers.{i}.weight' has block {i % reasons}" for i in range(20_000)]
     facts = facts_with(hostile, texts)
     text = render_page(facts, "facts.json")
@@ -300,7 +298,7 @@ def test_twenty_thousand_remarks_stay_readable(
     assert page.figures["report.refused"] == ("20000", "20,000")
 
 
-def test_nothing_is_left_out_in_silence(hostile: dict[str, Any]):
+def test_nothing_is_left_out_in_silence(hostile):
     many = ", ".join(f"'w{i}'" for i in range(1000))
     notes = [f"note {i}" for i in range(51)]
     operators = [
@@ -338,7 +336,7 @@ def _luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_contrast_is_that_of_wcag_aa(theme: int):
+def test_contrast_is_that_of_wcag_aa(theme):
     style = Path(report_page.__file__).with_name("templates").joinpath("report.css")
     found = re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", style.read_text("utf-8"))
     colors = {name: pair[theme] for name, *pair in found}
@@ -356,7 +354,7 @@ def test_contrast_is_that_of_wcag_aa(theme: int):
 # The command.
 
 
-def test_report_writes_page_and_json(folder: Path, facts: dict[str, Any]):
+def test_report_writes_page_and_json(folder, facts):
     model, page, data = folder / "model.onnx", folder / "p.html", folder / "p.json"
     done = ortplugins_command("report", model, "-o", page, "--json", data, "--no-measure")
     assert (done.returncode, done.stdout) == (0, f"wrote {page}\nwrote {data}\n"), done.stderr
@@ -365,7 +363,7 @@ def test_report_writes_page_and_json(folder: Path, facts: dict[str, Any]):
     assert "p.html" not in written["model"]["path"]
 
 
-def test_optimize_reports_what_it_did(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_optimize_reports_what_it_did(folder, monkeypatch):
     def no_time(*_: object, **__: object) -> list[Measurement]:
         return [Measurement(failed="plain onnxruntime: no time")] * 2
 
@@ -383,9 +381,7 @@ def test_optimize_reports_what_it_did(folder: Path, monkeypatch: pytest.MonkeyPa
     assert (done.returncode, "another" in done.stderr) == (2, True)
 
 
-def test_without_jinja_one_sentence_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_jinja_one_sentence_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     done = ortplugins_command("report", folder / "model.onnx", "-o", folder / "no.html")
     told = "The page needs: pip install 'ortplugins[report]'\n"
@@ -396,7 +392,7 @@ def test_without_jinja_one_sentence_says_what_to_install(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_scripts_add_filters_and_sorting(folder: Path, hostile: dict[str, Any]):
+def test_scripts_add_filters_and_sorting(folder, hostile):
     page = folder / "browser.html"
     page.write_text(render_page(hostile), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

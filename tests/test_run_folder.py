@@ -66,9 +66,7 @@ def made(calls: dict[str, int], method: str = "awq_full", **options) -> tuple[by
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq", "awq_gptq"])
-def test_a_run_that_was_interrupted_goes_on(
-    method: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_was_interrupted_goes_on(method, calls, monkeypatch):
     options = {"method": method, "share_of_8_bits": 0.3}
     expected, *_ = made(calls, **options, run_folder="other")
     keep, written = run_folder.RunFolder.keep_codes, []
@@ -90,7 +88,7 @@ def test_a_run_that_was_interrupted_goes_on(
         assert made(calls, **options) == (expected, 0, LAYERS)
 
 
-def test_another_method_finds_the_statistics(calls: dict[str, int]):
+def test_another_method_finds_the_statistics(calls):
     expected = {name: made(calls, name, run_folder=name)[0] for name in ("gptq", "awq_clip")}
     assert made(calls, "awq_lite")[1:] == (1, LAYERS)
     for name, content in expected.items():
@@ -101,9 +99,7 @@ def test_another_method_finds_the_statistics(calls: dict[str, int]):
 
 
 @pytest.mark.parametrize("change", ["model", "samples", "version"])
-def test_what_belongs_to_something_else_is_not_found(
-    change: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_belongs_to_something_else_is_not_found(change, calls, monkeypatch):
     made(calls, "gptq")
     options = {}
     if change == "model":
@@ -115,7 +111,7 @@ def test_what_belongs_to_something_else_is_not_found(
     assert made(calls, "gptq", **options)[1:] == (1, LAYERS)
 
 
-def test_folders_that_are_not_a_run_s_are_refused(calls: dict[str, int]):
+def test_folders_that_are_not_a_run_s_are_refused(calls):
     Path("mine").mkdir()
     Path("mine/notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="mine: holds other files"):
@@ -128,7 +124,7 @@ def test_folders_that_are_not_a_run_s_are_refused(calls: dict[str, int]):
         made(calls)
 
 
-def test_the_command_has_it(calls: dict[str, int]):
+def test_the_command_has_it(calls):
     np.savez("x.npz", **SAMPLES[0])
     arguments = ["quantize", "model.onnx", "--samples", "x.npz", "--run-folder", "run"]
     for method, passes in (("gptq", 1), ("awq_lite", 0)):

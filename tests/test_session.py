@@ -32,9 +32,7 @@ CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 # What a user sees.
 
 
-def test_first_start_builds_and_second_takes_it_from_the_cache(
-    model_path: Path, cache_dir: Path
-):
+def test_first_start_builds_and_second_takes_it_from_the_cache(model_path, cache_dir):
     first, second = start(model_path), start(model_path)
     assert first.ortplugins_report.source == "built"
     assert second.ortplugins_report.source == "cache"
@@ -46,7 +44,7 @@ def test_first_start_builds_and_second_takes_it_from_the_cache(
     assert len(list((cache_dir / "entries").iterdir())) == 1
 
 
-def test_it_is_a_stock_session_in_every_other_respect(tmp_path: Path):
+def test_it_is_a_stock_session_in_every_other_respect(tmp_path):
     model = CASE.model()
     model.metadata_props["author"] = "me"
     model.producer_name = "exporter"
@@ -67,20 +65,20 @@ def test_it_is_a_stock_session_in_every_other_respect(tmp_path: Path):
             assert getattr(mine, name) == getattr(theirs, name) != ""
 
 
-def test_untouched_options_give_the_stock_session(model_path: Path, cache_dir: Path):
+def test_untouched_options_give_the_stock_session(model_path, cache_dir):
     for so in (None, ort.SessionOptions()):
         session = ortplugins.InferenceSession(model_path, so, providers=CPU)
         assert str(session.ortplugins_report) == "stock: no pass ran"
     assert not cache_dir.exists()
 
 
-def test_arguments_by_position_as_onnxruntime_has_them(model_path: Path):
+def test_arguments_by_position_as_onnxruntime_has_them(model_path):
     arguments = str(model_path), options(), CPU, [{}]
     check(ortplugins.InferenceSession(*arguments, enable_fallback=0), CASE)
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_bytes(external: bool, model_path: Path):
+def test_bytes(external, model_path):
     key, so = "session.model_external_initializers_file_folder_path", options()
     content = ir.to_proto(CASE.model()).SerializeToString()
     if external:
@@ -93,9 +91,7 @@ def test_bytes(external: bool, model_path: Path):
     assert stored(so, key) == (str(model_path.parent) if external else None)
 
 
-def test_the_sessions_own_options_reach_the_session(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_sessions_own_options_reach_the_session(model_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     so = options()
     so.enable_profiling = True
@@ -111,7 +107,7 @@ def test_the_sessions_own_options_reach_the_session(
 
 @pytest.mark.parametrize("bake", [True, False])
 @pytest.mark.parametrize("level", list(ort.GraphOptimizationLevel.__members__))
-def test_every_optimisation_level(model_path: Path, level: str, bake: bool):
+def test_every_optimisation_level(model_path, level, bake):
     so = options(bake=bake)
     so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     for _ in range(2):
@@ -119,7 +115,7 @@ def test_every_optimisation_level(model_path: Path, level: str, bake: bool):
         assert so.graph_optimization_level.name == level
 
 
-def test_the_report_is_text_and_json(model_path: Path):
+def test_the_report_is_text_and_json(model_path):
     report = start(model_path).ortplugins_report
     assert str(report) == "built: fired 1, refused 0"
     fate = "matmul: DequantizeLinear 'dq': int4 [64, 128], axis 1, block 32 -> MatMulNBits"
@@ -127,7 +123,7 @@ def test_the_report_is_text_and_json(model_path: Path):
     assert ortplugins.Report.from_json(report.to_json()) == report
 
 
-def test_a_refusal_is_told_and_the_original_runs(tmp_path: Path, cache_dir: Path):
+def test_a_refusal_is_told_and_the_original_runs(tmp_path, cache_dir):
     case = DequantizedMatMul(1024, 8, 24)
     path = save(case, tmp_path / "m.onnx")
     for _ in range(2):
@@ -140,14 +136,14 @@ def test_a_refusal_is_told_and_the_original_runs(tmp_path: Path, cache_dir: Path
     assert [p.name for p in cache_dir.rglob("model.onnx*")] == []
 
 
-def test_set_providers_starts_again_from_the_model(model_path: Path):
+def test_set_providers_starts_again_from_the_model(model_path):
     session = start(model_path)
     session.set_providers(CPU)
     assert session.ortplugins_report.source == "cache"
     check(session, CASE)
 
 
-def test_threads_that_share_options(tmp_path: Path, cache_dir: Path):
+def test_threads_that_share_options(tmp_path, cache_dir):
     """Two models, one options object: none of the threads sees what another one borrowed."""
     cases = [CASE, dataclasses.replace(CASE, seed=7)]
     paths = [save(case, tmp_path / str(i) / "model.onnx") for i, case in enumerate(cases)]
@@ -169,7 +165,7 @@ def test_threads_that_share_options(tmp_path: Path, cache_dir: Path):
 # What decides about an entry.
 
 
-def test_another_model_in_the_same_place_is_built_anew(model_path: Path):
+def test_another_model_in_the_same_place_is_built_anew(model_path):
     assert source(model_path) == "built"
     other = dataclasses.replace(CASE, seed=5)
     save(other, model_path)
@@ -178,7 +174,7 @@ def test_another_model_in_the_same_place_is_built_anew(model_path: Path):
     check(session, other)
 
 
-def test_other_options_are_built_anew(model_path: Path):
+def test_other_options_are_built_anew(model_path):
     basic, no_qdq = options(), options()
     basic.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     no_qdq.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -191,9 +187,7 @@ def test_other_options_are_built_anew(model_path: Path):
     assert source(model_path) == "cache"
 
 
-def test_two_versions_and_two_processors_share_a_cache(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_two_versions_and_two_processors_share_a_cache(model_path, cache_dir, monkeypatch):
     """Each has an entry of its own, and finds it again after the other was there."""
     versions = request.package_versions()
     names = {"package_versions": {**versions, "ortplugins": "0.0"}, "cpu_features": "another"}
@@ -209,7 +203,7 @@ def test_two_versions_and_two_processors_share_a_cache(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "deleted", "longer"])
-def test_a_damaged_entry_is_built_anew(model_path: Path, cache_dir: Path, damage: str):
+def test_a_damaged_entry_is_built_anew(model_path, cache_dir, damage):
     assert source(model_path) == "built"
     (data,) = cache_dir.glob("entries/*/model.onnx.data")
     content = data.read_bytes()
@@ -224,7 +218,7 @@ def test_a_damaged_entry_is_built_anew(model_path: Path, cache_dir: Path, damage
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {"../x": 1}}', '{"files": 3}'])
-def test_a_damaged_manifest_is_built_anew(model_path: Path, cache_dir: Path, content: str):
+def test_a_damaged_manifest_is_built_anew(model_path, cache_dir, content):
     assert source(model_path) == "built"
     (manifest,) = cache_dir.glob("entries/*/manifest.json")
     manifest.write_text(content)
@@ -258,9 +252,7 @@ FAILED = "pass 'failing' failed at node 'the_node': KeyError: 'surprise'"
 
 @pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("others", [(), (EXACT,)])
-def test_a_pass_that_fails_is_left_out_with_one_warning(
-    model_path: Path, others: tuple[ortplugins.Pass, ...]
-):
+def test_a_pass_that_fails_is_left_out_with_one_warning(model_path, others):
     """The others get the model as it was."""
     so = options(Failing(), *others)
     with pytest.warns(OrtpluginsWarning) as caught:
@@ -278,9 +270,7 @@ def test_a_pass_that_fails_is_left_out_with_one_warning(
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_failed_pass_is_tried_again_on_demand(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_pass_is_tried_again_on_demand(model_path, monkeypatch):
     so = options(Failing())
     with pytest.warns(OrtpluginsWarning, match="surprise"):
         start(model_path, so)
@@ -292,7 +282,7 @@ def test_a_failed_pass_is_tried_again_on_demand(
 
 
 @pytest.mark.usefixtures("failing")
-def test_strict_raises_chained(model_path: Path):
+def test_strict_raises_chained(model_path):
     with pytest.raises(
         ortplugins.PassError, match="'failing' failed at node 'the_node'"
     ) as info:
@@ -300,9 +290,7 @@ def test_strict_raises_chained(model_path: Path):
     assert isinstance(info.value.__cause__.__cause__, KeyError)
 
 
-def test_an_entry_removed_while_a_session_opens(
-    model_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_entry_removed_while_a_session_opens(model_path, cache_dir, monkeypatch):
     """The next start builds it again."""
     real = finding.find_or_build
 
@@ -321,7 +309,7 @@ def test_an_entry_removed_while_a_session_opens(
         assert [source(model_path) for _ in range(2)] == ["built", "cache"]
 
 
-def test_an_unknown_value_names_key_and_value(model_path: Path):
+def test_an_unknown_value_names_key_and_value(model_path):
     so, key = options(), "ortplugins.dq_matmulnbits_fusion.accuracy_level"
     so.add_session_config_entry(key, "7")
     with pytest.raises(ortplugins.OptionError, match=rf"{key} is '7'"):
@@ -352,20 +340,20 @@ FLOAT = """<ir_version: 10, opset_import: ["" : 21]>
 float (float[n] x) => (float[n] y) { y = Relu(x) }"""
 
 
-def test_a_hit_and_untouched_options_import_none_of_onnx(model_path: Path):
+def test_a_hit_and_untouched_options_import_none_of_onnx(model_path):
     assert HEAVY & modules_after(START, str(model_path), "on", "built")
     assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
 
 
-def test_a_start_with_nothing_to_do_imports_no_report(model_path: Path):
+def test_a_start_with_nothing_to_do_imports_no_report(model_path):
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")
     onnx.save(onnx.parser.parse_model(FLOAT), path)
     assert "rewrite_rules" not in modules_after(opened, str(path), "on")
 
 
-def test_the_stock_file_says_the_same_without_us(model_path: Path):
+def test_the_stock_file_says_the_same_without_us(model_path):
     # The toggles are harmless where the plug-ins are not installed.
     check(ort.InferenceSession(model_path, options(), providers=CPU), CASE)
 
@@ -373,7 +361,7 @@ def test_the_stock_file_says_the_same_without_us(model_path: Path):
 # Options that cannot be read back.
 
 
-def test_overridden_dimensions_are_respected(model_path: Path):
+def test_overridden_dimensions_are_respected(model_path):
     for _ in range(2):
         so = options()
         so.add_free_dimension_override_by_name("rows", 3)
@@ -385,7 +373,7 @@ def test_overridden_dimensions_are_respected(model_path: Path):
     assert source(model_path) == "cache"
 
 
-def test_an_initializer_added_by_hand_is_respected(model_path: Path):
+def test_an_initializer_added_by_hand_is_respected(model_path):
     assert source(model_path) == "built"
     scales = np.ascontiguousarray(dataclasses.replace(CASE, seed=9).arrays()[1].T)
     so = options()
@@ -398,7 +386,7 @@ def test_an_initializer_added_by_hand_is_respected(model_path: Path):
     np.testing.assert_array_equal(session.run(None, feed)[0], stock.run(None, feed)[0])
 
 
-def test_the_options_of_a_session_can_open_another(model_path: Path):
+def test_the_options_of_a_session_can_open_another(model_path):
     opened = start(model_path)
     value = ort.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
     for name in ir.load(model_path).graph.initializers:

@@ -103,7 +103,7 @@ def test_general_options_are_the_plans_fields():
     ],
     ids=["not by option()", "None", "tuple"],
 )
-def test_a_field_that_is_no_option_is_refused(field: object):
+def test_a_field_that_is_no_option_is_refused(field):
     cls = dataclasses.make_dataclass(
         "Odd", [("what", object, field)], bases=(Pass,), namespace={"name": "odd"}, frozen=True
     )
@@ -121,7 +121,7 @@ def test_a_field_that_is_no_option_is_refused(field: object):
         ({"share": "0.5"}, r"ortplugins\.everything\.share is '0\.5': a float is expected"),
     ],
 )
-def test_a_pass_checks_its_options(values: dict[str, object], words: str):
+def test_a_pass_checks_its_options(values, words):
     with pytest.raises(OptionError, match=words):
         Everything(**values)  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ def test_a_pass_checks_its_options(values: dict[str, object], words: str):
     ],
     ids=["none", "untouched", "off", "option only", "other entries"],
 )
-def test_nothing_switched_on_is_an_empty_plan(options: ort.SessionOptions | None):
+def test_nothing_switched_on_is_an_empty_plan(options):
     plan = read(options)
     assert plan == Plan()
     assert not plan
@@ -157,7 +157,7 @@ def test_nothing_switched_on_is_an_empty_plan(options: ort.SessionOptions | None
         ("ortplugins.strict", "yes", '"0" or "1" is expected'),
     ],
 )
-def test_an_impossible_value_names_key_and_value(key: str, text: str, expected: str):
+def test_an_impossible_value_names_key_and_value(key, text, expected):
     with pytest.raises(OptionError) as error:
         read(with_entries({ENABLE: "1", key: text}))
     assert key in str(error.value)
@@ -173,7 +173,7 @@ def test_an_impossible_value_names_key_and_value(key: str, text: str, expected: 
         ({ONNXRUNTIMES_ACCURACY_LEVEL: "4", ACCURACY_LEVEL: "1"}, 1),
     ],
 )
-def test_onnxruntimes_own_key_leaves_ours_as_it_is(content: dict[str, str], level: str | int):
+def test_onnxruntimes_own_key_leaves_ours_as_it_is(content, level):
     plan = read(with_entries({ENABLE: "1", **content}))
     assert plan == Plan((DqMatMulNBitsFusion(accuracy_level=level),))
 
@@ -194,9 +194,7 @@ def test_onnxruntimes_own_key_leaves_ours_as_it_is(content: dict[str, str], leve
         },
     ),
 )
-def test_what_is_configured_is_read(
-    accuracy_level: int, slow_kernels: str, general: dict[str, bool | str]
-):
+def test_what_is_configured_is_read(accuracy_level, slow_kernels, general):
     item = DqMatMulNBitsFusion(accuracy_level, slow_kernels)
     options = ort.SessionOptions()
     configure(options, item, **general)
@@ -238,9 +236,7 @@ def a_pass(called: str, position: int = 50) -> Pass:
         ([FUSION], {"cache_dir": 5}, "ortplugins.cache_dir is 5: a str is expected"),
     ],
 )
-def test_configure_refuses_and_writes_nothing(
-    passes: list[Pass], general: dict[str, bool | str], words: str
-):
+def test_configure_refuses_and_writes_nothing(passes, general, words):
     options = ort.SessionOptions()
     with pytest.raises(OptionError) as error:
         configure(options, *passes, **general)
@@ -333,9 +329,7 @@ STAMP = """
 
 
 @pytest.mark.parametrize("start_number", [1, 2], ids=["first start", "from the cache"])
-def test_a_pass_of_another_package_works_in_every_stage(
-    install: Install, model_path: Path, start_number: int
-):
+def test_a_pass_of_another_package_works_in_every_stage(install, model_path, start_number):
     install(STAMP, stamp="acme:Stamp")
     read(with_entries({ENABLE: "1"}))
     assert "acme" not in sys.modules, "not switched on, not imported"
@@ -389,9 +383,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_pass_warns_by_name_and_is_skipped(
-    install: Install, model_path: Path, source: str, words: str
-):
+def test_a_broken_pass_warns_by_name_and_is_skipped(install, model_path, source, words):
     install(source, stamp="acme:Stamp")
     options = with_entries({"ortplugins.enable_stamp": "1", ENABLE: "1"})
     with pytest.warns(PassWarning) as caught:
@@ -403,9 +395,7 @@ def test_a_broken_pass_warns_by_name_and_is_skipped(
     assert names == ["dq_matmulnbits_fusion"]
 
 
-def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(
-    install: Install,
-):
+def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(install):
     install("1 / 0", stamp="acme:Stamp")
     with (
         pytest.warns(PassWarning, match="ZeroDivisionError"),
@@ -414,16 +404,12 @@ def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(
         plan_from_settings(["stamp"], {})
 
 
-def test_other_packages_cannot_replace_a_pass_of_ours(
-    install: Install,
-):
+def test_other_packages_cannot_replace_a_pass_of_ours(install):
     install(STAMP, dq_matmulnbits_fusion="acme:Stamp")
     assert registered_passes() == {name: find(name) for name in BUILTIN_PASSES}
 
 
-def test_an_environment_variable_leaves_other_packages_out(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_environment_variable_leaves_other_packages_out(install, monkeypatch):
     install(STAMP, stamp="acme:Stamp")
     monkeypatch.setenv(NO_ENTRY_POINTS, "1")
     assert read(with_entries({"ortplugins.enable_stamp": "1"})) == Plan()

@@ -86,9 +86,7 @@ def nodes(model: onnx.ModelProto) -> list[str]:
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("method", ["MinMax", "Entropy"])
-def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(
-    kind: str, method: str, tmp_path: Path
-):
+def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(kind, method, tmp_path):
     onnx.save(conv_net(kind), tmp_path / "model.onnx")
     feeds = samples(dtype=FLOATS[kind])
     quantize_static(
@@ -111,7 +109,7 @@ def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(
     assert names == {"model.onnx", "theirs.onnx", "ours.onnx"}
 
 
-def test_models_and_data_may_be_objects_and_files(tmp_path: Path):
+def test_models_and_data_may_be_objects_and_files(tmp_path):
     proto, path = conv_net(), tmp_path / "m.onnx"
     onnx.save(proto, path, save_as_external_data=True, size_threshold=0, location="w")
     proto = conv_net()
@@ -136,7 +134,7 @@ def test_histograms_take_samples_of_several_shapes():
     assert low < -2 and high > 2
 
 
-def test_onnxruntime_is_kept_quiet(capfd: pytest.CaptureFixture[str]):
+def test_onnxruntime_is_kept_quiet(capfd):
     root = logging.getLogger()
     handlers, filters = list(root.handlers), list(root.filters)
     model = conv_net()
@@ -236,7 +234,7 @@ def fan(kind: str = "float", consumers: int = 1, *, output: bool = False) -> onn
         *((3, 3, True), (2, 1, True), (3, 2, True), (0, 0, True)),
     ],
 )
-def test_the_five_published_cases(kind: str, consumers: int, converted: int, output: bool):
+def test_the_five_published_cases(kind, consumers, converted, output):
     model = fan(kind, consumers, output=output)
     # float16 holds the refined scale from 2^-6 on.
     ranges = dict.fromkeys(("x", "t", *(f"y{i}" for i in range(consumers))), (-8.0, 7.0))
@@ -287,7 +285,7 @@ FIGURE_RANGES = {
     [["op4_out"], ["op4_out", "out0"], ["op4_out", "in0"], ["op2_out"], ["op3_out"]],
 )
 @pytest.mark.parametrize("activation", ["Relu", "Sin"])
-def test_regions_of_the_figure(promoted: list[str], activation: str):
+def test_regions_of_the_figure(promoted, activation):
     model = figure(activation)
     overrides = {name: [{"quant_type": QuantType.QUInt16}] for name in promoted}
     helper = TensorQuantOverridesHelper({name: [dict(o[0])] for name, o in overrides.items()})
@@ -365,9 +363,7 @@ def test_sixteen_bits_and_float_are_more_accurate():
         ({"overrides": {"a": [{"quant_type": "u16"}], "b": [{"quant_type": "u16"}]}}, False),
     ],
 )
-def test_relu_goes_as_in_onnxruntime_and_its_inputs_name_still_counts(
-    options: dict[str, Any], stays: bool
-):
+def test_relu_goes_as_in_onnxruntime_and_its_inputs_name_still_counts(options, stays):
     result = quantize_static_mixed(conv_net(), None, samples(), **options)
     assert op_types(result.model)["Relu"] == stays
     assert bool(result.report.fired) == bool(options) and not result.report.refused
@@ -421,7 +417,7 @@ def test_for_cpus_entries_cost_nothing():
 # The cache
 
 
-def test_ranges_are_kept_in_a_file_that_onnxruntime_reads_too(tmp_path: Path):
+def test_ranges_are_kept_in_a_file_that_onnxruntime_reads_too(tmp_path):
     cache = tmp_path / "ranges.json"
     first = quantize_static_mixed(conv_net(), None, samples(), calibration_cache=cache)
     again = quantize_static_mixed(conv_net(), None, calibration_cache=cache)
@@ -434,7 +430,7 @@ def test_ranges_are_kept_in_a_file_that_onnxruntime_reads_too(tmp_path: Path):
     assert tuple(map(float, theirs["x"].range_value)) == first.ranges["x"]
 
 
-def test_ranges_of_another_model_are_not_taken(tmp_path: Path):
+def test_ranges_of_another_model_are_not_taken(tmp_path):
     cache = tmp_path / "ranges.json"
     first = quantize_static_mixed(conv_net(), None, samples(), calibration_cache=cache)
     other = conv_net()
@@ -448,7 +444,7 @@ def test_ranges_of_another_model_are_not_taken(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"data": {}}', '{"ortplugins_digest": 1}'])
-def test_a_file_that_is_no_cache_is_left_alone(content: str, tmp_path: Path):
+def test_a_file_that_is_no_cache_is_left_alone(content, tmp_path):
     (tmp_path / "mine.json").write_text(content)
     with pytest.raises(CalibrationError, match="is not a calibration cache"):
         quantize_static_mixed(
@@ -487,9 +483,7 @@ def test_a_file_that_is_no_cache_is_left_alone(content: str, tmp_path: Path):
         ({"extra_options": {"SmoothQuant": True}}, QuantizationError, "SmoothQuant"),
     ],
 )
-def test_errors_say_what_is_wrong(
-    options: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
-):
+def test_errors_say_what_is_wrong(options, error, text, tmp_path):
     onnx.save(conv_net(), tmp_path / "model.onnx")
     options = {"data": samples(), **options}
     with pytest.raises(error, match=text):
@@ -528,7 +522,7 @@ def test_opsets_that_are_too_old():
         quantize_static_mixed(conv_net(opset=9), None, samples(), per_channel=False)
 
 
-def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path: Path):
+def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path):
     model = quantize_static_mixed(conv_net(), None, samples()).model
     with pytest.raises(QuantizationError, match="quantised already"):
         quantize_static_mixed(model, None, samples())
@@ -560,7 +554,7 @@ def test_parameters_of_a_tensor_that_is_not_quantised_are_not_waited_for():
 # The command line
 
 
-def test_the_command_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_does_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(conv_net(), "model.onnx")
     np.savez("samples.npz", **samples(1)[0])

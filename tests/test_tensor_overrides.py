@@ -67,7 +67,7 @@ KEY = "ortplugins.mixed_precision_boundaries.overrides"
         np.dtype(np.uint16),
     ],
 )
-def test_types_go_by_any_usual_name(spelling: object):
+def test_types_go_by_any_usual_name(spelling):
     assert read_overrides({"t": [{"quant_type": spelling}]}) == {
         "t": (TensorOverride(quant_type=UINT16),)
     }
@@ -120,7 +120,7 @@ _entries = st.builds(
 
 
 @given(st.dictionaries(st.text(max_size=8), st.lists(_entries, max_size=3).map(tuple)))
-def test_what_is_written_reads_back(overrides: dict[str, tuple[TensorOverride, ...]]):
+def test_what_is_written_reads_back(overrides):
     text = format_overrides(overrides)
     assert read_overrides(text) == overrides
     assert format_overrides(read_overrides(text)) == text
@@ -171,7 +171,7 @@ class Colour(enum.Enum):
         ('{"t": [{"zero_point": ' + "1" * 5000 + "}]}", "overrides can't be read"),
     ],
 )  # fmt: skip
-def test_what_is_no_override_is_refused_by_its_place(source: Any, words: str):
+def test_what_is_no_override_is_refused_by_its_place(source, words):
     with pytest.raises(OverrideError) as caught:
         read_overrides(source)
     assert words in str(caught.value)
@@ -211,7 +211,7 @@ def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
         {"rmax": 1},
     ],
 )
-def test_what_activations_take_passes(entry: dict[str, Any]):
+def test_what_activations_take_passes(entry):
     check(conv1_out=entry)
     check(conv1_out=entry, conv1_out_QuantizeLinear_Output=entry)
 
@@ -226,7 +226,7 @@ def test_what_activations_take_passes(entry: dict[str, Any]):
         [{"axis": 1, "scale": i + 1, "zero_point": 0} for i in range(3)],
     ],
 )
-def test_what_initializers_take_passes(entries: list[dict[str, Any]]):
+def test_what_initializers_take_passes(entries):
     check(W=entries)
 
 
@@ -295,7 +295,7 @@ FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("name", "entry", "words"), FAULTS)
-def test_faults_are_named(name: str, entry: dict[str, Any] | list[dict[str, Any]], words: str):
+def test_faults_are_named(name, entry, words):
     # Behind an entry that is right, where onnxruntime looks no more.
     with pytest.raises(OverrideError) as caught:
         check(conv2_out={"quant_type": "uint16"}, **{name: entry})
@@ -338,7 +338,7 @@ class Samples(CalibrationDataReader):
         return self._left.pop() if self._left else None
 
 
-def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path: Path):
+def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
     overrides = read_overrides("""{
         "a": [{"quant_type": "uint16", "rmin": -2, "rmax": 4,
                "convert": {"quant_type": "uint8", "scale": 0.0625, "zero_point": 40,
@@ -374,7 +374,7 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path: Path):
         ({"quant_type": "uint8", "scale": 1, "zero_point": 300}, "'zero_point': "),
     ],
 )
-def test_a_zero_point_needs_its_type(entry: dict[str, Any], words: str):
+def test_a_zero_point_needs_its_type(entry, words):
     with pytest.raises(OverrideError, match=words):
         to_onnxruntime(read_overrides({"t": [entry]}))
 
@@ -408,7 +408,7 @@ def test_the_pass_keeps_canonical_json():
         ({"target": "npu"}, "target is 'npu': one of cpu, qnn"),
     ],
 )
-def test_the_pass_checks_its_options(options: dict[str, Any], words: str):
+def test_the_pass_checks_its_options(options, words):
     with pytest.raises(OptionError, match=words):
         MixedPrecisionBoundaries(**options)
 
@@ -420,7 +420,7 @@ def test_session_options_hold_the_pass():
     assert ortplugins.read(so).passes == (chosen,)
 
 
-def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path: Path):
+def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path):
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides=LONG)
     with pytest.raises(OptionError, match=rf'{KEY} has 1\d,\d+ bytes.*8,192.*"@file.json"'):
@@ -446,9 +446,7 @@ def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path: Path):
     ],
     ids=["missing", "not UTF-8", "empty", "nested", "no JSON", "no overrides", "large"],
 )
-def test_files_that_hold_no_overrides_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
-):
+def test_files_that_hold_no_overrides_are_named(tmp_path, monkeypatch, content, words):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path("o.json").write_bytes(content)
@@ -483,7 +481,7 @@ def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "m.onnx"
 
 
-def test_the_cache_notices_when_the_file_changes(model_path: Path, cache_dir: Path):
+def test_the_cache_notices_when_the_file_changes(model_path, cache_dir):
     so, file = onnxruntime.SessionOptions(), Path("o.json")
     ortplugins.configure(so, MixedPrecisionBoundaries(overrides="@o.json"))
     for text, expected, entries in (
@@ -502,7 +500,7 @@ def test_the_cache_notices_when_the_file_changes(model_path: Path, cache_dir: Pa
         ortplugins.InferenceSession(model_path, so, providers=CPU)
 
 
-def test_the_command_line_reads_the_file(model_path: Path):
+def test_the_command_line_reads_the_file(model_path):
     Path("o.json").write_text('{"a": [{"quant_type": "uint16"}]}')
     arguments = ["optimize", model_path, "-o", "out.onnx"]
     arguments += ["--pass", "mixed_precision_boundaries"]
@@ -515,7 +513,7 @@ def test_the_command_line_reads_the_file(model_path: Path):
     assert UINT16 in types
 
 
-def test_a_model_that_cannot_follow_is_left_and_says_why(model_path: Path):
+def test_a_model_that_cannot_follow_is_left_and_says_why(model_path):
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides={"aa": [{"quant_type": "uint16"}]})
     ortplugins.configure(so, chosen)

@@ -56,7 +56,7 @@ def caught_session(model: ir.Model) -> ort.InferenceSession:
 @pytest.mark.parametrize(
     "kind", ["path", "bytes", "proto", "ir", "result", "file", "session", "caught"]
 )
-def test_operators_are_counted_in_every_kind_of_model(kind: str, tmp_path: Path):
+def test_operators_are_counted_in_every_kind_of_model(kind, tmp_path):
     plain, path = FUSED.model(), tmp_path / "fused.onnx"
     assert_fused(plain, {"ai.onnx:MatMul": 1, "com.acme:MatMul": 0, "MatMul": 1})
     ortplugins.optimize(plain, path)
@@ -91,7 +91,7 @@ def test_nodes_of_bodies_and_functions_count():
     [lambda x: x, ortplugins.optimize, lambda model: session_of(model, EXACT)],
     ids=["model", "result", "session"],
 )
-def test_the_message_says_what_was_not_fused_and_why(made: Callable[[ir.Model], object]):
+def test_the_message_says_what_was_not_fused_and_why(made):
     with pytest.raises(AssertionError) as error:
         assert_fused(made(REFUSED.model()), {"MatMulNBits": 1, "DequantizeLinear": 0})
     text = str(error.value)
@@ -129,7 +129,7 @@ def test_weights_that_the_fusion_refuses_are_named():
 
 
 @pytest.mark.filterwarnings("error")
-def test_records_of_packed_weights_are_no_obstacle(tmp_path: Path):
+def test_records_of_packed_weights_are_no_obstacle(tmp_path):
     path = tmp_path / "fused.onnx"
     ortplugins.optimize(FUSED.model(), path, external_data=True)
     model = onnx.load(path, load_external_data=False)
@@ -184,13 +184,7 @@ def test_the_message_names_output_place_values_and_errors():
         (LOG, unary("a = Abs(x) y = Log(a)"), [-1, 0, 1], {}, r"\[0\]: a = nan, b = 0.0"),
     ],
 )
-def test_what_is_the_same(
-    a: onnx.ModelProto,
-    b: onnx.ModelProto,
-    x: list[float],
-    options: dict[str, float],
-    message: str | None,
-):
+def test_what_is_the_same(a, b, x, options, message):
     inputs = {"x": np.array(x, np.float32)}
     if message is None:
         assert_same_outputs(a, b, 1e-3, inputs=inputs, **options)
@@ -246,7 +240,7 @@ def test_the_order_is_that_of_the_run_and_not_of_the_file():
     assert_runs_in_order(unary(constant))
 
 
-def test_a_session_is_run_with_its_own_options(tmp_path: Path):
+def test_a_session_is_run_with_its_own_options(tmp_path):
     path = tmp_path / "model.onnx"
     onnx.save(proto_of(BRANCHES), path)
     options = ort.SessionOptions()
@@ -274,9 +268,7 @@ def test_annotations_escape_what_github_would_read():
     assert line == ("::warning file=/x/m%2C1.onnx,title=node%3A a%2Cb::50 %25%0D%0Aof: a, b")
 
 
-def test_files_of_the_checkout_are_told_relative_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_files_of_the_checkout_are_told_relative_to_it(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
     outcomes = {
         "n1": (Outcome.FIRED, "done"),
@@ -411,9 +403,7 @@ def nested(
     return run
 
 
-def test_the_plugin_tells_each_session_and_optimisation_once(
-    nested: Callable[..., tuple[int, str]],
-):
+def test_the_plugin_tells_each_session_and_optimisation_once(nested):
     original = ort.InferenceSession.__setattr__, ortplugins.OptimizeResult.__init__
     code, output = nested("--ortplugins-report")
     assert code == 0, output
@@ -428,9 +418,7 @@ def test_the_plugin_tells_each_session_and_optimisation_once(
     assert left == original
 
 
-def test_the_plugin_collects_what_workers_of_xdist_saw(
-    nested: Callable[..., tuple[int, str]],
-):
+def test_the_plugin_collects_what_workers_of_xdist_saw(nested):
     pytest.importorskip("xdist")
     code, output = nested("-n", "1", "--ortplugins-report=reports.txt")
     assert code == 0, output
@@ -438,7 +426,7 @@ def test_the_plugin_collects_what_workers_of_xdist_saw(
     assert "ortplugins: 3 reports in reports.txt" in output
 
 
-def test_the_plugin_overwrites_no_tests(nested: Callable[..., tuple[int, str]]):
+def test_the_plugin_overwrites_no_tests(nested):
     code, output = nested("--ortplugins-report", "test_nested.py")
     assert code == pytest.ExitCode.USAGE_ERROR
     assert "would write 'test_nested.py': give it behind the tests" in output

@@ -112,13 +112,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Ratios], None]:
         pytest.param({BLOCKS: "it crashed"}, [], id="one that crashes"),
     ],
 )
-def test_what_gains_is_taken(
-    ratios: Ratios,
-    expected: list[str],
-    model: Path,
-    tmp_path: Path,
-    measured: Callable[[Ratios], None],
-):
+def test_what_gains_is_taken(ratios, expected, model, tmp_path, measured):
     measured(ratios)
     session = open_session(model, tmp_path / "cache")
     assert sorted(taken(session)) == sorted(expected)
@@ -126,16 +120,14 @@ def test_what_gains_is_taken(
         assert why(session, BLOCKS) == "it crashed"
 
 
-def test_a_busy_machine_changes_nothing(
-    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
-):
+def test_a_busy_machine_changes_nothing(model, tmp_path, measured):
     measured({"again": 0.5, BLOCKS: 0.1})
     session = open_session(model, tmp_path / "cache")
     assert taken(session) == []
     assert "the machine is busy" in session.ortplugins_report.notes[-1]
 
 
-def test_nothing_is_measured_that_cannot_be_kept(model: Path, tmp_path: Path):
+def test_nothing_is_measured_that_cannot_be_kept(model, tmp_path):
     """Every start of every worker would measure."""
     (tmp_path / "file").touch()
     with pytest.warns(ortplugins.OrtpluginsWarning, match="so nothing is measured"):
@@ -143,9 +135,7 @@ def test_nothing_is_measured_that_cannot_be_kept(model: Path, tmp_path: Path):
     assert session.ortplugins_report.source == "untouched"
 
 
-def test_one_workload_may_not_pay_for_another(
-    tmp_path: Path, measured: Callable[[Ratios], None]
-):
+def test_one_workload_may_not_pay_for_another(tmp_path, measured):
     path = tmp_path / "encoder.onnx"
     onnx.save(
         onnx.parser.parse_model(
@@ -162,9 +152,7 @@ def test_one_workload_may_not_pay_for_another(
     assert why(session, BLOCKS) == "is slower on workload 'padded run'"
 
 
-def test_the_error_counts_and_its_bound_can_be_given(
-    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
-):
+def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     # Plain onnxruntime fuses these weights at level 4 itself, so both have that error.
     measured({FUSION: 0.5})
     assert taken(open_session(model, tmp_path / "cache")) == [FUSION]
@@ -175,9 +163,7 @@ def test_the_error_counts_and_its_bound_can_be_given(
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
 
-def test_settings_are_the_sessions_and_the_options_come_back(
-    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
-):
+def test_settings_are_the_sessions_and_the_options_come_back(model, tmp_path, measured):
     measured({BLOCKS: 0.9})
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
@@ -210,7 +196,7 @@ def test_a_choice_is_found_again_by_a_session_of_the_same_options():
 
 
 def test_plain_onnxruntime_is_measured_under_the_options_of_the_user(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model, tmp_path, monkeypatch
 ):
     level, seen = "session.qdq_matmulnbits_accuracy_level", []
     left_out = "optimization.disable_specified_optimizers"
@@ -261,7 +247,7 @@ def test_changes_combine():
     assert (both.passes, both.settings) == (a.passes, b.settings)
 
 
-def test_a_real_search_keeps_outputs_and_is_found_again(model: Path, tmp_path: Path):
+def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
     feed = {"x": np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)}
     plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     for hint in ("latency", "throughput", "memory", "start"):
@@ -283,7 +269,7 @@ def test_a_real_search_keeps_outputs_and_is_found_again(model: Path, tmp_path: P
         ({"hint_seconds": "60"}, "a int is expected"),
     ],
 )
-def test_wrong_options(general: dict[str, Any], message: str):
+def test_wrong_options(general, message):
     with pytest.raises(ortplugins.OptionError, match=message):
         ortplugins.configure(onnxruntime.SessionOptions(), **{"hint": "start", **general})
 
@@ -294,20 +280,18 @@ def test_a_hint_takes_the_place_of_passes():
         ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
 
 
-def test_memory_that_the_system_does_not_tell(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_that_the_system_does_not_tell(model, tmp_path, monkeypatch):
     monkeypatch.setattr(process_memory, "_fields", lambda *_: {})
     session = open_session(model, tmp_path / "cache", hint="memory", hint_seconds=4)
     assert "private memory is not known on this system" in session.ortplugins_report.notes[-1]
 
 
-def test_too_little_time_is_said(model: Path, tmp_path: Path):
+def test_too_little_time_is_said(model, tmp_path):
     session = open_session(model, tmp_path / "cache", hint_seconds=1)
     assert "there is no time for it in 1 s (hint_seconds)" in why(session, BLOCKS)
 
 
-def test_inputs_that_cannot_be_made_up(tmp_path: Path):
+def test_inputs_that_cannot_be_made_up(tmp_path):
     path = tmp_path / "strings.onnx"
     onnx.save(
         onnx.parser.parse_model(
@@ -321,13 +305,13 @@ def test_inputs_that_cannot_be_made_up(tmp_path: Path):
     assert "hint_samples names an .npz file" in session.ortplugins_report.notes[-1]
 
 
-def test_a_dimension_that_is_not_there(model: Path, tmp_path: Path):
+def test_a_dimension_that_is_not_there(model, tmp_path):
     with pytest.warns(ortplugins.OrtpluginsWarning, match=r"hint_dims: .*'length'"):
         session = open_session(model, tmp_path / "cache", hint_dims="length=3")
     assert session.ortplugins_report.source == "untouched"
 
 
-def test_samples_are_what_is_measured_with(model: Path, tmp_path: Path):
+def test_samples_are_what_is_measured_with(model, tmp_path):
     np.savez(tmp_path / "x.npz", x=np.ones((5, 64), np.float32))
     session = open_session(
         model, tmp_path / "cache", hint_samples=str(tmp_path / "x.npz"), hint_seconds=4
@@ -360,9 +344,7 @@ def test_samples_are_what_is_measured_with(model: Path, tmp_path: Path):
         ),
     ],
 )
-def test_usable_cores(
-    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_usable_cores(files, cores, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     groups = {"proc/self/cgroup": "0::/a/b\n3:memory:/m\n2:cpu,cpuacct:/c\n"}
     for name, text in {**groups, **files}.items():
@@ -372,9 +354,7 @@ def test_usable_cores(
     assert usable_cores(str(tmp_path)) == cores
 
 
-def test_the_command_prints_what_to_set(
-    model: Path, measured: Callable[[Ratios], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_command_prints_what_to_set(model, measured, monkeypatch):
     measured({FUSION: 0.5, BLOCKS: 0.9})
     done = CliRunner().invoke(app, ["tune", str(model)])
     assert done.exit_code == 0, done.output
@@ -386,9 +366,7 @@ def test_the_command_prints_what_to_set(
     assert {row["name"] for row in content["tried"] if row["taken"]} == {FUSION, BLOCKS}
 
 
-def test_optimize_writes_what_the_hint_chose(
-    model: Path, tmp_path: Path, measured: Callable[[Ratios], None]
-):
+def test_optimize_writes_what_the_hint_chose(model, tmp_path, measured):
     measured({FUSION: 0.5, BLOCKS: 0.9})
     output = tmp_path / "out.onnx"
     command = ["optimize", str(model), "--hint", "latency", "-o", str(output)]
