@@ -14,10 +14,11 @@ import onnxruntime
 import pytest
 from builders.decoder_exports import (
     DECODERS,
-    decoder,
     decoder_feeds,
+    exported_decoder,
     greatest_difference,
 )
+from builders.decoders import decoder
 from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
 
@@ -62,7 +63,7 @@ def counts(model: ir.Model) -> collections.Counter[str]:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_exports_are_fused_and_right(name: str):
-    model = decoder(name)
+    model = exported_decoder(name)
     result, remarks, _ = fused(model)
     kinds = [text.partition("; mask: ")[2] for text in remarks["fired"] if "mask: " in text]
     windowed = ["sliding window of 6", "causal"] if "gemma3" in name else ["causal"] * LAYERS
@@ -78,9 +79,34 @@ def test_exports_are_fused_and_right(name: str):
         assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
 
 
+@pytest.mark.parametrize("form", ["grouped on an axis", "grouped in rows"])
+def test_queries_grouped_in_the_graph_are_read(form: str):
+    model = decoder(form)
+    result, remarks, _ = fused(model)
+    assert "attention: grouped queries, GroupQueryAttention; mask: causal" in remarks["fired"]
+    assert not remarks["refused"]
+    for seed, sizes in enumerate(one for one in (*RUNS, *OTHER_RUNS) if not one.padding):
+        feeds = decoder_feeds(model, sizes, seed)
+        actual, expected = run(result, feeds), run(model, feeds)
+        assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
+
+
+def test_grouped_queries_that_stay_are_named():
+    rows = decoder("grouped in rows")
+    (twice,) = (node for node in rows.graph.node if "twice" in node.output)
+    twice.input[1] = "input_ids"  # The second query head of a group sees other tokens
+    moved = decoder("grouped on an axis")
+    (heads,) = (tensor for tensor in moved.graph.initializer if tensor.name == "heads")
+    heads.int64_data[1:3] = -1, 4
+    for model, reason in ((rows, "the mask differs"), (moved, "the result is laid out")):
+        result, remarks, _ = fused(model)
+        assert [reason in text for text in remarks["refused"]] == [True]
+        assert not counts(result)["If"]
+
+
 @pytest.mark.parametrize("name", ["llama-dynamo-sdpa", "llama-torchscript-eager"])
 def test_one_row_of_positions_serves_the_batch(name: str):
-    model = decoder(name)
+    model = exported_decoder(name)
     result, *_ = fused(model)
     sizes = Run(2, 5, 7)
     feeds = decoder_feeds(model, sizes, 1)
@@ -90,13 +116,13 @@ def test_one_row_of_positions_serves_the_batch(name: str):
 
 
 def test_parts_can_be_switched_off():
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     off = {"attention": False, "rotary": False}
     result, *_ = fused(model, **off)
     assert not counts(result)["If"] + counts(result)["RotaryEmbedding"]
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     assert not any("rotary and" in text for text in fused(model, **off)[1]["refused"])
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     result, *_ = fused(model, attention=True, rotary=False)
     assert counts(result)["GroupQueryAttention"] == LAYERS
     sizes = Run(2, 3, 4)
@@ -105,7 +131,7 @@ def test_parts_can_be_switched_off():
 
 
 def test_a_soft_cap_is_named():
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     for node in list(model.graph.node):
         if node.op_type == "Softmax":
             (add,) = (n for n in model.graph.node if node.input[0] in n.output)
@@ -119,7 +145,7 @@ def test_a_soft_cap_is_named():
 
 def test_weights_that_something_else_reads_stay():
     """Attention would be computed twice."""
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     for node in model.graph.node:
         if node.op_type == "Softmax":
             model.graph.output.add().name = node.output[0]
@@ -130,7 +156,7 @@ def test_weights_that_something_else_reads_stay():
 
 
 def test_another_rotation_stays():
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     for node in model.graph.node:
         if node.op_type == "Neg":
             node.op_type = "Abs"
@@ -140,7 +166,7 @@ def test_another_rotation_stays():
 
 
 def test_a_mask_that_sees_ahead_gets_no_kernel():
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     for node in model.graph.node:
         if node.op_type == "LessOrEqual":
             node.op_type = "GreaterOrEqual"
@@ -155,7 +181,7 @@ def test_a_mask_that_sees_ahead_gets_no_kernel():
 
 
 def test_trials_cover_padding():
-    model = decoder("llama-torchscript-sdpa")
+    model = exported_decoder("llama-torchscript-sdpa")
     *_, context = fused(model)
     names = [trial.name for trial in context.trials]
     assert names == [str(sizes) for sizes in RUNS]
@@ -163,7 +189,7 @@ def test_trials_cover_padding():
 
 
 def test_inputs_of_unknown_role_are_named():
-    model = decoder("llama-dynamo-eager")
+    model = exported_decoder("llama-dynamo-eager")
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     with pytest.raises(Exception, match="input_ids"):
         DecoderInputs(ir.from_proto(model))
@@ -190,7 +216,7 @@ def test_what_an_encoder_made_has_a_length_of_its_own():
 
 
 def test_a_session_runs_the_fused_decoder():
-    model = decoder("gemma3-dynamo-eager")
+    model = exported_decoder("gemma3-dynamo-eager")
     so = onnxruntime.SessionOptions()
     ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)
     session = ortplugins.InferenceSession(

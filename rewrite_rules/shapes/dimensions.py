@@ -51,6 +51,8 @@ class Unknowns:
         self.count = 0
         self.arithmetic = arithmetic
         self._memory: dict[Hashable, int] = {}
+        # What is broadcast, by the unknown for the result.
+        self._broadcast: dict[Dim, tuple[Dim, ...]] = {}
 
     def fresh(self) -> int:
         """Return an unknown that equals no other."""
@@ -142,9 +144,16 @@ class Unknowns:
         )
 
     def _broadcast_dim(self, sizes: set[Dim]) -> Dim:
+        # Broadcasting again what has been broadcast already changes nothing.
+        sizes = {part for size in sizes for part in self._broadcast.get(size, (size,))}
         sizes.discard((1, ()))
         if len(sizes) < 2:
             return sizes.pop() if sizes else known(1)
         # Beside another number than 1, an unknown is that number or 1.
         numbers = [size for size in sizes if not size[1]]
-        return numbers[0] if len(numbers) == 1 else self.remembered("fit", *sorted(sizes))
+        if len(numbers) == 1:
+            return numbers[0]
+        parts = tuple(sorted(sizes))
+        result = self.remembered("fit", *parts)
+        self._broadcast[result] = parts
+        return result

@@ -28,7 +28,7 @@ __all__ = ["FuseAttention"]
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,20 @@ from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.masks.node_evaluator import CannotEvaluate
 from rewrite_rules.remarks import Remarks
-from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
+from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout, read_grouped_layout
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader, MaskSight
-from rewrite_rules.transformer_fusion.repeated_heads import read_repeated_heads, scaled_input
+from rewrite_rules.transformer_fusion.repeated_heads import (
+    RepeatedHeads,
+    before_unsqueeze,
+    read_repeated_heads,
+    scaled_input,
+)
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -63,15 +70,19 @@ class FuseAttention(RewriteRuleClassBase):
         names: FreshNames,
         remarks: Remarks,
         standard: bool,
+        joined: list[tuple[ir.Value, ir.Value]],
     ) -> None:
+        """Take what is known; ``joined`` gets each new cache, and what replaces it."""
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._masks = masks
         self._names = names
         self._remarks = remarks
         self._standard = standard
+        self._joined = joined
         self._found: tuple[Attention, _Added] | None = None
         self._shared: dict[object, ir.Value] = {}
+        self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
@@ -112,24 +123,35 @@ class FuseAttention(RewriteRuleClassBase):
     ) -> tuple[Attention, _Added] | None:
         logits, (weights, values) = producer(softmax).inputs[0], producer(mixed).inputs
         assert logits is not None and weights is not None and values is not None
-        v, scores = read_repeated_heads(values, self._facts, once=True), _scores(logits)
-        if v is None or scores is None:
+        scores = _scores(logits)
+        if scores is None:
             return None
         product, scale, masks = scores
-        k = read_repeated_heads(product.inputs[1], self._facts, once=True)  # type: ignore[arg-type]
-        if k is None or not k.transposed or v.transposed:
-            return None
+        (k, keys_apart), (v, values_apart) = (
+            self._heads(operand, what)
+            for operand, what in ((product.inputs[1], "keys"), (values, "values"))
+        )
+        if not k.transposed or v.transposed:
+            raise Refusal("keys or values are laid out in another way")
         query, scale = _unscaled(product.inputs[0], scale)
+        layout = GroupedLayout()
+        if k.repeats == 1:
+            query, layout = read_grouped_layout(query, k.groups, self._facts)
+            query, scale = _unscaled(query, scale)
         for node, index in k.scalings:
             scale *= _factor(node, index)
         size, other = (self._number(heads.source, 3) for heads in (k, v))
         # A single head is repeated by MatMul.
-        heads = k.groups * k.repeats if k.groups * k.repeats > 1 else self._number(query, 1)
+        heads = k.groups * k.repeats * layout.repeats
+        heads = heads if heads > 1 else self._number(query, 1)  # type: ignore[assignment]
         # What else is read would be computed twice.
         reads = ((weights, 1), (softmax, 1 + guarded), (logits, 1))
         refusals = {
             "the values are scaled": bool(v.scalings),
             "keys and values are repeated differently": k.repeats != v.repeats,
+            "keys, values and queries are grouped differently": not (
+                keys_apart == values_apart == layout.own_axis
+            ),
             f"computes in {query.dtype}, not in float32": query.dtype != ir.DataType.FLOAT,
             "its weights are read elsewhere": any(
                 value.is_graph_output() or len(value.uses()) > count for value, count in reads
@@ -137,7 +159,9 @@ class FuseAttention(RewriteRuleClassBase):
             "keys and values are not known to have heads of one size": size is None
             or (size, k.groups) != (other, v.groups),
             f"how many heads {query.name!r} has is not known": heads is None,
-            "the result is laid out in another way": not self._keeps_heads(out, query, heads),
+            "the result is laid out in another way": not self._keeps_heads(
+                out, query, heads, layout
+            ),
         }
         for reason, applies in refusals.items():
             if applies:
@@ -147,24 +171,37 @@ class FuseAttention(RewriteRuleClassBase):
             self._facts, query, k, v, None, scale, heads, k.groups, size,
             not out.is_graph_output() and all(map(self._reorders, out.consumers())),
         )  # fmt: skip
-        return found, self._added(found, masks, bool(guarded))
+        return found, self._added(found, masks, layout, bool(guarded))
 
     def _number(self, value: ir.Value, axis: int) -> int | None:
         shape = self._facts.shape(value)
         return number(shape[axis]) if isinstance(shape, tuple) and len(shape) == 4 else None
 
-    def _keeps_heads(self, out: ir.Value, query: ir.Value, heads: int | None) -> bool:
+    def _heads(self, operand: ir.Value | None, what: str) -> tuple[RepeatedHeads, bool]:
+        """The heads of a MatMul's operand, and whether they have an axis to be repeated on."""
+        assert operand is not None
+        source = before_unsqueeze(operand, self._facts)
+        heads = read_repeated_heads(source or operand, self._facts, once=True)
+        if heads is None:
+            raise Refusal(f"{what} {operand.name!r} are not known to be [B, H, T, D]")
+        return heads, source is not None
+
+    def _keeps_heads(
+        self, out: ir.Value, query: ir.Value, heads: int | None, layout: GroupedLayout
+    ) -> bool:
         """Whether ``[B, H, S, D]`` is transposed as it is, for the batch of all inputs."""
         node, shape = producer(producer(out).inputs[0]), self._facts.shape(query)
         if node.op_type == "MatMul":
-            return True
+            return layout.repeats == 1
         asked = self._facts.integers(node.inputs[1])  # type: ignore[arg-type]
         if asked is None or isinstance(shape, int) or len(asked.numbers) != 4:
             return False
-        batch, second = asked.numbers[:2]
+        batch, *rest = asked.numbers
+        wanted, inferred = ((heads, ()), *shape[2:]), (-1, ())
+        if any(one not in (size, inferred) for one, size in zip(rest, wanted, strict=True)):
+            return False
         # The batch of another input counts as this one's; a number does not.
-        inferred = second == (-1, ()) and batch is not None and (batch[1] or batch == (0, ()))
-        return asked.numbers[2:] == shape[2:] and bool(inferred or second == (heads, ()))
+        return inferred not in rest or bool(batch and (batch[1] or batch == (0, ())))
 
     def _reorders(self, node: ir.Node) -> bool:
         """Whether a node is a Reshape that takes no size from its input but the batch."""
@@ -172,28 +209,34 @@ class FuseAttention(RewriteRuleClassBase):
         asked = None if target is None else self._facts.integers(target)
         return asked is not None and (0, ()) not in asked.numbers[1:]
 
-    def _added(self, found: Attention, masks: tuple[ir.Value, ...], guarded: bool) -> _Added:
+    def _added(
+        self,
+        found: Attention,
+        masks: tuple[ir.Value, ...],
+        layout: GroupedLayout,
+        guarded: bool,
+    ) -> _Added:
         sights: list[MaskSight | None] = []
+        shapes: list[tuple[Dim | None, ...]] = []
         for mask in masks:
             shape = self._facts.shape(mask)
-            if not isinstance(shape, tuple) or len(shape) != 4:
-                raise Refusal(f"mask {mask.name!r} is not known to have four axes")
+            if not isinstance(shape, tuple):
+                raise Refusal(f"the axes of mask {mask.name!r} are not known")
+            shapes.append(layout.dims(shape, mask.name))
             try:
-                sights.append(self._masks.read(mask))
-            except Refusal:
-                if guarded:
-                    raise
+                sights.append(self._masks.read(mask, layout))
+            except CannotEvaluate as error:
+                if guarded or layout.repeats > 1:
+                    raise Refusal(f"mask {mask.name!r} can't be computed: {error}") from error
                 sights.append(None)
         cached = all(map(_is_cache, (found.keys, found.values))) and len(masks) < 2
-        if cached and masks and found.heads != found.groups:
-            shape = self._facts.shape(masks[0])
-            if not isinstance(shape, tuple) or number(shape[1]) != 1:
-                raise Refusal(f"mask {masks[0].name!r} may differ from head to head")
+        if cached and masks and found.heads != found.groups and number(shapes[0][1]) != 1:
+            raise Refusal(f"mask {masks[0].name!r} may differ from head to head")
         if not cached and not self._standard:
             raise Refusal("without a cache it needs the kernel of onnxruntime 1.24")
         if not cached and found.read_keys.merge is not None:
             raise Refusal("the batch of its heads is not known to be their own")
-        return _Added(masks, tuple(sights), cached)
+        return _Added(masks, tuple(shapes), tuple(sights), layout, cached)
 
     def _is_prompt(self, found: Attention, added: _Added) -> bool:
         """Whether GroupQueryAttention may take the new tokens by themselves."""
@@ -209,7 +252,9 @@ class FuseAttention(RewriteRuleClassBase):
         """Emit the forms, and what chooses between them at each run."""
         assert self._found is not None
         (found, added), node = self._found, producer(mixed)
-        found = dataclasses.replace(found, mask=self._mask(op, found, added))
+        mask = self._mask(op, found, added)
+        joins = added.cached and not self._depends((found.query, mask), found)
+        found = dataclasses.replace(found, mask=mask, joins=joins)
         kind = ", ".join(
             "a mask that can't be computed" if sight is None else f"mask: {sight.kind}"
             for sight in added.sights or ()
@@ -229,12 +274,46 @@ class FuseAttention(RewriteRuleClassBase):
 
             def without_cache(op: Any) -> Any:
                 empty = op.Equal(op.Shape(past, start=2, end=3), op.Constant(value_ints=[0]))
-                return op.If(empty, then_branch=prompt, else_branch=chunk)
+                branches = {"then_branch": prompt, "else_branch": chunk}
+                made = op.If(empty, **branches, _outputs=3 if found.joins else 1)
+                return made if found.joins else [made]
 
             rest = self._branch(without_cache)
         self._remarks.fired(label(node), f"attention: {forms}; {kind}")
         one = self._branch(found.one_token)
-        return op.If(self._shared[length], then_branch=one, else_branch=rest, _name=node.name)
+        made = op.If(
+            self._shared[length],
+            then_branch=one,
+            else_branch=rest,
+            _outputs=3 if found.joins else 1,
+            _name=node.name,
+        )
+        if not found.joins:
+            return made
+        attended, *cache = made
+        self._joined += zip((found.keys, found.values), cache, strict=True)
+        return attended
+
+    def _depends(self, read: Iterable[ir.Value | None], found: Attention) -> bool:
+        """Whether what a form reads is computed from the new cache."""
+        joins = [producer(cache) for cache in (found.keys, found.values)]
+        if joins[0] not in self._places:
+            graph = joins[0].graph
+            assert isinstance(graph, ir.Graph)
+            self._places = {node: place for place, node in enumerate(graph)}
+        first = min(self._places[node] for node in joins)
+        others = [value for node in joins for value in node.inputs]
+        pending = [value.producer() for value in (*read, *others) if value is not None]
+        seen = set[ir.Node | None]()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen or self._places.get(node, first) < first:
+                continue
+            if node in joins:
+                return True
+            seen.add(node)
+            pending += [value.producer() for value in node.inputs if value is not None]
+        return False
 
     def _mask(self, op: Any, found: Attention, added: _Added) -> ir.Value | None:
         """Emit the sum of the masks; layers that share them share it."""
@@ -243,7 +322,7 @@ class FuseAttention(RewriteRuleClassBase):
         asked, keys = self._facts.shape(found.query), self._facts.shape(found.keys)
         assert isinstance(asked, tuple) and isinstance(keys, tuple)
         sizes = (asked[2], keys[1 if found.read_keys.split else 2])
-        key = (added.masks, added.cached, sizes)
+        key = (added.masks, added.layout, None if added.cached else sizes)
         if key not in self._shared:
             self._shared[key] = self._emit_mask(op, found, added, sizes)
         return self._shared[key]
@@ -255,24 +334,25 @@ class FuseAttention(RewriteRuleClassBase):
         if any(sight is not None and sight.infinite for sight in added.sights):
             # Padding that sees nothing gets numbers, as from other masks; nothing reads them.
             total = op.Max(total, op.Constant(value_float=_LOWEST))
-        shapes = [self._facts.shape(mask) for mask in added.masks]
+        total = added.layout.emit(op, total)
         full = any(sight is not None and sight.full for sight in added.sights)
-        if added.cached or full or any(shape[2:] == sizes for shape in shapes):  # type: ignore[index]
+        if added.cached or full or any(shape[2:] == sizes for shape in added.shapes):
             return total
         # The kernel wants a row for each query.
         axis = 1 if found.read_keys.split else 2
         keys = op.Shape(found.keys, start=axis, end=axis + 1)
         return op.Expand(total, ints(op, 1, 1, found.length(op), keys))  # type: ignore[no-any-return]
 
-    def _branch(self, build: Callable[[Any], ir.Value]) -> ir.Graph:
-        """Return a subgraph of one output; what it reads from outside, it captures."""
+    def _branch(self, build: Callable[[Any], Sequence[ir.Value]]) -> ir.Graph:
+        """Return a subgraph; what it reads from outside, it captures."""
         op = TapeBuilder()
-        output = build(op)
-        output.dtype = ir.DataType.FLOAT
+        outputs = build(op)
+        for output in outputs:
+            output.dtype = ir.DataType.FLOAT
         for node in op.nodes:
             for value in node.outputs:
                 value.name = self._names.take("attention")
-        return ir.Graph([], [output], nodes=op.nodes, name=self._names.take("attention"))
+        return ir.Graph([], outputs, nodes=op.nodes, name=self._names.take("attention"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,12 +361,16 @@ class _Added:
 
     Attributes:
         masks: The tensors.
+        shapes: The sizes of each for ``[B, H, S, T]``.
         sights: What each was seen to do; None where it can't be computed.
+        layout: How they are laid out.
         cached: Whether keys and values are a cache.
     """
 
     masks: tuple[ir.Value, ...]
+    shapes: tuple[tuple[Dim | None, ...], ...]
     sights: tuple[MaskSight | None, ...]
+    layout: GroupedLayout
     cached: bool
 
 

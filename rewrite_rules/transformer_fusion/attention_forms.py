@@ -42,6 +42,7 @@ class Attention:
         groups: G.
         size: D.
         reshaped: Whether only the order of the result's elements counts.
+        joins: Whether a form returns the new cache as well, made of the old one.
     """
 
     facts: ProvedShapes
@@ -54,6 +55,7 @@ class Attention:
     groups: int
     size: int
     reshaped: bool
+    joins: bool = False
 
     @property
     def keys(self) -> ir.Value:
@@ -75,40 +77,41 @@ class Attention:
         axis = 2 if split is self.query else 1
         return op.Shape(split, start=axis, end=axis + 1)
 
-    def one_token(self, op: Any) -> Any:
+    def one_token(self, op: Any) -> list[Any]:
         """Emit ``[B, 1, H, D]``, where query heads of a group are the rows of one MatMul.
 
         Or ``[B, G, H / G, D]``, of the same elements in the same order.
         """
         sizes = ints(op, -1, self.groups, self.heads // self.groups, self.size)
-        weights = self._weights(op, self._scores(op, op.Reshape(in_order(self.query), sizes)))
-        mixed = op.MatMul(weights, self.values)
-        return mixed if self.reshaped else op.Reshape(mixed, self._sizes(op, -1, 1))
+        keys = self._cache(op, self.keys, one=True)
+        scores = self._scores(op, op.Reshape(in_order(self.query), sizes), keys)
+        values = self._cache(op, self.values, one=True)
+        mixed = op.MatMul(self._weights(op, scores), values)
+        mixed = mixed if self.reshaped else op.Reshape(mixed, self._sizes(op, -1, 1))
+        return self._results(mixed, keys, values)
 
-    def any_tokens(self, op: Any) -> Any:
+    def any_tokens(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H, D]`` for any number of tokens."""
-        heads, groups, shared = self.heads, self.groups, self.heads != self.groups
-        query = op.Transpose(
-            op.Reshape(self._rows(op, self.query, heads), self._sizes(op)), perm=SPLIT_HEADS
-        )
-        if not shared:
-            mixed = op.MatMul(self._weights(op, self._scores(op, query)), self.values)
-            return op.Transpose(mixed, perm=SPLIT_HEADS)
-        keys = op.Shape(self.keys, start=2, end=3)
-        scores = self._scores(op, op.Reshape(query, ints(op, 0, groups, -1, self.size)))
-        each = op.Reshape(scores, ints(op, 0, heads, -1, keys))
+        heads, groups = self.heads, self.groups
+        query = self._split(op, self.query, heads)
+        held, values = (self._cache(op, one) for one in (self.keys, self.values))
+        if heads == groups:
+            mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
+            return self._results(op.Transpose(mixed, perm=SPLIT_HEADS), held, values)
+        keys = op.Shape(held, start=2, end=3)
+        rows = op.Reshape(query, ints(op, 0, groups, -1, self.size))
+        each = op.Reshape(self._scores(op, rows, held), ints(op, 0, heads, -1, keys))
         grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, -1, keys))
-        mixed = op.MatMul(grouped, self.values)
-        each = op.Reshape(mixed, ints(op, 0, heads, -1, self.size))
-        return op.Transpose(each, perm=SPLIT_HEADS)
+        each = op.Reshape(op.MatMul(grouped, values), ints(op, 0, heads, -1, self.size))
+        return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
 
-    def prompt(self, op: Any) -> Any:
+    def prompt(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H, D]`` of new tokens among themselves, by the kernel."""
         query = self._rows(op, self.query, self.heads)
         new = [producer(whole).inputs[1] for whole in (self.keys, self.values)]
         length = op.Shape(query, start=1, end=2)
         last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
-        attended = op.GroupQueryAttention(
+        attended, keys, values = op.GroupQueryAttention(
             query,
             *(self._rows(op, value, self.groups) for value in new),
             None,
@@ -123,8 +126,9 @@ class Attention:
             kv_num_heads=self.groups,
             scale=self.scale,
             _domain=_MICROSOFT,
+            _outputs=3,
         )
-        return op.Reshape(attended, self._sizes(op))
+        return self._results(op.Reshape(attended, self._sizes(op)), keys, values)
 
     def whole(self, op: Any) -> Any:
         """Emit ``[B, S, H, D]`` by the standard operator, whose kernel needs no Transpose."""
@@ -155,8 +159,31 @@ class Attention:
     def _sizes(self, op: Any, batch: int = 0, length: int = 0) -> Any:
         return ints(op, batch, length, self.heads, self.size)
 
-    def _scores(self, op: Any, query: ir.Value) -> Any:
-        return op.FusedMatMul(query, self.keys, transB=1, alpha=self.scale, _domain=_MICROSOFT)
+    def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
+        return [mixed, keys, values] if self.joins else [mixed]
+
+    def _cache(self, op: Any, whole: ir.Value, one: bool = False) -> Any:
+        """Emit ``[B, G, T, D]`` of past and new tokens, or take it as it is."""
+        if not self.joins:
+            return whole
+        past, new = producer(whole).inputs
+        assert new is not None
+        flat = in_order(new)
+        if not one:
+            new = self._split(op, new, self.groups)
+        elif flat is not new:
+            new = op.Reshape(flat, ints(op, -1, self.groups, 1, self.size))
+        return op.Concat(past, new, axis=2)
+
+    def _split(self, op: Any, heads: ir.Value, count: int) -> Any:
+        """Emit ``[B, H, S, D]``, from what its Transpose reads."""
+        if not is_transposed_heads(heads):
+            return heads
+        split = op.Reshape(self._rows(op, heads, count), ints(op, 0, 0, count, self.size))
+        return op.Transpose(split, perm=SPLIT_HEADS)
+
+    def _scores(self, op: Any, query: Any, keys: Any) -> Any:
+        return op.FusedMatMul(query, keys, transB=1, alpha=self.scale, _domain=_MICROSOFT)
 
     def _weights(self, op: Any, scores: ir.Value) -> Any:
         total = scores if self.mask is None else op.Add(scores, self.mask)

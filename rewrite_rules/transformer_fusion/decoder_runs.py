@@ -94,6 +94,10 @@ class DecoderInputs:
         self.has_cache = "cache" in self._roles.values()
         self.has_mask = "mask" in self._roles.values()
 
+    def takes(self, run: Run) -> bool:
+        """Return whether the inputs can tell what is cached, and what is padding."""
+        return (self.has_cache or not run.past) and (self.has_mask or not run.padding)
+
     def names(self, run: Run) -> DeclaredNames:
         """Return what the names of the inputs' dimensions stand for in a run."""
         sizes = {
@@ -134,7 +138,7 @@ class DecoderInputs:
         found = []
         long = _TIMED_WITH_CACHE if self.has_cache else _TIMED
         for index, run in enumerate(RUNS + long * timed):
-            if (run.past and not self.has_cache) or (run.padding and not self.has_mask):
+            if not self.takes(run):
                 continue
             feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
             kept = run.kept()

@@ -114,19 +114,25 @@ def _fuse_attention(
         return [GraphEvaluator(*one, nodes) for one in zip(facts, feeds, strict=True)]
 
     if options.rotary:
-        runs = evaluators([run for run in _ROTARY_RUNS if inputs.has_cache or not run.past])
+        runs = evaluators(list(filter(inputs.takes, _ROTARY_RUNS)))
         rotary = Rotary.rule(ProvedShapes(model), runs, remarks).commute()
         DispatchingRuleSet(rotary, in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
     if options.attention:
-        seen = [run for run in _MASK_RUNS if inputs.has_cache or not run.past]
+        seen = [run for run in _MASK_RUNS if inputs.takes(run)]
         masks = MaskReader(dict(zip(seen, evaluators(seen), strict=True)))
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
+        joined: list[tuple[ir.Value, ir.Value]] = []
         rule = FuseAttention.rule(
-            ProvedShapes(model), masks, FreshNames(model), remarks, standard
+            ProvedShapes(model), masks, FreshNames(model), remarks, standard, joined
         )
         DispatchingRuleSet([rule], in_main).apply_to_model(model)
+        for whole, made in joined:
+            made.type, made.shape, name = whole.type, whole.shape, whole.name
+            whole.replace_all_uses_with(made, replace_graph_outputs=True)
+            whole.name, made.name = None, name
         RemoveUnusedNodesPass()(model)
+        model.graph.sort()
     # Of the other forms it is known which runs they are faster in.
     timed = _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):

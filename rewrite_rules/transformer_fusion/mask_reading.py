@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.masks.graph_evaluator import GraphEvaluator
-from rewrite_rules.masks.node_evaluator import Array, CannotEvaluate
+from rewrite_rules.masks.node_evaluator import Array
 from rewrite_rules.transformer_fusion.decoder_runs import Run
+from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout
 
 # What is added to a score that must not count; float16's lowest is -65504.
 _LOW = -1e4
@@ -46,21 +46,19 @@ class MaskReader:
 
     def __init__(self, runs: Mapping[Run, GraphEvaluator]) -> None:
         self._runs = runs
-        self._seen: dict[ir.Value, MaskSight] = {}
+        self._seen: dict[object, MaskSight] = {}
 
-    def read(self, mask: ir.Value) -> MaskSight:
-        """Return what a mask does.
+    def read(self, mask: ir.Value, layout: GroupedLayout) -> MaskSight:
+        """Return what a mask of scores in a layout does.
 
         Raises:
-            Refusal: If it cannot be computed.
+            CannotEvaluate: If it cannot be computed.
+            Refusal: If it differs among the query heads of a group.
         """
-        if mask not in self._seen:
-            try:
-                arrays = {run: each.array(mask) for run, each in self._runs.items()}
-            except CannotEvaluate as error:
-                raise Refusal(f"mask {mask.name!r} can't be computed: {error}") from error
-            self._seen[mask] = _sight(arrays)
-        return self._seen[mask]
+        if (mask, layout) not in self._seen:
+            arrays = {run: layout.array(each.array(mask)) for run, each in self._runs.items()}
+            self._seen[mask, layout] = _sight(arrays)
+        return self._seen[mask, layout]
 
 
 def _sight(arrays: Mapping[Run, Array]) -> MaskSight:

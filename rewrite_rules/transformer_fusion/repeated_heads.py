@@ -19,7 +19,7 @@ have stretched another axis as well.
 
 from __future__ import annotations
 
-__all__ = ["RepeatedHeads", "read_repeated_heads", "scaled_input"]
+__all__ = ["RepeatedHeads", "before_unsqueeze", "read_repeated_heads", "scaled_input"]
 
 import dataclasses
 from collections.abc import Sequence
@@ -173,12 +173,17 @@ def _unsqueezed(node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
     """``K[B, G, T, D]`` of a node that repeats ``[B, G, 1, T, D]`` on the third axis."""
     values = set(node.inputs if node.op_type == "Concat" else node.inputs[:1])
     value = values.pop()
-    maker = None if values or value is None else value.producer()
+    return None if values or value is None else before_unsqueeze(value, facts)
+
+
+def before_unsqueeze(value: ir.Value, facts: ProvedShapes) -> ir.Value | None:
+    """Return ``K[B, G, T, D]`` of ``[B, G, 1, T, D]``; None for other values."""
+    maker = value.producer()
     if maker is None or maker.domain or maker.op_type not in ("Unsqueeze", "Reshape"):
         return None
     source = maker.inputs[0]
     before = None if source is None else facts.shape(source)
-    if not isinstance(before, tuple) or len(before) != _RANK or value is None:
+    if not isinstance(before, tuple) or len(before) != _RANK:
         return None
     return source if facts.shape(value) == (*before[:2], (1, ()), *before[2:]) else None
 

@@ -20,7 +20,7 @@ with zipfile.ZipFile(_ARCHIVE) as _archive:
     DECODERS = tuple(sorted(name.removesuffix(".onnx") for name in _archive.namelist()))
 
 
-def decoder(name: str) -> onnx.ModelProto:
+def exported_decoder(name: str) -> onnx.ModelProto:
     """Return one of :data:`DECODERS`."""
     with zipfile.ZipFile(_ARCHIVE) as archive:
         return onnx.load_from_string(archive.read(f"{name}.onnx"))

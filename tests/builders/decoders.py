@@ -57,17 +57,79 @@ g (int64[batch_size, sequence_length] input_ids, int32[batch_size] seqlens_k,
     logits = MatMul(o, head)
 }}"""
 
+# Four query heads share two of keys; the cache holds a token for each position before.
+_GROUPED = f"""<ir_version: 10, opset_import: ["": 21]>
+g (int64[B, S] input_ids, int64[B, S] position_ids,
+   float[B, {HEADS}, P, {HEAD_SIZE}] past_key_values_0_key,
+   float[B, {HEADS}, P, {HEAD_SIZE}] past_key_values_0_value)
+=> (float[B, S, {VOCABULARY}] logits, float[B, {HEADS}, T, {HEAD_SIZE}] present_0_key,
+    float[B, {HEADS}, T, {HEAD_SIZE}] present_0_value)
+<int64[4] split = {{{{0, 0, -1, {HEAD_SIZE}}}}},
+ int64[4] heads = {{{{0, 4, -1, {HEAD_SIZE}}}}},
+ int64[3] merge = {{{{0, 0, {4 * HEAD_SIZE}}}}},
+ float scale = {{{{0.25}}}}, float no = {{{{-1e9}}}}, float yes = {{{{0}}}},
+ int64 zero = {{{{0}}}}, int64 one = {{{{1}}}}, int64[1] two = {{{{2}}}},
+ {{sizes}}> {{{{
+    x = Gather(table, input_ids)
+    q2 = MatMul(x, wq)  q3 = Reshape(q2, split)  q = Transpose <perm = [0, 2, 1, 3]> (q3)
+    k2 = MatMul(x, wk)  k3 = Reshape(k2, split)  k = Transpose <perm = [0, 2, 1, 3]> (k3)
+    v2 = MatMul(x, wv)  v3 = Reshape(v2, split)  v = Transpose <perm = [0, 2, 1, 3]> (v3)
+    present_0_key = Concat <axis = 2> (past_key_values_0_key, k)
+    present_0_value = Concat <axis = 2> (past_key_values_0_value, v)
+    past = Shape <start = 2, end = 3> (past_key_values_0_key)
+    new = Shape <start = 1> (input_ids)
+    length = Add(past, new)
+    count = Squeeze(length)
+    places = Range(zero, count, one)
+    kt = Transpose <perm = [0, 1, 3, 2]> (present_0_key)
+    groups = Reshape(q, sizes)
+    {{rows}}
+    later = Greater(places, rows)
+    mask = Where(later, no, yes)
+    product = MatMul(groups, {{keys}})
+    scaled = Mul(product, scale)
+    masked = Add(scaled, mask)
+    share = Softmax <axis = -1> (masked)
+    mixed = MatMul(share, {{values}})
+    each = Reshape(mixed, heads)
+    o3 = Transpose <perm = [0, 2, 1, 3]> (each)
+    o = Reshape(o3, merge)
+    logits = MatMul(o, head)
+}}}}"""
+# Query heads on an axis of their own, and as rows of one matrix.
+_LAYOUTS = {
+    "grouped on an axis": {
+        "sizes": f"int64[5] sizes = {{0, 2, 2, -1, {HEAD_SIZE}}}, int64[3] axes = {{1, 2, 4}}",
+        "rows": """keys = Unsqueeze(kt, two)  values = Unsqueeze(present_0_value, two)
+    rows = Unsqueeze(position_ids, axes)""",
+        "keys": "keys",
+        "values": "values",
+    },
+    "grouped in rows": {
+        "sizes": f"int64[4] sizes = {{0, 2, -1, {HEAD_SIZE}}}, int64[2] axes = {{1, 3}}",
+        "rows": """twice = Concat <axis = 1> (position_ids, position_ids)
+    rows = Unsqueeze(twice, axes)""",
+        "keys": "kt",
+        "values": "present_0_value",
+    },
+}
+FORMS = {"torch": _TORCH, "genai": _GENAI} | {
+    name: _GROUPED.format(**layout) for name, layout in _LAYOUTS.items()
+}
+
 
 def decoder(form: str) -> onnx.ModelProto:
     """Return a decoder of one layer.
 
     Args:
-        form: ``"torch"`` or ``"genai"``.
+        form: A key of :data:`FORMS`.
     """
-    model = onnx.parser.parse_model({"torch": _TORCH, "genai": _GENAI}[form])
+    model = onnx.parser.parse_model(FORMS[form])
     rng = np.random.default_rng(0)
     shapes = {"table": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY)}
     shapes |= dict.fromkeys(("wq", "wk", "wv"), (WIDTH, WIDTH))
+    if form.startswith("grouped"):
+        shapes |= {"wq": (WIDTH, 4 * HEAD_SIZE), "head": (4 * HEAD_SIZE, VOCABULARY)}
     if form == "torch":
         shapes["places"] = (PLACES, WIDTH)
     for name, shape in shapes.items():
