@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-exhaustive test-versions test-packages test-exporters test-servers test-packaging check lint bench bench-quantizers docs clean
+.PHONY: help demo test test-exhaustive test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-quantizers docs dist clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
@@ -14,12 +14,16 @@ help:
 	@echo "make test-exhaustive  every layout, bad input and a long fuzz (30 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
+	@echo "make test-pythons  the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
+	@echo "make test-tutorial  docs/tutorial.md in a fresh clone, torch and a server included (5 minutes)"
+	@echo "make test-pages  documentation and report in chromium: width, accessibility (3 minutes)"
 	@echo "make test-packages  fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make test-exporters  exports of the newest torch and transformers, fused (10 minutes)"
 	@echo "make test-servers  uvicorn, gunicorn, uWSGI, LitServe, BentoML, Ray Serve, Triton (20 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
 	@echo "make bench-quantizers  ours beside ModelOpt and onnxruntime, quality included (2 hours)"
 	@echo "make docs       the documentation, as a site in site/"
+	@echo "make dist       the wheel, in dist/"
 	@echo "make clean      removes what the others made"
 
 # pip install is repeated only when the project's description changes.
@@ -56,6 +60,17 @@ test-versions: $(VENV)/.installed-dev
 test-packaging: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/packaging/check_install.py
 
+test-pythons: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly -s -k a_python_runs_the_wheel tests/packaging/check_install.py
+
+# A clone, torch, an export, int4, a server: every command of the page; needs the registry.
+test-tutorial: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly -s tests/packaging/check_tutorial.py
+
+# Chromium by the system, axe by npm; without them it is skipped.
+test-pages: $(VENV)/.installed-docs $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/pages/check_pages.py
+
 # The packages go to .cache, with torch for two of them; what can't be installed is skipped.
 test-packages: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/packages/check_packages.py
@@ -79,6 +94,9 @@ bench-quantizers: $(VENV)/.installed-bench
 
 docs: $(VENV)/.installed-docs $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.installed-dev
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) .cache site dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

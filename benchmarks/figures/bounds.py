@@ -45,7 +45,7 @@ class Figure:
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as Markdown, ratios in front."""
     lines = [
-        "| figure | ratio | bound | ours | compared with | |",
+        "| figure | ratio | bound | ours | compared with | result |",
         "|---|---|---|---|---|---|",
     ]
     for figure in figures:

@@ -325,16 +325,13 @@ def _introduction(rounds: int) -> str:
 
 {origin("python -m benchmarks.quantizers.quantizers", peers)}
 
-From a float file to a quantised one, QDQ, symmetric int4 in blocks of {BLOCK_SIZE}; reading
-model and samples, calibration and writing included, imports not. Each run in a process of its
-own on the same two cores, in turns, medians of {rounds} rounds (of one where ModelOpt takes
-longest). Memory is the peak of RssAnon, imports included. Calibrated on 32 samples: of 256
-rows in the chain (13 MatMul 2048 x 2048 with Tanh between), of 256 tokens in SmolLM2, whose
-head stays in float. ModelOpt runs on its CPU path (`awqlite_fuse_nodes=False`, without which
-it fails there) and, where both were measured, in its two ways: fetching all activations of all
-samples at once (`enable_fast_path_using_high_sysram`), or running the model per node and
-sample. Ours is compared with its best in either discipline; on SmolLM2 only the first was run,
-unless a row says so. Errors are of the chain's output on other rows."""
+From a float file to a quantised one, QDQ, symmetric int4 in blocks of {BLOCK_SIZE}; reading,
+calibration and writing included, imports not. Each run in a process of its own on the same two
+cores, in turns, medians of {rounds} rounds (one where ModelOpt takes longest). Memory is the
+peak of RssAnon, imports included. Calibrated on 32 samples: of 256 rows in the chain (13
+MatMul 2048 x 2048 with Tanh between), of 256 tokens in SmolLM2, whose head stays in float.
+ModelOpt runs on its CPU path (`awqlite_fuse_nodes=False`), in the chain in both of its ways:
+all activations of all samples at once, or a run for each node and sample."""
 
 
 if __name__ == "__main__":

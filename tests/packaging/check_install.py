@@ -106,6 +106,32 @@ def test_with_its_extras_it_works_and_its_types_are_strict(
         assert "accuracy_level" in run(*checker, wrong, cwd=tmp_path, status=1)
 
 
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_a_python_runs_the_wheel(version: str, tools: Path, wheel: Path, tmp_path: Path):
+    """Tests of what users do first, on the wheel; skipped where there is no such Python."""
+    uv = tools, "-m", "uv"
+    venv_of = (*uv, "venv", "--no-python-downloads", "--python", version, tmp_path / "venv")
+    made = subprocess.run(venv_of, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    python = python_of(tmp_path / "venv")
+    install = *uv, "pip", "install", "--quiet", "--python", python
+    run(*install, f"{wheel}[cpu,cli,report,text]", "pytest", "hypothesis", cwd=tmp_path)
+    tests = (
+        "session",
+        "session_options",
+        "optimize",
+        "quantize",
+        "layout_matrix",
+        "report_page",
+    )
+    # Not "python -m pytest", which would import the packages of the clone.
+    pytest_ = python.with_name("pytest")
+    files = (f"tests/test_{name}.py" for name in tests)
+    done = run(pytest_, "-q", "-p", "no:cacheprovider", *files, cwd=ROOT)
+    print(f"Python {version}: {done.splitlines()[-1]}")
+
+
 def test_the_extra_for_gpus_resolves(tools: Path, wheel: Path, tmp_path: Path):
     # uv reads the metadata of wheels of 300 MB without loading them.
     (tmp_path / "requirements.in").write_text(f"ortplugins[gpu] @ {wheel.as_uri()}\n")
