@@ -44,7 +44,7 @@ from pathlib import Path
 from ortplugins.artifacts.maintenance import prune, verify
 from ortplugins.artifacts.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
-print([item.damage for item in verify(cache)])
+print([damage for _, damage in verify(cache)])
 prune(cache, max_size=0)
 """
 

@@ -49,7 +49,7 @@ class EntryInfo:
     @property
     def model(self) -> str:
         """The model that it was made from; empty where the manifest does not tell."""
-        return _model_of(self.manifest)
+        return str(self.manifest.get("model", "")) if self.manifest else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +69,6 @@ class PruneResult:
     abandoned: int
     kept: int
     size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifyResult:
-    """What :func:`verify` found out about one entry.
-
-    Attributes:
-        key: Its key.
-        manifest: Its manifest; None where it has none that can be used.
-        damage: What is wrong, by file.
-    """
-
-    key: str
-    manifest: dict[str, Any] | None
-    damage: dict[str, str]
-
-    @property
-    def model(self) -> str:
-        """The model that it was made from; empty where the manifest does not tell."""
-        return _model_of(self.manifest)
-
-
-def _model_of(manifest: dict[str, Any] | None) -> str:
-    return str(manifest.get("model", "")) if manifest else ""
 
 
 class EntryInUse(Exception):
@@ -268,32 +244,26 @@ def _stored(cache: ArtifactCache) -> Iterator[EntryInfo]:
         yield EntryInfo(path.name, manifest, disk_size(path), used, stamp)
 
 
-def verify(cache: ArtifactCache) -> Iterator[VerifyResult]:
-    """Compare every file of every entry with its digest; yields entry by entry.
+def verify(cache: ArtifactCache) -> Iterator[tuple[EntryInfo, dict[str, str]]]:
+    """Compare every file of every entry with its digest; yield it with what is wrong, by file.
 
     Raises:
         PermissionError: If the directory is not to be trusted.
     """
     cache.check_trusted()
-    for path in sorted(cache.own("entries")):
-        if (result := _verify_entry(path)) is not None:
-            yield result
-
-
-def _verify_entry(path: Path) -> VerifyResult | None:
-    """Check one entry; None when it was removed meanwhile."""
-    while path.exists():
-        manifest = read_manifest(path)
-        if manifest is not None:
-            result = VerifyResult(path.name, manifest, Entry(path, manifest).damage())
-        else:
-            time.sleep(_REMOVING_SECONDS)
-            what = "cannot be used" if (path / MANIFEST).exists() else "missing"
-            result = VerifyResult(path.name, None, {MANIFEST: what})
-        # Removed, or built again, while it was read?
-        if not result.damage or (path.exists() and read_manifest(path) == manifest):
-            return result
-    return None
+    for item in sorted(_stored(cache), key=lambda item: item.key):
+        while (path := cache.root / "entries" / item.key).exists():
+            manifest = read_manifest(path)
+            if manifest is not None:
+                damage = Entry(path, manifest).damage()
+            else:
+                time.sleep(_REMOVING_SECONDS)
+                what = "cannot be used" if (path / MANIFEST).exists() else "missing"
+                damage = {MANIFEST: what}
+            # Removed, or built again, while it was read?
+            if not damage or (path.exists() and read_manifest(path) == manifest):
+                yield dataclasses.replace(item, manifest=manifest), damage
+                break
 
 
 def clean(cache: ArtifactCache) -> tuple[int, int]:

@@ -165,13 +165,13 @@ def verify_entries(
     from ortplugins.artifacts.maintenance import verify
 
     number = damaged = removed = 0
-    for item in verify(store):
+    for item, damage in verify(store):
         number += 1
-        if not item.damage:
+        if not damage:
             continue
         damaged += 1
         name = f"{item.key[:_KEY_CHARACTERS]} {item.model}".rstrip()
-        what = "; ".join(f"{file}: {text}" for file, text in item.damage.items())
+        what = "; ".join(f"{file}: {text}" for file, text in damage.items())
         typer.echo(f"damaged: {name}: {what}")
         if remove:
             try:
