@@ -127,7 +127,6 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     assert dependencies.is_order(file.file_order)
     assert tuple(dependencies.default(file.file_order)) == file.runs.order
     assert file.runs.peak <= found.default.peak
-    assert 0 <= file.closeness <= 1
     found.apply()
     assert Dependencies.of(model.graph).priority() == list(range(len(model.graph)))
 

@@ -158,8 +158,7 @@ def _write_default_order(
         file.apply()
         context.remarks.fired(
             _GRAPH,
-            f"by default it now runs {file.closeness:.1%} of all pairs of nodes in "
-            f"the computed order, peak {_mb(file.runs)}; {_peaks(order)}",
+            f"by default it now runs with a peak of {_mb(file.runs)}; {_peaks(order)}",
         )
     else:
         context.remarks.refused(

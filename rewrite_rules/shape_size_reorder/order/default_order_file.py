@@ -32,7 +32,6 @@ class DefaultFile:
         graph: The graph; it is as it was.
         file_order: How the nodes are to lie in the file: positions in the graph.
         runs: What a default session runs then.
-        closeness: Share of all pairs of nodes that run in the order that was wanted, 0 to 1.
         output_bytes: Bytes of the graph's outputs.
         subgraphs: The same for each body of each If, Loop and Scan.
     """
@@ -40,7 +39,6 @@ class DefaultFile:
     graph: ir.Graph
     file_order: tuple[int, ...]
     runs: SimulatedOrder
-    closeness: float
     output_bytes: int
     subgraphs: tuple[DefaultFile, ...]
 
@@ -59,8 +57,8 @@ def closest_default_order(
 ) -> DefaultFile:
     """Find a file that a default session runs nearly as wanted; the graph stays as it is.
 
-    A depth-first walk can't run every order. Of those that were tried, the one with the lowest
-    peak is returned; of several, the one that is closest.
+    A depth-first walk can't run every order: the one with the lowest peak of those that were
+    tried is returned.
 
     Args:
         graph: The graph; each of its subgraphs gets a file order of its own, wanted being what
@@ -93,14 +91,12 @@ def closest_default_order(
     simulated = []
     for file_order in _default_files(dependencies, model, wanted):
         runs = dependencies.default(file_order)
-        timeline, closeness = model.timeline(runs, inner), _closeness(runs, wanted)
-        simulated.append((timeline.peak, -closeness, file_order, runs, timeline))
-    _, opposite, file_order, runs, timeline = min(simulated, key=lambda item: item[:2])
+        simulated.append((model.timeline(runs, inner), file_order, runs))
+    timeline, file_order, runs = min(simulated, key=lambda item: item[0].peak)
     return DefaultFile(
         graph=graph,
         file_order=tuple(file_order),
         runs=SimulatedOrder(tuple(runs), timeline, shape_distances(dependencies, runs)),
-        closeness=-opposite,
         output_bytes=model.output_bytes(),
         subgraphs=tuple(files),
     )
@@ -129,27 +125,3 @@ def _default_files(
         # Branches of one beginning are all as early: the shorter way first.
         keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
         yield dependencies.smallest_last(ranks(keys))
-
-
-def _closeness(order: Sequence[int], wanted: Sequence[int]) -> float:
-    """Share of pairs that are in the same order in both (Kendall's tau, from 0 to 1)."""
-    rank = ranks(wanted)
-    pairs = len(order) * (len(order) - 1) // 2
-    return 1 - _inversions([rank[node] for node in order]) / pairs if pairs else 1.0
-
-
-def _inversions(numbers: list[int]) -> int:
-    """Pairs of which the larger one stands first; a Fenwick tree over the numbers."""
-    tree = [0] * (len(numbers) + 1)
-    result = 0
-    for seen, number in enumerate(numbers):
-        index, smaller = number + 1, 0
-        while index:
-            smaller += tree[index]
-            index &= index - 1
-        result += seen - smaller
-        index = number + 1
-        while index < len(tree):
-            tree[index] += 1
-            index += index & -index
-    return result
