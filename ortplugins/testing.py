@@ -28,12 +28,12 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import onnxruntime
 
 from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.given_model import GivenModel, operator_counts
+from ortplugins.comparison.given_model import GivenModel, ModelSource, operator_counts
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.comparison.model_pair import ModelPair
 from ortplugins.comparison.profile import ProfiledNode, profiled_run
@@ -44,9 +44,6 @@ from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_s
 from rewrite_rules.closest_name import did_you_mean
 from session_options import DqMatMulNBitsFusion
 from session_options.keys import stored
-
-if TYPE_CHECKING:
-    from ortplugins.comparison.given_model import ModelSource
 
 # Lines of a message about nodes; a model has thousands.
 _SHOWN = 30

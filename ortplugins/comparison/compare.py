@@ -9,10 +9,10 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.given_model import GivenModel
+from ortplugins.comparison.given_model import GivenModel, ModelSource
 from ortplugins.comparison.inputs import Inputs
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.model_pair import ModelPair
@@ -25,10 +25,7 @@ from ortplugins.measurement.measure import (
     side_by_side,
 )
 from ortplugins.report import Report
-
-if TYPE_CHECKING:
-    from ortplugins.comparison.given_model import ModelSource
-    from session_options import Pass
+from session_options import Pass
 
 
 @dataclasses.dataclass(frozen=True)

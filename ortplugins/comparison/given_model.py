@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ortplugins.optimization.optimize import OptimizeResult
     from ortplugins.report import Report
 
-    ModelSource: TypeAlias = ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession
+ModelSource: TypeAlias = "ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession"
 
 
 class GivenModel:

@@ -10,19 +10,16 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ortplugins.comparison.given_model import GivenModel
+from ortplugins.comparison.given_model import GivenModel, ModelSource
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.evaluation.encoder import embed, pairs_of, retrieval_accuracy
 from ortplugins.evaluation.language_model import read_windows
 from ortplugins.evaluation.text_model import TextModel
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
+from ortplugins.model_io.saving import Progress
 from ortplugins.samples.text import TextTokenizer
-
-if TYPE_CHECKING:
-    from ortplugins.comparison.given_model import ModelSource
-    from ortplugins.model_io.saving import Progress
 
 
 @dataclasses.dataclass(frozen=True)

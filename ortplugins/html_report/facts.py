@@ -286,7 +286,7 @@ def _memory(
         order = order_of(path, {f"{ShapeSizeReorder.name}.dims": dims})
     except ModelFileError as error:
         return {"failed": str(error)}
-    notes = _without_repeats(order.notes, [curve.name for curve in order.curves])
+    notes = list(order.notes)
     curves = {curve.name: list(curve.live) for curve in order.curves}
     try:
         shapes = concrete_shapes(result.model, known)
@@ -316,14 +316,6 @@ def _memory(
         ],
         "notes": notes,
     }
-
-
-def _without_repeats(notes: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Say once, without the names, what was said of each."""
-    texts = {note.removeprefix(f"{name}: ") for name, note in zip(names, notes, strict=False)}
-    if len(texts) > 1:
-        return list(notes)
-    return [*texts, *notes[len(names) :]]
 
 
 def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str, Any]:

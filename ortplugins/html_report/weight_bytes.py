@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from ortplugins.model_io.loading import stored_bytes
-from rewrite_rules.graph.lazy_tensors import AliasTensor
+from ortplugins.model_io.saving import identity_of
 
 CODES, SCALES, FLOATS, OTHERS = (
     "quantised codes",
@@ -51,7 +51,7 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
     counts = dict.fromkeys(KINDS, (0, 0))
     seen: set[object] = set()
     for value, tensor in _constants(model):
-        place = _place(tensor)
+        place = identity_of(tensor)
         size = 0 if place in seen else stored_bytes(tensor)
         seen.add(place)
         kind = _kind(value, tensor)
@@ -106,13 +106,3 @@ def _kind(value: ir.Value, tensor: ir.TensorProtocol) -> str:
     if tensor.dtype.is_floating_point():
         return FLOATS
     return CODES if tensor.dtype in _SMALL_INTEGERS else OTHERS
-
-
-def _place(tensor: ir.TensorProtocol) -> object:
-    """What two tensors have in common when their bytes are the same."""
-    while isinstance(tensor, AliasTensor):
-        assert tensor.original.const_value is not None
-        tensor = tensor.original.const_value
-    if isinstance(tensor, ir.ExternalTensor):
-        return tensor.path, tensor.offset, tensor.length
-    return id(tensor)

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -19,7 +19,7 @@ from rewrite_rules.graph.nodes import normalize_domains
 if TYPE_CHECKING:
     import onnx
 
-    ModelLike = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
 # Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
@@ -314,7 +314,7 @@ def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
     )
 
 
-def is_path(model: ModelLike) -> bool:
+def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a model was given by its path."""
     return isinstance(model, (str, os.PathLike))
 

@@ -7,16 +7,17 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
-from ortplugins.model_io.loading import initializer_tensors, is_path, stored_bytes
+from ortplugins.model_io.loading import (
+    ModelLike,
+    initializer_tensors,
+    is_path,
+    stored_bytes,
+)
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 # Tensors of fewer bytes stay inside the .onnx file.
 DATA_THRESHOLD = 1024
@@ -133,7 +134,7 @@ def _write_tensors(
     # once; the others point there.
     groups: dict[object, list[ir.Value]] = {}
     for value in values:
-        groups.setdefault(_identity(value.const_value), []).append(value)
+        groups.setdefault(identity_of(value.const_value), []).append(value)
     done = 0
 
     def callback(tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
@@ -170,8 +171,8 @@ def _under(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> ir.TensorProto
     return relabel(tensor, like.dtype, tuple(like.shape.numpy()), like.name or "")
 
 
-def _identity(tensor: ir.TensorProtocol | None) -> object:
-    """What two tensors have in common when their bytes are the same."""
+def identity_of(tensor: ir.TensorProtocol | None) -> object:
+    """Return what two tensors have in common when their bytes are the same."""
     tensor = _original(tensor)
     if isinstance(tensor, ir.ExternalTensor):
         return tensor.path, tensor.offset, tensor.length
@@ -215,7 +216,7 @@ def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
         FileExistsError, IsADirectoryError: As :func:`check_absent`.
         ModelFileError: If it is the model itself, or its folder does not exist.
     """
-    if is_path(model) and os.path.realpath(model) == os.path.realpath(output):  # type: ignore[arg-type]
+    if is_path(model) and os.path.realpath(model) == os.path.realpath(output):
         raise ModelFileError(f"{output}: is the model itself; choose another output")
     check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():

@@ -9,12 +9,17 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.model_io.loading import initializer_tensors, load_path, same_kind
+from ortplugins.model_io.loading import (
+    ModelLike,
+    initializer_tensors,
+    load_path,
+    same_kind,
+)
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file
 from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
@@ -26,9 +31,6 @@ from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.keys import format_value
 from session_options.option_files import read_option_files
 from session_options.plan import make_plan, plan_from_settings
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 _SCRATCH = "ortplugins.optimize.scratch"
 

@@ -210,17 +210,12 @@ class _Patch:
         self.in_force = self._blocks[-1] if self._blocks else self._base
         cls = onnxruntime.InferenceSession
         if self.in_force is not None:
-            if _replaced(cls.__init__) is None:
+            if cls.__init__ not in _replacements:
                 cls.__init__ = _replacement(cls.__init__)
             return
         # Where somebody has replaced ours meanwhile, it stays below theirs and passes through.
-        while (original := _replaced(cls.__init__)) is not None:
+        while (original := _replacements.get(cls.__init__)) is not None:
             cls.__init__ = original
-
-
-def _replaced(function: Any) -> Callable[..., None] | None:
-    """What our replacement stands for; None for any other function."""
-    return _replacements.get(function)
 
 
 def _replacement(original: Callable[..., None]) -> Callable[..., None]:
@@ -306,7 +301,8 @@ def _is_ours(caller: types.FrameType | None) -> bool:
     return str(module).partition(".")[0] in _OURS
 
 
-# Beside the functions: functools.wraps would copy an attribute to whoever wraps ours.
+# What ours stand for. Beside the functions: functools.wraps would copy an attribute to
+# whoever wraps ours.
 _replacements: weakref.WeakKeyDictionary[Any, Callable[..., None]] = (
     weakref.WeakKeyDictionary()
 )

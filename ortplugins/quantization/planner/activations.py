@@ -13,12 +13,12 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import load_model
+from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.planner.loop import Plan, PlannerRun
@@ -35,9 +35,6 @@ from rewrite_rules.mixed_precision_boundaries.regions import Groups, sharing_gro
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Overrides, TensorOverride
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
 from session_options.override_json import format_overrides
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 _WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.INT16}
 

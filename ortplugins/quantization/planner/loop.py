@@ -14,22 +14,19 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import load_model
+from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.deviation import Deviation
 from ortplugins.quantization.planner.search import CurvePoint, Effect, Search, Unit
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.sources import CalibrationSource
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

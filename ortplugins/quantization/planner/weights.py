@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
+from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.loop import Plan, PlannerRun
 from ortplugins.quantization.planner.search import Unit
@@ -30,9 +31,6 @@ from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.names import FreshNames
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 _FEW, _MANY = 4, 8
 
