@@ -94,25 +94,11 @@ if TYPE_CHECKING:
 # Imported when first used: a session that comes from the cache needs no onnx, and each module
 # costs a start part of a millisecond.
 _ERRORS = ("MissingFileError", "ModelFileError", "OrtpluginsWarning", "PassError")
-_OPTIONS = (
-    "DqMatMulNBitsFusion",
-    "MixedPrecisionBoundaries",
-    "OptionError",
-    "Pass",
-    "PassWarning",
-    "PrepackedWeights",
-    "ShapeSizeReorder",
-    "TransformerFusion",
-    "TrimPadding",
-    "configure",
-    "option",
-    "read",
-)
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        **dict.fromkeys(__all__, "session_options"),  # all that are not named below
         **dict.fromkeys(_ERRORS, "ortplugins.errors"),
-        **dict.fromkeys(_OPTIONS, "session_options"),
         "Comparison": "ortplugins.comparison.compare",
         "Evaluation": "ortplugins.evaluation.evaluate",
         "InferenceSession": "ortplugins.session.inference_session",

@@ -92,17 +92,7 @@ class Plan(NamedTuple):
     """What to do to a model before the session.
 
     Attributes:
-        passes: In the order they run.
-        cache_dir: Directory of the cache; empty for the default.
-        cache_limit: Size of the cache; empty for the default.
-        strict: Whether an exception inside a pass raises.
-        bake: Whether the cache keeps onnxruntime's own optimisations.
-        retry_failed: Whether an artifact that a failed pass is missing from is built again.
-        hint: What the passes and settings are chosen for; empty where the passes are given.
-        hint_seconds: Seconds that choosing may take.
-        hint_error: Difference that a choice may make; 0 for onnxruntime's own.
-        hint_dims: Sizes to measure at.
-        hint_samples: Path of inputs to measure with.
+        passes: In the order they run. The others are those of :data:`GENERAL_OPTIONS`.
     """
 
     passes: tuple[Pass, ...] = ()
