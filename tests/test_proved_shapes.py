@@ -16,8 +16,7 @@ from builders.same_numbers import session
 from builders.text_models import text_model
 
 from rewrite_rules.shapes.dimensions import Dim, Shape
-from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.shapes.unified_names import unify_dimension_names
+from rewrite_rules.shapes.proved_shapes import ProvedShapes, unify_dimension_names
 
 # Blocks of nodes over x[a, b, 4], y[4, 4] and c[a, 3, b + 4].
 NODES = """

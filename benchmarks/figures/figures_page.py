@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ortplugins.runtime.cpu_features import instruction_sets, processor_name
+from ortplugins.runtime.machine import instruction_sets, processor_name
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization-figures.md"
 _HEAD = """# Quantising: figures

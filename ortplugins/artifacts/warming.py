@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Builds cache entries ahead of the sessions that will look for them."""
+"""Builds cache entries ahead of the sessions that will look for them, or says what misses."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import onnxruntime
 import session_options
 from ortplugins.artifacts.build import cache_of, session_key_content
 from ortplugins.artifacts.directory import disk_size
-from ortplugins.artifacts.explain import Explanation, explain
 from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.artifacts.maintenance import share
+from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.source_index import content_key
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
@@ -46,6 +48,24 @@ class WarmResult:
     report: Report | None = None
     size: int = 0
     error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the cache has for a session.
+
+    Attributes:
+        key: Of the entry that the session looks for.
+        is_present: Whether it is there.
+        nearest: The entry that differs least; None in an empty cache.
+        differences: What differs: part of the key, its value here, its value in the entry;
+            None where one of them has no such part.
+    """
+
+    key: str
+    is_present: bool
+    nearest: Entry | None
+    differences: tuple[tuple[str, Any, Any], ...]
 
 
 def expected_bytes(model: str | os.PathLike[str]) -> int:
@@ -129,7 +149,50 @@ def explain_miss(
     prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
     cache = cache_of(plan)
     request = read_request(model, plan, prepared, ["CPUExecutionProvider"], ())
-    return explain(cache, session_key_content(request, cache))
+    return _explain(cache, session_key_content(request, cache))
+
+
+def _explain(cache: ArtifactCache, content: Mapping[str, Any]) -> Explanation:
+    """Compare a key with those of the entries in a cache."""
+    key = content_key(content)
+    here = dict(_flatten(json.loads(json.dumps(content))))
+    compared = [
+        (entry, _differences(here, dict(_flatten(entry.manifest["made_from"]))))
+        for entry in cache.entries()
+    ]
+    # Of those of the same model, if there are any.
+    same_model = [
+        (entry, found)
+        for entry, found in compared
+        if entry.manifest["made_from"].get("digest") == content["digest"]
+    ]
+    nearest, differences = min(
+        same_model or compared, key=lambda pair: len(pair[1]), default=(None, ())
+    )
+    # An entry with the key may be damaged.
+    return Explanation(key, cache.is_published(key), nearest, tuple(differences))
+
+
+def _differences(
+    here: Mapping[str, Any], there: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, here.get(name), there.get(name))
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _flatten(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested JSON; passes go by their names, not by their places."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _flatten(value, f"{name}.{key}" if name else key)
+    elif isinstance(content, list) and content and isinstance(content[0], Mapping):
+        for item in content:
+            yield from _flatten(item, f"{name}.{item['pass']}")
+    else:
+        yield name, content
 
 
 def _prepare(

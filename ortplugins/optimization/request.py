@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
-from ortplugins.runtime.cpu_features import cpu_features
+from ortplugins.runtime.machine import cpu_features, package_versions
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
-from ortplugins.runtime.package_versions import package_versions
 from ortplugins.runtime.temporary_settings import (
     DATA_FOLDER_KEY,
     DISABLED_OPTIMIZERS_KEY,
@@ -153,7 +152,7 @@ class BuildRequest(NamedTuple):
         if isinstance(self.source, bytes):
             return load_bytes(self.source, self.data_folder)
         if is_path(self.source):
-            return load_path(self.source, self.data_folder)  # type: ignore[arg-type]
+            return load_path(self.source, self.data_folder)
         return from_memory(self.source)  # type: ignore[arg-type]
 
     def data_settings(

@@ -8,7 +8,7 @@ import contextlib
 import onnx_ir as ir
 import onnx_ir.passes.common
 
-from rewrite_rules.shapes.unified_names import unify_dimension_names
+from rewrite_rules.shapes.proved_shapes import unify_dimension_names
 
 
 def infer_shapes(model: ir.Model) -> None:

@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""What runs here: the machine, and the versions of packages."""
+"""What runs here: the processor, by /proc/cpuinfo, the machine, and versions of packages."""
 
 from __future__ import annotations
 
+import functools
 import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
-from ortplugins.runtime.cpu_features import instruction_sets, processor_name
+from ortplugins._version import __version__
+from session_options.installed import installed_distributions
 
-_PACKAGES = ("ortplugins", "onnxruntime", "onnx", "onnx_ir", "onnxscript", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on."""
-    found = {"Python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # onnxruntime has several wheels
-            module = __import__(package)
-            found[package] = str(getattr(module, "__version__", "unknown"))
-    return found
+_PACKAGES = ("onnx", "onnx_ir", "onnxscript")
+# Those that onnxruntime's kernels for quantised weights differ by.
+_NOTED = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "asimddp", "i8mm")
 
 
 def machine() -> dict[str, Any]:
     """Return processor, instruction sets, cores, bytes of memory (None if unknown), system."""
+    import platform
+
     return {
         "processor": processor_name(),
         "instruction_sets": instruction_sets(),
@@ -36,8 +30,99 @@ def machine() -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on."""
+    import platform
+
+    import numpy
+    import onnxruntime
+
+    return {
+        "Python": platform.python_version(),
+        "onnxruntime": onnxruntime.__version__,
+        "numpy": numpy.__version__,
+        **package_versions(),
+    }
+
+
+@functools.cache
+def package_versions() -> Mapping[str, str]:
+    """Return the versions of what optimises models, by name; nothing of it is imported."""
+    return {"ortplugins": __version__, **{name: _version_of(name) for name in _PACKAGES}}
+
+
+@functools.cache
+def cpu_features() -> str:
+    """Return a checksum of the processor's architecture and instruction sets."""
+    return f"{_architecture()} {zlib.crc32(_flags().encode()):08x}"
+
+
+def processor_name() -> str:
+    """Return what the processor calls itself."""
+    if (name := _first_processor().get("model name")) is not None:
+        return name
+    import platform  # milliseconds of a start
+
+    return platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets that make a difference to kernels, of those it has."""
+    flags = _flags().split()
+    return [name for name in _NOTED if name in flags]
+
+
+@functools.cache
+def _first_processor() -> dict[str, str]:
+    """Read the lines of /proc/cpuinfo, by their names: the first processor speaks for all."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                name, colon, value = line.partition(":")
+                if not colon:  # the end of the first one
+                    break
+                found[name.strip()] = value.strip()
+    except OSError:
+        pass  # not Linux
+    return found
+
+
+def _architecture() -> str:
+    if hasattr(os, "uname"):
+        return os.uname().machine
+    import platform
+
+    return platform.machine()
+
+
+def _flags() -> str:
+    # x86 calls them flags, Arm Features.
+    found = _first_processor()
+    if flags := found.get("flags") or found.get("Features"):
+        return " ".join(sorted(flags.split()))
+    try:
+        # What numpy.show_runtime() prints.
+        from numpy._core._multiarray_umath import __cpu_features__
+    except ImportError:
+        return processor_name()
+    return " ".join(sorted(name for name, present in __cpu_features__.items() if present))
+
+
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows
         return None
+
+
+def _version_of(name: str) -> str:
+    for item in installed_distributions() or ():
+        if item.name == name:
+            return item.version
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # frozen into a program without its metadata

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 __all__ = ["FusionOptions", "fuse"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -23,10 +23,13 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     LeftOperand,
     RightOperand,
 )
-from rewrite_rules.dq_matmulnbits_fusion.unfused_remarks import remark_unfused
+from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.functions import check_inlined_size
+from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
+from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op
 
 # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
 _RULES: dict[str, Callable[[FusionRun], list[RewriteRule]]] = {
@@ -40,6 +43,15 @@ _RULES: dict[str, Callable[[FusionRun], list[RewriteRule]]] = {
         for op_type in ("MatMul", "FusedMatMul", "Gemm")
     },
 }
+
+_WEIGHTS = (
+    ir.DataType.INT2,
+    ir.DataType.UINT2,
+    ir.DataType.INT4,
+    ir.DataType.UINT4,
+    ir.DataType.INT8,
+    ir.DataType.UINT8,
+)
 
 
 def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
@@ -66,10 +78,72 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     ]
     if rules:
         DispatchingRuleSet(rules).apply_to_model(model)
-    remark_unfused(model, run)
+    _remark_unfused(model, run)
     run.compare_with_stock()
 
 
 def _op_types(model: ir.Model) -> set[str]:
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     return {node.op_type for graph in graphs for node in graph.all_nodes()}
+
+
+def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
+    """Give every use of a dequantised constant that no rule spoke of its remark.
+
+    Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
+    (32-bit biases, 16-bit tables) are noted.
+    """
+    for graph in [model.graph, *(function.graph for function in model.functions.values())]:
+        for node in graph.all_nodes():
+            if not is_dequantize_linear(node) or len(node.outputs) != 1:
+                continue
+            with run.context.remarks.at(label(node)):
+                if (quantize := _quantized_in_the_graph(node)) is not None:
+                    run.context.remarks.refused(
+                        label(node),
+                        f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
+                        "constant at every inference: fold constants first",
+                    )
+                elif dequantize_chain(node.outputs[0]) is not None:
+                    _explain(node, run)
+
+
+def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:
+    """The QuantizeLinear on a constant that makes the codes, as some quantizers write it."""
+    codes = source_of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
+    quantize = None if codes is None else codes.producer()
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return None
+    return quantize if constant(quantize.inputs[0]) is not None else None
+
+
+def _explain(node: ir.Node, run: FusionRun) -> None:
+    codes = source_of(node.inputs[0]) if node.inputs[0] is not None else None
+    tensor = None if codes is None else ir.convenience.get_const_tensor(codes)
+    is_weight = tensor is None or tensor.dtype in _WEIGHTS
+    for reason in _uses(node, run):
+        if is_weight:
+            run.context.remarks.refused(label(node), f"{reason}; it runs at every inference")
+        else:
+            run.context.remarks.note(label(node), reason)
+
+
+def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
+    """Yield what the output feeds, through renaming nodes, unless the rules reported it."""
+    pending = [node.outputs[0]]
+    followed = set(pending)
+    while pending:
+        value = pending.pop()
+        if value.is_graph_output():
+            yield f"output {value.name!r} is a graph output"
+        for use in value.uses():
+            consumer = use.node
+            if run.was_reported(consumer, node):
+                continue
+            if is_layout_op(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
+                if consumer.outputs[0] not in followed:
+                    followed.add(consumer.outputs[0])
+                    pending.append(consumer.outputs[0])
+                continue
+            what = f"it feeds input {use.idx} of {consumer.op_type} {label(consumer)!r}"
+            yield f"{what}: weights of MatMul, Gemm and Gather fuse"

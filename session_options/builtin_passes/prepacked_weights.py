@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -61,11 +62,15 @@ class PrepackedWeights(Pass):
         return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
 
     def opened(self) -> None:
-        """Give back what packing left on the heap."""
-        if self.trim:
-            from rewrite_rules.prepacked_weights.trim_heap import trim_heap
+        """Give back what packing left on the heap.
 
-            trim_heap()
+        glibc only: musl and macOS give memory back by themselves, Windows has no such call.
+        """
+        if self.trim:
+            import ctypes
+
+            with contextlib.suppress(OSError, AttributeError, TypeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     def child_seconds(self) -> int:
         """The time for packing, and as much for what comes before, ten minutes at least."""

@@ -8,24 +8,25 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.model_io.loading import (
     LoadedModel,
+    ModelLike,
     initializer_tensors,
     is_path,
     load_model,
     same_kind,
 )
 from ortplugins.model_io.model_folder import OutputFolder, model_in
-from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.statistics.collect import collect
 from ortplugins.quantization.weights.checkpoint import put_in
@@ -48,9 +49,6 @@ from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     slow_kernel,
 )
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
 # can hold the codes.
@@ -207,7 +205,7 @@ def quantize(
             return QuantizeResult(None, report, same_kind(model, loaded.model))
         if external_data is None:
             # Tensors within the model's own file are not external to it.
-            own = os.path.realpath(model) if is_path(model) else None  # type: ignore[arg-type]
+            own = os.path.realpath(model) if is_path(model) else None
             files = {os.path.realpath(path) for path in loaded.data_files.values()} - {own}
             external_data = bool(files) or needs_data_file(loaded.model)
         save = functools.partial(
@@ -231,9 +229,9 @@ def _folder_of(
     model: ModelLike, target: Path | None, overwrite: bool
 ) -> tuple[ModelLike, OutputFolder | None]:
     """Return the model of a folder, and what the folder becomes; None where that is a file."""
-    if not is_path(model) or not os.path.isdir(model):  # type: ignore[arg-type]
+    if not is_path(model) or not os.path.isdir(model):
         return model, None
-    source, found = Path(model), model_in(model)  # type: ignore[arg-type]
+    source, found = Path(model), model_in(model)
     if target is None or target.suffix == ".onnx":
         return found, None
     return found, OutputFolder(source, found, target, overwrite)
@@ -243,7 +241,7 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
     """Return the files of a model."""
     if not is_path(model):
         raise UsageError("run_folder needs the path of a model, which tells it from others")
-    path = Path(model)  # type: ignore[arg-type]
+    path = Path(model)
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
@@ -270,9 +268,33 @@ def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]
     opset, ir_version = max(_OPSETS[each] for each in bits)
     found = model.opset_imports.get("", 0)
     reason = f"DequantizeLinear in blocks of {min(bits)} bits"
-    converted = raise_opset(model, opset, reason)
+    if found < opset and (why := _converted(model, opset)):
+        raise ModelFileError(
+            f"the model has opset {found}; {reason} needs {opset}, and the conversion failed: "
+            f"{why}. Export it with opset {opset}, or take quant_format='MatMulNBits', which "
+            "needs no other opset"
+        )
     model.ir_version = max(model.ir_version or 0, ir_version)
-    return [f"opset {found} was converted to {opset}: {reason} needs it"] if converted else []
+    if found >= opset:
+        return []
+    return [f"opset {found} was converted to {opset}: {reason} needs it"]
+
+
+def _converted(model: ir.Model, opset: int) -> str:
+    """Convert nodes in place; return why neither onnxscript's nor ONNX's converter can."""
+    from onnxscript.version_converter import ConvertVersionPass
+
+    logger = logging.getLogger("onnxscript.version_converter")
+    level = logger.level
+    # It falls back to ONNX's own converter below opset 18, with a warning each time.
+    logger.setLevel(logging.ERROR)
+    try:
+        ConvertVersionPass(opset, fallback=True)(model)
+    except Exception as error:  # whatever a converter of another project raises
+        return str(error) or repr(error)
+    finally:
+        logger.setLevel(level)
+    return "onnx.version_converter gave up" if model.opset_imports.get("", 0) < opset else ""
 
 
 def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
