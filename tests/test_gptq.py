@@ -88,12 +88,10 @@ def same(one, other):
 @pytest.mark.parametrize("form", [BlockFormat(4, 8), BlockFormat(4, 7, False)])
 def test_codes_are_those_of_the_paper_in_float64(form, order):
     weight, gram = problem(22, 9)
-    blocks = list(range(form.blocks(22)))
-    size = form.block_size
-    if order == "energy":
-        mean = [np.diag(gram)[b * size : (b + 1) * size].mean() for b in blocks]
-        blocks = sorted(blocks, key=lambda b: -mean[b])
-    rows = [r for b in blocks for r in range(b * size, min((b + 1) * size, 22))]
+    size, energy = form.block_size, np.diag(gram)
+    rows = sorted(range(22), key=lambda r: -energy[r] if order == "energy" else r)
+    blocks = [energy[b * size : (b + 1) * size].mean() for b in range(form.blocks(22))]
+    rows.sort(key=lambda r: -blocks[r // size] if order == "energy" else r // size)
     codes, scales, zeros = gptq(weight, gram, form, order=order, **PLAIN)
     expected = paper(weight, damped(gram), rows, form)
     # A tie within the last bits of float32 may round the other way; none does here.
@@ -238,9 +236,10 @@ NAN = np.full((64, 64), np.nan, np.float32)
     [
         (lambda weight, gram: (weight * np.inf, gram), "weight holds NaN or infinite"),
         (lambda weight, gram: (weight, NAN), "Gram matrix holds NaN or infinite"),
-        (lambda weight, gram: (weight, gram[:5, :5]), r"\[64, 64\] is expected"),
+        (lambda weight, gram: (weight, gram[:5]), r"\[5, 5\] is expected"),
+        (lambda weight, gram: (weight, gram[:5, :5]), r"\[5, N\] is expected"),
         (lambda weight, gram: (weight, -gram), "negative numbers on its diagonal"),
-        (lambda weight, gram: (weight[0], gram), r"\[K, N\] is expected"),
+        (lambda weight, gram: (weight[0], gram), r"\[64, N\] is expected"),
     ],
 )
 def test_refusals(change, message):
@@ -287,6 +286,6 @@ def test_8_bits_are_chosen_by_all_tokens_and_not_by_a_sample():
         model,
         method="gptq",
         share_of_8_bits=0.5,
-        calibration_data_reader=[{"x": x, "z": 2 * z}],
+        calibration_data_reader=[{"x": x, "z": 1.2 * z}],
     ).report
     assert [row.node for row in report.nodes if row.bits == 8] == ["a"]

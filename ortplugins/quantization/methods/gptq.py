@@ -25,19 +25,24 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
   tokens for theirs. With it even the natural order of the blocks is good. Refused: to leave
   those tokens out (38.4), to weigh tokens by 1 / |x| or its square (no better, worse), more
   damping by the mean energy.
-* *Order*: whole blocks, from the greatest mean energy down. Sorting rows, as the paper's
-  "act-order" does, would break up the blocks: ONNX has no index of groups.
-* *A second visit*: the first one knows nothing of later blocks' errors. Afterwards each block
+* *Order*: whole blocks, from the greatest mean energy down, and so the rows in each. Sorting
+  all rows, as the paper's "act-order" does, would break up the blocks: ONNX has no index of
+  groups.
+* *More visits*: the first one knows nothing of later blocks' errors. Afterwards each block
   is quantised again given the errors of all others, with scales near those it has, and each
   column keeps what costs less. With g = H[block, others] D[others] and the block's own R, the
   minimum over the block moves by (R R^T)^-1 g, and row k of the terms above by
 
       R^-1 g / diag(R)
+
+  Before and after that the scale is fitted to its codes q, by least squares:
+
+      scale = q^T (H_b w - g) / q^T H_b q        H_b = H[block, block]
 """
 
 from __future__ import annotations
 
-__all__ = ["GptqOptions", "gptq"]
+__all__ = ["Gptq", "GptqOptions", "gptq"]
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,6 +64,7 @@ from ortplugins.quantization.methods.nearest import (
 )
 
 Doubles = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
 
 # Ranges to try for a block. Above 1, too: the errors of its rows move others beyond the range
 # that they had when its scale was chosen.
@@ -76,7 +82,17 @@ _ATTEMPTS = 12
 
 @dataclasses.dataclass(frozen=True)
 class GptqOptions:
-    """Options of :func:`gptq`, described there.
+    """Options of :func:`gptq`.
+
+    Attributes:
+        order: ``"energy"``, blocks of the greatest mean diag(H) first, and in each the rows of
+            the greatest; or ``"natural"``.
+        damping: Part of the mean of diag(H) that is added to it; ten times as much for as long
+            as H cannot be factored.
+        relative_damping: Part of diag(H) that is added to it.
+        ratios: What to shrink or stretch the range of a block by, the best for each block and
+            column; the first of equals.
+        revisits: How often each block is quantised again, given all others.
 
     Raises:
         QuantizationError: If a value is out of range.
@@ -109,58 +125,82 @@ def gptq(
     weight: npt.NDArray[Any],
     gram: npt.NDArray[Any],
     form: BlockFormat | None = None,
-    *,
-    order: str = "energy",
-    damping: float = 0.01,
-    relative_damping: float = 1.0,
-    ratios: Sequence[float] = _RATIOS,
-    revisits: int = 1,
+    **options: Any,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
-    """Quantise a weight so that the errors of its rows make up for each other.
+    """Quantise one weight as :class:`Gptq` does; ``options`` are those of GptqOptions."""
+    return Gptq(gram, GptqOptions(**options)).quantize(weight, form or BlockFormat())
+
+
+class Gptq:
+    """Quantises weights so that the errors of their rows make up for each other.
 
     Where H is diagonal, ``ratios`` is ``(1.0,)`` and ``revisits`` is 0, the result is that of
     :func:`~ortplugins.quantization.methods.nearest.quantize_blocks`. A channel without energy
     is rounded to nearest and changes nothing else. The same arguments give the same bits, with
     the same number of BLAS threads.
-
-    Args:
-        weight: Float ``[K, N]``, of any K and N.
-        gram: H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit.
-        form: Bits, block size and grid; the defaults of :class:`BlockFormat` where it is None.
-        order: ``"energy"``, blocks of the greatest mean diag(H) first, or ``"natural"``.
-        damping: Part of the mean of diag(H) that is added to it; ten times as much for as long
-            as H cannot be factored.
-        relative_damping: Part of diag(H) that is added to it.
-        ratios: What to shrink or stretch the range of a block by, the best for each block and
-            column; the first of equals.
-        revisits: How often each block is quantised again, given all others.
-
-    Returns:
-        Codes, scales and zero points as ``quantize_blocks`` returns them.
-
-    Raises:
-        QuantizationError: If the weight is not of rank 2, holds NaN or infinity or is too
-            large for the type of the scales; if H is not ``[K, K]``, holds NaN or infinity or
-            is not a Gram matrix.
     """
-    form = form or BlockFormat()
-    check_weight(weight)
-    if not np.isfinite(weight).all():
-        raise QuantizationError("the weight holds NaN or infinite values")
-    check_gram(gram, len(weight))
-    hessian = _Hessian(gram, damping, relative_damping)
-    k = len(weight)
-    size = form.size_along(k)
-    blocks = [slice(start, min(start + size, k)) for start in range(0, k, size)]
-    if order == "energy":
-        blocks.sort(key=lambda rows: -float(hessian.energy[rows].mean()))  # stable
-    width = max(64, _STRIP // (min(size, k) * len(ratios)))
-    job = _Job(weight, form, hessian, blocks, width)
-    job.visit(ratios)
-    # A block that is all of the rows has no others to make up for.
-    for _ in range(revisits if len(blocks) > 1 else 0):
-        job.revisit()
-    return job.codes, job.scales, job.zero_points
+
+    def __init__(self, gram: npt.NDArray[Any], options: GptqOptions) -> None:
+        """Start.
+
+        Args:
+            gram: H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit.
+            options: Damping, order and searches.
+
+        Raises:
+            QuantizationError: If H is not ``[K, K]``, holds NaN or infinity or is not a Gram
+                matrix.
+        """
+        check_gram(gram, len(gram))
+        self._options = options
+        self._hessian = _Hessian(gram, options.damping, options.relative_damping)
+        self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
+
+    def quantize(
+        self, weight: npt.NDArray[Any], form: BlockFormat
+    ) -> tuple[Codes, Floats, ZeroPoints | None]:
+        """Quantise a weight, or some of its columns.
+
+        H is factored for the first one, and again where the size of blocks changes.
+
+        Args:
+            weight: Float ``[K, N]``, of any N.
+            form: Bits, block size and grid.
+
+        Returns:
+            Codes, scales and zero points as ``quantize_blocks`` returns them.
+
+        Raises:
+            QuantizationError: If the weight is not ``[K, N]``, holds NaN or infinity or is too
+                large for the type of the scales; if H cannot be factored.
+        """
+        k = len(self._hessian.energy)
+        check_weight(weight, k)
+        if not np.isfinite(weight).all():
+            raise QuantizationError("the weight holds NaN or infinite values")
+        size, ratios = form.size_along(k), self._options.ratios
+        if self._factored is None or self._factored[0] != size:
+            self._factored = None  # before there are two
+            turns = self._turns(size)
+            self._factored = size, turns, *self._hessian.factor(np.concatenate(turns))
+        _, turns, rows, cost = self._factored
+        width = max(64, _STRIP // (min(size, k) * len(ratios)))
+        job = _Job(weight, form, self._hessian, turns, width)
+        job.visit(ratios, rows, cost)
+        # A block that is all of the rows has no others to make up for.
+        for _ in range(self._options.revisits if len(turns) > 1 else 0):
+            job.revisit()
+        return job.codes, job.scales, job.zero_points
+
+    def _turns(self, size: int) -> list[Rows]:
+        """Return the rows of each block, in the order in which they are rounded."""
+        energy = self._hessian.energy
+        rows = np.arange(len(energy))
+        turns = [rows[start : start + size] for start in range(0, len(rows), size)]
+        if self._options.order == "energy":
+            turns = [turn[np.argsort(-energy[turn], kind="stable")] for turn in turns]
+            turns.sort(key=lambda turn: -float(energy[turn].mean()))  # stable
+        return turns
 
 
 class _Job:
@@ -171,10 +211,10 @@ class _Job:
         weight: npt.NDArray[Any],
         form: BlockFormat,
         hessian: _Hessian,
-        turns: Sequence[slice],
+        turns: Sequence[Rows],
         width: int,
     ) -> None:
-        """Start; the rows of blocks are visited in ``turns``, ``width`` columns at a time."""
+        """Start; a turn is the rows of a block; ``width`` columns are visited at a time."""
         k, n = weight.shape
         self._weight, self._form, self._hessian = weight, form, hessian
         self._turns = turns
@@ -185,14 +225,12 @@ class _Job:
         self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
         self._errors: Floats = np.empty((k, n), np.float32)
 
-    def visit(self, ratios: Sequence[float]) -> None:
-        """Quantise the blocks in their order, each given those before."""
-        order = np.concatenate([np.arange(rows.start, rows.stop) for rows in self._turns])
-        feedback, cost = self._hessian.factor(order)
+    def visit(self, ratios: Sequence[float], feedback: Doubles, cost: Floats) -> None:
+        """Quantise the blocks in their order, each given those before; H as factored."""
         errors: Floats = np.empty(self.codes.shape, np.float32)  # in the order of the turns
         start = 0
         for rows in self._turns:
-            stop = start + rows.stop - rows.start
+            stop = start + len(rows)
             rows_of_block = feedback[start:stop].astype(np.float32)
             sequence = _Sequence(
                 rows_of_block[:, start:stop].copy(), cost[start:stop], self._form
@@ -214,9 +252,11 @@ class _Job:
         nudges = np.array(_NUDGES, np.float32)[:, None]
         for rows in self._turns:
             block = self._block(rows)
-            sequence, moved = self._hessian.block(rows, self._errors, self._form)
+            hessian, gradient = self._hessian.block(rows, self._errors)
+            sequence, moved = self._hessian.sequence(rows, gradient, self._form)
             for columns in self._strips:
                 part, shift = self._part(rows, columns), moved[:, columns]
+                self._fit_scales(rows, columns, hessian, gradient[:, columns])
                 before = sequence.loss(self._errors[rows, columns], shift)
                 # Scales that stay numbers of their type, none 0 or infinite.
                 grids = stored_scales(self.scales[block, columns] * nudges, self._form)
@@ -225,26 +265,49 @@ class _Job:
                     zeros = np.broadcast_to(self.zero_points[block, columns], grids.shape)
                 done = sequence.quantize(part, part - shift, grids, zeros)
                 self._keep(rows, columns, done, done.losses < before)
+                self._fit_scales(rows, columns, hessian, gradient[:, columns])
 
-    def _block(self, rows: slice) -> int:
-        return int(rows.start) // self._form.size_along(len(self.codes))
+    def _fit_scales(
+        self, rows: Rows, columns: slice, hessian: Floats, gradient: Floats
+    ) -> None:
+        """Give the columns of a block the scales that cost least with the codes they have."""
+        block = self._block(rows)
+        steps = self.codes[rows, columns].astype(np.float32)
+        if self.zero_points is not None:
+            steps -= self.zero_points[block, columns]
+        scales, errors = self.scales[block, columns], self._errors[rows, columns]
+        curve = np.einsum("kn,kn->n", steps, hessian @ steps)
+        slope = np.einsum("kn,kn->n", steps, hessian @ errors + gradient)
+        fitted = stored_scales(scales - slope / np.where(curve > 0, curve, 1), self._form)
+        change = fitted - scales
+        # Rounded to its type, a scale may be further from the best than it was.
+        change[change * (2 * slope + change * curve) >= 0] = 0
+        self.scales[block, columns] = np.where(change != 0, fitted, scales)
+        self._errors[rows, columns] = errors + change * steps
 
-    def _part(self, rows: slice, columns: slice) -> Floats:
+    def _block(self, rows: Rows) -> int:
+        return int(rows[0]) // self._form.size_along(len(self.codes))
+
+    def _part(self, rows: Rows, columns: slice) -> Floats:
         return np.ascontiguousarray(self._weight[rows, columns], np.float32)
 
     def _keep(
         self,
-        rows: slice,
+        rows: Rows,
         columns: slice,
         done: _Quantized,
         where: npt.NDArray[np.bool_] | bool = True,
     ) -> None:
         block = self._block(rows)
-        np.copyto(self.codes[rows, columns], done.codes, where=where)
-        np.copyto(self.scales[block, columns], done.scales, where=where)
-        np.copyto(self._errors[rows, columns], done.errors, where=where)
-        if self.zero_points is not None and done.zeros is not None:
-            np.copyto(self.zero_points[block, columns], done.zeros, where=where)
+        results: list[tuple[Any, Rows | int, Any]] = [
+            (self.codes, rows, done.codes),
+            (self._errors, rows, done.errors),
+            (self.scales, block, done.scales),
+        ]
+        if self.zero_points is not None:
+            results.append((self.zero_points, block, done.zeros))
+        for array, place, found in results:
+            array[place, columns] = np.where(where, found, array[place, columns])
 
 
 class _Hessian:
@@ -264,7 +327,7 @@ class _Hessian:
         self._damping, self._relative_damping = damping, relative_damping
         self._mean = float(self.energy.mean()) or 1.0
 
-    def factor(self, order: npt.NDArray[np.intp]) -> tuple[Doubles, Floats]:
+    def factor(self, order: Rows) -> tuple[Doubles, Floats]:
         """Factor H with its rows and columns in this order.
 
         Returns:
@@ -290,8 +353,14 @@ class _Hessian:
             "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
         )
 
-    def block(
-        self, rows: slice, errors: Floats, form: BlockFormat
+    def block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
+        """Return H_b, float32 ``[rows, rows]``, and g of the errors D, ``[rows, N]``."""
+        gram = self._gram[rows]
+        gradient = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
+        return self._damped(rows).astype(np.float32), gradient.astype(np.float32)
+
+    def sequence(
+        self, rows: Rows, gradient: Floats, form: BlockFormat
     ) -> tuple[_Sequence, Floats]:
         """Factor a block of the diagonal.
 
@@ -299,17 +368,14 @@ class _Hessian:
             What quantises the block, and by how much the errors D of all others move its rows:
             R^-1 g / diag(R), float32 ``[rows, N]``.
         """
-        block = np.arange(rows.start, rows.stop)
-        factor, cost = self.factor(block)
+        factor, cost = self.factor(rows)
         feedback = np.ascontiguousarray(factor, np.float32)
-        gradient = self._gram[rows] @ errors - self._gram[rows, rows] @ errors[rows]
         # R = (A + 1) diag(R), so R^-1 / diag(R) has the cost twice, once on each side.
-        unit = np.linalg.inv(feedback.T.astype(np.float64) + np.eye(len(block)))
-        inverse = unit / (cost.astype(np.float64)[:, None] * self._mean)
-        moved = inverse.astype(np.float32) @ gradient.astype(np.float32, copy=False)
-        return _Sequence(feedback, cost, form), moved
+        unit = np.linalg.inv(feedback.T.astype(np.float64) + np.eye(len(rows)))
+        inverse = unit / cost.astype(np.float64)[:, None]
+        return _Sequence(feedback, cost, form), inverse.astype(np.float32) @ gradient
 
-    def _damped(self, rows: npt.NDArray[np.intp]) -> Doubles:
+    def _damped(self, rows: Rows) -> Doubles:
         hessian = np.empty((len(rows), len(rows)))
         for row, values in zip(rows, hessian, strict=True):
             np.divide(self._gram[row][rows], self._mean, out=values)

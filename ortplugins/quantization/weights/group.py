@@ -24,7 +24,7 @@ from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.awq_clip import search_clip
 from ortplugins.quantization.methods.awq_scales import search_scales
 from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.gptq import GptqOptions, gptq
+from ortplugins.quantization.methods.gptq import Gptq, GptqOptions
 from ortplugins.quantization.methods.nearest import (
     Codes,
     Floats,
@@ -49,8 +49,8 @@ METHODS = {
 }
 # Float bytes of a strip of columns: with the copies that a method makes, what a worker holds.
 _STRIP_BYTES = 4 << 20
-# GPTQ factors its Hessian again for every strip.
-_GPTQ_STRIP_BYTES = 64 << 20
+# GPTQ rounds row by row, and a call of numpy costs more than a narrow row.
+_GPTQ_STRIP_BYTES = 16 << 20
 # Tokens that the error of outputs is measured on.
 _ERROR_TOKENS = 128
 
@@ -198,9 +198,12 @@ def quantize_group(task: GroupTask) -> GroupResult:
     if channel_scales is not None:
         tokens = None if tokens is None else tokens / channel_scales
         if gram is not None:
-            gram = gram / channel_scales / channel_scales[:, None]
+            gram = gram / channel_scales
+            gram /= channel_scales[:, None]
+    feedback = Gptq(gram, task.gptq) if gram is not None and "gptq" in steps else None
     errors = tuple(
-        _quantize(weight, task, channel_scales, tokens, gram) for weight in task.weights
+        _quantize(weight, task, channel_scales, tokens, gram, feedback)
+        for weight in task.weights
     )
     return GroupResult(errors, channel_scales, alpha)
 
@@ -251,6 +254,7 @@ def _quantize(
     channel_scales: Floats | None,
     tokens: Floats | None,
     gram: Floats | None,
+    feedback: Gptq | None,
 ) -> tuple[WeightErrors, ...]:
     """Quantise one weight, for each of its outputs, strip by strip of the columns."""
     matrix = _matrix(task)
@@ -258,18 +262,18 @@ def _quantize(
     sinks = [_Sink(output) for output in task.outputs]
     given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
     hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
-    for columns in _strips(matrix, "gptq" in METHODS[group.method]):
+    for columns in _strips(matrix, _STRIP_BYTES if feedback is None else _GPTQ_STRIP_BYTES):
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
         product = None if sample is None else sample @ scaled
         for number, sink in enumerate(sinks):
-            steps = () if number else METHODS[group.method]
             try:
-                quantized = (
-                    _columns(given, columns)
-                    if given
-                    else _codes(scaled, sink.stored.form, steps, group, gram)
-                )
+                if given:
+                    quantized = _columns(given, columns)
+                elif number:
+                    quantized = search_blocks(scaled, sink.stored.form)
+                else:
+                    quantized = _codes(scaled, sink.stored.form, group, gram, feedback)
             except QuantizationError as error:
                 raise QuantizationError(
                     f"weight {task.name!r} cannot be quantised: {error}"
@@ -298,17 +302,16 @@ def _columns(given: Quantized, columns: slice) -> Quantized:
 def _codes(
     weight: Floats,
     form: BlockFormat,
-    steps: tuple[str, ...],
     group: GroupTask,
     gram: Floats | None,
+    feedback: Gptq | None,
 ) -> Quantized:
-    if "gptq" in steps:
-        assert gram is not None
-        return gptq(weight, gram, form, **dataclasses.asdict(group.gptq))
-    if not steps:
+    if feedback is not None:
+        return feedback.quantize(weight, form)
+    if not METHODS[group.method]:
         return search_blocks(weight, form)
     ratios = None
-    if "clip" in steps:
+    if "clip" in METHODS[group.method]:
         assert gram is not None
         ratios = search_clip(weight, gram, form, ratios=group.clip_ratios)
     return quantize_blocks(weight, form, ratios)
@@ -333,9 +336,8 @@ def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
     return copy
 
 
-def _strips(matrix: npt.NDArray[Any], whole_hessian: bool) -> Iterator[slice]:
+def _strips(matrix: npt.NDArray[Any], size: int) -> Iterator[slice]:
     k, n = matrix.shape
-    size = _GPTQ_STRIP_BYTES if whole_hessian else _STRIP_BYTES
     # Whole bytes of packed codes in both layouts, whatever the bits: 8 columns at least.
     width = max(8, size // (4 * k) // 8 * 8)
     for start in range(0, n, width):
