@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import multiprocessing
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,33 @@ def test_an_error_in_a_worker_names_the_weight(tmp_path):
     ):
         quantize(model, tmp_path / "q.onnx", executor=executor)
     assert not list(tmp_path.iterdir())
+
+
+def test_threads_share_the_memory_that_there_is():
+    # GPTQ factors H in float64; a budget for one such factor is not to hold two.
+    k, n = 1500, 8
+    factor = 8 * k * k
+    model = model_of(
+        f"""g (float[b, {k}] x, float[b, {k}] y) => (float[b, {n}] i, float[b, {n}] j) {{
+            i = MatMul(x, A) j = MatMul(y, B)
+        }}""",
+        {"A": normal(k, n), "B": normal(k, n, seed=1)},
+    )
+    feed = {"x": normal(100, k, seed=2), "y": normal(100, k, seed=3)}
+
+    def peak(executor: concurrent.futures.Executor | None) -> int:
+        tracemalloc.start()
+        quantize(
+            model,
+            method="gptq",
+            calibration_data_reader=[feed],
+            max_calibration_memory=2 * factor,
+            executor=executor,
+        )
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        alone = peak(executor)
+    assert peak(None) < alone + factor / 2

@@ -208,6 +208,18 @@ def quantize_group(task: GroupTask) -> GroupResult:
     return GroupResult(errors, channel_scales, alpha)
 
 
+def working_bytes(task: GroupTask) -> int:
+    """Return about how many bytes :func:`quantize_group` allocates at its peak."""
+    steps, squares = METHODS[task.method], 0
+    if "gptq" in steps:
+        squares += 8  # the factor of H
+    if steps:
+        # H itself, where it is not mapped as it is.
+        squares += 4 * ("scales" in steps or task.gram is None)
+    k = task.weights[0].outputs[0].K
+    return squares * k * k + 6 * (_GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES)
+
+
 def one_blas_thread() -> threadpoolctl.threadpool_limits:
     """Return a context in which BLAS uses one thread, for whoever runs tasks in threads.
 

@@ -107,9 +107,10 @@ def quantize(
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
         calibration_providers: Execution providers that run the samples.
-        max_calibration_memory: Bytes that activations and their statistics may take at once;
-            what does not fit is watched in further passes over the samples, which are kept, in
-            memory and beyond 64 MiB on disk.
+        max_calibration_memory: Bytes that activations and their statistics may take at once,
+            and then the work on weights in threads; what does not fit is watched in further
+            passes over the samples, which are kept, in memory and beyond 64 MiB on disk, and
+            worked on later.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``output`` may exist.
@@ -193,6 +194,7 @@ def quantize(
             scratch,
             calibration=calibration,
             executor=executor,
+            max_memory=max_calibration_memory,
             run=run,
             progress=progress,
         )

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from ortplugins.quantization.weights.group import (
     one_blas_thread,
     quantize_group,
     this_process,
+    working_bytes,
 )
 from ortplugins.quantization.weights.plan import (
     Group,
@@ -94,6 +96,7 @@ def quantize_graph(
     *,
     calibration: Calibration | None = None,
     executor: concurrent.futures.Executor | None = None,
+    max_memory: int = 1 << 30,
     run: RunFolder | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
@@ -106,6 +109,8 @@ def quantize_graph(
             executor sees.
         calibration: Yields statistics of activations; None for a method that needs none.
         executor: Where the work runs; threads, one per core, by default.
+        max_memory: Bytes that those threads may take together; a group that needs more is
+            worked on alone.
         run: Where statistics and codes are kept, and looked for first.
         progress: Called after each group: done, total, name of a node.
 
@@ -116,11 +121,13 @@ def quantize_graph(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_blas_thread())
+        quantize = quantize_group
         if executor is None:
             executor = stack.enter_context(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
-        work = _Work(recipe, scratch, executor, run)
+            quantize = _WithinMemory(max_memory)
+        work = _Work(recipe, scratch, executor, quantize, run)
         by_group: dict[Group, _Done] = {}
         for done in work.run(plan.groups, calibration):
             by_group[done.group] = done
@@ -133,6 +140,27 @@ def quantize_graph(
     return _rewrite(plan, recipe, results)
 
 
+class _WithinMemory:
+    """Quantises a group as soon as there is memory for it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = threading.Condition()
+
+    def __call__(self, task: GroupTask) -> GroupResult:
+        """Wait, if others have taken the memory; a group that needs more than all gets all."""
+        need = min(working_bytes(task), self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: need <= self._free)
+            self._free -= need
+        try:
+            return quantize_group(task)
+        finally:
+            with self._changed:
+                self._free += need
+                self._changed.notify_all()
+
+
 class _Work:
     """Sends groups to an executor and collects what comes back."""
 
@@ -141,11 +169,13 @@ class _Work:
         recipe: Recipe,
         scratch: Path,
         executor: concurrent.futures.Executor,
+        quantize: Callable[[GroupTask], GroupResult],
         run: RunFolder | None,
     ) -> None:
         self._recipe = recipe
         self._scratch = scratch
         self._executor = executor
+        self._quantize = quantize
         self._run = run
         self._watched: dict[Group, str] = {}  # the keys of statistics in the run folder
         self._numbers = itertools.count()
@@ -169,9 +199,9 @@ class _Work:
                     del left[group]
                 path = self._scratch / f"statistics{next(self._numbers)}"
                 writer = ScratchWriter(path)
-                yield from self._batch(
-                    [(group, self._statistics(group, batch, writer)) for group in ready]
-                )
+                kept = [(group, self._statistics(group, batch, writer)) for group in ready]
+                del batch  # in files now
+                yield from self._batch(kept)
                 path.unlink(missing_ok=True)
         yield from self._batch([(group, {}) for group in left])
 
@@ -273,7 +303,7 @@ class _Work:
                 if self._run is not None:
                     kept = self._run.codes(self._codes_key(group, task, self._run), task)
                 if kept is None:
-                    futures[self._executor.submit(quantize_group, task)] = (group, task)
+                    futures[self._executor.submit(self._quantize, task)] = (group, task)
                 else:
                     yield _Done(group, task, kept, [0] * len(group.weights))
             for future, (group, task) in futures.items():
