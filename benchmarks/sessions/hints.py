@@ -62,24 +62,36 @@ def measure_hints(folder: Path, rounds: int) -> list[Figure]:
 
 
 def measure_passes(folder: Path, rounds: int) -> list[Figure]:
-    """Measure every pass with its default options on every net: none may cost."""
+    """Measure every pass with its default options on every net: none may cost.
+
+    One that seems to is measured again, in four times the rounds.
+    """
     figures = []
     for name, (path, feed) in _nets(folder).items():
         for item in _PASSES:
             ours = Candidate(path, passes=(item,), cache_dir=folder / "passes")
-            plain, found = measure(
-                [Candidate(path), ours], feed, rounds=rounds, runs=20, seconds=1, lockstep=True
-            )
-            if found.report is None or found.report["source"] == "untouched":
-                continue  # the very session that onnxruntime opens
-            for aim, what in _COSTS.items():
-                pair = getattr(found, aim), getattr(plain, aim)
-                scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
-                mine, its = (scale * spread.median for spread in pair)
-                allowed = 2.0 if aim == "start" else 0.0
-                figures.append(
-                    Figure(f"{item}, {name}: {what}", mine - allowed, its, unit, bound=1.02)
-                )
+            found: list[Figure] = []
+            for count in (rounds, 4 * rounds):
+                found = _costs(f"{item}, {name}", Candidate(path), ours, feed, count)
+                if all(figure.holds for figure in found):
+                    break
+            figures += found
+    return figures
+
+
+def _costs(
+    name: str, plain: Candidate, ours: Candidate, feed: Feed, rounds: int
+) -> list[Figure]:
+    """Return what a pass costs; nothing of a session that is onnxruntime's own."""
+    its, found = measure([plain, ours], feed, rounds=rounds, runs=20, seconds=1, lockstep=True)
+    if found.report is None or found.report["source"] == "untouched":
+        return []
+    figures = []
+    for aim, what in _COSTS.items():
+        scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
+        one, other = (scale * getattr(session, aim).median for session in (found, its))
+        allowed = 2.0 if aim == "start" else 0.0
+        figures.append(Figure(f"{name}: {what}", one - allowed, other, unit, bound=1.02))
     return figures
 
 
