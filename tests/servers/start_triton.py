@@ -26,6 +26,8 @@ arguments = {
     "backend-directory": folder / "backends",
     "http-address": "127.0.0.1",
     "http-port": port,
+    "model-control-mode": "explicit",  # so that a request may load the model again
+    "load-model": "embedder",
     "allow-grpc": "false",
     "allow-metrics": "false",
 }
