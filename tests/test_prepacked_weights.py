@@ -30,7 +30,7 @@ from benchmarks.models.int4_chain import write_chain
 from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
 from ortplugins.runtime.child_process import child_environment
 from rewrite_rules.prepacked_weights import prepack as prepack_module
-from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
+from rewrite_rules.prepacked_weights.prepack import prepack
 from rewrite_rules.prepacked_weights.records import (
     Record,
     lay_out,
@@ -332,7 +332,7 @@ def pack(
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, providers, final_graph=final, child_python=child)
-    prepack(path, PrepackOptions(limit_mb, 120), context)
+    prepack(path, context, limit_mb=limit_mb, seconds=120)
     (remark,) = remarks
     assert not list(path.parent.glob(".*")), "scratch files are gone"
     return remark.outcome, remark.reason

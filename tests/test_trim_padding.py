@@ -25,7 +25,7 @@ import ortplugins
 from ortplugins.optimization.optimize import OptimizeResult
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.trim_padding import operator_rules
-from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
+from rewrite_rules.trim_padding.trim import trim_padding
 
 PROVIDERS = ["CPUExecutionProvider"]
 
@@ -348,7 +348,7 @@ def test_old_opsets_are_refused():
 def test_exports_are_trimmed(name):
     model = ir.from_proto(exported(name))
     remarks = Remarks("trim_padding")
-    trim_padding(model, TrimOptions(), PassContext(remarks))
+    trim_padding(model, PassContext(remarks))
     (outcome,) = (r for r in remarks if r.outcome.value != "note")
     assert outcome.outcome.value == "fired"
 
@@ -531,5 +531,5 @@ def test_five_thousand_nodes():
     model = encoder(head=f"h0 = Identity(hidden)\n{layers}\ny = Identity(h4999)")
     graph = ir.from_proto(model)
     remarks = Remarks("trim_padding")
-    trim_padding(graph, TrimOptions(), PassContext(remarks))
+    trim_padding(graph, PassContext(remarks))
     assert any(remark.outcome.value == "fired" for remark in remarks)

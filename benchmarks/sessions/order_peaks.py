@@ -29,7 +29,7 @@ from benchmarks.models.real_nets import real_nets
 from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.order.search import memory_order
-from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
+from rewrite_rules.shape_size_reorder.reorder import reorder
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
 
 _RUNS, _PASS, _SECONDS = "benchmarks.sessions.order_runs", "shape_size_reorder", 2
@@ -233,7 +233,7 @@ def _time_of(folder: Path, every: int) -> Figure:
     model = ir.load(_large_graph(folder / "large.onnx", every))
     context = PassContext(Remarks("shape_size_reorder"))
     start = time.perf_counter()
-    reorder(model, ReorderOptions(), context)
+    reorder(model, context, dims={})
     seconds = time.perf_counter() - start
     return Figure(f"{_LARGE} nodes, one in {every} a Shape", seconds, unit="s", bound=3)
 

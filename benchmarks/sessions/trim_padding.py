@@ -18,7 +18,7 @@ from benchmarks.models.minilm import float_minilm
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
+from rewrite_rules.trim_padding.trim import trim_padding
 
 Feed = dict[str, npt.NDArray[np.int64]]
 
@@ -126,13 +126,13 @@ def _run(model: ir.Model, feed: Feed) -> npt.NDArray[np.float32]:
 def _cost_of_the_pass(path: Path, rounds: int) -> list[Figure]:
     before = ir.load(path)
     nodes = len(before.graph)
-    trim_padding(before, TrimOptions(), PassContext(Remarks("trim_padding")))
+    trim_padding(before, PassContext(Remarks("trim_padding")))
     seconds = []
     for _ in range(rounds):
         model = ir.load(path)
         _lengthen(model, 5000)
         start = time.perf_counter()
-        trim_padding(model, TrimOptions(), PassContext(Remarks("trim_padding")))
+        trim_padding(model, PassContext(Remarks("trim_padding")))
         seconds.append(time.perf_counter() - start)
     return [
         Figure("MiniLM-L6: nodes added", len(before.graph) - nodes, bound=12),

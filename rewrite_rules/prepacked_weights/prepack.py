@@ -15,7 +15,6 @@ above the limit, a child that fails, hangs, or whose result is not bit-equal.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -33,19 +32,6 @@ _DATA_SUFFIX = ".data"
 _ERROR_CHARACTERS = 300
 
 
-@dataclasses.dataclass(frozen=True)
-class PrepackOptions:
-    """How to pack.
-
-    Attributes:
-        limit_mb: Megabytes that the data file may take; 0 for any number.
-        seconds: Time that the child may take.
-    """
-
-    limit_mb: int
-    seconds: int
-
-
 class _Failed(Exception):
     """The child did not make a model; the text is the reason a user reads."""
 
@@ -54,14 +40,15 @@ class _Broken(_Failed):
     """It did not, and might another time: killed, too slow, no room."""
 
 
-def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> None:
+def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: int) -> None:
     """Pack the weights of a saved model, in place.
 
     Args:
         model_path: The model; its folder holds its files and nothing else. Its old data files
             are removed once nothing points to them.
-        options: How to pack.
         context: Whom for; gets one remark.
+        limit_mb: Megabytes that the data file may take; 0 for any number.
+        seconds: Time that the child may take.
     """
     remarks, name = context.remarks, "model"
     if not context.cpu_only:
@@ -79,17 +66,17 @@ def prepack(model_path: Path, options: PrepackOptions, context: PassContext) -> 
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
     # Packed weights take about as much as the weights themselves.
     expected = 2.2 * before / 1e6
-    if options.limit_mb and expected > options.limit_mb:
+    if limit_mb and expected > limit_mb:
         remarks.refused(
             name,
-            f"would take about {expected:.0f} MB of disk, above limit_mb={options.limit_mb}",
+            f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}",
         )
         return
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
         try:
-            result = _run_child(model_path, folder, options.seconds, context)
-            _check(result, options)
+            result = _run_child(model_path, folder, seconds, context)
+            _check(result, limit_mb)
         except _Broken as failure:
             remarks.failed(name, str(failure))
             return
@@ -156,7 +143,7 @@ def _run_child(
     return dict(result)
 
 
-def _check(result: dict[str, Any], options: PrepackOptions) -> None:
+def _check(result: dict[str, Any], limit_mb: int) -> None:
     if not result["weights"]:
         raise _Failed("no kernel of this model packs weights that can be kept")
     if result["different"]:
@@ -164,8 +151,8 @@ def _check(result: dict[str, Any], options: PrepackOptions) -> None:
     if not result["in_use"]:
         raise _Failed(f"a session uses none of {result['recorded']} blobs")
     taken = result["data_bytes"] / 1e6
-    if options.limit_mb and taken > options.limit_mb:
-        raise _Failed(f"takes {taken:.1f} MB of disk, above limit_mb={options.limit_mb}")
+    if limit_mb and taken > limit_mb:
+        raise _Failed(f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
 
 
 def _replace(model_path: Path, folder: Path) -> None:

@@ -8,7 +8,6 @@ itself, and kept only if it holds less at its peak, or runs a Shape sooner and h
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -40,36 +39,30 @@ _WORTH_NO_REUSE = 0.95
 _MAX_SPREAD = 1.5
 
 
-@dataclasses.dataclass(frozen=True)
-class ReorderOptions:
-    """What is asked for.
+def reorder(
+    model: ir.Model,
+    context: PassContext,
+    *,
+    dims: Mapping[str, int],
+    for_default_order: bool = False,
+    lean_session: bool = True,
+) -> None:
+    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
 
-    Attributes:
+    Args:
+        model: The graph that will run, after all other rewrites.
+        context: Gets remarks, and what the session has to be set to.
         dims: Numbers for symbolic dimensions.
         for_default_order: Whether sessions can't be told an order, so that the file has to be
             one whose default order is good.
         lean_session: Whether sessions may be set to hold less.
     """
-
-    dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    for_default_order: bool = False
-    lean_session: bool = True
-
-
-def reorder(model: ir.Model, options: ReorderOptions, context: PassContext) -> None:
-    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
-
-    Args:
-        model: The graph that will run, after all other rewrites.
-        options: What is asked for.
-        context: Gets remarks, and what the session has to be set to.
-    """
     simplify_shapes(model, context)
     try:
-        shapes = concrete_shapes(model, options.dims)
+        shapes = concrete_shapes(model, dims)
         order = memory_order(model.graph, shapes)
-        if not options.for_default_order:
-            lean = options.lean_session and context.cpu_only
+        if not for_default_order:
+            lean = lean_session and context.cpu_only
             if lean and _may_be_held(order):
                 other = memory_order(model.graph, shapes, reuse=False)
                 order = _without_reuse(order, other, context)

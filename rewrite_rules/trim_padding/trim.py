@@ -50,21 +50,6 @@ _MIDDLE_PAIR = (("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43)
 _OTHER_SIZES = (17, 19, 23, 29, 37, 41, 47, 53, 59, 61)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrimOptions:
-    """What is asked for.
-
-    Attributes:
-        multiple: The length that is kept is a multiple of this.
-        mask: Name of the input that is the mask; empty to find it.
-        pack: Whether what works token by token runs on real tokens only.
-    """
-
-    multiple: int = 1
-    mask: str = ""
-    pack: bool = False
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Proof:
     """A mask, and what the model does under it."""
@@ -74,10 +59,25 @@ class _Proof:
     inputs: Mapping[ir.Value, Value]
 
 
-def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) -> None:
-    """Trim in place; remarks say what was cut, or what stood in the way."""
+def trim_padding(
+    model: ir.Model,
+    context: PassContext,
+    *,
+    multiple: int = 1,
+    mask: str = "",
+    pack: bool = False,
+) -> None:
+    """Trim in place; remarks say what was cut, or what stood in the way.
+
+    Args:
+        model: The user's graph.
+        context: Gets the remarks and the trials.
+        multiple: The length that is kept is a multiple of this.
+        mask: Name of the input that is the mask; empty to find it.
+        pack: Whether what works token by token runs on real tokens only.
+    """
     try:
-        proof = _find_mask(model, options.mask)
+        proof = _find_mask(model, mask)
         axes = _sequence_axes(model, proof)
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
@@ -87,7 +87,7 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
     _forget_lengths(model, proof.flow)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packable = options.pack and not proof.flow.choices
+    packable = pack and not proof.flow.choices
     packed = pack_regions(model, proof.flow, proof.mask, names) if packable else 0
     inputs = [value for value in model.graph.inputs if value in axes]
     outputs = [(v, at) for v, at in zip(model.graph.outputs, places, strict=True) if at]
@@ -100,12 +100,12 @@ def trim_padding(model: ir.Model, options: TrimOptions, context: PassContext) ->
         )
     if packed:
         gained += f"; {packed} nodes run on real tokens only"
-    elif options.pack:
+    elif pack:
         unpacked = "nothing works token by token for long enough to pack it"
         if proof.flow.choices:
             unpacked = "padding may be pooled: not packed"
         context.remarks.note(_MODEL, unpacked)
-    nodes = PaddingNodes(model, names, proof.mask, options.multiple, proof.flow.choices)
+    nodes = PaddingNodes(model, names, proof.mask, multiple, proof.flow.choices)
     for value in inputs:
         nodes.cut_input(value, axes[value])
     for value, where in outputs:

@@ -53,9 +53,9 @@ class PrepackedWeights(Pass):
 
     def finish(self, model_path: Path, context: PassContext) -> None:
         """Pack in place; see :mod:`.prepack`."""
-        from rewrite_rules.prepacked_weights.prepack import PrepackOptions, prepack
+        from rewrite_rules.prepacked_weights.prepack import prepack
 
-        prepack(model_path, PrepackOptions(self.limit_mb, self.timeout), context)
+        prepack(model_path, context, limit_mb=self.limit_mb, seconds=self.timeout)
 
     def session_settings(self) -> Mapping[str, str]:
         """Packing in parallel, where it is asked for."""

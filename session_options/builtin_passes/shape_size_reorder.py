@@ -58,10 +58,15 @@ class ShapeSizeReorder(Pass):
         After onnxruntime's own fusions: they give new nodes another place, and which of them
         fire depends on where shapes are read.
         """
-        from rewrite_rules.shape_size_reorder.reorder import ReorderOptions, reorder
+        from rewrite_rules.shape_size_reorder.reorder import reorder
 
-        options = ReorderOptions(self.sizes, self.for_default_order, self.lean_session)
-        reorder(model, options, context)
+        reorder(
+            model,
+            context,
+            dims=self.sizes,
+            for_default_order=self.for_default_order,
+            lean_session=self.lean_session,
+        )
 
     @property
     def sizes(self) -> dict[str, int]:

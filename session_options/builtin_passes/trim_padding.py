@@ -52,6 +52,6 @@ class TrimPadding(Pass):
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""
-        from rewrite_rules.trim_padding.trim import TrimOptions, trim_padding
+        from rewrite_rules.trim_padding.trim import trim_padding
 
-        trim_padding(model, TrimOptions(self.multiple, self.mask, self.pack), context)
+        trim_padding(model, context, multiple=self.multiple, mask=self.mask, pack=self.pack)
