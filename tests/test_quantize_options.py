@@ -295,14 +295,32 @@ def test_samples_only_measure_what_is_rounded_to_nearest():
     assert measured.report.nodes[0].output_error > 0
 
 
+class Rewinding:
+    """Gives samples of different lengths, again after rewind()."""
+
+    def __init__(self) -> None:
+        self.rewind()
+
+    def rewind(self) -> None:
+        sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
+        self.left = [{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)]
+
+    def get_next(self):
+        return self.left.pop(0) if self.left else None
+
+
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
 @pytest.mark.parametrize("method", ["awq_full", "gptq"])
-def test_memory_changes_no_bit(method):
-    sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
-    samples = [{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)]
+def test_memory_and_rewinding_change_no_bit(method):
+    options = [
+        {}, {"max_calibration_memory": 1}, {"max_calibration_memory": 20_000},
+        {"rewind": True}, {"rewind": True, "max_calibration_memory": 1},
+    ]  # fmt: skip
     found = [
-        quantize(chain("a", "b", "c"), method=method, calibration_data_reader=samples, **each)
-        for each in ({}, {"max_calibration_memory": 1}, {"max_calibration_memory": 20_000})
+        quantize(
+            chain("a", "b", "c"), method=method, calibration_data_reader=Rewinding(), **each
+        )
+        for each in options
     ]
     assert all(read(each.model) == read(found[0].model) for each in found)
 

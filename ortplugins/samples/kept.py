@@ -21,8 +21,11 @@ class KeptSamples:
     ``scratch``, which has to stay as long as this object is used. An iterator that was given
     up half-way costs nothing: the next one replays and reads on from there.
 
+    With ``rewind`` nothing is kept: each new iteration calls the reader's ``rewind()``.
+
     Attributes:
         count: How many samples there are; None until the source has come to its end.
+        rewinds: Whether samples come from the source every time.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class KeptSamples:
         *,
         scratch: Path,
         memory_bytes: int = 64 << 20,
+        rewind: bool = False,
     ) -> None:
         """Check the source's kind; no sample is read.
 
@@ -40,25 +44,36 @@ class KeptSamples:
             model: The model that they are for.
             scratch: An existing folder for what ``memory_bytes`` does not hold.
             memory_bytes: Bytes of arrays to keep in memory.
+            rewind: Read again by ``source.rewind()`` instead of keeping samples.
 
         Raises:
-            CalibrationError: If the source is not a source of samples, or the model has inputs
-                that are not tensors.
+            CalibrationError: If the source is not a source of samples, cannot rewind where it
+                is asked to, or the model has inputs that are not tensors.
         """
+        self._source, self._model = source, model
         self._scratch, self._free = scratch, memory_bytes
         self._fresh: Iterator[Feed] | None = checked_feeds(source, model)
         self._kept: list[Feed | _SpooledFeed] = []
         self._largest = (-1, 0)  # bytes, index
         self._failure: CalibrationError | None = None
         self.count: int | None = None
+        self.rewinds = rewind
+        if rewind and not callable(getattr(source, "rewind", None)):
+            raise CalibrationError(
+                f"rewind is asked for, but a {type(source).__name__} has no rewind(): add it, "
+                "or let samples be kept"
+            )
 
     def __iter__(self) -> Iterator[Feed]:
         """Yield every sample, in the source's order.
 
         Raises:
             CalibrationError: If the source fails, has no samples or a bad one; again at each
-                attempt.
+                attempt. In rewinding, if a later round has other samples than the first.
         """
+        if self.rewinds:
+            yield from self._from_the_start()
+            return
         index = 0
         while index < len(self._kept) or self._pull():
             yield self._load(index)
@@ -68,8 +83,10 @@ class KeptSamples:
         """Read the source to its end and return how many samples it has.
 
         Raises:
-            CalibrationError: As iterating.
+            CalibrationError: As iterating; also if samples are rewound and not kept.
         """
+        if self.rewinds:
+            raise CalibrationError("samples that are rewound cannot be read ahead")
         while self._pull():
             pass
         return len(self._kept)
@@ -77,10 +94,14 @@ class KeptSamples:
     def largest(self) -> Feed:
         """Return the sample of most bytes among those read, at least one; for planning memory.
 
+        Where samples are rewound it is the first.
+
         Raises:
             CalibrationError: As iterating.
         """
-        return self._load(self._largest[1]) if self._kept else next(iter(self))
+        if not self.rewinds and self._kept:
+            return self._load(self._largest[1])
+        return next(iter(self))
 
     def _load(self, index: int) -> Feed:
         kept = self._kept[index]
@@ -110,6 +131,23 @@ class KeptSamples:
             path = self._scratch / f"sample-{len(self._kept)}.npz"
             self._kept.append(_SpooledFeed(path, feed))
         return True
+
+    def _from_the_start(self) -> Iterator[Feed]:
+        if self._fresh is None:
+            self._source.rewind()  # type: ignore[union-attr]  # looked at in __init__
+            fresh = checked_feeds(self._source, self._model)
+        else:
+            fresh, self._fresh = self._fresh, None
+        count = 0
+        for feed in fresh:
+            count += 1
+            yield feed
+        if self.count is not None and count != self.count:
+            raise CalibrationError(
+                f"the calibration reader gave {self.count} samples, and {count} after "
+                "rewind(): a pass must see what the last one saw"
+            )
+        self.count = count
 
 
 class _SpooledFeed:

@@ -114,9 +114,13 @@ def collect(
             f"max_calibration_memory is {max_calibration_memory}: 1 byte or more is needed"
         )
     order = _graph_order(model, requests)
-    # They are kept anyway. Bad ones show before hours of work, and the largest one is known
-    # before memory is planned by it.
-    samples.read_all()
+    if not samples.rewinds:
+        # They are kept anyway. Bad ones show before hours of work, and the largest one is
+        # known before memory is planned by it.
+        samples.read_all()
+    else:
+        for _ in samples:
+            pass  # how many there are decides what is kept of each
     probe = samples.largest()
     parts = _Parts(model, scratch, providers)
     shapes = parts.activation_shapes(requests, probe)

@@ -81,6 +81,7 @@ def quantize(
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     max_calibration_memory: int = 1 << 30,
+    rewind: bool = False,
     external_data: bool | None = None,
     overwrite: bool = False,
     executor: concurrent.futures.Executor | None = None,
@@ -109,8 +110,9 @@ def quantize(
         calibration_providers: Execution providers that run the samples.
         max_calibration_memory: Bytes that activations and their statistics may take at once,
             and then the work on weights in threads; what does not fit is watched in further
-            passes over the samples, which are kept, in memory and beyond 64 MiB on disk, and
-            worked on later.
+            passes over the samples, and worked on later.
+        rewind: Whether further passes may rewind the reader; else samples are kept, in memory
+            and beyond 64 MiB on disk.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``output`` may exist.
@@ -172,7 +174,9 @@ def quantize(
         calibration = samples = run = None
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
-            samples = KeptSamples(calibration_data_reader, loaded.model, scratch=scratch)
+            samples = KeptSamples(
+                calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+            )
             calibration = functools.partial(
                 collect,
                 loaded.model,
