@@ -6,16 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 
-from ortplugins.model_io.loading import LoadedModel, is_path
+from ortplugins.model_io.loading import LoadedModel, ModelLike, is_path
 from ortplugins.model_io.saving import save_with_data
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 
 def stage(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:

@@ -3,15 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "check_float_model",
-    "check_names_given",
-    "checked_options",
-    "overrides_of",
-    "quant_type_of",
-    "selected_nodes",
-]
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any

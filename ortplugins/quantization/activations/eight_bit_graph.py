@@ -6,8 +6,6 @@ What onnxruntime's quantiser does otherwise is in :mod:`.onnxruntime_quantizer`.
 
 from __future__ import annotations
 
-__all__ = ["EightBitGraph", "EightBitSettings", "converted_tensors", "quantize_to_eight_bits"]
-
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ they are waited for without end. A Softmax in float16 gets a float16 scale.
 
 from __future__ import annotations
 
-__all__ = ["EightBitQuantizer", "to_onnxruntime"]
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

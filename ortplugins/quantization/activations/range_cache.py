@@ -7,8 +7,6 @@ digest of what the ranges are of, and of histograms only the ends.
 
 from __future__ import annotations
 
-__all__ = ["RangeCache"]
-
 import dataclasses
 import json
 import os

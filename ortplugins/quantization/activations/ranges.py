@@ -3,14 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CALIBRATION_METHODS",
-    "Calibration",
-    "Ranges",
-    "calibrate",
-    "quiet_quantizer",
-]
-
 import contextlib
 import dataclasses
 import hashlib

@@ -12,8 +12,6 @@ boundary has every value of the 8-bit one.
 
 from __future__ import annotations
 
-__all__ = ["StaticMixedResult", "quantize_static_mixed"]
-
 import dataclasses
 import enum
 import os
@@ -22,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, load_model, same_kind
+from ortplugins.model_io.loading import LoadedModel, ModelLike, load_model, same_kind
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.model_io.staged import stage
 from ortplugins.quantization.activations.arguments import (
@@ -61,9 +59,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
-
-if TYPE_CHECKING:
-    from ortplugins.model_io.loading import ModelLike
 
 _PASS = "mixed_precision_boundaries"
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)

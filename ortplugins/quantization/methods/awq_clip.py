@@ -21,8 +21,6 @@ outputs is 12 % less. As in GPTQ, diag(H) is added to H: without that the perple
 
 from __future__ import annotations
 
-__all__ = ["search_clip"]
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -22,8 +22,6 @@ eighth gave the same error on a chain of 13 MatMuls of 2048 x 2048, in an eighth
 
 from __future__ import annotations
 
-__all__ = ["ScaleChoice", "search_scales"]
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GRIDS", "BlockFormat"]
-
 import dataclasses
 
 import numpy as np

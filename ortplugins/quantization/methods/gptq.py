@@ -42,8 +42,6 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
 
 from __future__ import annotations
 
-__all__ = ["Gptq", "GptqOptions", "gptq"]
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -333,9 +331,6 @@ class _Hessian:
         Returns:
             float64 ``[K, K]``, row k of which is A[:, k], and 0 from the diagonal on; float32
             ``[K]``, R[k, k]**2.
-
-        Raises:
-            QuantizationError: If H cannot be factored with any damping.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -390,9 +385,6 @@ def _factor_in_place(hessian: Doubles) -> None:
     """Turn a matrix into its lower Cholesky factor, zeros above the diagonal.
 
     numpy's own takes three times the room, 2.9 GB for K = 11,008.
-
-    Raises:
-        LinAlgError: If it is not positive definite.
     """
     k = len(hessian)
     for start in range(0, k, _PANEL):

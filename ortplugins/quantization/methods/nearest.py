@@ -36,19 +36,6 @@ outside of them are clipped.
 
 from __future__ import annotations
 
-__all__ = [
-    "block_grid",
-    "candidate_grids",
-    "check_gram",
-    "check_weight",
-    "dequantize_blocks",
-    "in_blocks",
-    "quantize_blocks",
-    "round_to_grid",
-    "search_blocks",
-    "stored_scales",
-]
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

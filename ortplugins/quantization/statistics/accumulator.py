@@ -7,8 +7,6 @@ statistics, bit for bit, whatever else is collected beside them.
 
 from __future__ import annotations
 
-__all__ = ["ActivationStatistics", "StatisticsAccumulator", "accumulator_bytes", "pooled"]
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

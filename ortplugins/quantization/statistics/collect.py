@@ -15,8 +15,6 @@ onnxruntime's inference builds: issue 16013.)
 
 from __future__ import annotations
 
-__all__ = ["ActivationRequest", "collect", "detach_tensors", "open_detached"]
-
 import concurrent.futures
 import dataclasses
 import math
@@ -310,9 +308,6 @@ class _Parts:
         """Return the shape of each activation in a run of ``feed``.
 
         Only shapes are fetched, so that this takes no memory to speak of.
-
-        Raises:
-            CalibrationError: If the last axis of one is not K.
         """
         model = self._model.clone()
         values = _values(model)
