@@ -21,6 +21,7 @@ from builders.decoder_exports import (
 from builders.decoders import decoder
 from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
+from builders.small_decoder import ADDED, HALVES, small_decoder
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
@@ -155,6 +156,118 @@ def test_weights_that_something_else_reads_stay():
     assert counts(result)["Softmax"] == LAYERS
 
 
+def agrees(model: onnx.ModelProto, result: ir.Model, *runs: Run) -> None:
+    """Compare the outputs of both models."""
+    for seed, sizes in enumerate(runs or (*RUNS, *OTHER_RUNS)):
+        feeds = decoder_feeds(model, sizes, seed)
+        actual, expected = run(result, feeds), run(model, feeds)
+        assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
+
+
+def test_halves_that_are_turned_one_by_one():
+    model = small_decoder(rotary=HALVES)
+    result, remarks, _ = fused(model)
+    assert counts(result)["RotaryEmbedding"] == 2
+    assert counts(result)["GroupQueryAttention"] == 1
+    assert not remarks["refused"]
+    agrees(model, result)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("q_low = Sub(q_1_cos, q_2_sin)", "q_low = Sub(q_2_sin, q_1_cos)"),
+        ("q_1, q_2 = Split", "q_2, q_1 = Split"),
+        ("q_turned = Concat<axis = -1>", "q_turned = Concat<axis = -1>(q_high, q_low) # "),
+        # Pairs, put one behind the other.
+        (
+            "q_1, q_2 = Split<axis = -1, num_outputs = 2>(q)",
+            """q_pairs = Reshape(q, pair_sizes)
+            q_swapped = Transpose<perm = [0, 1, 2, 4, 3]>(q_pairs)
+            q_again = Reshape(q_swapped, head_sizes)
+            q_1, q_2 = Split<axis = -1, num_outputs = 2>(q_again)""",
+        ),
+    ],
+)
+def test_halves_that_are_no_rotation(change: tuple[str, str]):
+    constants = (
+        "int64 zero = {0}",
+        (
+            "int64 zero = {0}, int64[5] pair_sizes = {0, 0, 0, 4, 2}, "
+            "int64[4] head_sizes = {0, 0, 0, 8}"
+        ),
+    )
+    model = small_decoder(change, constants, rotary=HALVES)
+    result, *_ = fused(model)
+    agrees(model, result, Run(2, 5, 7))
+
+
+WHERE = "masked = Where(seen, scaled, lowest)"
+HIDDEN = """unseen = Not(seen)
+    masked = Where(unseen, lowest, scaled)"""
+
+
+@pytest.mark.parametrize("mask", [ADDED, WHERE, HIDDEN])
+@pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -np.inf])
+def test_masks_may_be_chosen(mask: str, lowest: float):
+    """Hiding a score by the lowest number is the same as adding that."""
+    model = small_decoder(mask=mask, lowest=lowest)
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == [
+        "attention: grouped queries, GroupQueryAttention; mask: causal"
+    ]
+    agrees(model, result, *(sizes for sizes in RUNS if sizes.padding != "left"))
+
+
+# Changes to a decoder, and what the remark on its attention says.
+BAD = {
+    "another number": ((), "masked = Where(seen, scaled, scale)", "Where 'masked' chooses"),
+    "sinks": (
+        (("Softmax<axis = -1>(masked)", "Softmax<axis = -1>(with_sinks)"),
+         ("MatMul(weights, v_all)", "MatMul(kept, v_all)"),
+         ("mixed =", "kept = Slice(weights, first, end, last)\nmixed ="),
+         ("int64 zero = {0}", "int64 zero = {0}, int64[1] first = {0}, int64[1] end = {-1}")),
+        ADDED + """
+        length_of = Shape(scaled)
+        rest = ConstantOfShape<value = float[1] {0}>(length_of)
+        none = ReduceSum<keepdims = 1>(rest, last)
+        sink = Add(none, sinks)
+        with_sinks = Concat<axis = -1>(masked, sink)""",
+        "its weights go through Slice",
+    ),
+    "half": ((("float[", "float16["),), ADDED, "computes in FLOAT16"),
+    "heads stay": ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), ADDED,
+                   "its result goes to Relu"),
+    "capped": ((), ADDED.replace("Add(scaled", "Add(capped") + "\ncapped = Tanh(scaled)",
+               "soft-capped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_stays_is_named(case: str):
+    changes, mask, reason = BAD[case]
+    result, remarks, _ = fused(small_decoder(*changes, mask=mask))
+    (refused,) = [text for text in remarks["refused"] if text.startswith("attention")]
+    assert reason in refused
+    assert not counts(result)["If"]
+
+
+def test_heads_without_a_kernel():
+    model = small_decoder(size=6)
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == ["attention: grouped queries; mask: causal"]
+    agrees(model, result)
+
+
+def test_an_empty_batch():
+    model = small_decoder(rotary=HALVES)
+    result, *_ = fused(model)
+    for sizes in (Run(0, 4, 0), Run(0, 4, 3), Run(0, 1, 3)):
+        feeds = decoder_feeds(model, sizes, 1)
+        for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+            assert actual.shape == expected.shape
+
+
 def test_another_rotation_stays():
     model = exported_decoder("llama-dynamo-eager")
     for node in model.graph.node:
@@ -230,8 +343,8 @@ def test_a_session_runs_the_fused_decoder():
         assert greatest_difference(sizes, actual, run(model, feeds)) < 1e-5
 
 
-# Attention with terms of its own between queries and keys; five axes of unknown sizes.
-LEFT = ("deberta2", "modernbert-dynamo")
+# Heads are merged with the batch.
+LEFT = ("deberta2",)
 # Heads and spellings of those make the same attention as others.
 ENCODERS = [name for name in EXPORTS if not name.startswith(("bert-", "roberta", "xlmr"))]
 ENCODERS += [name for name in EXPORTS if name.startswith(("bert-dynamo", "bert-torch"))]

@@ -17,18 +17,20 @@ Without a cache, and across from a decoder to what an encoder made, the standard
 opset 23 takes 0.6 to 0.8 of the time of the nodes: it reads heads where the projections wrote
 them. MultiHeadAttention transposes them first and gains nothing.
 
-Refused by name: soft caps, masks chosen by Where or one for each head of a group, other types
-than float32, weights that something else reads; masks that let tokens see later ones get no
-GroupQueryAttention.
+A mask may hide scores by Where: with the lowest number that is the same as adding it.
+
+Refused by name: soft caps, masks of their own for the heads of a group, other types than
+float32, weights that something else reads; masks that let tokens see later ones get no
+GroupQueryAttention. What multiplies the weights of a Softmax and is not fused says why.
 """
 
 from __future__ import annotations
 
-__all__ = ["FuseAttention"]
+__all__ = ["FuseAttention", "multiplied_weights", "refuse_the_rest"]
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,7 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout, read_grouped_layout
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
-from rewrite_rules.transformer_fusion.mask_reading import MaskReader, MaskSight
+from rewrite_rules.transformer_fusion.mask_reading import Mask, MaskReader, MaskSight
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     before_unsqueeze,
@@ -58,6 +60,9 @@ from rewrite_rules.transformer_fusion.repeated_heads import (
 )
 
 _LOWEST = float(np.finfo(np.float32).min)
+_MAX_BETWEEN = 4
+# Half of what lies between float32 numbers of such size is far above any score.
+_NO_SCORE_CHANGES = -1e37
 
 
 class FuseAttention(RewriteRuleClassBase):
@@ -116,16 +121,16 @@ class FuseAttention(RewriteRuleClassBase):
             except Refusal as refusal:
                 self._remarks.refused(label(node), f"attention: {refusal}")
                 return result.fail(str(refusal), node)
-        return result if self._found else result.fail("is not attention", node)
+        return result
 
     def _read(
         self, softmax: ir.Value, mixed: ir.Value, out: ir.Value, guarded: int
-    ) -> tuple[Attention, _Added] | None:
+    ) -> tuple[Attention, _Added]:
         logits, (weights, values) = producer(softmax).inputs[0], producer(mixed).inputs
         assert logits is not None and weights is not None and values is not None
         scores = _scores(logits)
         if scores is None:
-            return None
+            raise Refusal(f"{logits.name!r} is not scaled scores and masks")
         product, scale, masks = scores
         (k, keys_apart), (v, values_apart) = (
             self._heads(operand, what)
@@ -212,26 +217,26 @@ class FuseAttention(RewriteRuleClassBase):
     def _added(
         self,
         found: Attention,
-        masks: tuple[ir.Value, ...],
+        masks: tuple[Mask, ...],
         layout: GroupedLayout,
         guarded: bool,
     ) -> _Added:
         sights: list[MaskSight | None] = []
         shapes: list[tuple[Dim | None, ...]] = []
         for mask in masks:
-            shape = self._facts.shape(mask)
+            shape, name = self._facts.shape(mask.value), mask.value.name
             if not isinstance(shape, tuple):
-                raise Refusal(f"the axes of mask {mask.name!r} are not known")
-            shapes.append(layout.dims(shape, mask.name))
+                raise Refusal(f"the axes of mask {name!r} are not known")
+            shapes.append(layout.dims(shape, name))
             try:
                 sights.append(self._masks.read(mask, layout))
             except CannotEvaluate as error:
                 if guarded or layout.repeats > 1:
-                    raise Refusal(f"mask {mask.name!r} can't be computed: {error}") from error
+                    raise Refusal(f"mask {name!r} can't be computed: {error}") from error
                 sights.append(None)
         cached = all(map(_is_cache, (found.keys, found.values))) and len(masks) < 2
         if cached and masks and found.heads != found.groups and number(shapes[0][1]) != 1:
-            raise Refusal(f"mask {masks[0].name!r} may differ from head to head")
+            raise Refusal(f"mask {masks[0].value.name!r} may differ from head to head")
         if not cached and not self._standard:
             raise Refusal("without a cache it needs the kernel of onnxruntime 1.24")
         if not cached and found.read_keys.merge is not None:
@@ -273,7 +278,9 @@ class FuseAttention(RewriteRuleClassBase):
             prompt, forms = self._branch(found.prompt), f"{forms}, GroupQueryAttention"
 
             def without_cache(op: Any) -> Any:
-                empty = op.Equal(op.Shape(past, start=2, end=3), op.Constant(value_ints=[0]))
+                # The kernel divides by the number of rows.
+                rows = op.Cast(op.Shape(past, start=0, end=1), to=ir.DataType.BOOL)
+                empty = op.And(rows, op.Equal(op.Shape(past, start=2, end=3), ints(op, 0)))
                 branches = {"then_branch": prompt, "else_branch": chunk}
                 made = op.If(empty, **branches, _outputs=3 if found.joins else 1)
                 return made if found.joins else [made]
@@ -327,8 +334,12 @@ class FuseAttention(RewriteRuleClassBase):
             self._shared[key] = self._emit_mask(op, found, added, sizes)
         return self._shared[key]
 
-    def _emit_mask(self, op: Any, found: Attention, added: _Added, sizes: Dims) -> ir.Value:
-        total, *others = added.masks
+    def _emit_mask(self, op: Any, found: Attention, added: _Added, sizes: Dims) -> Any:
+        ranks = (len(self._facts.shape(mask.value)) for mask in added.masks)  # type: ignore[arg-type]
+        total, *others = [
+            mask.added(op, added.layout.rank - rank)
+            for mask, rank in zip(added.masks, ranks, strict=True)
+        ]
         for other in others:
             total = op.Add(total, other)
         if any(sight is not None and sight.infinite for sight in added.sights):
@@ -341,7 +352,7 @@ class FuseAttention(RewriteRuleClassBase):
         # The kernel wants a row for each query.
         axis = 1 if found.read_keys.split else 2
         keys = op.Shape(found.keys, start=axis, end=axis + 1)
-        return op.Expand(total, ints(op, 1, 1, found.length(op), keys))  # type: ignore[no-any-return]
+        return op.Expand(total, ints(op, 1, 1, found.length(op), keys))
 
     def _branch(self, build: Callable[[Any], Sequence[ir.Value]]) -> ir.Graph:
         """Return a subgraph; what it reads from outside, it captures."""
@@ -360,18 +371,61 @@ class _Added:
     """What is added to scores.
 
     Attributes:
-        masks: The tensors.
+        masks: What is added, or hides scores.
         shapes: The sizes of each for ``[B, H, S, T]``.
         sights: What each was seen to do; None where it can't be computed.
         layout: How they are laid out.
         cached: Whether keys and values are a cache.
     """
 
-    masks: tuple[ir.Value, ...]
+    masks: tuple[Mask, ...]
     shapes: tuple[tuple[Dim | None, ...], ...]
     sights: tuple[MaskSight | None, ...]
     layout: GroupedLayout
     cached: bool
+
+
+def multiplied_weights(model: ir.Model) -> dict[ir.Node, tuple[str, ...]]:
+    """Return each MatMul of what a Softmax made, and the operators on the way to it."""
+    found: dict[ir.Node, tuple[str, ...]] = {}
+    for softmax in (node for node in model.graph.all_nodes() if node.op_type == "Softmax"):
+        value, between = softmax.outputs[0], list[str]()
+        while len(between) < _MAX_BETWEEN:
+            readers = [node for node in value.consumers() if node.op_type != "Shape"]
+            if not readers:
+                break
+            node = next((one for one in readers if one.op_type == "MatMul"), readers[0])
+            if node.op_type == "MatMul" and node.inputs[0] is value:
+                found[node] = tuple(between)
+                break
+            between.append(node.op_type)
+            value = node.outputs[0]
+    return found
+
+
+def refuse_the_rest(
+    main: ir.Graph, products: Mapping[ir.Node, Sequence[str]], remarks: Remarks
+) -> None:
+    """Say what differs in attention that no rule looked at.
+
+    Args:
+        main: The graph in which attention is fused.
+        products: What :func:`multiplied_weights` found before.
+        remarks: Has those of the rules.
+    """
+    seen = {remark.node for remark in remarks}
+    for product, between in products.items():
+        readers = product.outputs[0].consumers()
+        if product.graph is None or not readers or label(product) in seen:
+            continue
+        if product.graph is not main:
+            reason = "it stands in a subgraph"
+        elif between:
+            reason = f"its weights go through {', '.join(between)}"
+        else:
+            reader = ", ".join(node.op_type for node in readers)
+            reason = f"its result goes to {reader}, not to a Transpose of heads"
+        remarks.refused(label(product), f"attention: {reason}")
 
 
 def _is_cache(value: ir.Value) -> bool:
@@ -389,8 +443,8 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 def _scores(
     logits: ir.Value | None, depth: int = 3
-) -> tuple[ir.Node, float, tuple[ir.Value, ...]] | None:
-    """The MatMul before a Softmax, what scales it, and the masks that are added to it."""
+) -> tuple[ir.Node, float, tuple[Mask, ...]] | None:
+    """The MatMul before a Softmax, what scales it, and the masks."""
     product, scale = _product(logits)
     if product is not None:
         return product, scale, ()
@@ -398,13 +452,22 @@ def _scores(
     if node is None or node.op_type not in ("Add", "Where") or not depth:
         return None
     a, b = node.inputs[-2:]
-    for scores, mask in ((a, b), (b, a)):
+    for scores, other in ((a, b), (b, a)):
         found = _scores(scores, depth - 1)
-        if found is not None and mask is not None:
-            if node.op_type == "Where":
-                raise Refusal("the mask is chosen by Where, not added")
+        if found is not None and other is not None:
+            chosen = node.op_type == "Where"
+            mask = _chosen(node, other, other is a) if chosen else Mask(other)
             return *found[:2], (*found[2], mask)
     return None
+
+
+def _chosen(node: ir.Node, other: ir.Value, hides: bool) -> Mask:
+    """The mask of a Where between scores and a number."""
+    tensor, condition = constant(other), node.inputs[0]
+    lowest = float(tensor.numpy().max()) if tensor is not None and tensor.size else 0.0
+    if tensor is None or tensor.size != 1 or condition is None or lowest > _NO_SCORE_CHANGES:
+        raise Refusal(f"Where {label(node)!r} chooses something else than the lowest number")
+    return Mask(condition, lowest, hides)
 
 
 def _product(scores: ir.Value | None) -> tuple[ir.Node | None, float]:

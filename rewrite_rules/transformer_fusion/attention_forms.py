@@ -98,11 +98,13 @@ class Attention:
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
             return self._results(op.Transpose(mixed, perm=SPLIT_HEADS), held, values)
-        keys = op.Shape(held, start=2, end=3)
-        rows = op.Reshape(query, ints(op, 0, groups, -1, self.size))
-        each = op.Reshape(self._scores(op, rows, held), ints(op, 0, heads, -1, keys))
-        grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, -1, keys))
-        each = op.Reshape(op.MatMul(grouped, values), ints(op, 0, heads, -1, self.size))
+        keys, tokens = op.Shape(held, start=2, end=3), self.length(op)
+        count = op.Mul(tokens, ints(op, heads // groups))
+        # Where the batch is empty, no other size can be inferred.
+        rows = op.Reshape(query, ints(op, -1, groups, count, self.size))
+        each = op.Reshape(self._scores(op, rows, held), ints(op, -1, heads, tokens, keys))
+        grouped = op.Reshape(self._weights(op, each), ints(op, -1, groups, count, keys))
+        each = op.Reshape(op.MatMul(grouped, values), ints(op, -1, heads, tokens, self.size))
         return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
 
     def prompt(self, op: Any) -> list[Any]:

@@ -20,14 +20,18 @@ from rewrite_rules.masks.graph_evaluator import GraphEvaluator
 from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.remarks import Outcome, PassContext
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.attention import FuseAttention
+from rewrite_rules.transformer_fusion.attention import (
+    FuseAttention,
+    multiplied_weights,
+    refuse_the_rest,
+)
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader
 from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
 from rewrite_rules.transformer_fusion.projections import merge_projections
-from rewrite_rules.transformer_fusion.rotary import Rotary
+from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
@@ -115,10 +119,13 @@ def _fuse_attention(
 
     if options.rotary:
         runs = evaluators(list(filter(inputs.takes, _ROTARY_RUNS)))
-        rotary = Rotary.rule(ProvedShapes(model), runs, remarks).commute()
+        shapes = ProvedShapes(model)
+        rules = [each.rule(shapes, runs, remarks) for each in (Rotary, SplitRotary)]
+        rotary = [variant for rule in rules for variant in rule.commute()]
         DispatchingRuleSet(rotary, in_main).apply_to_model(model)
         RemoveUnusedNodesPass()(model)
     if options.attention:
+        products = multiplied_weights(model)
         seen = [run for run in _MASK_RUNS if inputs.takes(run)]
         masks = MaskReader(dict(zip(seen, evaluators(seen), strict=True)))
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
@@ -133,6 +140,7 @@ def _fuse_attention(
             whole.name, made.name = None, name
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
+        refuse_the_rest(model.graph, products, remarks)
     # Of the other forms it is known which runs they are faster in.
     timed = _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):

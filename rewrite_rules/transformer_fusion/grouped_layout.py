@@ -36,14 +36,20 @@ class GroupedLayout:
     repeats: int = 1
     own_axis: bool = False
 
+    @property
+    def rank(self) -> int:
+        """How many axes scores have."""
+        return 4 + self.own_axis
+
     def dims(self, shape: Dims, name: str | None) -> tuple[Dim | None, ...]:
         """Return the sizes of a mask for ``[B, H, S, T]``; None for what a run tells.
 
         Raises:
             Refusal: If the mask has other axes.
         """
-        if len(shape) != 4 + self.own_axis:
-            raise Refusal(f"mask {name!r} has {len(shape)} axes, not {4 + self.own_axis}")
+        if len(shape) > self.rank:
+            raise Refusal(f"mask {name!r} has {len(shape)} axes, not {self.rank}")
+        shape = ((1, ()),) * (self.rank - len(shape)) + shape
         if not self.own_axis:
             return shape if self.repeats == 1 else (*shape[:2], None, shape[3])
         if number(shape[2]) != 1:

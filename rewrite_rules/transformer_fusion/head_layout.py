@@ -13,6 +13,7 @@ __all__ = [
     "unsplit",
 ]
 
+import math
 from typing import Any
 
 import onnx_ir as ir
@@ -91,7 +92,7 @@ def count_heads(split: ir.Value, facts: ProvedShapes, exact: bool = True) -> int
     """
     node = split.producer()
     if node is None or node.op_type != "Reshape" or node.domain:
-        return None
+        return None if exact else _count_packed(split, facts)
     source, target = node.inputs[0], node.inputs[1]
     before = None if source is None else facts.shape(source)
     asked = None if target is None else facts.integers(target)
@@ -111,3 +112,26 @@ def count_heads(split: ir.Value, facts: ProvedShapes, exact: bool = True) -> int
     else:
         same = not exact or asked.numbers[1] in (before[1], (0, ()))
     return width // size if same else None
+
+
+def _count_packed(split: ir.Value, facts: ProvedShapes) -> int | None:
+    """Return H of a part of a Reshape ``[B, S, 3 * H * D] -> [B, S, 3, H, D]``."""
+    node = split.producer()
+    while node is not None and node.op_type in ("Gather", "Slice", "Split", "Squeeze"):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    if node is None or node.op_type != "Reshape" or node.inputs[0] is None:
+        return None
+    before, after = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
+    shape = facts.shape(split)
+    if not (
+        isinstance(before, tuple) and isinstance(after, tuple) and isinstance(shape, tuple)
+    ):
+        return None
+    if (len(before), len(after), len(shape)) != (3, 5, 4) or shape[2] not in after[2:]:
+        return None
+    width = number(before[2])
+    others = [number(dim) for dim in after[2:] if dim != shape[2]]
+    if width is None or len(others) != 2 or None in others:
+        return None
+    count = math.prod(size for size in others if size is not None)
+    return width // count if count and width % count == 0 else None

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""What an additive mask lets attention see, found by computing it on concrete inputs."""
+"""What a mask lets attention see, found by computing it on concrete inputs."""
 
 from __future__ import annotations
 
-__all__ = ["MaskReader", "MaskSight"]
+__all__ = ["Mask", "MaskReader", "MaskSight"]
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,9 +16,42 @@ from rewrite_rules.masks.graph_evaluator import GraphEvaluator
 from rewrite_rules.masks.node_evaluator import Array
 from rewrite_rules.transformer_fusion.decoder_runs import Run
 from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout
+from rewrite_rules.transformer_fusion.head_layout import ints
 
 # What is added to a score that must not count; float16's lowest is -65504.
 _LOW = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A tensor that is added to scores, or says where a lowest number stands instead of one.
+
+    Adding that number is the same: no score is large enough to change it.
+
+    Attributes:
+        value: The tensor.
+        lowest: What stands instead of a score; None where the tensor is added.
+        hides: Where: the value of a bool tensor that hides a score.
+    """
+
+    value: ir.Value
+    lowest: float | None = None
+    hides: bool = True
+
+    def added(self, op: Any, missing: int) -> Any:
+        """Emit what is added, with that many more axes."""
+        value: Any = self.value
+        if self.lowest is not None:
+            numbers = [op.Constant(value_float=number) for number in (self.lowest, 0.0)]
+            value = op.Where(value, *numbers[:: 1 if self.hides else -1])
+        return op.Unsqueeze(value, ints(op, *range(missing))) if missing else value
+
+    def computed(self, array: Array, rank: int) -> Array:
+        """Return what is added, given the tensor."""
+        array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+        return (
+            array if self.lowest is None else np.where(array == self.hides, self.lowest, 0.0)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +82,7 @@ class MaskReader:
         self._runs = runs
         self._seen: dict[object, MaskSight] = {}
 
-    def read(self, mask: ir.Value, layout: GroupedLayout) -> MaskSight:
+    def read(self, mask: Mask, layout: GroupedLayout) -> MaskSight:
         """Return what a mask of scores in a layout does.
 
         Raises:
@@ -56,7 +90,10 @@ class MaskReader:
             Refusal: If it differs among the query heads of a group.
         """
         if (mask, layout) not in self._seen:
-            arrays = {run: layout.array(each.array(mask)) for run, each in self._runs.items()}
+            arrays = {
+                run: layout.array(mask.computed(each.array(mask.value), layout.rank))
+                for run, each in self._runs.items()
+            }
             self._seen[mask, layout] = _sight(arrays)
         return self._seen[mask, layout]
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Rotary embedding, whatever spells the rotation.
 
-    x * cos + turned(x) * sin  ->  RotaryEmbedding(x, positions, cos, sin)
+    x * cos + turned(x) * sin
+    Concat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+        -> RotaryEmbedding(x, positions, cos, sin)
 
 ``turned`` is found by what it computes: ``[-x2, x1]`` of the halves of a head, or
-``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved). ``cos`` and ``sin`` stay as the graph
-computes or gathers them, with each number once, and serve as the caches of the kernel: row
-``b * S + s`` for token s of row b, so that no greatest length is needed. A rotation of a part
-of each head rotates the Slice that the exporter wrote.
+``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved); so are the halves ``x1`` and ``x2``.
+``cos`` and ``sin`` stay as the graph computes or gathers them, with each number once, and
+serve as the caches of the kernel: row ``b * S + s`` for token s of row b, so that no greatest
+length is needed. A rotation of a part of each head rotates the Slice that the exporter wrote.
 
 Left as it is: a rotation that is not one of the two, or whose cosines are not the same in both
 halves; both are named.
@@ -15,8 +17,9 @@ halves; both are named.
 
 from __future__ import annotations
 
-__all__ = ["Rotary"]
+__all__ = ["Rotary", "SplitRotary"]
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +35,11 @@ from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
+    count_heads,
     ints,
     is_transposed_heads,
     rows,
+    unsplit,
 )
 
 _BEYOND = (1 << 63) - 1
@@ -51,6 +56,7 @@ class Rotary(RewriteRuleClassBase):
         self._runs = runs
         self._remarks = remarks
         self._nodes = NodeEvaluator()
+        self._found: _Rotation | None = None
         self._tables: dict[object, tuple[ir.Value, ...]] = {}
 
     def pattern(self, op, x, cos, turned, sin):  # type: ignore[no-untyped-def]
@@ -67,70 +73,132 @@ class Rotary(RewriteRuleClassBase):
     ) -> MatchResult:
         """Compare what the subgraph computes with a rotation."""
         del context  # Unused
+        if turned.producer() is None or cos is sin:
+            return MatchResult().fail("nothing is turned", turned)
+        return self._check(x, [turned], cos, sin, out)
+
+    def _check(
+        self,
+        x: ir.Value,
+        parts: Sequence[ir.Value],
+        cos: ir.Value,
+        sin: ir.Value,
+        out: ir.Value,
+    ) -> MatchResult:
+        """Check what x becomes, as a whole or in halves, and the tables for each part."""
         result, node = MatchResult(), producer(out)
         sizes = self._facts.shape(x)
         if not isinstance(sizes, tuple) or len(sizes) != 4 or x.dtype != ir.DataType.FLOAT:
             return result.fail("x is not [B, H, S, D] in float32", x)
-        if turned.producer() is None or cos is sin:
-            return result.fail("nothing is turned", turned)
         try:
             found = [(run.array(cos), run.array(sin)) for run in self._runs]
         except CannotEvaluate as error:
             return result.fail(str(error), cos)
-        size = found[0][0].shape[-1] if found and found[0][0].ndim else 0
-        self._interleaved = self._kind(x, turned, size)
-        if self._interleaved is None:
+        width = found[0][0].shape[-1] if found and found[0][0].ndim else 0
+        size = width * len(parts)
+        # Only a product with a table of all columns says that x has as many.
+        known = number(sizes[3]) or (size if len(parts) == 1 else None)
+        interleaved = self._kind(x, parts, size) if known == size else None
+        if interleaved is None:
             return result.fail("it is not a rotation", node)
         for array in (array for pair in found for array in pair):
-            if array.ndim != 4 or array.shape[1] != 1 or array.shape[-1] != size:
+            if array.ndim != 4 or array.shape[1] != 1 or array.shape[-1] != width:
                 return result.fail("cos is not [B, 1, S, D]", cos)
-            if not np.array_equal(*_halves(array, self._interleaved)):
+            if len(parts) == 1 and not np.array_equal(*_halves(array, interleaved)):
                 self._remarks.refused(label(node), "rotary: the halves of cos differ")
                 return result.fail("the halves of cos differ", cos)
+        self._found = _Rotation(x, size, bool(interleaved), width == size)
         return result
 
-    def _kind(self, x: ir.Value, turned: ir.Value, size: int) -> int | None:
+    def _kind(self, x: ir.Value, parts: Sequence[ir.Value], size: int) -> int | None:
         """Return 0 for halves, 1 for pairs, None for any other subgraph."""
-        if size < 2 or size % 2 or number(self._facts.shape(x)[3]) not in (size, None):  # type: ignore[index]
+        if size < 2 or size % 2:
             return None
         array = np.random.default_rng(size).standard_normal((2, 3, 5, size))
         array = array.astype(np.float32)
+        evaluator = GraphEvaluator(self._facts, {x: array}, self._nodes)
         try:
-            actual = GraphEvaluator(self._facts, {x: array}, self._nodes).array(turned)
+            actual = [evaluator.array(part) for part in parts]
         except CannotEvaluate:
             return None
+        if len(parts) == 2:
+            return 0 if all(map(np.array_equal, actual, _halves(array, 0))) else None
         for kind in (0, 1):
             first, second = _halves(array, kind)
             expected = np.empty_like(array)
             low, high = _halves(expected, kind)
             low[...], high[...] = -second, first
-            if np.array_equal(actual, expected):
+            if np.array_equal(actual[0], expected):
                 return kind
         return None
 
     def rewrite(
-        self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, out: ir.Value, **_: object
+        self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **_: object
     ) -> Any:
         """Rotate before heads are transposed, where they are."""
-        node, shape = producer(out), self._facts.shape(x)
-        assert isinstance(shape, tuple) and self._interleaved is not None
-        size = self._runs[0].array(cos).shape[-1]
+        found, node = self._found, producer(out)
+        assert found is not None
+        x, shape = found.x, self._facts.shape(found.x)
+        assert isinstance(shape, tuple)
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, self._interleaved)
+        key = (cos, sin, found.interleaved)
         if key not in self._tables:
-            self._tables[key] = _tables(op, x, cos, sin, size, self._interleaved)
-        attributes = {"interleaved": self._interleaved, "_domain": "com.microsoft"}
+            self._tables[key] = _tables(op, found, cos, sin)
+        attributes = {"interleaved": int(found.interleaved), "_domain": "com.microsoft"}
         self._remarks.fired(label(node), "RotaryEmbedding")
         if not is_transposed_heads(x):
             return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
-        heads = number(shape[1])
-        flat = rows(op, x, self._facts, -1 if heads is None else heads * size)
+        heads = number(shape[1]) or count_heads(unsplit(x), self._facts, exact=False)
+        flat = rows(op, x, self._facts, -1 if heads is None else heads * found.size)
         turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes, _name=node.name)
-        split = op.Reshape(turned, ints(op, 0, 0, heads or -1, size))
+        split = op.Reshape(turned, ints(op, 0, 0, heads or -1, found.size))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
-def _halves(array: Array, interleaved: int) -> tuple[Array, Array]:
+class SplitRotary(Rotary):
+    """``Concat(x1 * cos - x2 * sin, x2 * cos + x1 * sin) -> RotaryEmbedding``."""
+
+    def pattern(self, op, first, second, cos, sin):  # type: ignore[no-untyped-def, override]
+        low = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
+        high = op.Add(op.Mul(second, cos), op.Mul(first, sin))
+        return op.Concat(low, high, axis=-1, _outputs=["out"])
+
+    def check(  # type: ignore[override]
+        self,
+        context: MatchContext,
+        first: ir.Value,
+        second: ir.Value,
+        cos: ir.Value,
+        sin: ir.Value,
+        out: ir.Value,
+    ) -> MatchResult:
+        """Compare the terms with the halves of what they are cut from."""
+        del context  # Unused
+        node = first.producer()
+        x = node.inputs[0] if node is not None and node.inputs else None
+        if x is None:
+            return MatchResult().fail("nothing is split", first)
+        return self._check(x, [first, second], cos, sin, out)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rotation:
+    """What is rotated.
+
+    Attributes:
+        x: ``[B, H, S, D]``.
+        size: D.
+        interleaved: Whether pairs are turned instead of halves.
+        doubled: Whether cos and sin hold each number twice, ``[B, 1, S, D]``.
+    """
+
+    x: ir.Value
+    size: int
+    interleaved: bool
+    doubled: bool
+
+
+def _halves(array: Array, interleaved: int | bool) -> tuple[Array, Array]:
     """The two parts of each head that are turned into one another."""
     if interleaved:
         return array[..., 0::2], array[..., 1::2]
@@ -138,17 +206,17 @@ def _halves(array: Array, interleaved: int) -> tuple[Array, Array]:
     return array[..., :half], array[..., half:]
 
 
-def _tables(
-    op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, size: int, interleaved: int
-) -> tuple[ir.Value, ...]:
+def _tables(op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value) -> tuple[ir.Value, ...]:
     """Positions ``[B, S]`` into tables of a row for each token, and the tables."""
-    end, step = (_BEYOND, 2) if interleaved else (size // 2, 1)
+    half = found.size // 2
+    end, step = (_BEYOND, 2) if found.interleaved else (half, 1)
     bounds = [ints(op, number) for number in (0, end, 3, step)]
-    flat = ints(op, -1, size // 2)
-    tables = [op.Reshape(op.Slice(value, *bounds), flat) for value in (cos, sin)]
+    once = [op.Slice(value, *bounds) if found.doubled else value for value in (cos, sin)]
+    flat = ints(op, -1, half)
+    tables = [op.Reshape(value, flat) for value in once]
     own = op.Gather(op.Shape(cos), ints(op, 0, 2))
     count = op.ReduceProd(own, keepdims=0)
     numbers = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     # One row of positions may serve the whole batch.
-    wanted = op.Gather(op.Shape(x), ints(op, 0, 2))
+    wanted = op.Gather(op.Shape(found.x), ints(op, 0, 2))
     return op.Expand(op.Reshape(numbers, own), wanted), *tables
