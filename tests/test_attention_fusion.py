@@ -219,6 +219,24 @@ def test_masks_may_be_chosen(mask: str, lowest: float):
     agrees(model, result, *(sizes for sizes in RUNS if sizes.padding != "left"))
 
 
+def test_a_mask_of_two_axes_and_no_cache():
+    """A decoder's first step: no input pads, and none is a cache."""
+    fed = """, int64[B, T] attention_mask,
+         float[B, 2, P, 8] past_key, float[B, 2, P, 8] past_value"""
+    model = small_decoder(
+        (fed, ""),
+        ("past = Shape<start = 2, end = 3>(past_key)", "past = Sub(one_axis, one_axis)"),
+        ("Concat<axis = 2>(past_key, k_turned)", "Identity(k_turned)"),
+        ("Concat<axis = 2>(past_value, v)", "Identity(v)"),
+        ("Cast<to = 9>(attention_mask)", "Identity(nothing)"),
+        ("Unsqueeze(real, two_axes)", "Identity(real)"),
+        ("And(real_columns, before)", "Identity(before)"),
+    )
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == ["attention: Attention; mask: causal"]
+    agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
+
+
 # Changes to a decoder, and what the remark on its attention says.
 BAD = {
     "another number": ((), "masked = Where(seen, scaled, scale)", "Where 'masked' chooses"),
