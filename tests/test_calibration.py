@@ -366,23 +366,6 @@ def test_statistics_are_those_of_the_models_activations(tmp_path):
         np.testing.assert_allclose(found[name].gram, x.T @ x / 15, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:calibrating:ortplugins.OrtpluginsWarning")
-def test_less_memory_means_more_passes_and_the_same_bits(tmp_path):
-    model, feeds = transformer(), token_samples(20, 300, 7)
-    (whole,) = batches_of(model, feeds, tmp_path, requests())
-    passes = []
-    for budget in (1 << 20, 400_000, 200_000, 1):
-        reader = Reader(feeds)
-        batches = batches_of(
-            model, reader, tmp_path, requests(), max_calibration_memory=budget
-        )
-        assert reader.pulls == len(feeds) + 1
-        assert [name for batch in batches for name in batch] == NAMES
-        assert_same_bits(merged(batches), whole)
-        passes.append(len(batches))
-    assert passes[0] < passes[1] < passes[2] < passes[3] == len(NAMES)
-
-
 def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
     model, feeds = transformer(), token_samples(20)
     wanted = [
@@ -440,16 +423,6 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
     (found,) = batches_of(model, feeds, tmp_path, [ActivationRequest("half", 2)])
     expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found["half"].tokens, expected)
-
-
-def test_progress_counts_samples_of_all_passes(tmp_path):
-    calls, options = [], {"max_calibration_memory": 150_000}
-    options["progress"] = lambda *call: calls.append(call)
-    feeds = token_samples(20, 20)
-    batches = batches_of(transformer(), feeds, tmp_path, requests(), **options)
-    assert [done for done, _, _ in calls] == list(range(2 * len(batches)))
-    assert {total for _, total, _ in calls} == {2 * len(batches)}
-    assert calls[-1][2] == f"calibration, pass {len(batches)} of {len(batches)}"
 
 
 @pytest.mark.parametrize(

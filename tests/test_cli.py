@@ -334,13 +334,6 @@ def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
 # Input that cannot be used.
 
 
-@pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
-def test_both_entry_points_tell_errors_alike(ortp, tmp_path, entry):
-    done = ortp("optimize", "model.onnx", "-o", "out.onnx", entry=entry)
-    assert_one_sentence(done, ["model.onnx", "no such"])
-    assert os.listdir(tmp_path) == []
-
-
 def test_an_unusable_model_is_one_sentence(main, tmp_path):
     save(FUSED, tmp_path / "model.onnx")
     (tmp_path / "model.onnx.data").unlink()

@@ -95,12 +95,6 @@ def test_slow_kernels_become_float_bit_for_bit(layout, storage, zero_points):
     np.testing.assert_array_equal(y, expected)
 
 
-def test_eight_bits_fuse_at_accuracy_level_4():
-    model = DequantizedMatMul(64, 8, 32, "int8").model()
-    apply(model, FusionOptions(accuracy_level=4, slow_kernels="float"))
-    assert op_types(model) == ["MatMulNBits"]
-
-
 @pytest.mark.parametrize(
     ("rows", "storage", "options", "expected"),
     [
@@ -138,11 +132,18 @@ def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, 
     assert op_types(model) == expected
 
 
-def test_slow_kernels_keep():
+@pytest.mark.parametrize(
+    ("level", "kernels", "outcome", "expected"),
+    [
+        (4, "float", "fired", ["MatMulNBits"]),
+        (0, "keep", "refused", ["DequantizeLinear", "MatMul"]),
+    ],
+)
+def test_eight_bits_fuse_at_accuracy_level_4(level, kernels, outcome, expected):
     model = DequantizedMatMul(64, 8, 32, "int8").model()
-    remark = only(apply(model, FusionOptions(accuracy_level=0, slow_kernels="keep")))
-    assert remark.outcome == "refused"
-    assert op_types(model) == ["DequantizeLinear", "MatMul"]
+    options = FusionOptions(accuracy_level=level, slow_kernels=kernels)
+    assert only(apply(model, options)).outcome == outcome
+    assert op_types(model) == expected
 
 
 # Refusals, each by its own words, with the graph as it was.

@@ -263,28 +263,3 @@ def test_static_4_bit_fuses(kind, per_channel, tmp_path):
         extra_options=FLOAT_OUTPUTS,
     )
     check(proto, feeds, matmulnbits=2)
-
-
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("kind", ["QInt8", "QInt4"])
-def test_static_with_a_gather_and_a_batched_weight_keeps_its_numbers(
-    kind, per_channel, tmp_path
-):
-    source, feeds = float_model()
-    proto = quantise_static(
-        source,
-        feeds,
-        tmp_path / "static.onnx",
-        weight_type=quantization.QuantType[kind],
-        per_channel=per_channel,
-    )
-    model = ir.from_proto(proto)
-    remarks = apply(model)
-    text = "\n".join(str(remark) for remark in remarks if remark.outcome != "fired")
-    for name in weights_left(model):
-        assert name in text
-    if kind == "QInt8":
-        assert counts(model)["MatMulNBits"] == 0
-    (actual,), (expected,) = run(model, feeds), run(proto, feeds)
-    # One step of the output's uint8: activations are rounded between the layers.
-    assert relative_error(actual, expected) <= 2e-2

@@ -413,6 +413,12 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         awqclip_alpha_min=0.8,
         awqclip_alpha_step=0.1,
         awqlite_fuse_nodes=False,
+        # What stays as it is needs no warning.
+        enable_fast_path_using_high_sysram=False,
+        awqlite_run_per_subgraph=True,
+        enable_mixed_quant=False,
+        layers_8bit=[],
+        gather_quantize_axis=None,
     )
     assert seen["alphas"] == [0, 0.5, 1]
     assert seen["clip_ratios"] == [1, 0.9, 0.8]
@@ -514,18 +520,6 @@ def test_what_has_no_effect_says_so(kwargs):
     with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name}.* has no effect: ") as seen:
         int4.quantize(int4_golden.model(), "rtn", **kwargs)
     assert seen[0].filename == __file__
-
-
-def test_what_stays_as_it_is_needs_no_warning():
-    int4.quantize(
-        int4_golden.model(),
-        "rtn",
-        enable_fast_path_using_high_sysram=False,
-        awqlite_run_per_subgraph=True,
-        enable_mixed_quant=False,
-        layers_8bit=[],
-        gather_quantize_axis=None,
-    )
 
 
 def test_providers_that_are_missing_are_left_out(monkeypatch):

@@ -575,13 +575,6 @@ def test_outputs_are_those_without_blobs(model_path, accuracy_level):
     assert all(read_records(onnx.load(path, load_external_data=False)).values())
 
 
-def test_a_float_model_without_other_passes(small):
-    session = start(small, options(PrepackedWeights()))
-    assert all_in_use(said(session)[1]) == 1
-    feeds = {"x": normal(2, 64)}
-    assert_equal(session.run(None, feeds), run_as_is(small, feeds, "ORT_ENABLE_ALL"))
-
-
 @pytest.mark.parametrize(
     ("op_type", "weight", "limit_mb", "expected"),
     [

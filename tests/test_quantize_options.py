@@ -346,16 +346,6 @@ def test_a_negative_dimension_is_an_open_one():
         assert result.report.nodes[0].output_error < 0.2
 
 
-def test_the_working_folder_is_empty_afterwards(tmp_path):
-    for folder in ("work", "out"):
-        (tmp_path / folder).mkdir()
-    data = [{"x": normal(8, 128)}]
-    options = {"method": "awq_full", "work_dir": tmp_path / "work"}
-    output = tmp_path / "out" / "out.onnx"
-    quantize(large(), output, calibration_data_reader=data, **options)
-    assert {path.name for path in tmp_path.rglob("*")} == {"work", "out", "out.onnx"}
-
-
 # Models, files, and their kinds.
 
 

@@ -24,7 +24,7 @@ from ortplugins.runtime import process_memory
 from ortplugins.runtime.temporary_settings import temporarily_set
 from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning import tune as tuning
-from ortplugins.tuning.changes import changes_for, combined
+from ortplugins.tuning.changes import changes_for
 from session_options.plan import HINTS, make_plan
 
 FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
@@ -240,19 +240,12 @@ def test_a_setting_for_an_operator_is_not_tried_without_it():
     }
 
 
-def test_changes_combine():
-    a, b = changes_for("memory", {}, OPERATORS)[:2]
-    both = combined([a, b])
-    assert both.name == f"{a.name} + {b.name}"
-    assert (both.passes, both.settings) == (a.passes, b.settings)
-
-
 def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
     feed = {"x": np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)}
     plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     for hint in ("latency", "throughput", "memory", "start"):
-        first = open_session(model, tmp_path / hint, hint=hint, hint_seconds=6)
-        again = open_session(model, tmp_path / hint, hint=hint, hint_seconds=6)
+        first = open_session(model, tmp_path / hint, hint=hint, hint_seconds=3)
+        again = open_session(model, tmp_path / hint, hint=hint, hint_seconds=3)
         assert first.ortplugins_report.tried == again.ortplugins_report.tried
         assert again.ortplugins_report.source in ("cache", "untouched")
         for session in (first, again):
