@@ -7,6 +7,7 @@ runs all the same must give the same numbers afterwards.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -404,6 +405,10 @@ def odd_attributes() -> Cases:
         consumer = node(op_type, inputs, ["y"], "consumer", domain="some.domain")
         text = f"it feeds input {inputs.index('d')} of {op_type} 'consumer'"
         yield left(f"other_domain-{op_type}", linear(consumer=consumer), text)
+    for name in ("transBatchA", "transBatchB"):
+        batches = {"domain": "com.microsoft", name: 1}
+        consumer = node("FusedMatMul", ["x", "d"], ["y"], "consumer", **batches)
+        yield left(f"FusedMatMul-{name}", linear(consumer=consumer), "transposes batches")
 
 
 def odd_renaming() -> Cases:
@@ -520,9 +525,57 @@ def odd_graphs() -> Cases:
         yield Case(f"our_name-{name}-node-{slow}", proto, slow=slow, sound=True)
 
 
+# What else stands in sound models, one thing after the other left out or made something else.
+SOUND = {
+    "gemm": f"""{DQ}  [bias] c = DequantizeLinear <axis = 0> (bq, bs)
+        [consumer] y = Gemm <alpha = 0.5, beta = 2.0, transA = 0, transB = 0> (x, d, c)""",
+    "turned": f"""{DQ}  [cast] h = Cast <to = 1> (d)  [turn] t = Transpose <perm = [1, 0]> (h)
+        [consumer] y = com.microsoft.FusedMatMul <alpha = 0.5, transA = 0, transB = 1,
+            transBatchA = 0, transBatchB = 0> (x, t)""",
+    "add": f"{DQ}  [relu] r = Relu (x)  [consumer] m = MatMul (r, d)  [add] y = Add (m, bs)",
+    "gather": f"{DQ}  [consumer] y = Gather <axis = 0> (d, ids)",
+}
+OTHERS = (None, "a", 0.5, [0], ["a"], -1, 2, 99, 1 << 62, math.nan, math.inf, 1e-45)
+
+
+def odd_nodes() -> Cases:
+    constants = [codes(), scales(), tensor("bq", np.arange(N), np.int32),
+                 tensor("bs", 0.5, np.float32), tensor("ids", [3, 0], np.int64)]  # fmt: skip
+    for name, text in SOUND.items():
+        read = [
+            item for item in constants if f"{item.name})" in text or f"{item.name}," in text
+        ]
+        proto = written(text, read)
+        yield Case(f"{name}-sound", proto, sound=True)
+        for index, item in enumerate(proto.graph.node):
+            for what, made in changed(item):
+                damaged = copy.deepcopy(proto)
+                damaged.graph.node[index].CopyFrom(made)
+                yield Case(f"{name}-{item.name}-{what}", damaged, slow=POLICIES[index % 3])
+
+
+def changed(item: onnx.NodeProto) -> Iterator[tuple[str, onnx.NodeProto]]:
+    for field in ("input", "output"):
+        names = list(getattr(item, field))
+        empty = [[*names[:i], "", *names[i + 1 :]] for i in range(len(names))]
+        for number, values in enumerate(([], names[:-1], [*names, "more"], *empty)):
+            made = copy.deepcopy(item)
+            getattr(made, field)[:] = values
+            yield f"{field}{number}", made
+    for number, attribute in enumerate(item.attribute):
+        for value in OTHERS:
+            made = copy.deepcopy(item)
+            if value is None:  # of a function that there is not
+                made.attribute[number].ref_attr_name = "outer"
+            else:
+                given = helper.make_attribute(attribute.name, value)
+                made.attribute[number].CopyFrom(given)
+            yield f"{attribute.name}_{value!r}", made
+
+
 def _cases() -> Cases:
     groups = (other_shapes, odd_numbers, odd_lengths, odd_types, odd_attributes, odd_renaming,
-              odd_consumers, odd_graphs)  # fmt: skip
+              odd_consumers, odd_graphs, odd_nodes)  # fmt: skip
     for group in groups:
         for case in group():
             yield dataclasses.replace(case, name=f"{group.__name__}-{case.name}")

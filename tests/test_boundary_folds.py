@@ -11,8 +11,10 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 
+import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from session_options import MixedPrecisionBoundaries
 
 UINT8, INT8, UINT16, INT16 = (
     ir.DataType.UINT8,
@@ -328,3 +330,23 @@ def test_constants_are_folded_alike():
 
 
 # Behind the boundaries that the pass places.
+
+
+def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
+    model = graph(
+        """[relu] r = Relu(d0)  rq = QuantizeLinear(r, s, z)  d1 = DequantizeLinear(rq, s, z)
+        [sigmoid] a = Sigmoid(d1)  aq = QuantizeLinear(a, far, z)
+        y = DequantizeLinear(aq, far, z)  d0 = DequantizeLinear(c, s, z)"""
+    )
+    model.graph.sort()
+    made = {}
+    for target in ("cpu", "qnn"):
+        chosen = MixedPrecisionBoundaries(promote="a", target=target)
+        made[target] = ortplugins.optimize(model, passes=[chosen]).model
+    feeds = {"c": all_of(UINT8)}
+    on_cpu, on_qnn = (run(made[target], feeds)[0] for target in ("cpu", "qnn"))
+    assert on_cpu.tobytes() == on_qnn.tobytes()
+    entry = operators(made["qnn"])
+    entry.subtract(operators(made["cpu"]))
+    assert +entry == {"Q": 1, "DQ": 1}
+    assert not -entry

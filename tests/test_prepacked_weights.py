@@ -598,6 +598,14 @@ def test_without_anything_to_pack_nothing_is_written(
     assert list(cache_dir.rglob("model.onnx*")) == []
 
 
+def test_without_baking_there_is_a_remark(model_path):
+    session = start(model_path, options(*BOTH, bake=False))
+    outcome, reason = said(session)
+    assert outcome is Outcome.REFUSED
+    assert "ortplugins.bake=1" in reason
+    check(session, CASE)
+
+
 @pytest.mark.parametrize("bake", [True, False])
 def test_sessions_that_disable_all_optimisers(model_path, bake):
     so = options(*BOTH, bake=bake)
