@@ -21,8 +21,8 @@ from ortplugins.cli.app import app
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.optimization.request import read_request
 from ortplugins.runtime import process_memory
+from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.temporary_settings import temporarily_set
-from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning import tune as tuning
 from ortplugins.tuning.changes import changes_for
 from session_options.plan import HINTS, make_plan

@@ -89,10 +89,10 @@ def _outcome(
         # A NaN is wrong too: it compares false.
         if not (same_shape and relative_error(actual, expected) <= case.tolerance):
             return Outcome.WRONG
-    return _fate(onnx.load(final), case)
+    return _outcome_of(onnx.load(final), case)
 
 
-def _fate(final: onnx.ModelProto, case: LayoutCase) -> Outcome:
+def _outcome_of(final: onnx.ModelProto, case: LayoutCase) -> Outcome:
     """Read the graph that onnxruntime executes."""
     nodes = list(_nodes(final.graph, {}))
     # No case dequantises an activation; what is left of rank 0 or 1 is a bias.

@@ -41,11 +41,6 @@ class TextModel:
     def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
         """Open the model.
 
-        Args:
-            model: The model; a session is taken as it is.
-            scratch: An existing folder, to be kept as long as this object is used.
-            providers: Execution providers.
-
         Raises:
             MissingFileError, ModelFileError: If it cannot be used, or has no output
                 ``[batch, sequence, vocabulary]`` or ``[batch, sequence, hidden]``.

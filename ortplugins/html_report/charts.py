@@ -141,13 +141,7 @@ def promotion_bars(curve: Sequence[CurvePoint]) -> list[str]:
 
 
 def promotion_chart(curve: Sequence[CurvePoint], what: str, title: str) -> str:
-    """Return an <svg> of the error against the number of promoted tensors.
-
-    Args:
-        curve: The points; each has a tooltip that says what was added.
-        what: Is promoted: "tensors with 16 bits".
-        title: Of the picture.
-    """
+    """Return an <svg> of the error against the number of promoted tensors."""
     top = _greatest([point.deviation.error for point in curve])
     most = max(1, curve[-1].promoted)
     ticks = [(quarter / 4, f"{top * quarter / 4:.3g}") for quarter in range(5)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
-from ortplugins.runtime.machine import cpu_features, package_versions
+from ortplugins.runtime.machine import cpu_features, package_versions, usable_cores
 from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
 from ortplugins.runtime.temporary_settings import (
     DATA_FOLDER_KEY,
@@ -233,8 +233,6 @@ def _session_settings(
 
 def _hint_parts(plan: Plan) -> dict[str, Any]:
     """Return what the choice of a hint depends on."""
-    from ortplugins.runtime.usable_cores import usable_cores
-
     samples = None
     if plan.hint_samples:
         with contextlib.suppress(OSError):

@@ -83,10 +83,6 @@ class TokenFeeds:
     def __init__(self, inputs: Sequence[ir.Value]) -> None:
         """Find the input that takes the tokens.
 
-        Args:
-            inputs: What must be fed, with types and shapes; with uses where the graph is at
-                hand.
-
         Raises:
             CalibrationError: If no input takes token ids, or several do.
         """

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
+from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.temporary_settings import DISABLED_OPTIMIZERS_KEY
-from ortplugins.runtime.usable_cores import usable_cores
 
 # Between the names of changes that are taken together.
 AND = " + "

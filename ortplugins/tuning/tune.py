@@ -40,11 +40,10 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
 from ortplugins.report import Report, Tried
 from ortplugins.runtime.hidden_options import describe_model
-from ortplugins.runtime.machine import machine
+from ortplugins.runtime.machine import machine, usable_cores
 from ortplugins.runtime.process_memory import process_memory
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
-from ortplugins.runtime.usable_cores import usable_cores
 from ortplugins.tuning.changes import AND, Change, changes_for, combined
 from ortplugins.tuning.workloads import Workload, workloads
 from rewrite_rules.remarks import Outcome

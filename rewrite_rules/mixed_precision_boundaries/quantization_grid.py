@@ -74,13 +74,6 @@ class QuantizationGrid:
         rmin / scale``, rounded half to even. A symmetric one spans ``-absmax..absmax``, its
         zero point is the type's middle, and signed types leave their lowest code unused.
 
-        Args:
-            dtype: Type of the codes.
-            rmin: Smallest value.
-            rmax: Greatest value.
-            float_dtype: Type of the scale and of the values.
-            symmetric: Whether the range is made symmetric about 0.
-
         Raises:
             Refusal: If the range is not finite, or its scale too small for the float type.
         """

@@ -1,8 +1,23 @@
 # SPDX-License-Identifier: MIT
 """Shape and Size read the first value of the same sizes, or become constants.
 
-The rules are in :mod:`.shape_rules`, the proofs that they rest on in
-:class:`.ProvedShapes`. Afterwards, nodes with the same numbers become one:
+    FoldNumbers  Gather(Shape(h[batch, 64]), 1)       -> 64
+    ReadSpan     Shape(f(x))                          -> Shape(x)                 f keeps it
+                 Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
+                 Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
+                 Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
+    ReadSize     Size(f(x))                           -> Size(x)             as many elements
+    PickSizes    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
+                 Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
+
+``x`` is the first value in the graph of which :class:`.ProvedShapes` shows that its sizes are
+the same in every run. A rule fires where what is read comes earlier, or from the same value in
+fewer nodes (:mod:`.readings`); so none fires twice.
+
+A scalar stays ``Gather(Shape(x), 1)``: ``Squeeze(Shape(x, start=1, end=2))`` takes as many
+nodes, and one more Shape for each dimension that is read.
+
+Afterwards, nodes with the same numbers become one:
 
     Shape(x), Shape(x)                       -> Shape(x), once
     Gather(Shape(x), 0), Gather(Shape(y), 0) -> the first, if both are the same size
@@ -14,13 +29,15 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Hashable
+from typing import Any
 
 import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.graph.nodes import label, subgraphs
-from rewrite_rules.remarks import PassContext
-from rewrite_rules.shape_size_reorder.readings import Readings
-from rewrite_rules.shape_size_reorder.shape_rules import shape_rules
+from rewrite_rules.graph.nodes import label, producer, subgraphs
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.shape_size_reorder.readings import Reading, Readings
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
@@ -50,13 +67,57 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         facts = ProvedShapes(model)
         better = Readings(model, facts).better
     if better:
-        shape_rules(better, context.remarks).apply_to_model(model)
+        _shape_rules(better, context.remarks).apply_to_model(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
     merged = _Merge(facts, context)
     for graph in graphs:
         merged.walk(graph, collections.ChainMap())
     _explain_the_rest(graphs, facts, context)
+
+
+class _BetterReading(RewriteRuleClassBase):
+    """A node of one operator -> the same numbers, constant or read from the first value."""
+
+    def __init__(
+        self, kind: type, op_type: str, better: dict[ir.Node, Reading], remarks: Remarks
+    ) -> None:
+        self._kind = kind
+        self._op_type = op_type
+        self._better = better
+        self._remarks = remarks
+        # The nodes before it may have other consumers.
+        super().__init__(name=f"{kind.__name__}Of{op_type}", remove_nodes=False)
+
+    def pattern(self, op, x):  # type: ignore[no-untyped-def]
+        return getattr(op, self._op_type)(x, _allow_other_inputs=True, _outputs=["out"])
+
+    def check(self, context: MatchContext, out: ir.Value, **_: object) -> MatchResult:  # type: ignore[override]
+        """Look whether the node is to become this."""
+        del context  # Unused
+        result, node = MatchResult(), producer(out)
+        if not isinstance(self._better.get(node), self._kind):
+            return result.fail("what it reads is the first value of these sizes", node)
+        return result
+
+    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
+        """Emit the reading."""
+        node = producer(out)
+        reading = self._better[node]
+        value = reading.emit(op, node.name)
+        value.type = ir.TensorType(ir.DataType.INT64)
+        self._remarks.fired(label(node), str(reading))
+        return value
+
+
+def _shape_rules(better: dict[ir.Node, Reading], remarks: Remarks) -> DispatchingRuleSet:
+    """Return the rules that have something to do."""
+    wanted = {(type(reading), node.op_type) for node, reading in better.items()}
+    rules = [
+        _BetterReading.rule(kind, op_type, better, remarks)
+        for kind, op_type in sorted(wanted, key=str)
+    ]
+    return DispatchingRuleSet(rules, better.__contains__)
 
 
 class _Merge:

@@ -132,12 +132,6 @@ class TokenFlow:
     ) -> None:
         """Walk over the model.
 
-        Args:
-            model: Sorted.
-            inputs: What its inputs are.
-            runs: The runs to compare.
-            rules: Domain and operator -> rule.
-
         Raises:
             Stopped: If real positions may depend on padding; it names the node.
         """

@@ -92,14 +92,7 @@ class Search:
         progress: Progress,
         implied: Callable[[Collection[str]], Collection[str]],
     ) -> None:
-        """Rank the units; the model's own outputs with all switches off are its reference.
-
-        Args:
-            switched: The model.
-            units: What can be promoted.
-            progress: Called before each measurement.
-            implied: Names that have more bits as soon as others have.
-        """
+        """Rank the units; the model's own outputs with all switches off are its reference."""
         self._switched, self._progress, self._implied = switched, progress, implied
         switched.refer_to(switched.values())
         self._effects: dict[Unit, float] = {}
