@@ -100,7 +100,7 @@ class GptqOptions:
     damping: float = 0.01
     relative_damping: float = 1.0
     ratios: Sequence[float] = _RATIOS
-    revisits: int = 1
+    revisits: int = 2
 
     def __post_init__(self) -> None:
         if self.order not in ("energy", "natural"):
