@@ -63,7 +63,7 @@ TITLES = {
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
-    "transformer_fusion": "SmolLM2-135M int4 and MiniLM-L6, fused beside plain onnxruntime",
+    "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
     "hints": "One key, tuned on each model, beside plain onnxruntime with default options",
     "passes": "Each pass with default options, beside plain onnxruntime",
 }

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Runs decoders as generation does, by ``SessionProcess.call`` in the session's process."""
+
+from __future__ import annotations
+
+import collections
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Ids = npt.NDArray[np.int64]
+# Rows, heads of keys, tokens and size of a head in SmolLM2-135M: not all graphs declare them.
+_NO_CACHE = (1, 3, 0, 64)
+
+
+class _Text:
+    """One sequence; its cache goes round as OrtValues, so that nothing is copied."""
+
+    def __init__(self, session: Any) -> None:
+        import onnxruntime
+
+        self._value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self._session = session
+        inputs = [value.name for value in session.get_inputs()]
+        self._own = set(inputs) & {"attention_mask", "position_ids"}
+        past = [name for name in inputs if name.startswith("past_key_values")]
+        present = [name.replace("past_key_values", "present") for name in past]
+        self._names, self._outputs = past, ["logits", *present]
+        self._length = 0
+        self._cache = [self._value(np.zeros(_NO_CACHE, np.float32)) for _ in past]
+
+    def append(self, ids: _Ids) -> tuple[Any, float]:
+        """Run tokens ``[S]`` after those before; return logits, and the seconds."""
+        total = self._length + len(ids)
+        arrays = {
+            "attention_mask": np.ones((1, total), np.int64),
+            "position_ids": np.arange(self._length, total)[None],
+        }
+        arrays = {name: arrays[name] for name in self._own} | {"input_ids": ids[None]}
+        feeds = {name: self._value(array) for name, array in arrays.items()}
+        feeds |= zip(self._names, self._cache, strict=True)
+        start = time.perf_counter()
+        logits, *self._cache = self._session.run_with_ort_values(self._outputs, feeds)
+        self._length = total
+        return logits, time.perf_counter() - start
+
+
+def time_tokens(session: Any, context: int, tokens: int) -> dict[str, Any]:
+    """Run a prompt, then token after token.
+
+    Returns:
+        ``prompt``: seconds; ``tokens``: seconds of each.
+    """
+    ids = np.random.default_rng(0).integers(100, 40000, context + tokens)
+    text = _Text(session)
+    prompt = text.append(ids[:context])[1]
+    times = [text.append(ids[place : place + 1])[1] for place in range(context, len(ids))]
+    return {"prompt": prompt, "tokens": times}
+
+
+def greedy(session: Any, prompt: list[int], tokens: int) -> list[int]:
+    """Return the likeliest tokens after a prompt."""
+    text, found, ids = _Text(session), list[int](), np.array(prompt, np.int64)
+    for _ in range(tokens):
+        logits, _ = text.append(ids)
+        found.append(int(logits.numpy()[0, -1].argmax()))
+        ids = np.array(found[-1:], np.int64)
+    return found
+
+
+def last_logits(session: Any, prompt: list[int]) -> list[float]:
+    """Return the logits after a prompt."""
+    logits, _ = _Text(session).append(np.array(prompt, np.int64))
+    return [float(one) for one in logits.numpy()[0, -1]]
+
+
+def executed_nodes(session: Any, context: int) -> int:
+    """Return how many nodes one token takes; the session was opened with a profile."""
+    time_tokens(session, context, 2)
+    path = Path(session.end_profiling())
+    events = json.loads(path.read_text())
+    path.unlink()
+    runs: collections.Counter[int] = collections.Counter()
+    ends = [event["ts"] for event in events if event["name"] == "model_run"]
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            runs[sum(event["ts"] > end for end in ends)] += 1
+    return runs[len(ends) - 1]
