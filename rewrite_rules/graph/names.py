@@ -11,6 +11,7 @@ class FreshNames:
 
     def __init__(self, model: ir.Model) -> None:
         self._taken: set[str] = set()
+        self._attempts: dict[str, int] = {}
         for graph in model.graphs():
             self._taken.update(value.name or "" for value in graph.inputs)
             self._taken.update(graph.initializers)
@@ -20,9 +21,10 @@ class FreshNames:
 
     def take(self, name: str) -> str:
         """Return a name, or it with a number behind, and count it as taken."""
-        fresh, attempt = name, 0
+        fresh, attempt = name, self._attempts.get(name, 0)
         while fresh in self._taken:
             attempt += 1
             fresh = f"{name}_{attempt}"
+        self._attempts[name] = attempt
         self._taken.add(fresh)
         return fresh

@@ -41,7 +41,7 @@ _ATTENTION_VERSION = (1, 24)
 _BOUND = 1e-4
 _ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
 # Enough to see what a mask does; each takes a walk over the graph.
-_MASK_RUNS = RUNS[1:9]
+_MASK_RUNS = (RUNS[1], *RUNS[5:9])
 
 
 @dataclasses.dataclass(frozen=True)
