@@ -62,7 +62,7 @@ class Wrapped(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask, position_ids, past):
         cache = tf.DynamicCache()
-        for layer in range(LAYERS):
+        for layer in range(len(past) // 2):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
@@ -74,18 +74,20 @@ class Wrapped(torch.nn.Module):
         return result.logits, *states
 
 
-def exported(name: str, exporter: str, attention: str) -> bytes:
+def exported(
+    prefix: str, sizes: dict, heads: int, exporter: str = "dynamo", attention: str = "sdpa"
+) -> bytes:
     """Export one model; strip what exporters note beside the graph."""
-    prefix, sizes, heads = MODELS[name]
+    count = sizes.get("num_hidden_layers", LAYERS)
     model = made(prefix, LM.get(prefix, "ForCausalLM"), sizes, attention)
     config = model.config
     size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     ids, positions = torch.randint(3, 39, (2, 5)), torch.arange(7, 12)[None].repeat(2, 1)
-    past = [torch.randn(2, heads, 7, size) for _ in range(2 * LAYERS)]
+    past = [torch.randn(2, heads, 7, size) for _ in range(2 * count)]
     arguments = (ids, torch.ones(2, 12, dtype=torch.int64), positions, past)
-    layers = [f"{layer}.{kind}" for layer in range(LAYERS) for kind in ("key", "value")]
+    layers = [f"{layer}.{kind}" for layer in range(count) for kind in ("key", "value")]
     tokens = ["input_ids", "attention_mask", "position_ids"]
     names = {
         "input_names": tokens + [f"past_key_values.{layer}" for layer in layers],
@@ -121,11 +123,11 @@ def main() -> None:
     )
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in MODELS:
+        for name, configuration in MODELS.items():
             for exporter in ("dynamo", "torchscript"):
                 for attention in ("eager", "sdpa"):
                     info = zipfile.ZipInfo(f"{name}-{exporter}-{attention}.onnx")
-                    model = exported(name, exporter, attention)
+                    model = exported(*configuration, exporter, attention)
                     archive.writestr(info, model, zipfile.ZIP_DEFLATED, 9)
                     print(info.filename, len(model), flush=True)
     Path(target).write_bytes(content.getvalue())
