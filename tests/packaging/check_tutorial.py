@@ -6,6 +6,7 @@ It needs a package registry and a few minutes. ``-s`` prints the seconds of each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,13 +21,14 @@ from examples.embedder import Embedder
 
 PAGE = ROOT / "docs" / "tutorial.md"
 COMMANDS = 8
+TEXT = "Why is the sky blue?"
 
 
 def test_the_tutorial_as_it_stands(tmp_path: Path, monkeypatch):
     blocks = list(blocks_of(PAGE.read_text("utf-8"), PAGE.name))
     bash = "".join(block.text for block in blocks if block.language == "bash")
     *commands, server, request = bash.splitlines()
-    assert len(commands) + 2 <= COMMANDS
+    assert len(commands) + 2 <= COMMANDS and TEXT in request
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     (by_torch,) = (block.text for block in blocks if block.language == "python")
@@ -57,14 +59,15 @@ def test_the_tutorial_as_it_stands(tmp_path: Path, monkeypatch):
     try:
         assert started.wait(1800) == 0
     finally:
-        os.killpg(started.pid, signal.SIGKILL)  # the server
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # the server
     folder = tmp_path / "ortplugins"
     answer = json.loads((folder / "answer.json").read_text())["embeddings"]
     monkeypatch.setenv("EMBEDDER_STOCK", "1")
     monkeypatch.setenv("EMBEDDER_FOLDER", str(folder / "minilm"))
     exported = Embedder()
-    cosine = exported(["Hello"])[0] @ np.asarray(answer[0], np.float32)
+    cosine = exported([TEXT])[0] @ np.asarray(answer[0], np.float32)
     print(f"cosine to the float model: {cosine:.4f}")
-    assert cosine > 0.96
+    assert cosine > 0.95
     monkeypatch.setenv("EMBEDDER_FOLDER", str(folder / "minilm-torch"))
-    assert np.abs(exported(["Hello"]) - Embedder()(["Hello"])).max() < 1e-5
+    assert np.abs(exported([TEXT]) - Embedder()([TEXT])).max() < 1e-5
