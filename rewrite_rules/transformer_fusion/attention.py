@@ -26,8 +26,6 @@ GroupQueryAttention. What multiplies the weights of a Softmax and is not fused s
 
 from __future__ import annotations
 
-__all__ = ["FuseAttention", "multiplied_weights", "refuse_the_rest"]
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OPSET_23", "Attention"]
-
 import dataclasses
 from typing import Any
 

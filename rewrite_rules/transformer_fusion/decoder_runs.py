@@ -6,8 +6,6 @@ The same runs serve to see what a mask computes, and to try the result beside th
 
 from __future__ import annotations
 
-__all__ = ["RUNS", "DecoderInputs", "Run"]
-
 import dataclasses
 from typing import Any
 

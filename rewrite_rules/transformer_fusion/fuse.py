@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TransformerOptions", "fuse_transformer"]
-
 import dataclasses
 from collections.abc import Sequence
 

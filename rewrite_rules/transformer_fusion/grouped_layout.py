@@ -9,8 +9,6 @@ Masks have the same layouts: an axis of 1 for r, or the rows of one query head r
 
 from __future__ import annotations
 
-__all__ = ["GroupedLayout", "read_grouped_layout"]
-
 import dataclasses
 from typing import Any
 

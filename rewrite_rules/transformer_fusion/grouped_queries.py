@@ -14,8 +14,6 @@ time of a token.
 
 from __future__ import annotations
 
-__all__ = ["GroupQueries"]
-
 from typing import Any
 
 import onnx_ir as ir

@@ -3,16 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "SPLIT_HEADS",
-    "count_heads",
-    "in_order",
-    "ints",
-    "is_transposed_heads",
-    "rows",
-    "unsplit",
-]
-
 import math
 from typing import Any
 

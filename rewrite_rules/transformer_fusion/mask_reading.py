@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Mask", "MaskReader", "MaskSight"]
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

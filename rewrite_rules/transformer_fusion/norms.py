@@ -14,8 +14,6 @@ is: SkipLayerNormalization is slower on a CPU than the sum and the norm.
 
 from __future__ import annotations
 
-__all__ = ["RmsNorm", "SkipNorm"]
-
 from typing import Any
 
 import onnx_ir as ir

@@ -13,8 +13,6 @@ that reorder K; weights that a run may change.
 
 from __future__ import annotations
 
-__all__ = ["merge_projections"]
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -19,8 +19,6 @@ have stretched another axis as well.
 
 from __future__ import annotations
 
-__all__ = ["RepeatedHeads", "before_unsqueeze", "read_repeated_heads", "scaled_input"]
-
 import dataclasses
 from collections.abc import Sequence
 

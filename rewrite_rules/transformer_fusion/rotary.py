@@ -17,8 +17,6 @@ halves; both are named.
 
 from __future__ import annotations
 
-__all__ = ["Rotary", "SplitRotary"]
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
