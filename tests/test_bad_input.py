@@ -170,14 +170,14 @@ def refused(proto: onnx.ModelProto, folder: Path, *texts: str, slow: str = "floa
     before = serialised(ir.from_proto(onnx.ModelProto.FromString(proto.SerializeToString())))
     after, remarks = fused(proto, slow)
     assert serialised(after) == before
-    told(remarks, texts)
+    assert_says(remarks, texts)
     path = saved(proto, folder)
     for output in (None, folder / "out.onnx"):
-        told(optimised(path, output, slow).report.remarks, texts)
+        assert_says(optimised(path, output, slow).report.remarks, texts)
     same_numbers(path, folder / "out.onnx")
 
 
-def told(remarks: Sequence[Remark], texts: Sequence[str]) -> None:
+def assert_says(remarks: Sequence[Remark], texts: Sequence[str]) -> None:
     assert {remark.outcome.value for remark in remarks} == {"refused"}, remarks
     (remark,) = [item for item in remarks if all(text in str(item) for text in texts)] or [
         None
@@ -661,7 +661,7 @@ def test_external_data_without_a_length_is_as_long_as_its_shape(tmp_path):
     path = outside(linear(), tmp_path)
     spoil_external(path, [K, N + 1], {"length": None})  # the file goes on with the scales
     result = optimised(path, tmp_path / "out.onnx", "float")
-    told(result.report.remarks, ["scale 's' has shape [2, 8]", "needs [2, 9]"])
+    assert_says(result.report.remarks, ["scale 's' has shape [2, 8]", "needs [2, 9]"])
     spoil_external(path, [K - 1, N], {})
     assert len(optimised(path, tmp_path / "out.onnx", "float").report.fired) == 1
 

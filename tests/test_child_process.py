@@ -24,7 +24,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("executable", "frozen", "told", "setting", "expected"),
+    ("executable", "frozen", "python", "setting", "expected"),
     [
         (OWN, False, OWN, "", OWN),
         ("/opt/app/app", True, "/opt/app/app", "", None),  # PyInstaller
@@ -35,10 +35,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", False, "", "", None),
     ],
 )
-def test_the_interpreter(executable, frozen, told, setting, expected, monkeypatch):
+def test_the_interpreter(executable, frozen, python, setting, expected, monkeypatch):
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
-    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", told)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", python)
     if setting:
         monkeypatch.setenv("ORTPLUGINS_PYTHON", setting)
     assert child_python("build") == expected

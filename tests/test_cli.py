@@ -376,7 +376,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("", ""),
         ("optimize model.onnx", "--output"),
@@ -390,9 +390,9 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]
         ("quantise", "Did you mean 'quantize'"),
     ],
 )
-def test_wrong_usage_exits_with_2(main, arguments, told):
+def test_wrong_usage_exits_with_2(main, arguments, message):
     done = main(*arguments.split())
-    assert (done.returncode, told in done.stderr) == (2, True)
+    assert (done.returncode, message in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
 
 

@@ -53,7 +53,7 @@ def reorder(
         model: The graph that will run, after all other rewrites.
         context: Gets remarks, and what the session has to be set to.
         dims: Numbers for symbolic dimensions.
-        for_default_order: Whether sessions can't be told an order, so that the file has to be
+        for_default_order: Whether sessions take no order, so that the file has to be
             one whose default order is good.
         lean_session: Whether sessions may be set to hold less.
     """

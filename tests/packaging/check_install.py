@@ -108,7 +108,7 @@ def test_with_its_extras_it_works_and_its_types_are_strict(
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_a_python_runs_the_wheel(version: str, tools: Path, wheel: Path, tmp_path: Path):
-    """Tests of what users do first, on the wheel; skipped where there is no such Python."""
+    """The first things that users do, on the wheel; skipped where that Python is missing."""
     uv = tools, "-m", "uv"
     venv_of = (*uv, "venv", "--no-python-downloads", "--python", version, tmp_path / "venv")
     made = subprocess.run(venv_of, capture_output=True, text=True)
