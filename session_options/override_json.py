@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +30,16 @@ from session_options.keys import closest
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# onnxruntime's QuantType, by ONNX's name and number of the type.
+# onnxruntime's QuantType, by ONNX's name of the type.
 _QUANT_TYPES = {
-    "UINT8": ("QUInt8", 2),
-    "INT8": ("QInt8", 3),
-    "UINT16": ("QUInt16", 4),
-    "INT16": ("QInt16", 5),
-    "FLOAT8E4M3FN": ("QFLOAT8E4M3FN", 17),
-    "UINT4": ("QUInt4", 21),
-    "INT4": ("QInt4", 22),
+    "UINT8": "QUInt8",
+    "INT8": "QInt8",
+    "UINT16": "QUInt16",
+    "INT16": "QInt16",
+    "FLOAT8E4M3FN": "QFLOAT8E4M3FN",
+    "UINT4": "QUInt4",
+    "INT4": "QInt4",
 }
-_BY_NUMBER = {number: name for name, (_, number) in _QUANT_TYPES.items()}
 _TOO_DEEP = 2  # an entry, and the convert in it
 
 
@@ -50,9 +48,9 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
 
     Args:
         source: JSON text, or a dict of lists of dicts or of :class:`TensorOverride`. Types are
-            names (``"QUInt16"``, ``"uint16"``), members of onnxruntime's QuantType or
-            onnx_ir's DataType, or TensorProto's numbers; numbers may be numpy arrays of one
-            element, consumers a list or a set. None counts as left out.
+            names (``"QUInt16"``, ``"uint16"``), or members of onnxruntime's QuantType or
+            onnx_ir's DataType; numbers may be numpy arrays of one element, consumers a list or
+            a set. None counts as left out.
 
     Returns:
         The overrides; whether a model can follow them,
@@ -87,7 +85,7 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
     def renamed(fields: dict[str, Any]) -> dict[str, Any]:
         values = dict(fields)
         if "quant_type" in values:
-            values["quant_type"] = _QUANT_TYPES[values["quant_type"]][0]
+            values["quant_type"] = _QUANT_TYPES[values["quant_type"]]
         if "convert" in values:
             values["convert"] = renamed(values["convert"])
         return values
@@ -100,7 +98,7 @@ def read_quant_type(value: object, where: str) -> str:
     """Return ONNX's name of a quantised type, ``"UINT16"`` for instance.
 
     Args:
-        value: Its name in any usual spelling, an enumeration's member, or its number.
+        value: Its name in any usual spelling, or an enumeration's member.
         where: What messages call it.
 
     Raises:
@@ -113,17 +111,9 @@ def read_quant_type(value: object, where: str) -> str:
             short = {"U": "UINT", "I": "INT"}[short[0]] + short[1:]
         if short in _QUANT_TYPES:
             return short
-        spellings = [spelling for spelling, _ in _QUANT_TYPES.values()]
-        raise OverrideError(
-            f"{where} is {name!r}, no quantised type: {closest(name, spellings)}"
-        )
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
-    number = operator.index(value)
-    if number not in _BY_NUMBER:
-        numbers = ", ".join(f"{number} ({name})" for number, name in _BY_NUMBER.items())
-        raise OverrideError(f"{where} is {number}, no quantised type's: {numbers}")
-    return _BY_NUMBER[number]
+        hint = closest(name, _QUANT_TYPES.values())
+        raise OverrideError(f"{where} is {name!r}, no quantised type: {hint}")
+    raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
 
 
 def quant_type_name(quant_type: ir.DataType) -> str:
@@ -132,7 +122,7 @@ def quant_type_name(quant_type: ir.DataType) -> str:
     Raises:
         OverrideError: If it has no such type.
     """
-    return _QUANT_TYPES[read_quant_type(quant_type, "quant_type")][0]
+    return _QUANT_TYPES[read_quant_type(quant_type, "quant_type")]
 
 
 def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

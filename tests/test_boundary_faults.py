@@ -203,21 +203,22 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
             then_branch = then () => (float[2, 2] o) { [T] o = Neg(td) },
             else_branch = otherwise () => (float[2, 2] o) { [E] o = Abs(td) }>"""
     model = build(
-        f"""[Q] q = QuantizeLinear(x, s, z)
-        [D] y = DequantizeLinear(q, s, z)
+        f"""[D] y = DequantizeLinear(q, s, z)
         u = Transpose<perm = [1, 0]>(y)
         [M] t = {move}
-        [QT] tq = QuantizeLinear(t, k, g)
-        [DT] td = DequantizeLinear(tq, k, g)
+        [QT] tq = QuantizeLinear(t, s, z)
+        [DT] td = DequantizeLinear(tq, s, z)
         {reader}""",
-        "g (float[2, 2] x, bool c) => (float[2, 2] w)",
-        f"float s = {{0.02}}, {kind} z = {{7}}, float k = {{0.05}}, {kind} g = {{1}}",
+        f"g ({kind}[2, 2] q, bool c) => (float[2, 2] w)",
+        f"float s = {{0.02}}, {kind} z = {{7}}",
         opset,
     )
-    feeds = {"x": X.reshape(2, 2) / 2, "c": np.array(True)}
-    place(model, promote=frozenset({"t"}), mode="float", clip=False)
-    assert count(model, "QuantizeLinear") == 1
-    assert count(model, "Clip") == (into_a_body or (kind, opset) == ("int8", 21))
+    feeds = {"q": np.arange(4, dtype=kind).reshape(2, 2), "c": np.array(True)}
+    place(model, promote=frozenset({"t"}), mode="float")
+    assert count(model, "QuantizeLinear") == 0
+    # What a quantiser may have removed is only ruled out right behind equal parameters.
+    clips = move.startswith("Identity") + (into_a_body or (kind, opset) == ("int8", 21))
+    assert count(model, "Clip") == clips
     exact = run(model, feeds)[0]
     assert run(model, feeds, optimised=True)[0] == pytest.approx(exact, abs=1e-6)
 
@@ -270,15 +271,9 @@ def test_fifty_consumers_and_two_domains(target, opset, mode, names):
         assert np.abs(old - new).max() <= 0.5  # half a step of n
 
 
-def test_the_pass_takes_merge_and_clip():
+def test_the_pass_takes_merge():
     text = "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Sigmoid(a) }"
     model = ir.to_proto(quantized(text))
-    clips = {}
-    for clip in (True, False):
-        wanted = MixedPrecisionBoundaries(promote="a", mode="float", clip=clip)
-        result = ortplugins.optimize(model, passes=[wanted])
-        clips[clip] = sum(node.op_type == "Clip" for node in result.model.graph.node)
-    assert clips == {True: 1, False: 0}
     first = ortplugins.optimize(
         model, passes=[MixedPrecisionBoundaries(promote="A", target="qnn")]
     ).model

@@ -90,6 +90,91 @@ def all_of(dtype: ir.DataType) -> npt.NDArray[np.generic]:
     return np.arange(info.min, info.max + 1).astype(dtype.numpy())
 
 
+# Nodes, the operators that are left, and what check() is told besides.
+X = {"inputs": "float[n] x"}
+ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
+    [last] w = DequantizeLinear(q, s16, {z16})  y = Sigmoid(w)"""
+PLAIN_ENTRY = ENTRY.format(z8="z", z16="z16")
+FIVE = [f"q{i} = QuantizeLinear({'d' + str(i - 1) if i else 'x'}, s, z)"
+        f" d{i} = DequantizeLinear(q{i}, s, z)" for i in range(5)]  # fmt: skip
+MOVING = """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, {0})
+    y = DequantizeLinear(q2, {0})"""
+WITHOUT = """q1 = QuantizeLinear{0}(x, s)  d1 = DequantizeLinear(q1, s)
+    q2 = QuantizeLinear{0}(d1, s)  y = DequantizeLinear(q2, s)"""
+FOLDS = {
+    "any number of equal pairs": (" ".join(FIVE) + " y = Sigmoid(d4)", "Q DQ Sigmoid", X),
+    **{
+        f"codes that move: {moved}": (MOVING.format(moved), "DQ Q DQ", {"target": "qnn"})
+        for moved in ("far, z", "s, z_other", "s, zi", "s16, z", "s")
+    },
+    "no zero point is 0 of uint8": (WITHOUT.format(""), "Q DQ", X),
+    "no zero point behind codes": (
+        "d = DequantizeLinear(c, s) q = QuantizeLinear(d, s) y = DequantizeLinear(q, s)",
+        "DQ",
+        {},
+    ),
+    "types by an attribute": (WITHOUT.format("<output_dtype = 4>"), "Q DQ", X),
+    "values that others read": (
+        """d1 = DequantizeLinear(c, s, z)  y1 = Sigmoid(d1)
+        q2 = QuantizeLinear(d1, s, z)  y2 = DequantizeLinear(q2, s, z)""",
+        "DQ Sigmoid DQ",
+        {"outputs": "float[n] y1, float[n] y2, float[n] d1"},
+    ),
+    **{
+        f"values that move: {scale}": (
+            PLAIN_ENTRY.replace("s16", scale),
+            "DQ Q DQ Sigmoid",
+            {},
+        )
+        for scale in ("s257", "far")
+    },
+    "each reader of an entry": (
+        """d = DequantizeLinear(c, s, z)  plain = Relu(d)
+        q = QuantizeLinear(d, s16, z16)
+        w1 = DequantizeLinear(q, s16, z16)  y1 = Sigmoid(w1)
+        w2 = DequantizeLinear(q, s16, z16)  y2 = Mul(w2, w2)
+        y = Add(plain, y1)""",
+        "DQ Relu DQ Sigmoid DQ Mul Add",
+        {"outputs": "float[n] y, float[n] y2"},
+    ),
+    "an entry whose codes are an output": (
+        PLAIN_ENTRY,
+        "DQ Q DQ Sigmoid",
+        {"outputs": "float[n] y, uint16[n] q"},
+    ),
+    "an output keeps its name": (
+        """d = DequantizeLinear(c, s, z)  q = QuantizeLinear(d, s16, z16)
+        y = DequantizeLinear(q, s16, z16)""",
+        "DQ",
+        {},
+    ),
+    "an exit to 8 bits": (
+        """d = DequantizeLinear(c, s16, z16)  q = QuantizeLinear(d, s, z)
+        y = DequantizeLinear(q, s, z)""",
+        "DQ Q DQ",
+        {"inputs": "uint16[n] c"},
+    ),
+    "a pair behind an operator": (
+        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)  r = Relu(d1)
+        q2 = QuantizeLinear(r, s, z)  y = DequantizeLinear(q2, s, z)""",
+        "Q DQ Relu Q DQ",
+        X,
+    ),
+    "a constant": (
+        """k = Constant<value = uint8[3] {0, 7, 255}>()
+        d = DequantizeLinear(k, s, z)  q = QuantizeLinear(d, s16, z16)
+        w = DequantizeLinear(q, s16, z16)  e = Relu(x)  y = Neg(w)""",
+        "Constant DQ Relu Neg",
+        {**X, "outputs": "float[n] e, float[3] y"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "left", "more"), FOLDS.values(), ids=FOLDS)
+def test_folds(text: str, left: str, more: dict[str, str]):
+    check(text, left, **more)
+
+
 # Codes that stay.
 
 
@@ -110,14 +195,6 @@ def test_equal_pairs_become_one(target: str):
     ]
 
 
-def test_any_number_of_equal_pairs_become_one():
-    text, value = "", "x"
-    for i in range(5):
-        text += f"q{i} = QuantizeLinear({value}, s, z)  d{i} = DequantizeLinear(q{i}, s, z)\n"
-        value = f"d{i}"
-    check(text + "y = Sigmoid(d4)", "Q DQ Sigmoid", inputs="float[n] x")
-
-
 def test_codes_are_what_counts_and_not_equal_parameters():
     after, _ = check(
         """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, t, z)
@@ -130,31 +207,6 @@ def test_codes_are_what_counts_and_not_equal_parameters():
         "far",
         "z_other",
     ]
-
-
-@pytest.mark.parametrize("parameters", ["far, z", "s, z_other", "s, zi", "s16, z", "s"])
-def test_codes_that_move_are_kept(parameters: str):
-    check(
-        f"""d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, {parameters})
-        y = DequantizeLinear(q2, {parameters})""",
-        "DQ Q DQ",
-        "qnn",
-    )
-
-
-def test_a_missing_zero_point_is_zero_of_uint8():
-    text = "q1 = QuantizeLinear(x, s)  d1 = DequantizeLinear(q1, s)"
-    text += "q2 = QuantizeLinear(d1, s)  y = DequantizeLinear(q2, s)"
-    check(text, "Q DQ", inputs="float[n] x")
-    check(
-        "d = DequantizeLinear(c, s) q = QuantizeLinear(d, s) y = DequantizeLinear(q, s)", "DQ"
-    )
-
-
-def test_types_named_by_an_attribute_are_read():
-    text = "q1 = QuantizeLinear<output_dtype = 4>(x, s)  d1 = DequantizeLinear(q1, s)"
-    text += "q2 = QuantizeLinear<output_dtype = 4>(d1, s)  y = DequantizeLinear(q2, s)"
-    check(text, "Q DQ", inputs="float[n] x")
 
 
 @pytest.mark.parametrize("domains", ["MMM", "MM-", "-M-", "M--", "--M"])
@@ -180,19 +232,7 @@ def test_codes_that_others_read_stay_codes():
     assert reader.inputs[0] is after.graph.inputs[0]
 
 
-def test_values_that_others_read_stay_values():
-    check(
-        """d1 = DequantizeLinear(c, s, z)  y1 = Sigmoid(d1)
-        q2 = QuantizeLinear(d1, s, z)  y2 = DequantizeLinear(q2, s, z)""",
-        "DQ Sigmoid DQ",
-        outputs="float[n] y1, float[n] y2, float[n] d1",
-    )
-
-
 # Values that stay.
-
-ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
-    [last] w = DequantizeLinear(q, s16, {z16})  y = Sigmoid(w)"""
 
 
 @pytest.mark.parametrize("fine", ["z16", "zi16"])
@@ -207,58 +247,6 @@ def test_an_exact_refinement_folds_on_cpus_only(kind: str, coarse: str, fine: st
     assert "gives back each value of 'before'" in remark.reason
     _, kept = check(text, "DQ Q DQ Sigmoid", "qnn", inputs=f"{kind}[n] c")
     assert not list(kept)
-
-
-@pytest.mark.parametrize("scale", ["s257", "far"])
-def test_a_pair_of_the_same_range_that_moves_values_is_kept(scale: str):
-    text = ENTRY.replace("s16", scale).format(z8="z", z16="z16")
-    check(text, "DQ Q DQ Sigmoid")
-
-
-def test_each_reader_of_an_entry_gets_its_own():
-    check(
-        """d = DequantizeLinear(c, s, z)  plain = Relu(d)
-        q = QuantizeLinear(d, s16, z16)
-        w1 = DequantizeLinear(q, s16, z16)  y1 = Sigmoid(w1)
-        w2 = DequantizeLinear(q, s16, z16)  y2 = Mul(w2, w2)
-        y = Add(plain, y1)""",
-        "DQ Relu DQ Sigmoid DQ Mul Add",
-        outputs="float[n] y, float[n] y2",
-    )
-
-
-def test_an_entry_whose_codes_are_an_output_keeps_its_quantise():
-    check(
-        ENTRY.format(z8="z", z16="z16"),
-        "DQ Q DQ Sigmoid",
-        outputs="float[n] y, uint16[n] q",
-    )
-
-
-def test_an_output_keeps_its_name():
-    check(
-        """d = DequantizeLinear(c, s, z)  q = QuantizeLinear(d, s16, z16)
-        y = DequantizeLinear(q, s16, z16)""",
-        "DQ",
-    )
-
-
-def test_exits_to_eight_bits_are_kept():
-    check(
-        """d = DequantizeLinear(c, s16, z16)  q = QuantizeLinear(d, s, z)
-        y = DequantizeLinear(q, s, z)""",
-        "DQ Q DQ",
-        inputs="uint16[n] c",
-    )
-
-
-def test_pairs_behind_operators_are_kept():
-    check(
-        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)  r = Relu(d1)
-        q2 = QuantizeLinear(r, s, z)  y = DequantizeLinear(q2, s, z)""",
-        "Q DQ Relu Q DQ",
-        inputs="float[n] x",
-    )
 
 
 def test_bodies_are_folded_and_may_read_codes_from_outside():
@@ -316,17 +304,6 @@ def test_nothing_to_fold_leaves_even_unused_nodes():
     before = ir.to_proto(model).SerializeToString()
     assert not list(fold(model))
     assert ir.to_proto(model).SerializeToString() == before
-
-
-def test_constants_are_folded_alike():
-    check(
-        """k = Constant<value = uint8[3] {0, 7, 255}>()
-        d = DequantizeLinear(k, s, z)  q = QuantizeLinear(d, s16, z16)
-        w = DequantizeLinear(q, s16, z16)  e = Relu(x)  y = Neg(w)""",
-        "Constant DQ Relu Neg",
-        inputs="float[n] x",
-        outputs="float[n] e, float[3] y",
-    )
 
 
 # Behind the boundaries that the pass places.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -258,8 +260,7 @@ def test_mode_float_reads_8_bits_at_an_entry():
 
 
 def test_a_tensor_quantised_twice():
-    model = parse(
-        """g (float[4] x) => (float[4] y, float[4] w)
+    text = """g (float[4] x) => (float[4] y, float[4] w)
         <float s = {0.02}, float t = {0.5}, uint8 z = {121}>
         {
             [A] a = Sigmoid(x)
@@ -270,11 +271,11 @@ def test_a_tensor_quantised_twice():
             [B] y = Neg(d)
             [C] w = Neg(e)
         }"""
-    )
-    place(model, promote=frozenset({"q"}), close_regions=False)
-    assert chains(model) == {"x>A", "A>u16>B", "A>u8>C", "B>y", "C>w"}
-    place(model, promote=frozenset({"a"}))
-    assert chains(model) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
+    one, both = parse(text), parse(text)
+    place(one, overrides={"q": entry(U8, U16, "B")})
+    assert chains(one) == {"x>A", "A>u8>u16>B", "A>u8>C", "B>y", "C>w"}
+    place(both, promote=frozenset({"a"}))
+    assert chains(both) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
 
 
 def test_elementwise_constants_follow_exactly():
@@ -389,17 +390,16 @@ def test_explicit_parameters_and_ranges():
         model,
         overrides={
             "x": (TensorOverride(quant_type=U16, scale=0.001, zero_point=77),),
-            "a": (TensorOverride(quant_type=I16, rmin=-1.0, rmax=3.0, symmetric=True),),
+            "a": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0, symmetric=True),),
             "b": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0),),
             "y": entry(U16),
         },
         ranges={"y": (-0.5, 1.0)},
-        close_regions=False,
     )
     grids = [str(tensor.grid) for tensor in QuantizedGraph(model).tensors]
     assert grids == [
         "uint16 0.001 @ 77",
-        f"int16 {3 / 32767:.6g} @ 0",
+        f"uint16 {6 / 65535:.6g} @ {65536 // 2}",
         f"uint16 {4 / 65535:.6g} @ {65535 // 4 + 1}",
         f"uint16 {1.5 / 65535:.6g} @ {65535 // 3}",
     ]
@@ -426,14 +426,15 @@ def test_a_removed_relu6_ends_at_6_inside_a_region():
 def test_16_bits_go_down_to_8_with_parameters():
     model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
     before = serialized(model)
-    remarks = place(model, overrides={"b": entry(U8)}, close_regions=False)
-    (remark,) = remarks
+    (remark,) = place(model, overrides={"b": entry(U8)})
     assert remark.outcome is Outcome.REFUSED
     assert "'b'" in remark.reason and "rmin" in remark.reason
     assert serialized(model) == before
-    down = (TensorOverride(quant_type=U8, rmin=-1.0, rmax=1.0),)
-    place(model, overrides={"b": down}, close_regions=False)
-    assert chains(model) == {"x>u16>A", "A>u16>B", "B>u8>C", "C>u16>y"}
+    down = TensorOverride(quant_type=U8, rmin=-1.0, rmax=1.0)
+    kept = TensorOverride(quant_type=U16)
+    converted = dataclasses.replace(kept, convert=down)
+    place(model, overrides={"a": (converted,), "b": (down,), "y": (kept,)})
+    assert chains(model) == {"x>u16>A", "A>u16>u8>B", "B>u8>u16>C", "C>u16>y"}
 
 
 def test_float16_scales_are_refused_where_values_would_move():
@@ -489,21 +490,20 @@ def test_mode_float_leaves_the_region_unquantised():
 
 
 @pytest.mark.parametrize(
-    ("zero_point", "clip", "ends"),
+    ("zero_point", "ends"),
     [
-        (0, True, (0.0, 5.1)),  # as behind a Relu: exactly
-        (100, True, (-100.5 * 0.02, 155.5 * 0.02)),
-        (0, False, (-6.0, 6.0)),
+        (0, (0.0, 5.1)),  # as behind a Relu: exactly
+        (100, (-100.5 * 0.02, 155.5 * 0.02)),
     ],
 )
-def test_mode_float_keeps_what_a_range_clips(zero_point, clip, ends):
+def test_mode_float_keeps_what_a_range_clips(zero_point, ends):
     # Quantisers remove the Relu or Clip between two tensors; the range stands for it.
     model = quantized(
         "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Identity(a) }",
         {"x": grid(0.1, 128), "a": grid(0.02, zero_point), "y": grid(0.02, zero_point)},
     )
-    place(model, promote=frozenset({"a", "y"}), mode="float", clip=clip)
-    assert count(model, "Clip") == clip  # none behind data movement
+    place(model, promote=frozenset({"a", "y"}), mode="float")
+    assert count(model, "Clip") == 1  # none behind data movement
     (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
     assert y == pytest.approx([ends[0], 1.0, ends[1]])
 
@@ -636,17 +636,14 @@ def test_random_regions(steps, data):
     labels = [node.name for node in model.graph if node.name[:1] in "nm"]
     promote = data.draw(st.sets(st.sampled_from(tensors + labels), min_size=1))
     mode = data.draw(st.sampled_from(["int16", "float"]))
-    close = data.draw(st.booleans())
     remarks = place(
         model,
         promote=frozenset(promote),
         promoted_type=data.draw(st.sampled_from([U16, I16])),
         mode=mode,
-        close_regions=close,
     )
     if mode == "int16":
         assert all(remark.outcome is Outcome.FIRED for remark in remarks)
-    if mode == "int16" and close:
         _check_types(model)
     feeds = {"x": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
     every = run(parse(_text(steps, tensors[1:])), feeds)

@@ -341,7 +341,6 @@ def test_sixteen_bits_and_float_are_more_accurate():
         ({"promote": ["a"]}, True),
         ({"overrides": {"a": [{"convert": {"quant_type": "QUInt16"}}]}}, True),
         ({"promote": ["a", "b"]}, False),
-        ({"promote": ["a"], "close_regions": False}, False),
         ({"overrides": {"a": [{"quant_type": "u16"}], "b": [{"quant_type": "u16"}]}}, False),
     ],
 )

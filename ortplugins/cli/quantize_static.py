@@ -38,9 +38,6 @@ def quantize_static(
         Literal["cpu", "qnn"],
         typer.Option(help="qnn keeps every DQ -> Q, cpu those that change values."),
     ] = "qnn",
-    close_regions: Annotated[
-        bool, typer.Option(help="The nodes around a promoted tensor compute in its type.")
-    ] = True,
     activation_type: Annotated[str, typer.Option(help="QUInt8 or QInt8.")] = "QUInt8",
     weight_type: Annotated[str, typer.Option(help="QInt8, QUInt8, and others.")] = "QInt8",
     per_channel: Annotated[
@@ -80,7 +77,6 @@ def quantize_static(
                 promoted_type=promoted_type,
                 mode=mode,
                 target=target,
-                close_regions=close_regions,
                 activation_type=activation_type,
                 weight_type=weight_type,
                 per_channel=per_channel,

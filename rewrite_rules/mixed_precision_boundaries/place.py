@@ -76,11 +76,7 @@ class BoundaryOptions:
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
         target: What runs the model, ``"cpu"``, or ``"qnn"``, where a bias of the wrong scale
             is not a mere note.
-        close_regions: Whether the nodes around a tensor read and write its type.
         ranges: Calibrated smallest and greatest values of float tensors.
-        clip: Whether what is float then stays in the range that its codes had: quantisers
-            remove every Relu and Clip that a range stands for, and the pair of Q and DQ is all
-            that is left of them. Without, values beyond the calibrated ones come through.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -88,9 +84,7 @@ class BoundaryOptions:
     promoted_type: ir.DataType = ir.DataType.UINT16
     mode: str = "int16"
     target: str = "cpu"
-    close_regions: bool = True
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    clip: bool = True
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -144,7 +138,6 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         else overrides,
         promote,
         ir.DataType.FLOAT if as_float else options.promoted_type,
-        options.close_regions,
         groups,
     )
     # All is read before anything is written.
@@ -155,7 +148,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
                 raise Refusal(region.refusal)
             grids = choose_grids(region, groups, entries, options.ranges)
             for tensor, plan in region.plans.items():
-                plan.clipped = options.clip and _may_clip(graph, tensor)
+                plan.clipped = _may_clip(graph, tensor)
                 _check_plan(graph, tensor, plan, grids)
                 _check_sharing(graph, groups, region, tensor)
             constants = list(constant_changes(region, graph))
@@ -214,7 +207,7 @@ def _check_plan(
     if plan.produced == ir.DataType.FLOAT and clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
             f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
-            f"of opset {graph.opset}; convert the model, or leave 'clip' off"
+            f"of opset {graph.opset}; convert the model"
         )
 
 
@@ -244,7 +237,11 @@ _BOUNDED_OPERATORS = frozenset(
 
 
 def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
-    """Whether a Relu or Clip may have stood where the tensor is quantised."""
+    """Whether a Relu or Clip may have stood where the tensor is quantised.
+
+    Quantisers remove every one that a range stands for, and the pair of Q and DQ is all that
+    is left of it.
+    """
     producer = tensor.producer
     if producer is None or producer.op_type not in SHARING_OPERATORS:
         return producer is None or producer.op_type not in _BOUNDED_OPERATORS

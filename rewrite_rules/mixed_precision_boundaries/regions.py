@@ -192,7 +192,6 @@ def find_regions(
     overrides: Mapping[str, TensorOverride],
     promote: Collection[str],
     promoted_type: ir.DataType,
-    close: bool,
     groups: Groups,
 ) -> list[Region]:
     """Find what has to change.
@@ -203,8 +202,6 @@ def find_regions(
         promote: Tensors or nodes of ``graph`` that are to be of ``promoted_type``; a name of
             both means the tensor.
         promoted_type: A 16-bit type, or FLOAT.
-        close: Whether the nodes around a tensor become nodes of its type. Nodes that are
-            promoted by name always do.
         groups: Of :func:`sharing_groups`.
 
     Returns:
@@ -247,11 +244,10 @@ def find_regions(
         for member in members[groups.find(tensor)]:
             regions.union(tensor, member)
             requests.produce(member, request)
-            if not close or member in converted:
-                requests.explicit.add(member)
-            else:
-                for node in _ask_neighbours(requests, member, request):
-                    regions.union(member, node)
+            if member in converted:
+                continue
+            for node in _ask_neighbours(requests, member, request):
+                regions.union(member, node)
 
     refused: dict[Hashable, str] = {}
     for node, request in list(requests.nodes.items()):

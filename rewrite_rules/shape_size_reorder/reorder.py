@@ -45,7 +45,6 @@ def reorder(
     *,
     dims: Mapping[str, int],
     for_default_order: bool = False,
-    lean_session: bool = True,
 ) -> None:
     """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
 
@@ -55,19 +54,18 @@ def reorder(
         dims: Numbers for symbolic dimensions.
         for_default_order: Whether sessions take no order, so that the file has to be
             one whose default order is good.
-        lean_session: Whether sessions may be set to hold less.
     """
     simplify_shapes(model, context)
     try:
         shapes = concrete_shapes(model, dims)
         order = memory_order(model.graph, shapes)
         if not for_default_order:
-            lean = lean_session and context.cpu_only
-            if lean and _may_be_held(order):
+            if context.cpu_only and _may_be_held(order):
                 other = memory_order(model.graph, shapes, reuse=False)
                 order = _without_reuse(order, other, context)
             _run_in_file_order(order, context)
-            if lean and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
+            with_arena = context.cpu_only and context.cpu_arena
+            if with_arena and order.default.peak >= _LEAN_BYTES:
                 _without_pattern(order, context)
         else:
             _write_default_order(model, order, shapes, context)

@@ -58,20 +58,10 @@ class MixedPrecisionBoundaries(Pass):
         "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
         choices=("cpu", "qnn"),
     )
-    close_regions: bool = option(
-        True,
-        "Promote also what the nodes around a promoted tensor read and write, so that no node "
-        "has two types.",
-    )
     merge: bool = option(
         False,
         "Where a region's exit leads right into another region, leave the 8 bits between out: "
         "more accurate, and not the same numbers.",
-    )
-    clip: bool = option(
-        True,
-        "In mode 'float': values stay in the range that their codes had, which stands for "
-        "every Relu and Clip that a quantiser removed; off, greater ones come through.",
     )
     float_limit_mb: int = option(
         1024,
@@ -128,8 +118,6 @@ class MixedPrecisionBoundaries(Pass):
             promoted_type=ir.DataType[read_quant_type(self.promoted_type, "promoted_type")],
             mode=self.mode,
             target=self.target,
-            close_regions=self.close_regions,
-            clip=self.clip,
         )
         if not options.overrides and not options.promote:
             context.remarks.note(

@@ -36,13 +36,6 @@ class ShapeSizeReorder(Pass):
         "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
     )
 
-    lean_session: bool = option(
-        True,
-        "Also set sessions to hold less: no memory pattern beside an arena, which holds the "
-        "peak twice from the second run on; without an arena no reuse of buffers, where "
-        "that holds more in between.",
-    )
-
     def __post_init__(self) -> None:
         """Check the options.
 
@@ -60,13 +53,7 @@ class ShapeSizeReorder(Pass):
         """
         from rewrite_rules.shape_size_reorder.reorder import reorder
 
-        reorder(
-            model,
-            context,
-            dims=self.sizes,
-            for_default_order=self.for_default_order,
-            lean_session=self.lean_session,
-        )
+        reorder(model, context, dims=self.sizes, for_default_order=self.for_default_order)
 
     @property
     def sizes(self) -> dict[str, int]:

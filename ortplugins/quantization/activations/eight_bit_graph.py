@@ -225,7 +225,6 @@ def converted_tensors(
     overrides: Overrides,
     promote: Collection[str],
     activation_type: ir.DataType,
-    close_regions: bool,
 ) -> frozenset[str]:
     """Return the activations that some node will write, or read, in another type than others.
 
@@ -242,18 +241,16 @@ def converted_tensors(
     activations = [value for value in graph.inputs if value.name not in graph.initializers]
     activations += [value for node in graph for value in node.outputs]
     nodes = {node for node in graph if label(node) in named}
-    if close_regions:
-        for value in activations:
-            if value.name in named:
-                nodes.update(value.consumers())
-                if (producer := value.producer()) is not None:
-                    nodes.add(producer)
+    for value in activations:
+        if value.name in named:
+            nodes.update(value.consumers())
+            if (producer := value.producer()) is not None:
+                nodes.add(producer)
     for value in activations:
         writer = value.producer()
         written = value.name in named or writer in nodes
         if writer is not None and any(
-            (reader in nodes or (value.name in named and not close_regions)) != written
-            for reader in value.consumers()
+            (reader in nodes) != written for reader in value.consumers()
         ):
             result.add(value.name or "")
     return frozenset(result)

@@ -100,7 +100,6 @@ def quantize_static_mixed(
     promoted_type: str | enum.Enum = "QUInt16",
     mode: str = "int16",
     target: str = "qnn",
-    close_regions: bool = True,
     merge: bool = False,
     activation_type: str | enum.Enum = "QUInt8",
     weight_type: str | enum.Enum = "QInt8",
@@ -140,8 +139,6 @@ def quantize_static_mixed(
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
             that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
             back the 8-bit values before it; the numbers are the same.
-        close_regions: Whether the producer and the consumers of a promoted tensor compute in
-            its type; else only what is named changes.
         merge: Whether a region's exit that leads right into another region is bridged in 16
             bits; this changes the numbers.
         activation_type: ``"QUInt8"`` or ``"QInt8"``: of all other activations.
@@ -197,7 +194,6 @@ def quantize_static_mixed(
         promoted_type=quant_type_of(promoted_type, "promoted_type", _PROMOTED),
         mode=mode,
         target=target,
-        close_regions=close_regions,
     )
     loaded = load_model(model_input)
     graph = loaded.model.graph
@@ -213,9 +209,7 @@ def quantize_static_mixed(
         nodes_to_exclude=selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         options=options,
     )
-    converted = converted_tensors(
-        graph, wanted.overrides, wanted.promote, activation, close_regions
-    )
+    converted = converted_tensors(graph, wanted.overrides, wanted.promote, activation)
     folder_of_output = None if output is None else output.absolute().parent
     with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder_of_output) as scratch:
         path = stage(model_input, loaded, Path(scratch))
