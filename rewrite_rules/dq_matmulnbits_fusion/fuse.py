@@ -10,11 +10,10 @@ from __future__ import annotations
 
 __all__ = ["FusionOptions", "fuse"]
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common
-from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
@@ -30,19 +29,6 @@ from rewrite_rules.graph.quantize_linear import is_dequantize_linear
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op
-
-# One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
-_RULES: dict[str, Callable[[FusionRun], list[RewriteRule]]] = {
-    "Gather": lambda run: [GatherToGatherBlockQuantized.rule(run)],
-    "Add": lambda run: AddBias.rule(run).commute(),
-    **{
-        op_type: lambda run, op_type=op_type: [  # type: ignore[misc]
-            RightOperand.rule(run, op_type),
-            LeftOperand.rule(run, op_type),
-        ]
-        for op_type in ("MatMul", "FusedMatMul", "Gemm")
-    },
-}
 
 _WEIGHTS = (
     ir.DataType.INT2,
@@ -60,8 +46,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
     Raises:
         RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
     """
-    present = _op_types(model)
-    if "DequantizeLinear" not in present:
+    if not any(node.op_type == "DequantizeLinear" for node in _all_nodes(model)):
         return
     if "" not in model.opset_imports:
         context.remarks.refused("model", "it imports no opset of the default domain")
@@ -72,19 +57,19 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
             # Whether a function's parameter is a constant shows only where it is called.
             onnx_ir.passes.common.InlinePass()(model)
     run = FusionRun(model, options, context)
+    # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
-    rules = [
-        rule for op_type, build in _RULES.items() if op_type in present for rule in build(run)
-    ]
-    if rules:
-        DispatchingRuleSet(rules).apply_to_model(model)
+    rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
+    for op_type in ("MatMul", "FusedMatMul", "Gemm"):
+        rules += [RightOperand.rule(run, op_type), LeftOperand.rule(run, op_type)]
+    DispatchingRuleSet(rules).apply_to_model(model)
     _remark_unfused(model, run)
     run.compare_with_stock()
 
 
-def _op_types(model: ir.Model) -> set[str]:
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    return {node.op_type for graph in graphs for node in graph.all_nodes()}
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        yield from graph.all_nodes()
 
 
 def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
@@ -93,19 +78,18 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
     (32-bit biases, 16-bit tables) are noted.
     """
-    for graph in [model.graph, *(function.graph for function in model.functions.values())]:
-        for node in graph.all_nodes():
-            if not is_dequantize_linear(node) or len(node.outputs) != 1:
-                continue
-            with run.context.remarks.at(label(node)):
-                if (quantize := _quantized_in_the_graph(node)) is not None:
-                    run.context.remarks.refused(
-                        label(node),
-                        f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
-                        "constant at every inference: fold constants first",
-                    )
-                elif dequantize_chain(node.outputs[0]) is not None:
-                    _explain(node, run)
+    for node in _all_nodes(model):
+        if not is_dequantize_linear(node) or len(node.outputs) != 1:
+            continue
+        with run.context.remarks.at(label(node)):
+            if (quantize := _quantized_in_the_graph(node)) is not None:
+                run.context.remarks.refused(
+                    label(node),
+                    f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
+                    "constant at every inference: fold constants first",
+                )
+            elif dequantize_chain(node.outputs[0]) is not None:
+                _explain(node, run)
 
 
 def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:

@@ -33,11 +33,11 @@ class Product:
     node: ir.Node
     index: int
     k_axis: int
-    transpose_x: bool = False
-    transpose_y: bool = False
-    alpha: float = 1.0
-    beta: float = 1.0
-    batched: bool = True
+    transpose_x: bool
+    transpose_y: bool
+    alpha: float
+    beta: float
+    batched: bool
 
     @property
     def weight(self) -> ir.Value | None:
@@ -84,13 +84,5 @@ def read_product(node: ir.Node, index: int) -> Product:
         k_axis, transpose_x, transpose_y = 1 if trans_b else 0, bool(trans_a), False
     else:
         k_axis, transpose_x, transpose_y = 0 if trans_a else 1, not trans_b, True
-    return Product(
-        node,
-        index=index,
-        k_axis=k_axis,
-        transpose_x=transpose_x,
-        transpose_y=transpose_y,
-        alpha=alpha,
-        beta=beta,
-        batched=node.op_type != "Gemm",
-    )
+    batched = node.op_type != "Gemm"
+    return Product(node, index, k_axis, transpose_x, transpose_y, alpha, beta, batched)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.attributes import int_attribute, ints_attribute
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known, number
 
@@ -160,12 +160,8 @@ class Site:
         Raises:
             Refusal: If it is not a list of ints.
         """
-        attribute = self.node.attributes.get(name)
-        if attribute is None:
-            return None
-        if attribute.is_ref() or attribute.type is not ir.AttributeType.INTS:
-            raise Refusal(f"attribute {name!r} is not a list of ints")
-        return tuple(attribute.as_ints())
+        found = ints_attribute(self.node, name)
+        return None if found is None else tuple(found)
 
     def text(self, name: str, default: str) -> str:
         """A string attribute.
