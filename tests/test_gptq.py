@@ -13,7 +13,7 @@ from builders.text_models import model_of
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.gptq import gptq
+from ortplugins.quantization.methods.gptq import Gptq, GptqOptions, gptq
 from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
 
 PLAIN = {"ratios": (1.0,), "revisits": 0}
@@ -147,6 +147,19 @@ def test_output_error_on_correlated_inputs_is_a_third(symmetric):
     ]
     assert errors[1] < errors[0] / 3
     assert errors[2] < errors[0] / 1.8  # damping gives some of it up, for unseen inputs
+
+
+def test_what_outputs_lack_moves_the_weight_by_damped_least_squares():
+    k, n = 544, 24  # more rows than are solved for at a time
+    weight, gram = problem(k, n)
+    lacking = gram @ np.random.default_rng(1).normal(0, 0.01, (k, n)).astype(np.float32)
+    form = BlockFormat()
+    target = weight + np.linalg.solve(damped(gram), lacking.astype(np.float64))
+    method = Gptq(gram, GptqOptions())
+    found = dequantize_blocks(*method.quantize(weight, form, lacking), form)
+    expected = dequantize_blocks(*method.quantize(target, form), form)
+    assert (np.abs(found - expected) > 1e-4).mean() < 0.01  # ties of rounding
+    assert np.abs(target - weight).max() > 0.001
 
 
 def test_revisits_only_lower_the_loss():

@@ -310,16 +310,17 @@ class Rewinding:
 
 
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
-@pytest.mark.parametrize("method", ["awq_full", "gptq"])
+@pytest.mark.parametrize("method", ["awq_full", "gptq", "paired"])
 def test_memory_and_rewinding_change_no_bit(method):
+    settings = {"method": method}
+    if method == "paired":
+        settings = {"method": "gptq", "quantized_inputs": True}
     options = [
         {}, {"max_calibration_memory": 1}, {"max_calibration_memory": 20_000},
         {"rewind": True}, {"rewind": True, "max_calibration_memory": 1},
     ]  # fmt: skip
     found = [
-        quantize(
-            chain("a", "b", "c"), method=method, calibration_data_reader=Rewinding(), **each
-        )
+        quantize(chain("a", "b", "c"), calibration_data_reader=Rewinding(), **settings, **each)
         for each in options
     ]
     assert all(read(each.model) == read(found[0].model) for each in found)

@@ -65,9 +65,11 @@ def made(calls: dict[str, int], method: str = "awq_full", **options) -> tuple[by
     return Path("out.onnx").read_bytes(), calls["collect"], calls["quantize_group"]
 
 
+@pytest.mark.parametrize("quantized_inputs", [False, True])
 @pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq", "awq_gptq"])
-def test_a_run_that_was_interrupted_goes_on(method, calls, monkeypatch):
-    options = {"method": method, "share_of_8_bits": 0.3}
+def test_a_run_that_was_interrupted_goes_on(method, quantized_inputs, calls, monkeypatch):
+    options = {"method": method, "share_of_8_bits": 0.3, "quantized_inputs": quantized_inputs}
+    tasks = 2 * LAYERS if quantized_inputs and "gptq" in method else LAYERS
     expected, *_ = made(calls, **options, run_folder="other")
     keep, written = run_folder.RunFolder.keep_codes, []
 
@@ -80,12 +82,12 @@ def test_a_run_that_was_interrupted_goes_on(method, calls, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(run_folder.RunFolder, "keep_codes", full)
         made(calls, **options)
-    assert made(calls, **options) == (expected, 0, LAYERS - 2)
+    assert made(calls, **options) == (expected, 0, tasks - 2)
     assert made(calls, **options) == (expected, 0, 0)
     for pattern in ("codes-*.bin", "codes-*.json"):  # cut off when the machine went down
         for path in Path("run").glob(pattern):
             path.write_bytes(path.read_bytes()[:-1])
-        assert made(calls, **options) == (expected, 0, LAYERS)
+        assert made(calls, **options) == (expected, 0, tasks)
 
 
 def test_another_method_finds_the_statistics(calls):

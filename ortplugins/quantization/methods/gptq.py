@@ -38,6 +38,12 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
   Before and after that the scale is fitted to its codes q, by least squares:
 
       scale = q^T (H_b w - g) / q^T H_b q        H_b = H[block, block]
+
+Outputs other than X W: where X are inputs of the quantised model, and the outputs are to be
+the float model's Y, the weight to round is that of least squares (Li et al., arXiv 2504.02692;
+Zhang et al., arXiv 2505.11695), with H damped as above:
+
+    |X Q - Y|^2 = |X (Q - T)|^2 + const.        T = W + H^-1 X^T (Y - X W) / count
 """
 
 from __future__ import annotations
@@ -155,7 +161,7 @@ class Gptq:
         self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
 
     def quantize(
-        self, weight: npt.NDArray[Any], form: BlockFormat
+        self, weight: npt.NDArray[Any], form: BlockFormat, lacking: Floats | None = None
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
         """Quantise a weight, or some of its columns.
 
@@ -164,6 +170,8 @@ class Gptq:
         Args:
             weight: Float ``[K, N]``, of any N.
             form: Bits, block size and grid.
+            lacking: float32 ``[K, N]``, X^T (Y - X W) over the number of tokens, where the
+                outputs are to be Y; None where they are to be X W.
 
         Returns:
             Codes, scales and zero points as ``quantize_blocks`` returns them.
@@ -182,6 +190,8 @@ class Gptq:
             turns = self._turns(size)
             self._factored = size, turns, *self._hessian.factor(np.concatenate(turns))
         _, turns, rows, cost = self._factored
+        if lacking is not None:
+            weight = weight + self._hessian.solve(np.concatenate(turns), rows, cost, lacking)
         width = max(64, _STRIP // (min(size, k) * len(ratios)))
         job = _Job(weight, form, self._hessian, turns, width)
         job.visit(ratios, rows, cost)
@@ -347,6 +357,26 @@ class _Hessian:
         raise QuantizationError(
             "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
         )
+
+    def solve(self, order: Rows, feedback: Doubles, cost: Floats, right: Floats) -> Floats:
+        """Return H^-1 right, float32 ``[K, N]``, with H as factored in this order."""
+        found = right[order] / self._mean
+        starts = range(0, len(order), _PANEL)
+        # feedback is A^T, and H = (A + 1) diag(cost) (A + 1)^T.
+        for start in reversed(starts):
+            rows = slice(start, start + _PANEL)
+            unit = feedback[rows, rows] + np.eye(len(order[rows]))
+            found[rows] -= feedback[start + _PANEL :, rows].T @ found[start + _PANEL :]
+            found[rows] = np.linalg.solve(unit.T, found[rows])
+        found /= cost[:, None]
+        for start in starts:
+            rows = slice(start, start + _PANEL)
+            unit = feedback[rows, rows] + np.eye(len(order[rows]))
+            found[rows] -= feedback[rows, :start] @ found[:start]
+            found[rows] = np.linalg.solve(unit, found[rows])
+        solved = np.empty_like(right)
+        solved[order] = found
+        return solved
 
     def block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
         """Return H_b, float32 ``[rows, rows]``, and g of the errors D, ``[rows, N]``."""

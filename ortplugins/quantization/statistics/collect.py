@@ -156,7 +156,7 @@ def collect(
                 growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
                 for names in _runs(batch, sizes, room / growth):
                     arrays = fetch(names, feed, f"sample {index}")
-                    _update_all(accumulators, _without_padding(arrays, counted), index)
+                    _update_all(accumulators, without_padding(arrays, counted), index)
             # Nothing here may hold what the caller frees, nor memory while the caller works.
             del fetch
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
@@ -248,7 +248,7 @@ def _runs(
     yield names
 
 
-def _without_padding(
+def without_padding(
     arrays: Iterable[tuple[str, npt.NDArray[Any]]], counted: npt.NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Leave the rows of padding out of activations; those without a row per token stay."""
@@ -334,7 +334,7 @@ class _Parts:
             model.graph.outputs.clear()
             model.graph.outputs.extend(outputs.values())
             onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
-            session = _open_session(model, self._folder, self._providers, runs_often)
+            session = open_for_samples(model, self._folder, self._providers, runs_often)
 
         def fetch(
             names: Sequence[str], feed: Feed, what: str
@@ -422,8 +422,8 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
     return folder
 
 
-def _open_session(
-    model: ir.Model, folder: Path, providers: Sequence[Any], runs_often: bool
+def open_for_samples(
+    model: ir.Model, folder: Path, providers: Sequence[Any], runs_often: bool = True
 ) -> onnxruntime.InferenceSession:
     """Open a session that keeps the weights in their files.
 

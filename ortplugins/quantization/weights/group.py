@@ -34,7 +34,7 @@ from ortplugins.quantization.methods.nearest import (
     search_blocks,
 )
 from ortplugins.quantization.weights.checkpoint import PackedWeight
-from rewrite_rules.weights.bit_packing import pack_rows
+from rewrite_rules.weights.bit_packing import pack_rows, unpack_rows
 
 Quantized = tuple[Codes, Floats, ZeroPoints | None]
 
@@ -94,6 +94,20 @@ class StoredCodes:
             zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
         )
 
+    def dequantized(self) -> Floats:
+        """Return the weight that the codes stand for, float32 ``[K, N]``."""
+        shape = (self.N, self.K) if self.k_last else (self.K, self.N)
+        codes: Codes = unpack_rows(self.codes.map(), self.form.bits)[: self.K * self.N]
+        codes = codes.reshape(shape)
+        if self.form.is_symmetric:
+            spare = np.int8(8 - self.form.bits)
+            codes = codes.view(np.int8) << spare >> spare
+        scales = self.scales.map()
+        zeros = None if self.zero_points is None else self.zero_points.map()
+        if self.k_last:
+            codes, scales, zeros = codes.T, scales.T, None if zeros is None else zeros.T
+        return dequantize_blocks(codes, scales, zeros, self.form)
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightTask:
@@ -127,6 +141,9 @@ class GroupTask:
         mean_abs: float32 ``[K]``; None without statistics, as the next two.
         tokens: float32 ``[T, K]``.
         gram: float32 ``[K, K]``; None where all tokens are there, too.
+        float_tokens: The same tokens of the float model, where those before are of the
+            quantised one; None where they are the float model's.
+        drift: float32 ``[K, K]``, X^T (X_float - X) over the number of tokens; None likewise.
         alphas: Exponents to try for the scales of channels; None for the search's own.
         clip_ratios: Ratios to try for what blocks are clipped to; None likewise.
         gptq: Options of GPTQ.
@@ -138,6 +155,8 @@ class GroupTask:
     mean_abs: TensorReference | None = None
     tokens: TensorReference | None = None
     gram: TensorReference | None = None
+    float_tokens: TensorReference | None = None
+    drift: TensorReference | None = None
     alphas: Sequence[float] | None = None
     clip_ratios: Sequence[float] | None = None
     gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
@@ -274,10 +293,17 @@ def _quantize(
     sinks = [_Sink(output) for output in task.outputs]
     given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
     hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
+    float_tokens = None if group.float_tokens is None else group.float_tokens.map()
+    drift = None if group.drift is None else group.drift.map()
     for columns in _strips(matrix, _STRIP_BYTES if feedback is None else _GPTQ_STRIP_BYTES):
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
-        product = None if sample is None else sample @ scaled
+        product = wanted = None if sample is None else sample @ scaled
+        if float_tokens is not None:
+            wanted = float_tokens @ strip
+        lacking = None if drift is None else drift @ strip
+        if lacking is not None and channel_scales is not None:
+            lacking /= channel_scales[:, None]
         for number, sink in enumerate(sinks):
             try:
                 if given:
@@ -285,7 +311,9 @@ def _quantize(
                 elif number:
                     quantized = search_blocks(scaled, sink.stored.form)
                 else:
-                    quantized = _codes(scaled, sink.stored.form, group, gram, feedback)
+                    quantized = _codes(
+                        scaled, sink.stored.form, group, gram, feedback, lacking
+                    )
             except QuantizationError as error:
                 raise QuantizationError(
                     f"weight {task.name!r} cannot be quantised: {error}"
@@ -293,9 +321,9 @@ def _quantize(
             sink.write(columns, *quantized)
             difference = dequantize_blocks(*quantized, sink.stored.form)
             difference -= scaled
-            if sample is not None and product is not None:
-                added = _square(sample @ difference) / len(sample)
-                sink.sums[2:] += added, _square(product) / len(sample)
+            if sample is not None and product is not None and wanted is not None:
+                added = _square(sample @ difference + (product - wanted)) / len(sample)
+                sink.sums[2:] += added, _square(wanted) / len(sample)
                 if hessian is not None:
                     added = float(np.vdot(difference, hessian @ difference))
                 sink.added += added
@@ -317,9 +345,10 @@ def _codes(
     group: GroupTask,
     gram: Floats | None,
     feedback: Gptq | None,
+    lacking: Floats | None,
 ) -> Quantized:
     if feedback is not None:
-        return feedback.quantize(weight, form)
+        return feedback.quantize(weight, form, lacking)
     if not METHODS[group.method]:
         return search_blocks(weight, form)
     ratios = None

@@ -29,6 +29,7 @@ from ortplugins.model_io.loading import (
 from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.quantization.statistics.collect import collect
+from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.checkpoint import put_in
 from ortplugins.quantization.weights.plan import (
     Weight,
@@ -171,7 +172,7 @@ def quantize(
                 )
             )
         )
-        calibration = samples = run = None
+        calibration = paired = samples = run = None
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
             samples = KeptSamples(
@@ -186,6 +187,14 @@ def quantize(
                 providers=calibration_providers,
                 progress=progress,
             )
+            if chosen.quantized_inputs:
+                paired = functools.partial(
+                    PairedModels,
+                    loaded.model,
+                    samples,
+                    scratch=scratch,
+                    providers=calibration_providers,
+                )
         if run_folder is not None:
             run = stack.enter_context(
                 RunFolder.opened(
@@ -197,6 +206,7 @@ def quantize(
             chosen,
             scratch,
             calibration=calibration,
+            paired=paired,
             executor=executor,
             max_memory=max_calibration_memory,
             run=run,

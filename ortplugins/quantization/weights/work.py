@@ -2,7 +2,9 @@
 """Quantises the weights of a graph in place, and says what became of each.
 
 find the weights -> watch their activations, in batches that fit into memory
-    -> quantise the weights of each activation, anywhere -> put the codes into the graph
+    -> quantise the weights of each activation, anywhere
+    -> if asked for, again in the graph's order, for the inputs that the weights before leave
+    -> put the codes into the graph
     -> divide the activations whose weights were scaled
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -19,13 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
 from ortplugins.quantization.statistics.collect import ActivationRequest
+from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.folds import Fold, apply_folds, find_folds, insert_mul
 from ortplugins.quantization.weights.graph import CodeWriter, drop_unused
 from ortplugins.quantization.weights.group import (
@@ -49,6 +55,7 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run_folder import RunFolder
+from ortplugins.quantization.weights.sites import WeightSite
 from rewrite_rules.graph.names import FreshNames
 
 _MORE_BITS = 8
@@ -95,6 +102,7 @@ def quantize_graph(
     scratch: Path,
     *,
     calibration: Calibration | None = None,
+    paired: Callable[[], PairedModels] | None = None,
     executor: concurrent.futures.Executor | None = None,
     max_memory: int = 1 << 30,
     run: RunFolder | None = None,
@@ -108,6 +116,8 @@ def quantize_graph(
         scratch: A folder that stays until the model is saved, and that every worker of the
             executor sees.
         calibration: Yields statistics of activations; None for a method that needs none.
+        paired: Makes what runs the model and its quantised copy, for weights that are to see
+            the inputs that they get; None where they see the float model's.
         executor: Where the work runs; threads, one per core, by default.
         max_memory: Bytes that those threads may take together; a group that needs more is
             worked on alone.
@@ -128,16 +138,32 @@ def quantize_graph(
             )
             quantize = _WithinMemory(max_memory)
         work = _Work(recipe, scratch, executor, quantize, run)
+        first, second = plan.groups, []
+        if paired is not None:
+            second = [group for group in plan.groups if _sees_quantized_inputs(group)]
+            if not recipe.share_of_8_bits:  # which is decided by what a first round finds
+                first = [group for group in plan.groups if group not in second]
         by_group: dict[Group, _Done] = {}
-        for done in work.run(plan.groups, calibration):
-            by_group[done.group] = done
-            if progress is not None:
-                name = done.group.weights[0].sites[0].label
-                progress(len(by_group), len(plan.groups), name)
-    results = [by_group[group] for group in plan.groups]
-    if recipe.share_of_8_bits:
-        _choose_more_bits(results, recipe.share_of_8_bits)
-    return _rewrite(plan, recipe, results)
+        numbers = itertools.count(1)
+
+        def take_in(rounds: Iterator[_Done]) -> None:
+            for done in rounds:
+                by_group[done.group] = done
+                if progress is not None:
+                    name = done.group.weights[0].sites[0].label
+                    progress(next(numbers), len(first) + len(second), name)
+
+        take_in(work.run(first, calibration))
+        if recipe.share_of_8_bits:
+            _choose_more_bits([by_group[group] for group in first], recipe.share_of_8_bits)
+        if paired is not None and second:
+            take_in(work.run_in_order(second, by_group, paired()))
+    return _rewrite(plan, recipe, [by_group[group] for group in plan.groups])
+
+
+def _sees_quantized_inputs(group: Group) -> bool:
+    """Whether there is one place in the graph to quantise a group at, and a method for it."""
+    return "gptq" in METHODS[group.method] and len(group.activations) == 1
 
 
 class _WithinMemory:
@@ -204,6 +230,58 @@ class _Work:
                 yield from self._batch(kept)
                 path.unlink(missing_ok=True)
         yield from self._batch([(group, {}) for group in left])
+
+    def run_in_order(
+        self, groups: Sequence[Group], found: Mapping[Group, _Done], models: PairedModels
+    ) -> Iterator[_Done]:
+        """Quantise groups of one activation each, for the inputs that those before leave.
+
+        Args:
+            groups: The groups.
+            found: What became of others, and in a first round of these.
+            models: The float model and the quantised one, not run yet.
+        """
+        fixed = [done for group, done in found.items() if group not in groups]
+        for done in fixed:
+            _replace_weights(models, done)
+        before: object = None
+        if self._run is not None:
+            before = [
+                (self._codes_key(done.group, done.task, self._run), done.chosen)
+                for done in fixed
+            ]
+        places = {
+            group: models.places.get(group.activations[0].name or "", 0) for group in groups
+        }
+        for group in sorted(groups, key=places.__getitem__):
+            forms = [weight.form for weight in group.weights]
+            if group in found:
+                forms = [stored.form for _, stored, *_ in found[group].outputs()]
+            weights = zip(group.weights, forms, strict=True)
+            tasks = tuple(self._task(weight, [form]) for weight, form in weights)
+            task = self._group_task(group.method, tasks, {})
+            result = None
+            if self._run is not None:
+                # Codes depend on all of those before them.
+                self._watched[group] = self._run.key(codes_before=before)
+                before = self._codes_key(group, task, self._run)
+                result = self._run.codes(before, task)
+            if result is None:
+                path = self._scratch / f"statistics{next(self._numbers)}"
+                statistics = models.statistics(
+                    group.activations[0].name or "",
+                    group.weights[0].K,
+                    _SAMPLED_TOKENS,
+                    ScratchWriter(path),
+                )
+                watched = self._group_task(group.method, tasks, statistics)
+                result = self._executor.submit(self._quantize, watched).result()
+                path.unlink()
+                if self._run is not None:
+                    self._run.keep_codes(str(before), task, result)
+            done = _Done(group, task, result, [0] * len(tasks))
+            _replace_weights(models, done)
+            yield done
 
     def _requests(self, groups: Sequence[Group]) -> list[ActivationRequest]:
         """Ask for each activation once, for all groups that share it."""
@@ -290,15 +368,9 @@ class _Work:
         futures: dict[concurrent.futures.Future[GroupResult], tuple[Group, GroupTask]] = {}
         try:
             for group, statistics in groups:
-                task = GroupTask(
-                    tuple(self._task(weight) for weight in group.weights),
-                    group.method if statistics else "rtn",
-                    this_process(),
-                    **statistics,
-                    alphas=self._recipe.alphas,
-                    clip_ratios=self._recipe.clip_ratios,
-                    gptq=self._recipe.gptq,
-                )
+                weights = tuple(self._task(w, self._forms(w)) for w in group.weights)
+                method = group.method if statistics else "rtn"
+                task = self._group_task(method, weights, statistics)
                 kept = None
                 if self._run is not None:
                     kept = self._run.codes(self._codes_key(group, task, self._run), task)
@@ -318,10 +390,30 @@ class _Work:
             concurrent.futures.wait(futures)
             raise
 
-    def _task(self, weight: Weight) -> WeightTask:
-        site, forms = weight.sites[0], [weight.form]
+    def _group_task(
+        self,
+        method: str,
+        weights: tuple[WeightTask, ...],
+        statistics: Mapping[str, TensorReference],
+    ) -> GroupTask:
+        return GroupTask(
+            weights,
+            method,
+            this_process(),
+            **statistics,
+            alphas=self._recipe.alphas,
+            clip_ratios=self._recipe.clip_ratios,
+            gptq=self._recipe.gptq,
+        )
+
+    def _forms(self, weight: Weight) -> list[BlockFormat]:
+        forms = [weight.form]
         if self._recipe.share_of_8_bits and weight.form.bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
+        return forms
+
+    def _task(self, weight: Weight, forms: Sequence[BlockFormat]) -> WeightTask:
+        site = weight.sites[0]
         tables = any(each.activation is None for each in weight.sites)
         k_last = self._recipe.quant_format != "QDQ" or tables
         return WeightTask(
@@ -341,6 +433,24 @@ class _Work:
                 for form in forms
             ),
         )
+
+
+def _replace_weights(models: PairedModels, done: _Done) -> None:
+    """Have the quantised model compute with what became of a group."""
+    for weight, stored, *_ in done.outputs():
+        for site in weight.sites:
+            restored = functools.partial(_restored, site, stored, done.result.channel_scales)
+            models.replace(site.node.outputs[0].name or "", site.index, restored)
+
+
+def _restored(
+    site: WeightSite, stored: StoredCodes, channel_scales: Floats | None
+) -> npt.NDArray[Any]:
+    """Return a quantised weight in the type and orientation that a node reads."""
+    weight = stored.dequantized()
+    if channel_scales is not None:
+        weight /= channel_scales[:, None]
+    return (weight.T if site.wanted_k_last else weight).astype(site.tensor.dtype.numpy())
 
 
 def _choose_more_bits(results: Sequence[_Done], share: float) -> None:

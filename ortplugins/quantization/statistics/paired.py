@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: MIT
+"""Runs a model and its quantised copy side by side, from one activation to the next.
+
+A weight that is quantised for the inputs X which it gets behind quantised weights, and for the
+outputs of the float model, makes up for the errors of those weights, too (see
+:mod:`~ortplugins.quantization.methods.gptq`). That needs the order of the graph: with the
+inputs of a model that was quantised before, all weights at once, SmolLM2-135M got worse.
+
+Every node runs once in each of the two models. What later nodes read of it is kept in files
+until the last of them has run; one sample is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortplugins.errors import CalibrationError
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.statistics.accumulator import StatisticsAccumulator
+from ortplugins.quantization.statistics.collect import (
+    detach_tensors,
+    open_for_samples,
+    without_padding,
+)
+from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.roles import counted_tokens
+from ortplugins.samples.sources import Feed
+
+Array = npt.NDArray[Any]
+
+_FLOAT, _QUANTIZED = 0, 1
+# Rows of the drift at a time.
+_DRIFT_ROWS = 384
+
+
+class PairedModels:
+    """A model and its quantised copy, both run up to the same node.
+
+    Attributes:
+        places: How many nodes have to run for a value to be there, by its name; inputs of the
+            model are not in it.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        samples: KeptSamples,
+        *,
+        scratch: Path,
+        providers: Sequence[Any] = ("CPUExecutionProvider",),
+    ) -> None:
+        """Start before the first node.
+
+        Args:
+            model: The model; it is not changed.
+            samples: What both are run on; gone through for every activation.
+            scratch: An existing folder, to be kept as long as this object is used.
+            providers: Execution providers, as for ``onnxruntime.InferenceSession``.
+        """
+        self._samples, self._providers = samples, providers
+        self._scratch = Path(tempfile.mkdtemp(dir=scratch))
+        model = model.clone()
+        self._folder = detach_tensors(model, self._scratch)
+        self._inputs = list(model.graph.inputs)
+        self._frame = ir.to_proto(model)
+        self._nodes = list(self._frame.graph.node)
+        self._initializers = {each.name: each for each in self._frame.graph.initializer}
+        self._frame.ClearField("graph")
+        self.places: dict[str, int] = {}
+        self._last_reads: dict[str, int] = {}
+        for place, node in enumerate(self._nodes, 1):
+            self.places.update(dict.fromkeys(node.output, place))
+            self._last_reads.update(dict.fromkeys(_reads([node]), place))
+        self._place = 0
+        self._numbers = itertools.count()
+        self._kept: dict[str, Path] = {}  # folders by name of the value
+        self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
+
+    def replace(self, node: str, index: int, weight: Callable[[], Array]) -> None:
+        """Have a node of the quantised model that has not run yet read another weight.
+
+        Args:
+            node: Name of its first output.
+            index: Which input the weight is.
+            weight: Returns it; called when the node is to run.
+        """
+        self._weights.setdefault(node, {})[index] = weight
+
+    def statistics(
+        self, name: str, k: int, max_tokens: int, writer: ScratchWriter
+    ) -> dict[str, TensorReference]:
+        """Run both models up to an activation; write what is known of its X.
+
+        Args:
+            name: The activation; not before any that was asked for.
+            k: Size of its last axis.
+            max_tokens: Tokens to keep, at most.
+            writer: Where arrays go.
+
+        Returns:
+            ``mean_abs``, ``tokens`` and ``gram`` of the quantised model, as
+            :class:`~ortplugins.quantization.statistics.accumulator.ActivationStatistics` has
+            them; ``float_tokens``, the same tokens of the float model; ``drift``, float32
+            ``[K, K]``, X^T (X_float - X) over the number of tokens.
+
+        Raises:
+            CalibrationError: If onnxruntime refuses a part of the model or fails at a sample
+                (chained), or the activation holds NaN or infinite values or no tokens.
+            OSError: If a file can't be written.
+        """
+        self._run_to(self.places.get(name, 0))
+        quantized = StatisticsAccumulator(name, k, gram=True, max_tokens=max_tokens)
+        floats = StatisticsAccumulator(name, k, gram=False, max_tokens=max_tokens)
+        # In its file from the start: a second matrix of this size is not held in memory.
+        drift = writer.reserve((k, k), np.float32)
+        sums = drift.map("r+")
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for index, feed in enumerate(self._samples):
+                both = [
+                    (name, self._value(m, index, name, feed)) for m in (_FLOAT, _QUANTIZED)
+                ]
+                counted = counted_tokens(self._inputs, feed)
+                rows = [each for _, each in without_padding(both, counted)]
+                if not rows:
+                    continue
+                updates = [
+                    pool.submit(quantized.update, rows[_QUANTIZED]),
+                    pool.submit(floats.update, rows[_FLOAT]),
+                    pool.submit(_add_drift, rows[_QUANTIZED], rows[_FLOAT], sums),
+                ]
+                for update in updates:
+                    update.result()
+        found = quantized.finish()
+        sums /= np.float32(found.count)
+        assert found.gram is not None
+        return {
+            "mean_abs": writer.append(found.mean_abs),
+            "tokens": writer.append(found.tokens),
+            "gram": writer.append(found.gram),
+            "float_tokens": writer.append(floats.finish().tokens),
+            "drift": drift,
+        }
+
+    def _run_to(self, place: int) -> None:
+        """Run what is left of the nodes before a place, in both models."""
+        nodes = self._nodes[self._place : place]
+        if not nodes:
+            return
+        made = [
+            name
+            for node in nodes
+            for name in node.output
+            if name and self._last_reads.get(name, 0) > place
+        ]
+        folders = {name: self._scratch / f"value{next(self._numbers)}" for name in made}
+        for folder in folders.values():
+            folder.mkdir()
+        for model in (_FLOAT, _QUANTIZED):
+            path = self._scratch / "weights"
+            weights = self._put_in_weights(nodes, ScratchWriter(path)) if model else {}
+            session, reads = None, _reads(nodes)
+            for index, feed in enumerate(self._samples):
+                names = reads & (self._kept.keys() | feed.keys())
+                inputs = {name: self._value(model, index, name, feed) for name in names}
+                inputs |= weights
+                if session is None:
+                    session = self._open(nodes, inputs, made)
+                try:
+                    arrays = session.run(made, inputs)
+                except Exception as error:  # onnxruntime's own classes, none is documented
+                    raise CalibrationError(
+                        f"sample {index}: onnxruntime failed to run the model on it: {error}"
+                    ) from error
+                for folder, array in zip(folders.values(), arrays, strict=True):
+                    np.save(folder / f"{model}-{index}.npy", array, allow_pickle=False)
+            path.unlink(missing_ok=True)
+        self._place = place
+        self._kept |= folders
+        for name in [name for name in self._kept if self._last_reads[name] <= place]:
+            shutil.rmtree(self._kept.pop(name))
+
+    def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
+        if name not in self._kept:
+            return feed[name]
+        array: Array = np.load(self._kept[name] / f"{model}-{index}.npy", allow_pickle=False)
+        return array
+
+    def _put_in_weights(
+        self, nodes: Sequence[onnx.NodeProto], writer: ScratchWriter
+    ) -> dict[str, Array]:
+        """Have nodes read quantised weights; return those, mapped, by their new names."""
+        weights: dict[str, Array] = {}
+        for node in _with_subgraphs(nodes):
+            for index, weight in self._weights.pop(node.output[0], {}).items():
+                node.input[index] = f"ortplugins.weight{next(self._numbers)}"
+                weights[node.input[index]] = writer.append(weight()).map()
+        return weights
+
+    def _open(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        inputs: Mapping[str, Array],
+        outputs: Sequence[str],
+    ) -> onnxruntime.InferenceSession:
+        """Open a session on some nodes alone."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self._frame)
+        model.graph.name = "part"
+        model.graph.node.extend(nodes)
+        for name, array in inputs.items():
+            kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            sizes = [None] * array.ndim
+            model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, sizes))
+        for name in sorted(_reads(nodes) & self._initializers.keys() - inputs.keys()):
+            model.graph.initializer.append(self._initializers[name])
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return open_for_samples(ir.from_proto(model), self._folder, self._providers)
+
+
+def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
+    """Add X^T (X_float - X) to the sums, in place."""
+    k = quantized.shape[-1]
+    rows = quantized.reshape(-1, k).astype(np.float32, copy=False)
+    difference = floats.reshape(-1, k).astype(np.float32, copy=False) - rows
+    for start in range(0, k, _DRIFT_ROWS):
+        block = slice(start, start + _DRIFT_ROWS)
+        sums[block] += rows[:, block].T @ difference
+
+
+def _with_subgraphs(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes, and those of their subgraphs."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _with_subgraphs(graph.node)
+
+
+def _reads(nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Return the names that nodes read, those of values of their subgraphs included."""
+    return {name for node in _with_subgraphs(nodes) for name in node.input if name}
