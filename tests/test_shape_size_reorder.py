@@ -178,8 +178,7 @@ def test_memory_shows_the_orders(path, tmp_path):
         "onnxruntime's default",
         "PRIORITY_BASED",
     ]
-    settings = {"shape_size_reorder.dims": "rows=64"}
-    peaks = [curve.peak for curve in order_of(path, settings).curves]
+    peaks = [curve.peak for curve in order_of(path, {"rows": 64}).curves]
     assert peaks[0] <= min(peaks)
     assert xml.etree.ElementTree.fromstring(svg.read_text(encoding="utf-8")).tag.endswith(
         "svg"

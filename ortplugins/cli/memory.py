@@ -21,9 +21,8 @@ def memory(
     from ortplugins.html_report.charts import memory_bars, memory_chart
     from ortplugins.html_report.live_memory import order_of
 
-    opt.parse_dims(dims)
     opt.check_absent(svg, force=force)
-    order = order_of(model, {"shape_size_reorder.dims": dims} if dims else {})
+    order = order_of(model, opt.parse_dims(dims))
     if format == "json":
         curves = [
             {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}

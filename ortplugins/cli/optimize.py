@@ -46,11 +46,13 @@ def optimize(
     ] = None,
 ) -> None:
     """Apply passes to a model and write the result."""
-    from ortplugins.cli.report import check_page, write_report
+    from ortplugins.cli.report import write_report
     from ortplugins.optimization.optimize import optimize
 
     if page is not None:
-        check_page([page], force)
+        import ortplugins.html_report.page  # noqa: F401  what it lacks is said before the work
+
+        opt.check_absent(page, force=force)
         if output.exists() and output.samefile(model):
             raise typer.BadParameter(
                 "the report needs the model as it was: give another --output",

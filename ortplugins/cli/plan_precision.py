@@ -187,8 +187,6 @@ def _print(
     notes: Sequence[str],
 ) -> None:
     """Print the ranking down to the last promoted one, then the curve."""
-    from ortplugins.html_report.charts import promotion_bars
-
     steps = {name: point for point in curve for name in point.added}
     chosen = [not promoted.isdisjoint(effect.names) for effect in ranking]
     last = max((i for i, item in enumerate(chosen) if item), default=0)
@@ -210,7 +208,5 @@ def _print(
     print_table(
         ("", "Name", "Operator", "Its error alone", "Promoted", "Error then", "Cosine"), rows
     )
-    for line in promotion_bars(curve):
-        typer.echo(line)
     for note in notes:
         console().print(f"note: {note}", soft_wrap=True)

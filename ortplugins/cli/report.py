@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,36 +60,23 @@ def write_report(
         The files written.
 
     Raises:
-        FileExistsError, typer.Exit: As :func:`check_page`, before anything is done.
+        FileExistsError: If a file exists and ``force`` is false; before anything is done.
+        UsageError: If Jinja2 is not installed; in the same way.
     """
-    paths = [path for path in (output, json_output) if path is not None]
-    check_page(paths, force)
     from ortplugins.html_report.facts import gather_facts
     from ortplugins.html_report.page import write_page
 
+    opt.check_absent(output, json_output, force=force)
     facts = gather_facts(model, command=shlex.join(["ortplugins", *sys.argv[1:]]), **chosen)
+    written = [output]
     if json_output is not None:
         text = json.dumps(facts, indent=1, allow_nan=False)
         json_output.write_text(text + "\n", encoding="utf-8")
+        written.append(json_output)
     write_page(facts, output, json_output.name if json_output is not None else "")
     for part in ("sessions", "memory", "layers"):
         if facts[part] and "failed" in facts[part]:
             console(stderr=True).print(
                 f"note: {part}: {facts[part]['failed']}", soft_wrap=True
             )
-    return paths
-
-
-def check_page(paths: Sequence[Path], force: bool) -> None:
-    """Find out what would fail at the end, after the minutes that measuring takes.
-
-    Raises:
-        FileExistsError: If a file exists and ``force`` is false.
-        typer.Exit: With 2 where Jinja2 is not installed.
-    """
-    try:
-        import jinja2  # noqa: F401
-    except ModuleNotFoundError:
-        typer.echo("The page needs: pip install 'ortplugins[report]'", err=True)
-        raise typer.Exit(2) from None
-    opt.check_absent(*paths, force=force)
+    return written

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Charts as SVG and as bars of text: live memory, errors, errors against promotions.
+"""Charts as SVG: live memory, also as bars of text, and errors against promotions.
 
 Inside a page an SVG has the page's colours, by its classes. With a title it is a file of its
 own, with a style that can be read on light and dark backgrounds.
@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _POINTS = 400
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 260, 64, 8, 28, 34
-# Errors below the greatest by more than this are all the same to a reader.
-_DECADES = 6
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 # From nothing to full.
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -34,8 +32,6 @@ _FILE_STYLE = (
     )
 )
 
-_Number = TypeVar("_Number", int, float)
-
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -43,13 +39,11 @@ class Curve:
 
     Attributes:
         name: Of the order.
-        live: Bytes that are live in each step, or the most in each of equal parts of the run.
-        steps: How many steps these are; 0 for one for each element of ``live``.
+        live: Bytes that are live in each step.
     """
 
     name: str
     live: Sequence[int]
-    steps: int = 0
 
     @property
     def peak(self) -> int:
@@ -57,7 +51,7 @@ class Curve:
         return max(self.live, default=0)
 
 
-def thinned(live: Sequence[_Number], points: int = _POINTS) -> list[_Number]:
+def thinned(live: Sequence[int], points: int = _POINTS) -> list[int]:
     """Return the greatest value of each of at most ``points`` stretches: peaks stay."""
     count = min(points, len(live))
     edges = [len(live) * i // count for i in range(count + 1)] if count else []
@@ -68,11 +62,12 @@ def memory_bars(curves: Sequence[Curve], width: int = 72) -> list[str]:
     """Return a line for each curve: its name, its peak, and bars up to the greatest peak."""
     top = max((curve.peak for curve in curves), default=0)
     longest = max((len(curve.name) for curve in curves), default=0)
-    return [
-        f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  "
-        f"{_bars(thinned(curve.live, width), top)}"
-        for curve in curves
-    ]
+    lines, step = [], (top or 1) / (len(_BARS) - 1)
+    for curve in curves:
+        levels = (value / step for value in thinned(curve.live, width))
+        bars = "".join(_BARS[math.ceil(level)] for level in levels)
+        lines.append(f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  {bars}")
+    return lines
 
 
 def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
@@ -82,14 +77,14 @@ def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
         curves: Without a title no text of theirs is in the picture.
         title: Of a file of its own, which names the curves.
     """
-    top = _round_up(max((curve.peak for curve in curves), default=0))
-    steps = max((curve.steps or len(curve.live) for curve in curves), default=0) or 1
+    top = max((curve.peak for curve in curves), default=0) or 4
+    steps = max((len(curve.live) for curve in curves), default=0) or 1
     scale, unit = next((item for item in _UNITS if top >= item[0]), _UNITS[-1])
-    ticks = [(quarter / 4, f"{top * quarter / 4 / scale:.4g} {unit}") for quarter in range(5)]
+    ticks = [(quarter / 4, f"{top * quarter / 4 / scale:.3g} {unit}") for quarter in range(5)]
     parts = _frame("Live memory over the steps of a run", ticks, steps, "step ", title)
     for number, curve in enumerate(curves):
         live = thinned(curve.live)
-        each = (curve.steps or len(curve.live)) / len(live) / steps if live else 0
+        each = len(curve.live) / len(live) / steps if live else 0
         points = "".join(f"V{_y(v / top)}H{_x((i + 1) * each)}" for i, v in enumerate(live))
         line = f"M{_LEFT} {_y(0)}{points}V{_y(0)}"
         parts.append(f'<path class="curve s{number % 4}" d="{line}"/>')
@@ -100,80 +95,24 @@ def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def error_chart(errors: Sequence[Any]) -> str:
-    """Return an <svg> of errors over the steps of a run, on a logarithmic scale.
-
-    Args:
-        errors: In the order of the steps; what is not a finite number is left out.
-
-    Returns:
-        The picture; empty where no error is above 0.
-    """
-    finite = [item if isinstance(item, (int, float)) else 0 for item in errors]
-    found = [item for item in finite if item > 0]
-    if not found:
-        return ""
-    low, high = math.floor(math.log10(min(found))), math.ceil(math.log10(max(found)))
-    low = max(low, high - _DECADES)
-    high = max(high, low + 1)
-    every = -(-(high - low) // 5)
-    ticks = [((p - low) / (high - low), f"1e{p}") for p in range(high, low - 1, -every)]
-    parts = _frame("Error over the steps of a run", ticks, len(errors), "step ")
-    shown = thinned(finite)
-    line, draws = "", False
-    for number, error in enumerate(shown):
-        # An error of 0 has no place on the scale: the line has a gap.
-        if error > 0:
-            height = _y(max(0.0, (math.log10(error) - low) / (high - low)))
-            start = f"V{height}" if draws else f"M{_x(number / len(shown))} {height}"
-            line += f"{start}H{_x((number + 1) / len(shown))}"
-        draws = error > 0
-    parts.append(f'<path class="curve s0" d="{line}"/>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def promotion_bars(curve: Sequence[CurvePoint]) -> list[str]:
-    """Return bars of the error, one for each step, and what the first and last one are."""
-    errors = [point.deviation.error for point in curve]
-    bars = _bars(errors, _greatest(errors))
-    last = curve[-1].promoted
-    return [f"error  {errors[0]:.4g}  {bars}  {errors[-1]:.4g}  with 0 to {last} promoted"]
-
-
 def promotion_chart(curve: Sequence[CurvePoint], what: str, title: str) -> str:
     """Return an <svg> of the error against the number of promoted tensors."""
-    top = _greatest([point.deviation.error for point in curve])
+    # Outputs that are not finite have no error that is a number.
+    errors = [point.deviation.error for point in curve]
+    top = max(filter(math.isfinite, errors), default=0.0) or 1.0
     most = max(1, curve[-1].promoted)
     ticks = [(quarter / 4, f"{top * quarter / 4:.3g}") for quarter in range(5)]
     parts = _frame("Error against promotions", ticks, most, "", title)
     parts.append(f'<text x="{_LEFT}" y="16">relative squared error of the outputs</text>')
     parts.append(_text(_x(1), str(_HEIGHT - 1), "end", what))
     places = [
-        (_x(point.promoted / most), _y(min(point.deviation.error, top) / top))
-        for point in curve
+        (_x(point.promoted / most), _y(min(error, top) / top))
+        for point, error in zip(curve, errors, strict=True)
     ]
     line = "L".join(f"{x} {y}" for x, y in places)
     parts.append(f'<path class="curve s0" d="M{line}"/>')
-    for (x, y), point in zip(places, curve, strict=True):
-        tooltip = (
-            f"{point.promoted}: error {point.deviation.error:.4g}, "
-            f"cosine {point.deviation.cosine:.6g} {', '.join(point.added)}"
-        )
-        parts.append(
-            f'<circle class="p0" cx="{x}" cy="{y}" r="3"><title>{escape(tooltip)}</title>'
-            "</circle>"
-        )
+    parts += [f'<circle class="p0" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
     return "\n".join([*parts, "</svg>", ""])
-
-
-def _greatest(errors: Sequence[float]) -> float:
-    """The greatest error that is a number; outputs that are not finite have none."""
-    return max((error for error in errors if math.isfinite(error)), default=0.0) or 1.0
-
-
-def _bars(values: Sequence[float], top: float) -> str:
-    most = len(_BARS) - 1
-    return "".join(_BARS[math.ceil(min(value, top) / (top or 1) * most)] for value in values)
 
 
 def _x(share: float) -> str:
@@ -215,15 +154,3 @@ def _frame(
 
 def _text(x: str, y: str, anchor: str, text: str, more: str = "") -> str:
     return f'<text x="{x}" y="{y}" {more}text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _round_up(value: int) -> float:
-    """The next number that quarters well."""
-    if value <= 0:
-        return 4.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(
-        step * power
-        for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-        if value <= step * power
-    )

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from ortplugins.comparison.compare import compare, plain
 from ortplugins.comparison.given_model import operator_counts
 from ortplugins.comparison.inputs import Inputs, comparison_feeds
 from ortplugins.errors import ModelFileError
+from ortplugins.html_report.charts import Curve
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, weight_bytes
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
@@ -33,12 +34,6 @@ from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shapes.concrete_shapes import concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
 from session_options.plan import plan_from_settings, settings_of
-
-FORMAT = 1
-"""Of the dict; grows when a key changes its meaning."""
-
-# Quoted as repr() does; an apostrophe within a word is none.
-_QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")(?!\w)")
 
 
 def gather_facts(
@@ -121,7 +116,6 @@ def gather_facts(
     operators = _operators(before.model, result.model)
     files = [path, *before.data_files.values()]
     return {
-        "format": FORMAT,
         "model": {
             "name": path.name,
             "path": str(path),
@@ -136,7 +130,7 @@ def gather_facts(
         "passes": list(passes),
         "options": settings_of(plan),
         "report": report,
-        "remarks": group_remarks(report),
+        "remarks": _remarks(report),
         "nodes": {side: sum(row[side] for row in operators) for side in ("before", "after")},
         "operators": operators,
         "weights": _weights(before.model, result.model, sessions),
@@ -148,37 +142,15 @@ def gather_facts(
     }
 
 
-def group_remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Put remarks together whose reasons differ in quoted names only.
-
-    Returns:
-        Refusals first, then by size: pass, outcome, the reason with ``…`` for each name, its
-        code, how many remarks, and of each remark its node and the names.
-    """
-    groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
-    for item in report["passes"]:
-        for remark in item["remarks"]:
-            names = _QUOTED.findall(remark["reason"])
-            reason = _QUOTED.sub("…", remark["reason"])
-            key = item["name"], remark["outcome"], reason, remark.get("code", "")
-            groups.setdefault(key, []).append(
-                {"node": remark["node"], "names": list(dict.fromkeys(names))}
-            )
+def _remarks(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the remarks of all passes, refusals first."""
     order = ["refused", "fired", "note"]
-    return sorted(
-        (
-            {
-                "pass": name,
-                "outcome": outcome,
-                "reason": reason,
-                "code": code,
-                "count": len(remarks),
-                "remarks": remarks,
-            }
-            for (name, outcome, reason, code), remarks in groups.items()
-        ),
-        key=lambda group: (order.index(group["outcome"]), -group["count"], group["reason"]),
-    )
+    rows = [
+        {"pass": item["name"], **remark}
+        for item in report["passes"]
+        for remark in item["remarks"]
+    ]
+    return sorted(rows, key=lambda row: order.index(row["outcome"]))
 
 
 def _sessions(
@@ -279,17 +251,13 @@ def _weights(
 def _memory(
     path: Path, result: OptimizeResult, sizes: Mapping[str, int], passes: Sequence[str]
 ) -> dict[str, Any]:
-    # Names that the option can't spell are sums of others: "past, sequence".
-    known = {name: size for name, size in sizes.items() if not set(name) & set(",=")}
-    dims = ",".join(f"{name}={size}" for name, size in known.items())
     try:
-        order = order_of(path, {f"{ShapeSizeReorder.name}.dims": dims})
+        order = order_of(path, sizes)
     except ModelFileError as error:
         return {"failed": str(error)}
-    notes = list(order.notes)
-    curves = {curve.name: list(curve.live) for curve in order.curves}
+    curves, notes = list(order.curves), list(order.notes)
     try:
-        shapes = concrete_shapes(result.model, known)
+        shapes = concrete_shapes(result.model, sizes)
         after = memory_order(result.model.graph, shapes)
     except Refusal as refusal:
         notes.append(f"the rewritten model has no order: {refusal}")
@@ -297,22 +265,11 @@ def _memory(
         reordered = ShapeSizeReorder.name in passes
         name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
         live = (after.priority if reordered else after.default).timeline.live
-        curves = {f"rewritten, {name}": live.tolist()} | {
-            f"as given, {name}": held for name, held in curves.items()
-        }
-    # Orders that hold the same are one line.
-    same: dict[tuple[int, ...], list[str]] = {}
-    for name, held in curves.items():
-        same.setdefault(tuple(held), []).append(name)
+        curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
     return {
         "curves": [
-            {
-                "names": names,
-                "peak": max(held, default=0),
-                "steps": len(held),
-                "live": list(held),
-            }
-            for held, names in same.items()
+            {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
+            for curve in curves
         ],
         "notes": notes,
     }
@@ -324,22 +281,13 @@ def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str,
     except ModelFileError as error:
         return {"failed": str(error)}
     assert found is not None
-    rows: list[dict[str, Any]] = [
-        {
-            "step": step,
-            "value": layer.difference.name,
-            "node": layer.node,
-            "operator": layer.op_type,
-            "other_operator": layer.other_op_type,
-            "error": layer.difference.relative_rms,
-            "cosine": layer.difference.cosine,
-        }
+    rows = [
+        {"step": step, **dataclasses.asdict(layer)}
         for step, layer in enumerate(found.layers, 1)
     ]
-    rows.sort(key=lambda row: -row["error"])
-    values: list[Any] = plain(rows)  # an infinite error is not a number in JSON
+    rows.sort(key=lambda row: -row["difference"]["relative_rms"])
     return {
-        "values": values,
+        "values": plain(rows),  # an infinite error is not a number in JSON
         "only_before": len(found.only_a),
         "only_after": len(found.only_b),
         "not_compared": len(found.not_compared),

@@ -15,8 +15,6 @@ from ortplugins.samples.made_up import MadeUpInputs
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
-from session_options import ShapeSizeReorder
-from session_options.plan import plan_from_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,24 +31,23 @@ class OrderReport:
     notes: tuple[str, ...]
 
 
-def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> OrderReport:
+def order_of(model: str | os.PathLike[str], dims: Mapping[str, int]) -> OrderReport:
     """Simulate the orders of a model as it is; onnxruntime's fusions change it first.
+
+    Args:
+        model: Path of the model.
+        dims: Sizes of its symbolic dimensions, by name; others are assumed.
 
     Raises:
         MissingFileError, ModelFileError: If the model can't be used or put in order.
-        OptionError: If a setting is unknown or wrong.
         UsageError: If no input has a dimension that is given.
     """
-    plan = plan_from_settings([ShapeSizeReorder.name], dict(settings))
-    (chosen,) = plan.passes
-    assert isinstance(chosen, ShapeSizeReorder)
     loaded = load_path(model).model
     infer_shapes(loaded)
     inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
-    assumed = MadeUpInputs(inputs, chosen.sizes, length=DEFAULT_DIM).sizes
-    sizes = {**assumed, **chosen.sizes}
+    assumed = MadeUpInputs(inputs, dims, length=DEFAULT_DIM).sizes
     try:
-        shapes = concrete_shapes(loaded, sizes)
+        shapes = concrete_shapes(loaded, {**assumed, **dims})
         order = memory_order(loaded.graph, shapes)
     except Refusal as refusal:
         raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
@@ -61,7 +58,7 @@ def order_of(model: str | os.PathLike[str], settings: Mapping[str, str]) -> Orde
     }
     curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
     notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
-    counted = {k: v for k, v in assumed.items() if k not in chosen.sizes}
+    counted = {k: v for k, v in assumed.items() if k not in dims}
     counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)
     if counted:
         listed = ", ".join(f"{name}={size}" for name, size in counted.items())

@@ -1,17 +1,6 @@
 // SPDX-License-Identifier: MIT
 "use strict";
-// The tables stand without this; it adds filters, sorting and a theme that is remembered.
-const themes = [...document.querySelectorAll('input[name="theme"]')];
-try {
-  const kept = document.getElementById("theme-" + localStorage.getItem("ortplugins-theme"));
-  if (kept) kept.checked = true;
-} catch { /* storage may be forbidden to files */ }
-for (const input of themes) {
-  input.addEventListener("change", () => {
-    try { localStorage.setItem("ortplugins-theme", input.value); } catch { /* as above */ }
-  });
-}
-
+// The tables stand without this; it adds filters and sorting.
 function cellKey(cell) {
   const number = cell.querySelector("data");
   if (!number) return cell.textContent.trim().toLowerCase();
@@ -21,7 +10,6 @@ function cellKey(cell) {
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {
-    if (head.classList.contains("fixed")) return;
     const button = document.createElement("button");
     button.type = "button";
     button.append(...head.childNodes);
@@ -50,18 +38,14 @@ if (filters) {
   const update = () => {
     const wanted = text.value.trim().toLowerCase();
     let rowsShown = 0;
-    let remarks = 0;
     rows.forEach((row, index) => {
       const fits = (!pass.value || row.dataset.pass === pass.value) &&
         (!outcome.value || row.dataset.outcome === outcome.value) &&
         texts[index].includes(wanted);
       row.hidden = !fits;
-      if (fits) {
-        rowsShown += 1;
-        remarks += Number(row.dataset.count);
-      }
+      if (fits) rowsShown += 1;
     });
-    shown.value = `${rowsShown} of ${rows.length} rows, ${remarks.toLocaleString("en")} remarks`;
+    shown.value = `${rowsShown} of ${rows.length} remarks`;
   };
   filters.addEventListener("input", update);
   filters.addEventListener("submit", (event) => event.preventDefault());
