@@ -20,7 +20,7 @@ from builders.session_process import result_of, spawn
 from builders.sessions import check, save, source, start
 
 import ortplugins
-from ortplugins.artifacts import source_index
+from ortplugins.artifacts import known_starts, store
 from ortplugins.artifacts.directory import cache_root
 from ortplugins.artifacts.maintenance import clean, prune
 from ortplugins.artifacts.manifest import Entry
@@ -103,6 +103,11 @@ def test_a_model_replaced_while_it_is_built_is_not_published(
     assert list(cache_dir.glob("entries/*")) == []
 
 
+def all_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (known_starts, store):
+        monkeypatch.setattr(module, "SETTLED_SECONDS", -1)
+
+
 @pytest.fixture
 def large_file(tmp_path: Path) -> Path:
     path = tmp_path / "large.onnx"
@@ -111,16 +116,16 @@ def large_file(tmp_path: Path) -> Path:
 
 
 def digest(path: Path, cache_dir: Path) -> str:
-    return ArtifactCache(cache_dir).sources.file_digest(path)
+    return ArtifactCache(cache_dir).file_digest(path)
 
 
 def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
     first = digest(large_file, cache_dir)
     # Changed a moment ago by its status: not remembered yet.
-    assert not (cache_dir / "digests").exists()
-    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
+    assert not (cache_dir / "known").exists()
+    all_is_settled(monkeypatch)
     assert digest(large_file, cache_dir) == first
-    (memo,) = (cache_dir / "digests").iterdir()
+    (memo,) = (cache_dir / "known").iterdir()
     memo.write_text(memo.read_text().replace(first, "from the memo"))
     assert digest(large_file, cache_dir) == "from the memo"
     large_file.write_bytes(bytes(5 << 20))
@@ -132,7 +137,7 @@ def test_a_kept_digest_is_not_believed_where_the_content_differs(
 ):
     """Two images of a file system without change times may show two files alike."""
     status = os.stat(large_file)
-    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
+    all_is_settled(monkeypatch)
     monkeypatch.setattr(os, "fstat", lambda _: status)
     first = digest(large_file, cache_dir)
     large_file.write_bytes(b"x" * (5 << 20))
@@ -227,14 +232,14 @@ def test_two_that_publish_one_key_without_locks(cache_dir, monkeypatch):
 
 
 def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
-    monkeypatch.setattr(source_index, "_MEMO_SIZE", 0)
-    monkeypatch.setattr(source_index, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    all_is_settled(monkeypatch)
     start(model_path)
     cache = ArtifactCache(cache_dir)
     (entry,) = cache.entries()
     for path in (*cache.own("locks"), *cache.own("sources")):
         os.utime(path, (time.time() - 10 * 86400,) * 2)
-    names = ("sources", "digests")
+    names = ("sources", "known")
     assert all(cache.own(name) for name in (*names, "locks"))
     prune(cache, older_than=1e9)
     assert all(cache.own(name) for name in names)

@@ -207,19 +207,6 @@ def test_prune_removes_what_was_not_used_for_long(tmp_path, cache_dir):
     assert names(cache_dir) == ["3.onnx"]
 
 
-def test_a_dry_run_removes_nothing(tmp_path, cache_dir):
-    fill(tmp_path)
-    before = files(cache_dir)
-    would = lines("prune", "--max-size", "0", "--dry-run")
-    assert files(cache_dir) == before
-    did = lines("prune", "--max-size", "0")
-    assert [
-        line.replace("would remove", "removed").replace("would ", "") for line in would
-    ] == did
-    assert did[-1].startswith("removed 3, ")
-    assert "; 0 remain, 0 bytes, in " in did[-1]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps files that are open")
 def test_a_session_keeps_what_prune_removes(aged, model_path):
     session = start(model_path)
@@ -383,11 +370,6 @@ def test_verify_names_what_is_damaged(tmp_path, cache_dir, damage, file, what):
     assert (file == "manifest.json") != (f" {model}: " in line)
     assert total == f"2 checked, 1 damaged, in {cache_dir}"
     assert victim.exists()
-
-    lines("verify", "--cache-dir", cache_dir, "--remove", code=1)
-    assert not victim.exists()
-    assert lines("verify") == [f"1 checked, 0 damaged, in {cache_dir}"]
-    assert source(model) == "built"
 
 
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir, tmp_path):

@@ -155,7 +155,7 @@ PACKING, BUILDING = (
 
 _TIDY = re.compile(
     r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|[\w.]+\.data)"
-    r"|(sources|starts)/[0-9a-f]+\.json|digests/[0-9a-f]{64}|locks/[0-9a-f]{40}(\.[a-z]+)?\.lock"
+    r"|(sources|known)/[0-9a-f]+\.json|locks/[0-9a-f]{40}(\.[a-z]+)?\.lock"
 )
 
 
@@ -170,7 +170,7 @@ def litter(cache_dir: Path) -> list[str]:
 def assert_whole(cache_dir: Path) -> None:
     """Every published entry is as its builder left it."""
     for entry in ArtifactCache(cache_dir).entries():
-        assert entry.damaged_files() == []
+        assert entry.damage() == {}
 
 
 # Many processes, and dying ones.

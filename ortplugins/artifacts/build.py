@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortplugins.artifacts.directory import cache_limit, cache_root, remove_tree
 from ortplugins.artifacts.manifest import Entry, write_manifest
-from ortplugins.artifacts.source_index import content_digest, content_key, key_content
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import in_place
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel
 
 
+# Layout of the cache; another number is another cache.
+_FORMAT = 3
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
 
@@ -52,10 +55,14 @@ def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
     Raises:
         MissingFileError, ModelFileError: If the model can't be read.
     """
-    digest = _digest(request, cache)
-    locations = cache.sources.data_locations(digest)
-    content = None if locations is None else _key_content(request, cache, digest, locations)
+    content = _known_key_content(request, cache)
     return None if content is None else cache.find(content_key(content))
+
+
+def content_key(content: Mapping[str, Any]) -> str:
+    """Return the key of an entry, given what :func:`session_key_content` returned."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
@@ -64,12 +71,9 @@ def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str
     Raises:
         MissingFileError, ModelFileError: If the model or its data can't be read.
     """
-    digest = _digest(request, cache)
-    locations = cache.sources.data_locations(digest)
-    content = None if locations is None else _key_content(request, cache, digest, locations)
+    content = _known_key_content(request, cache)
     if content is None:  # a new model, or one whose data is missing, which loading reports
-        locations = list(request.load().data_files)
-        content = _key_content(request, cache, digest, locations)
+        content = _key_content(request, cache, list(request.load().data_files))
     if content is None:
         raise MissingFileError(f"{request.name}: its data vanished while it was read")
     return content
@@ -83,7 +87,7 @@ def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | Non
     """
     if isinstance(request.source, bytes):
         return None
-    locations = cache.sources.data_locations(_digest(request, cache)) or []
+    locations = cache.data_locations(_digest(request, cache)) or []
     found = [_data_file(request, location) for location in locations]
     first = [_data_folders(request)[0] / location for location in locations]
     if [os.path.realpath(path) for path in first] != [str(path) for path in found]:
@@ -108,9 +112,7 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
         plan: The session's.
         warn: Whether to warn of files that changed on disk.
     """
-    if any(item.checks_digests() for item in plan.passes) and (
-        damaged := entry.damaged_files()
-    ):
+    if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
         if warn:
             warn_rebuilt(entry, damaged)
         return False
@@ -122,7 +124,7 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
     return not retries
 
 
-def warn_rebuilt(entry: Entry, damaged: Sequence[str]) -> None:
+def warn_rebuilt(entry: Entry, damaged: Iterable[str]) -> None:
     """Warn that an entry is built again because files of it changed on disk."""
     text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
     warn_caller(text, OrtpluginsWarning)
@@ -175,8 +177,9 @@ def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
     with _data_read_ahead(request, cache):
         loaded = request.load()
     locations = list(loaded.data_files)
-    cache.sources.remember_data_locations(digest, locations)
-    if (content := _key_content(request, cache, digest, locations)) is None:
+    cache.remember_data_locations(digest, locations)
+    content = _key_content(request, cache, locations)
+    if content is None or content["digest"] != digest:
         raise FileNotFoundError("external data vanished while the model was read")
     key = content_key(content)
     with cache.build(key, lambda entry: is_usable(entry, request.plan)) as folder:
@@ -184,7 +187,7 @@ def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
             return Built(folder.folder, "cache")
         manifest = _build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
-        if _key_content(request, cache, _digest(request, cache), locations) != content:
+        if _key_content(request, cache, locations) != content:
             raise FileNotFoundError("the model changed while it was read")
         return Built(
             cache.publish(key, folder, {**manifest, "made_from": content}).folder, "built"
@@ -216,7 +219,7 @@ def _data_read_ahead(request: BuildRequest, cache: ArtifactCache) -> Iterator[No
                 path = _data_file(request, name)
                 # Nothing is checked yet: a pipe, say, would keep the build waiting.
                 if os.path.basename(name) == name and path.is_file():
-                    cache.sources.file_digest(path)
+                    cache.file_digest(path)
 
     if isinstance(request.source, bytes):
         yield
@@ -244,28 +247,35 @@ def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str
 def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
     """Digest of the .onnx file as it is now."""
     if isinstance(request.source, bytes):
-        return content_digest(request.source)
+        return hashlib.sha256(request.source).hexdigest()
     try:
-        return cache.sources.file_digest(request.name)
+        return cache.file_digest(request.name)
     except FileNotFoundError:
         raise MissingFileError(f"{request.name}: there is no such model file") from None
     except OSError as error:
         raise ModelFileError(f"{request.name}: cannot be read: {error.strerror}") from error
 
 
+def _known_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any] | None:
+    """What the key is made from; None where nothing is known of the model, or data is gone."""
+    locations = cache.data_locations(_digest(request, cache))
+    return None if locations is None else _key_content(request, cache, locations)
+
+
 def _key_content(
-    request: BuildRequest, cache: ArtifactCache, digest: str, locations: Sequence[str]
+    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str]
 ) -> dict[str, Any] | None:
     """What the key of the entry is made from; None when a data file is missing."""
+    digest = _digest(request, cache)
     files = {x: _data_file(request, x) for x in locations}
     try:
-        data = {x: cache.sources.file_digest(path) for x, path in files.items()}
+        data = {x: cache.file_digest(path) for x, path in files.items()}
     except OSError:
         return None
     parts, placed = request.key_parts(), in_place(files)
     if placed is not None and any(x != name for x, name in placed.names.items()):
         parts["data_names"] = placed.names
-    return key_content(digest, data, parts)
+    return {"format": _FORMAT, "digest": digest, "data": data, **parts}
 
 
 def _data_file(request: BuildRequest, location: str) -> Path:

@@ -2,8 +2,7 @@
 """The cache directory: where it is, who may put models there, its subdirectories and locks.
 
     <root>/sources/<digest of .onnx>.json   locations of the model's external data
-    <root>/digests/<path and status>        digest of a large file
-    <root>/starts/<request>.json            entry that a start on unchanged files took
+    <root>/known/<checksum>.json            what was found out about files, until they change
     <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on
     <root>/entries/<key>/manifest.json      its files' sizes and digests, how to open it, the
                                             report; its modification time is the last use
@@ -24,7 +23,6 @@ import re
 import stat
 import sys
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
     "sources": re.compile(r"[0-9a-f]{64}\.json"),
-    "digests": re.compile("[0-9a-f]{64}"),
-    "starts": re.compile(r"[0-9a-f]{8}\.json"),
+    "known": re.compile(r"[0-9a-f]{8}\.json"),
     "building": re.compile(r"[0-9a-f]{40}\..+"),
     "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
 }
@@ -47,11 +44,6 @@ _NAMES = {
 # What flock says on NFS without its lock daemon, and on some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
-
-_SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
-# A file changed a moment ago may change again within the resolution of its time stamps, as in
-# git's index.
-SETTLED_SECONDS = 2.0
 _PLATFORM: str = sys.platform
 
 
@@ -174,32 +166,6 @@ def is_private(root: str | os.PathLike[str]) -> bool:
         return False
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return status.st_uid in (os.geteuid(), 0) and not others_write
-
-
-def file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file does; the change time, last, with its links too."""
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
-
-
-def page_checksum(file: int, size: int) -> int:
-    """Return a checksum of pages spread over an open file of this size.
-
-    File systems without a change time of their own (squashfs, say, with every time set to one
-    date) could show two files alike.
-    """
-    checksum = 0
-    for number in range(_SAMPLED_PAGES):
-        os.lseek(file, number * (size // _SAMPLED_PAGES), os.SEEK_SET)
-        checksum = zlib.crc32(os.read(file, _PAGE_BYTES), checksum)
-        if size <= _PAGE_BYTES:
-            break
-    return checksum
 
 
 def disk_size(folder: Path) -> int:

@@ -52,7 +52,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
     root, started = cache_folder(request.plan.cache_dir), time.time()
     known = find_known_start(root, request)
     if known is not None:
-        return _artifact(known.folder, known.manifest, "cache", request)
+        return _artifact(*known, "cache", request)
     # The long way is by content, and imports more.
     from ortplugins.artifacts.build import cache_of, is_usable, look_up, source_files
 
@@ -85,7 +85,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     entry = cache.find(key)
     if entry is None:  # removed a moment ago
         return True
-    if not (damaged := entry.damaged_files()):
+    if not (damaged := entry.damage()):
         return False
     try:
         cache.discard(key, entry.manifest)

@@ -13,15 +13,12 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ortplugins.artifacts.directory import (
-    SETTLED_SECONDS,
     CacheDirectory,
     cache_folder,
-    file_identity,
     is_private,
-    page_checksum,
     read_json,
     write_json,
 )
@@ -30,19 +27,17 @@ if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
-
-class KnownStart(NamedTuple):
-    """The entry that an earlier start took."""
-
-    folder: str
-    manifest: dict[str, Any]
+_SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
+# A file changed a moment ago may change again within the resolution of its time stamps, as in
+# git's index.
+SETTLED_SECONDS = 2.0
 
 
-def find_known_start(root: str, request: BuildRequest) -> KnownStart | None:
-    """Return what an earlier start of the same request on the same files took, if it may."""
+def find_known_start(root: str, request: BuildRequest) -> tuple[str, dict[str, Any]] | None:
+    """Return the entry, its folder and manifest, that an earlier start of a request took."""
     from ortplugins.artifacts.manifest import is_as_published, note_use, read_manifest
 
-    key = _recall(root, _text(request)) if _can_be_known(request) else None
+    key = recall(root, _text(request)) if _can_be_known(request) else None
     if not isinstance(key, str):
         return None
     folder = os.path.join(root, "entries", key)
@@ -52,7 +47,7 @@ def find_known_start(root: str, request: BuildRequest) -> KnownStart | None:
             return None
     except OSError:
         return None
-    return KnownStart(folder, manifest) if note_use(folder) else None
+    return (folder, manifest) if note_use(folder) else None
 
 
 def remember_start(
@@ -68,7 +63,7 @@ def remember_start(
         started: When the first of them was looked at, seconds since the epoch.
     """
     if _can_be_known(request):
-        _remember(root, _text(request), key, files, started)
+        remember(root, _text(request), key, files, started)
 
 
 def lacks_operators(path: str, plan: Plan) -> bool:
@@ -78,7 +73,7 @@ def lacks_operators(path: str, plan: Plan) -> bool:
         return False
     root, started = cache_folder(plan.cache_dir), time.time()
     text = json.dumps({"lacks": names, "path": path})
-    if _recall(root, text) is not None:
+    if recall(root, text) is not None:
         return True
     import mmap
 
@@ -91,27 +86,42 @@ def lacks_operators(path: str, plan: Plan) -> bool:
     except (OSError, ValueError):  # whoever loads it says what is wrong
         return False
     if not found:
-        _remember(root, text, "", [path], started)
+        remember(root, text, "", [path], started)
     return not found
 
 
-def _recall(root: str, text: str) -> Any:
+def recall(root: str | os.PathLike[str], text: str) -> str | None:
     """Return what was kept under a text; None where nothing was, or files have changed."""
-    known = read_json(os.path.join(root, "starts", _name(text)))
+    known = read_json(os.path.join(root, "known", _name(text)))
     if not isinstance(known, dict) or known.get("text") != text or not is_private(root):
         return None
-    return known["found"] if _are_unchanged(known) else None
+    found = known.get("found")
+    return found if isinstance(found, str) and _are_unchanged(known) else None
 
 
-def _remember(root: str, text: str, found: str, files: Sequence[str], started: float) -> None:
+def remember(
+    root: str | os.PathLike[str],
+    text: str,
+    found: str,
+    files: Sequence[str],
+    started: float,
+) -> None:
+    """Keep what was found under a text, until one of the files changes.
+
+    Args:
+        root: The cache directory; may be read-only.
+        text: What :func:`recall` asks by.
+        found: What was found.
+        files: What it was read from.
+        started: When the first of them was looked at, seconds since the epoch.
+    """
     with contextlib.suppress(OSError):
         states = {path: _state(path) for path in files}
-        newest = max(os.stat(path).st_mtime for path in files)
-        if newest > started - SETTLED_SECONDS:
+        if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:
             return
         from pathlib import Path  # a start that is known does without it
 
-        folder = CacheDirectory(Path(root)).make("starts")
+        folder = CacheDirectory(Path(root)).make("known")
         write_json(folder, _name(text), {"text": text, "found": found, "files": states})
 
 
@@ -123,12 +133,9 @@ def _are_unchanged(known: Mapping[str, Any]) -> bool:
 
 
 def is_current(root: str | os.PathLike[str], name: str) -> bool:
-    """Whether a later start may still make use of a file of ``starts``."""
-    known = read_json(os.path.join(root, "starts", name))
-    if not isinstance(known, dict) or not isinstance(known.get("found"), str):
-        return False
-    entry = os.path.join(root, "entries", known["found"])
-    return os.path.exists(entry) and _are_unchanged(known)
+    """Whether what is kept in a file of ``known`` is still so."""
+    known = read_json(os.path.join(root, "known", name))
+    return isinstance(known, dict) and _are_unchanged(known)
 
 
 def _can_be_known(request: BuildRequest) -> bool:
@@ -148,10 +155,19 @@ def _name(text: str) -> str:
 
 
 def _state(path: str) -> list[int]:
-    """Return what shows that a file is another one, or was written to."""
+    """Return what shows that a file is another one, or was written to; last a checksum.
+
+    Of pages spread over it: file systems without a change time of their own (squashfs, say,
+    with every time set to one date) could show two files alike.
+    """
     file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        status = os.fstat(file)
-        return [*file_identity(status), page_checksum(file, status.st_size)]
+        status, checksum = os.fstat(file), 0
+        for number in range(_SAMPLED_PAGES if status.st_size > _PAGE_BYTES else 1):
+            os.lseek(file, number * (status.st_size // _SAMPLED_PAGES), os.SEEK_SET)
+            checksum = zlib.crc32(os.read(file, _PAGE_BYTES), checksum)
     finally:
         os.close(file)
+    newest = max(status.st_mtime_ns, status.st_ctime_ns)
+    identity = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+    return [*identity, newest, checksum]

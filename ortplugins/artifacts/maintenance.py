@@ -25,7 +25,7 @@ _REMOVING_SECONDS = 0.1
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
 # Subdirectories beside those of the entries.
-_INDEX = ("sources", "digests", "starts", "locks")
+_INDEX = ("sources", "known", "locks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,6 @@ def prune(
     cache: ArtifactCache,
     max_size: int | None = None,
     older_than: float | None = None,
-    *,
-    dry_run: bool = False,
 ) -> PruneResult:
     """Remove what was not used for long, and the least recently used above a size.
 
@@ -93,7 +91,6 @@ def prune(
         cache: The cache.
         max_size: Bytes that the entries may take together; any number by default.
         older_than: Seconds without a use after which an entry goes; never by default.
-        dry_run: Only report what would go.
 
     Returns:
         What went, and what should have gone and did not.
@@ -104,26 +101,24 @@ def prune(
     """
     cache.check_trusted()
     stored = list(_stored(cache))
-    if stored and not dry_run and not os.access(cache.root / "entries", os.W_OK):
+    if stored and not os.access(cache.root / "entries", os.W_OK):
         raise PermissionError(
             f"{cache.root}: cannot be written, and nothing was removed; run this as the "
             "user that the directory belongs to, where it is mounted for writing"
         )
-    abandoned = _remove_abandoned(cache, dry_run)
+    abandoned = _remove_abandoned(cache)
     chosen, in_use = choose(stored, max_size, older_than, time.time())
     removed: list[EntryInfo] = []
     left = [(item, "used a moment ago") for item in in_use]
     for item in chosen:
         try:
-            if not dry_run:
-                _remove(cache, item)
+            _remove(cache, item)
             removed.append(item)
         except EntryInUse as reason:
             left.append((item, str(reason)))
         except FileNotFoundError:
             stored.remove(item)  # another process was quicker
-    if not dry_run:
-        _prune_index(cache)
+    _prune_index(cache)
     kept = [item for item in stored if item not in removed]
     return PruneResult(
         tuple(removed), tuple(left), abandoned, len(kept), sum(item.size for item in kept)
@@ -185,10 +180,7 @@ def _prune_index(cache: ArtifactCache) -> None:
     for path in cache.own("sources"):
         if path.name not in sources and _is_old(path):
             path.unlink(missing_ok=True)
-    for path in cache.own("digests"):
-        if not cache.sources.is_current(path):
-            path.unlink(missing_ok=True)
-    for path in cache.own("starts"):
+    for path in cache.own("known"):
         if not is_current(cache.root, path.name):
             path.unlink(missing_ok=True)
     for path in cache.own("locks"):
@@ -302,7 +294,7 @@ def share(cache: ArtifactCache) -> None:
     Raises:
         OSError: If the modes can't be changed.
     """
-    names = ("entries", "sources", "digests", "starts")
+    names = ("entries", "sources", "known")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
         for path in cache.own(name):
@@ -317,7 +309,7 @@ def share(cache: ArtifactCache) -> None:
                 os.chmod(path, shared)
 
 
-def _remove_abandoned(cache: ArtifactCache, dry_run: bool = False) -> int:
+def _remove_abandoned(cache: ArtifactCache) -> int:
     """Remove what builders left that were killed; return its bytes."""
     size = 0
     for dead in cache.own("building"):
@@ -326,6 +318,5 @@ def _remove_abandoned(cache: ArtifactCache, dry_run: bool = False) -> int:
         with contextlib.suppress(OSError), cache.lock(key, timeout=0) as is_alone:
             if is_alone or _is_old(dead):
                 size += disk_size(dead)
-                if not dry_run:
-                    remove_tree(dead)
+                remove_tree(dead)
     return size

@@ -33,11 +33,6 @@ class Entry(NamedTuple):
     manifest: dict[str, Any]
 
     @property
-    def model(self) -> Path | None:
-        """The model to open; None when the original runs as it is."""
-        return self.folder / MODEL if MODEL in self.manifest["files"] else None
-
-    @property
     def size(self) -> int:
         """Bytes of its files."""
         return int(sum(self.manifest["files"].values()))
@@ -68,10 +63,6 @@ class Entry(NamedTuple):
         }
         return {name: what for name, what in found.items() if what is not None}
 
-    def damaged_files(self) -> list[str]:
-        """Return the names of the files that are not as they were published."""
-        return list(self.damage())
-
     def _difference(self, name: str, published: int, digest: str) -> str | None:
         try:
             size = os.stat(self.folder / name).st_size
@@ -85,18 +76,14 @@ class Entry(NamedTuple):
             return f"cannot be read: {error.strerror}"
         return None
 
-    def note_use(self) -> bool:
-        """Write down that the entry is used now; return False if it was removed meanwhile.
-
-        The manifest's modification time does for that: it is the smallest file, which matters
-        where an overlay copies a whole file first. Nothing is written twice in a minute, nor
-        while the clock is behind an earlier use.
-        """
-        return note_use(self.folder)
-
 
 def note_use(folder: str | os.PathLike[str]) -> bool:
-    """Do what :meth:`Entry.note_use` does."""
+    """Write down that an entry is used now; return False if it was removed meanwhile.
+
+    The manifest's modification time does for that: it is the smallest file, which matters
+    where an overlay copies a whole file first. Nothing is written twice in a minute, nor
+    while the clock is behind an earlier use.
+    """
     manifest = os.path.join(folder, MANIFEST)
     try:
         if time.time() - os.stat(manifest).st_mtime >= USE_SECONDS:

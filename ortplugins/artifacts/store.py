@@ -8,19 +8,30 @@ The layout of the directory is described in ``directory.py``.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ortplugins.artifacts.directory import CacheDirectory, remove_tree
+from ortplugins.artifacts.directory import (
+    CacheDirectory,
+    read_json,
+    remove_tree,
+    write_json,
+)
+from ortplugins.artifacts.known_starts import SETTLED_SECONDS, recall, remember
 from ortplugins.artifacts.manifest import (
     Entry,
     is_as_published,
+    note_use,
     read_manifest,
     write_manifest,
 )
-from ortplugins.artifacts.source_index import SourceIndex
+
+# From this size on, hashing takes a noticeable part of a start.
+_MEMO_SIZE = 1 << 20
 
 
 class ArtifactCache(CacheDirectory):
@@ -35,30 +46,60 @@ class ArtifactCache(CacheDirectory):
         """
         super().__init__(root)
         self.limit = limit
-        self.sources = SourceIndex(self)
+        # A cache that cannot be written keeps none on disk.
+        self._digests: dict[tuple[int, ...], str] = {}
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str, *, used: bool = True) -> Entry | None:
         """Return a published entry whose files are as its builder left them.
 
-        Its last use is now.
+        Its last use is now, unless ``used`` is false.
         """
-        entry = self._load(key)
-        return entry if entry is not None and entry.note_use() else None
-
-    def _load(self, key: str) -> Entry | None:
         folder = self.root / "entries" / key
         manifest = read_manifest(folder)
         if manifest is None or not self.is_trusted():
             return None
-        entry = Entry(folder, manifest)
         try:
-            return entry if is_as_published(folder, manifest) else None
+            if is_as_published(folder, manifest) and (not used or note_use(folder)):
+                return Entry(folder, manifest)
         except OSError:
-            return None
+            pass
+        return None
 
-    def is_published(self, key: str) -> bool:
-        """Whether :meth:`find` finds an entry; the entry is not used."""
-        return self._load(key) is not None
+    def file_digest(self, path: str | os.PathLike[str]) -> str:
+        """Return the SHA-256 of a file; of a large one seen before, without reading it.
+
+        Raises:
+            OSError: If the file can't be read.
+        """
+        name, started = os.path.realpath(path), time.time()
+        text = f"digest of {name}"
+        with open(name, "rb") as file:
+            status = os.fstat(file.fileno())
+            times = status.st_mtime_ns, status.st_ctime_ns
+            identity = (status.st_dev, status.st_ino, status.st_size, *times)
+            is_large = status.st_size >= _MEMO_SIZE
+            if is_large and (known := self._digests.get(identity) or recall(self.root, text)):
+                return known
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if is_large and max(times) / 1e9 < started - SETTLED_SECONDS:
+            self._digests[identity] = digest
+            remember(self.root, text, digest, [name], started)
+        return digest
+
+    def data_locations(self, digest: str) -> list[str] | None:
+        """Return the external data locations of a model seen before, None for a new one."""
+        content = read_json(self.root / "sources" / f"{digest}.json")
+        if not isinstance(content, list) or not all(isinstance(x, str) for x in content):
+            return None
+        return content
+
+    def remember_data_locations(self, digest: str, locations: Sequence[str]) -> None:
+        """Keep the external data locations of a model.
+
+        Raises:
+            OSError: If the directory can't be written.
+        """
+        write_json(self.make("sources"), f"{digest}.json", sorted(locations))
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""

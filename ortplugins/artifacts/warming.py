@@ -14,21 +14,20 @@ from typing import Any
 import onnxruntime
 
 import session_options
-from ortplugins.artifacts.build import cache_of, session_key_content
+from ortplugins.artifacts.build import cache_of, content_key, session_key_content
 from ortplugins.artifacts.directory import disk_size
 from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.artifacts.maintenance import share
 from ortplugins.artifacts.manifest import Entry
-from ortplugins.artifacts.source_index import content_key
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
-from ortplugins.runtime.stock_session import LEVELS
+from ortplugins.runtime.stock_session import optimization_level_of
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
+from session_options.environment import entries_of
 from session_options.keys import PREFIX, format_value
 from session_options.option_files import read_plan
-from session_options.plan import plan_from_settings
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
@@ -114,7 +113,8 @@ def warm(
         What became of each model, in order; one that fails does not stop the others.
 
     Raises:
-        OptionError: If a pass, an option, an entry or the level is unknown.
+        OptionError: If a pass, an option or an entry is unknown.
+        UsageError: If the level is.
     """
     prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
     cache = cache_of(plan)
@@ -144,7 +144,8 @@ def explain_miss(
 
     Raises:
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If a pass, an option, an entry or the level is unknown.
+        OptionError: If a pass, an option or an entry is unknown.
+        UsageError: If the level is.
     """
     prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
     cache = cache_of(plan)
@@ -170,7 +171,8 @@ def _explain(cache: ArtifactCache, content: Mapping[str, Any]) -> Explanation:
         same_model or compared, key=lambda pair: len(pair[1]), default=(None, ())
     )
     # An entry with the key may be damaged.
-    return Explanation(key, cache.is_published(key), nearest, tuple(differences))
+    is_present = cache.find(key, used=False) is not None
+    return Explanation(key, is_present, nearest, tuple(differences))
 
 
 def _differences(
@@ -204,7 +206,7 @@ def _prepare(
 ) -> tuple[onnxruntime.SessionOptions, Plan]:
     """Return the options of the sessions to come, and their plan."""
     prepared = _session_options(passes, options or {}, session_entries or {})
-    prepared.graph_optimization_level = _level(optimization_level)
+    prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
         prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(cache_dir))
     plan = read_plan(prepared)
@@ -252,27 +254,12 @@ def _session_options(
     """
     names = [item for item in passes if isinstance(item, str)]
     objects = [item for item in passes if not isinstance(item, str)]
-    settings = {
-        f"{PREFIX}.{key.removeprefix(f'{PREFIX}.')}": format_value(value)
-        for key, value in options.items()
-    }
-    plan_from_settings(names, settings)
-    ours = {session_options.enable_key(name): "1" for name in names} | settings
+    settings = {key: format_value(value) for key, value in options.items()}
     result = onnxruntime.SessionOptions()
-    for key, text in {**entries, **ours}.items():
+    for key, text in {**entries, **entries_of(names, settings)}.items():
         try:
             result.add_session_config_entry(key, text)
         except RuntimeError as error:
             raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
     session_options.configure(result, *objects)
     return result
-
-
-def _level(name: str) -> onnxruntime.GraphOptimizationLevel:
-    levels = onnxruntime.GraphOptimizationLevel
-    known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
-    if name not in known:
-        raise OptionError(
-            f"optimization level {name!r}: one of {', '.join(known)} is expected"
-        )
-    return getattr(levels, known[name])

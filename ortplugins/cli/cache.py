@@ -159,12 +159,11 @@ def explain_miss(model: opt.Model, start: SessionStart) -> None:
 @_command("verify")
 def verify_entries(
     store: Store,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove damaged ones.")] = False,
 ) -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
     from ortplugins.artifacts.maintenance import verify
 
-    number = damaged = removed = 0
+    number = damaged = 0
     for item, damage in verify(store):
         number += 1
         if not damage:
@@ -173,14 +172,7 @@ def verify_entries(
         name = f"{item.key[:_KEY_CHARACTERS]} {item.model}".rstrip()
         what = "; ".join(f"{file}: {text}" for file, text in damage.items())
         typer.echo(f"damaged: {name}: {what}")
-        if remove:
-            try:
-                store.discard(item.key, item.manifest)
-                removed += 1
-            except OSError as error:  # Windows keeps files that a process has open
-                typer.echo(f"left: {name}: {error}")
-    outcome = f", {removed} removed" if remove else ""
-    typer.echo(f"{number} checked, {damaged} damaged{outcome}, in {store.root}")
+    typer.echo(f"{number} checked, {damaged} damaged, in {store.root}")
     if damaged:
         raise typer.Exit(1)
 
@@ -200,32 +192,28 @@ def prune_entries(
             help="Remove what was not used for this long: 12h, 30d, 2w.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would go; remove nothing.")
-    ] = False,
 ) -> None:
     """Remove what was not used for long, and the least recently used above a size."""
     from ortplugins.artifacts.maintenance import EntryInfo, prune
 
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
-    result = prune(store, max_size, older_than, dry_run=dry_run)
-    removed, remain = ("would remove", "would remain") if dry_run else ("removed", "remain")
+    result = prune(store, max_size, older_than)
 
     def described(item: EntryInfo) -> str:
         name = f"{item.key[:_KEY_CHARACTERS]} {item.model}".rstrip()
         return f"{name}, {decimal(item.size)}"
 
     for item in result.removed:
-        typer.echo(f"{removed}: {described(item)}, last used {_since(item.last_used)} ago")
+        typer.echo(f"removed: {described(item)}, last used {_since(item.last_used)} ago")
     for item, reason in result.left:
         typer.echo(f"left: {described(item)}: {reason}")
     if result.abandoned:
         size = decimal(result.abandoned)
-        typer.echo(f"{removed}: what builders left that were killed, {size}")
+        typer.echo(f"removed: what builders left that were killed, {size}")
     size = decimal(sum(item.size for item in result.removed))
-    kept = f"{result.kept} {remain}, {decimal(result.size)}"
-    typer.echo(f"{removed} {len(result.removed)}, {size}; {kept}, in {store.root}")
+    kept = f"{result.kept} remain, {decimal(result.size)}"
+    typer.echo(f"removed {len(result.removed)}, {size}; {kept}, in {store.root}")
 
 
 @_command("clean")

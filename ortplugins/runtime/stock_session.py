@@ -29,21 +29,28 @@ NUMPY_TYPES = frozenset({
 """Element types that numpy has, in onnxruntime's word: it returns arrays of no others."""
 
 
+def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
+    """Return an optimisation level by its key in :data:`LEVELS`.
+
+    Raises:
+        UsageError: If this onnxruntime has no such level.
+    """
+    levels = onnxruntime.GraphOptimizationLevel
+    known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
+    if name not in known:
+        raise UsageError(f"there is no level {name!r}: one of {', '.join(known)} is expected")
+    return getattr(levels, known[name])
+
+
 def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
     """Return options of a quiet session.
 
     Raises:
         UsageError: If there is no such level.
     """
-    if level not in LEVELS:
-        raise UsageError(
-            f"there is no level {level!r}: one of {', '.join(LEVELS)} is expected"
-        )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, LEVELS[level]
-    )
+    options.graph_optimization_level = optimization_level_of(level)
     return options
 
 
