@@ -236,7 +236,7 @@ def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str
     if request.plan.hint:
         from ortplugins.tuning.tune import tune
 
-        manifest = tune(request, loaded.model, folder).manifest
+        manifest = tune(request, loaded, folder).manifest
     else:
         from ortplugins.optimization.build import build_artifact
 

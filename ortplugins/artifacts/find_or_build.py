@@ -104,6 +104,10 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     from ortplugins.artifacts.build_process import build_in_child
     from ortplugins.artifacts.manifest import read_manifest
 
+    if request.plan.hint:
+        from ortplugins.runtime.hidden_options import custom_op_libraries
+
+        request = request._replace(custom_op_libraries=custom_op_libraries())
     try:
         temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
     except OSError as error:

@@ -84,7 +84,7 @@ def tuned(model: Path, hint: Aim, **general: Any) -> Tuned:
     options = onnxruntime.SessionOptions()
     request = read_request(str(model), plan, options, ("CPUExecutionProvider",), None)
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        return tune(request, request.load().model, Path(folder))
+        return tune(request, request.load(), Path(folder))
 
 
 def _entries(found: Tuned) -> dict[str, str]:

@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -72,7 +73,8 @@ class Candidate:
         level: Optimisation level, a key of :data:`.LEVELS`.
         settings: Of the ``SessionOptions``, after the level: a name with a dot is an entry,
             one without an attribute; its value may be the name of an enumeration's member.
-        providers: Execution providers.
+        providers: Execution providers: names, or pairs of a name and its options.
+        custom_op_libraries: Paths of libraries to register operators from.
         passes: Names of passes; without any the session is plain onnxruntime's, and its
             process imports nothing of ortplugins.
         hint: In place of passes, see ``ortplugins.hint``.
@@ -85,9 +87,10 @@ class Candidate:
     level: str = "all"
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)
+    custom_op_libraries: Sequence[str] = ()
     passes: Sequence[str] = ()
     hint: str = ""
-    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     cache_dir: str | os.PathLike[str] | None = None
 
     @property
@@ -249,14 +252,14 @@ class SessionProcess:
         Raises:
             MeasureError: If that fails, or takes too long.
         """
-        cache = None if candidate.cache_dir is None else os.path.abspath(candidate.cache_dir)
+        cache = candidate.cache_dir
         job = {
             **vars(candidate),
             "model": os.path.abspath(candidate.model),
             "level": LEVELS[candidate.level],
             "settings": dict(candidate.settings),
             "options": dict(candidate.options),
-            "cache_dir": cache,
+            "cache_dir": None if cache is None else os.path.abspath(cache),
         }
         answer = self._ask("onnxruntime refuses it", do="open", **job)
         private = process_memory(self.pid).private
@@ -282,15 +285,13 @@ class SessionProcess:
         Raises:
             MeasureError: If that fails, or takes too long.
         """
-        what = "onnxruntime failed to run it"
-        written = None if outputs is None else os.path.abspath(outputs)
         answer = self._ask(
-            what,
+            "onnxruntime failed to run it",
             watched,
             do="run",
             feed=os.path.abspath(feed),
             callers=callers,
-            outputs=written,
+            outputs=None if outputs is None else os.path.abspath(outputs),
         )
         return float(answer["seconds"])
 
@@ -339,20 +340,18 @@ class SessionProcess:
     def _answer(self, what: str, watched: bool) -> dict[str, Any]:
         """Wait for the answer, and meanwhile note the peak of the private memory."""
         end = time.monotonic() + self._timeout
-        while True:
+        text = None
+        while text is None:
             if watched:
-                self._watch()
+                seen = process_memory(self.pid).private or 0
+                self.peak_private = max(seen, self.peak_private or 0) or None
             left = max(0.0, end - time.monotonic())
-            try:
-                text = self._answers.get(
-                    timeout=min(left, _WATCH_SECONDS) if watched else left
-                )
-                break
-            except queue.Empty:
-                if time.monotonic() >= end:
-                    self._process.kill()
-                    message = f"took more than {self._timeout:g} s"
-                    raise MeasureError(f"{self._name}: {message}") from None
+            wait = min(left, _WATCH_SECONDS) if watched else left
+            with contextlib.suppress(queue.Empty):
+                text = self._answers.get(timeout=wait)
+            if text is None and left == 0:
+                self._process.kill()
+                raise MeasureError(f"{self._name}: took more than {self._timeout:g} s")
         if not text:
             code = self._process.wait()
             raise MeasureError(f"{self._name}: the process that measured it ended with {code}")
@@ -360,11 +359,6 @@ class SessionProcess:
         if "error" in answer:
             raise MeasureError(f"{self._name}: {what}: {answer['error']}")
         return answer
-
-    def _watch(self) -> None:
-        seen = process_memory(self.pid).private
-        if seen is not None:
-            self.peak_private = max(seen, self.peak_private or 0)
 
     def _read(self) -> None:
         """Put each line that the process writes into the queue, at its end an empty one."""
@@ -417,32 +411,40 @@ def measure(
         A measurement for each candidate, in their order.
     """
     found = [_Figures(candidate) for candidate in candidates]
-    limits = _Limits(runs, least_runs, seconds)
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ortplugins-") as folder,
+        ThreadPoolExecutor() as pool,
+    ):
         files = [
             write_feed(feed, Path(folder, f"feed{index}.npz"))
             for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
         ]
+        work = _Work(files, runs, least_runs, seconds, callers, timeout)
         for number in range(0 if warmed else -1, rounds):
             first = max(number, 0) % max(len(found), 1)
             processes = [
-                _steps(item, files, limits, callers, timeout, counted=number >= 0)
+                _steps(item, work, counted=number >= 0)
                 for item in found[first:] + found[:first]
             ]
             for group in [processes] if lockstep else [[process] for process in processes]:
                 with contextlib.ExitStack() as ended:
                     for process in group:
                         ended.callback(process.close)
+                    # Importing onnxruntime, the first step, is not timed: all at once.
+                    list(pool.map(lambda process: next(process, None), group))
                     collections.deque(itertools.zip_longest(*group), maxlen=0)
     return [item.measurement() for item in found]
 
 
-class _Limits(NamedTuple):
-    """How long one process runs on one feed."""
+class _Work(NamedTuple):
+    """What one process does; arguments of :func:`measure`."""
 
+    feeds: Sequence[Path]
     runs: int
-    least: int
+    least_runs: int
     seconds: float
+    callers: int
+    timeout: float
 
 
 @dataclasses.dataclass
@@ -475,20 +477,12 @@ class _Figures:
         )
 
 
-def _steps(
-    figures: _Figures,
-    feeds: Sequence[Path],
-    limits: _Limits,
-    callers: int,
-    timeout: float,
-    *,
-    counted: bool,
-) -> Generator[None, None, None]:
+def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, None, None]:
     """Take one process of a candidate through its steps; yield where others take theirs."""
     if figures.failed:
         return
     try:
-        process = SessionProcess(figures.candidate.label, timeout=timeout)
+        process = SessionProcess(figures.candidate.label, timeout=work.timeout)
         with contextlib.closing(process):
             yield
             started = process.open(figures.candidate)
@@ -497,15 +491,15 @@ def _steps(
                 figures.first_start = started.seconds
                 return
             figures.note(start=started.seconds, started_private=started.private)
-            for index, feed in enumerate(feeds):
+            for index, feed in enumerate(work.feeds):
                 taken: list[float] = []
-                for run in range(_WARM_UPS + limits.runs):
+                for run in range(_WARM_UPS + work.runs):
                     yield
-                    if len(taken) >= limits.least and sum(taken) >= limits.seconds:
+                    if len(taken) >= work.least_runs and sum(taken) >= work.seconds:
                         break
                     time.sleep(_PAUSE_SECONDS)
                     warms_up = run < _WARM_UPS
-                    took = process.run(feed, watched=warms_up, callers=callers)
+                    took = process.run(feed, watched=warms_up, callers=work.callers)
                     taken += [] if warms_up else [took]
                 figures.note(**{f"run{index}": statistics.median(taken)})
             yield

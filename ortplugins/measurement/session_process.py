@@ -72,12 +72,13 @@ class _Child:
                 plan = plan_from_settings(job["passes"], job["options"])
             ortplugins.configure(options, *plan.passes, **general)
             make, others = ortplugins.InferenceSession, {}
+        providers = [x if isinstance(x, str) else tuple(x) for x in job["providers"]]
         start = time.perf_counter()
         model = job["model"]
         if _DATA_FOLDER_KEY in job["settings"]:  # older versions heed it for bytes only
             with open(model, "rb") as file:
                 model = file.read()
-        self._session = make(model, options, providers=job["providers"], **others)
+        self._session = make(model, options, providers=providers, **others)
         seconds = time.perf_counter() - start
         report = getattr(self._session, "ortplugins_report", None)
         return {
@@ -131,6 +132,8 @@ class _Child:
         options.graph_optimization_level = getattr(
             self._onnxruntime.GraphOptimizationLevel, job["level"]
         )
+        for library in job["custom_op_libraries"]:
+            options.register_custom_ops_library(library)
         for name, value in job["settings"].items():
             if "." in name:
                 options.add_session_config_entry(name, str(value))

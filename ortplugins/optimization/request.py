@@ -68,8 +68,10 @@ class BuildRequest(NamedTuple):
         native_block_size: Block size that it gives weights with one scale, or one for each
             column, then; 0 for its default, -1 for the size that pads K least.
         onnxruntime_version: Oldest version that the result has to run on.
-        session_settings: Attributes and entries of the session, ``(name, value)``, for a hint,
-            which measures with them.
+        session_settings: Attributes and entries of the session, ``(name, value)``. A hint
+            measures with them, and with what follows.
+        provider_options: Options of the providers that have any, by their name.
+        custom_op_libraries: Paths of libraries that a session registers operators from.
     """
 
     source: ModelLike | bytes
@@ -83,11 +85,19 @@ class BuildRequest(NamedTuple):
     native_block_size: int = 0
     onnxruntime_version: str = onnxruntime.__version__
     session_settings: tuple[tuple[str, str], ...] = ()
+    provider_options: Mapping[str, Mapping[str, str]] = {}
+    custom_op_libraries: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The model's path; "bytes" for a serialized one."""
         return "bytes" if isinstance(self.source, bytes) else os.fspath(self.source)  # type: ignore[arg-type]
+
+    @property
+    def session_providers(self) -> list[str | tuple[str, Mapping[str, str]]]:
+        """The providers as a session takes them: with their options, where they have any."""
+        given = self.provider_options
+        return [(name, given[name]) if name in given else name for name in self.providers]
 
     def key_parts(self) -> dict[str, Any]:
         """Return what the result depends on besides the model and its data, as JSON."""
@@ -104,6 +114,7 @@ class BuildRequest(NamedTuple):
             "cpu": cpu_features(),
             "session_settings": [list(pair) for pair in self.session_settings],
             "hint": _hint_parts(self.plan) if self.plan.hint else None,
+            "provider_options": self.provider_options,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -114,6 +125,7 @@ class BuildRequest(NamedTuple):
             "data_folder": self.data_folder,
             "plan": self.plan.as_json(),
             "cpu_arena": self.cpu_arena,
+            "custom_op_libraries": list(self.custom_op_libraries),
         }
 
     @classmethod
@@ -139,6 +151,8 @@ class BuildRequest(NamedTuple):
             native_block_size=content["native_block_size"],
             onnxruntime_version=content["onnxruntime"],
             session_settings=tuple((name, text) for name, text in content["session_settings"]),
+            provider_options=content["provider_options"],
+            custom_op_libraries=tuple(content["custom_op_libraries"]),
         )
 
     def load(self) -> LoadedModel:
@@ -186,6 +200,7 @@ def read_request(
     options: onnxruntime.SessionOptions,
     providers: Sequence[str],
     disabled_optimizers: Collection[str] | None,
+    provider_options: Mapping[str, Mapping[str, str]] = {},
 ) -> BuildRequest:
     """Read what a session's artifact depends on; the caller holds the lock of the options.
 
@@ -195,6 +210,7 @@ def read_request(
         options: The session's.
         providers: Names of its execution providers.
         disabled_optimizers: The session's argument of that name.
+        provider_options: Options of the providers that have any, by their name.
     """
     settings = read_optimizer_settings(options, disabled_optimizers)
     final_graph = settings.level == "ORT_DISABLE_ALL"
@@ -211,6 +227,7 @@ def read_request(
         native_accuracy_level=settings.native_accuracy_level,
         native_block_size=settings.native_block_size,
         session_settings=_session_settings(options, settings) if plan.hint else (),
+        provider_options=provider_options if plan.hint else {},
     )
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Finds out what ``SessionOptions`` cannot be asked: dimensions and initializers set by hand.
+"""Finds out what ``SessionOptions`` cannot be asked: it has no getters in Python for these.
 
-Both change a model when its session is created, and an artifact was made without them. Python
-has no getters, but a session on the artifact shows the dimensions that its inputs got, and
-its copy of the options refuses an initializer that it has already.
+Dimensions and initializers set by hand change a model when its session is created, and an
+artifact was made without them. A session on the artifact shows the dimensions that its inputs
+got, and its copy of the options refuses an initializer that it has already. A library of
+custom operators is loaded as long as options name it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ import onnxruntime
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+# Stands for providers that were set by device or by policy.
+PROVIDERS_OF_OPTIONS = "those of the SessionOptions"
 
 
 def describe_model(model: ir.Model) -> dict[str, Any]:
@@ -60,3 +65,26 @@ def added_initializer(
         except RuntimeError:  # "has already been added"
             return str(name)
     return None
+
+
+def custom_op_libraries() -> tuple[str, ...]:
+    """Return the paths of the loaded libraries that operators can be registered from.
+
+    Those of every session of this process; none where the system has no /proc.
+    """
+    import ctypes
+
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            lines = [line.split(maxsplit=5) for line in maps]
+    except OSError:
+        return ()
+    found = []
+    for path in dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) > 5):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:  # a mapped file that is no library
+            continue
+        if hasattr(library, "RegisterCustomOps"):  # what onnxruntime calls
+            found.append(path)
+    return tuple(found)

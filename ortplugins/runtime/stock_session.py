@@ -59,6 +59,7 @@ def open_model(
     level: str,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     settings: Mapping[str, str | int | bool] | None = None,
+    custom_op_libraries: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
     """Open a session on a file.
 
@@ -68,6 +69,7 @@ def open_model(
         providers: Execution providers.
         settings: Of its SessionOptions, as ``temporarily_set`` takes them;
             they go before the level.
+        custom_op_libraries: Paths of libraries to register operators from.
 
     Raises:
         MissingFileError: If there is no such file.
@@ -84,6 +86,8 @@ def open_model(
         if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
             with open(path, "rb") as file:
                 model = file.read()
+        for library in custom_op_libraries:
+            options.register_custom_ops_library(library)
         with temporarily_set(options, settings):
             return onnxruntime.InferenceSession(
                 model, options, providers=list(providers), enable_fallback=0

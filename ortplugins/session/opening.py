@@ -98,6 +98,7 @@ def open_session(
                 options,
                 _provider_names(providers, options),
                 kwargs.get("disabled_optimizers"),
+                _provider_options(providers, provider_options),
             )
         artifact, report = _find_and_open(session, request, opted_in, construct_on)
         if not report["artifact"]:
@@ -261,6 +262,30 @@ def _provider_names(
     """Names of the providers in order, as onnxruntime chooses them when none are given."""
     # Set by device or by policy, which cannot be asked for names; onnxruntime 1.24 or newer.
     if not providers and getattr(options, "has_providers", lambda: False)():
-        return ("those of the SessionOptions",)
+        from ortplugins.runtime.hidden_options import PROVIDERS_OF_OPTIONS
+
+        return (PROVIDERS_OF_OPTIONS,)
     chosen = providers or onnxruntime.get_available_providers()
     return tuple(item if isinstance(item, str) else item[0] for item in chosen)
+
+
+def _provider_options(
+    providers: Sequence[Any] | None, provider_options: Sequence[dict[Any, Any]] | None
+) -> dict[str, dict[str, str]]:
+    """Options of the providers that have any, by their name.
+
+    Addresses, of a stream or an allocator, mean nothing in another process.
+    """
+    pairs = [item for item in providers or () if not isinstance(item, str)]
+    if providers and provider_options:
+        pairs = list(zip(providers, provider_options, strict=False))
+    return {
+        name: {
+            str(key): str(value)
+            for key, value in given.items()
+            if not str(key).endswith("user_compute_stream")
+            and not str(key).startswith("gpu_external_")
+        }
+        for name, given in pairs
+        if given
+    }
