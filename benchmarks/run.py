@@ -21,7 +21,7 @@ from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.sessions.exactness import measure_exactness
-from benchmarks.sessions.hints import measure_hints, measure_passes
+from benchmarks.sessions.hints import measure_hints, measure_passes, measure_repeated_tuning
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
 from benchmarks.sessions.layout_times import measure_layout_times
@@ -49,6 +49,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
     "hints": measure_hints,
+    "repeated_tuning": measure_repeated_tuning,
     "passes": measure_passes,
 }
 TITLES = {
@@ -65,6 +66,7 @@ TITLES = {
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
     "hints": "One key, tuned on each model, beside plain onnxruntime with default options",
+    "repeated_tuning": "One key, tuned ten times on the same model",
     "passes": "Each pass with default options, beside plain onnxruntime",
 }
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import statistics
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from examples.smollm2 import demo
 from ortplugins.artifacts.warming import warm
 from ortplugins.measurement.measure import Candidate, Feed, measure
 from ortplugins.quantization import quantize
+from ortplugins.report import Report
+from ortplugins.tuning.changes import AND
 
 # Hint -> the figure that it aims at, and the bound of the geometric mean.
 _HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
@@ -28,6 +32,9 @@ _PASSES = (
     "prepacked_weights",
 )
 _COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
+# Nets that are tuned so many times, with so many seconds each; and how many may be alike.
+_REPEATED = ("silero_vad_16k_op15", "magika", "ch_ppocr_mobile_v2.0_cls_infer")
+_TIMES, _SECONDS, _ALIKE = 10, 10, 9
 # Tokens of a prompt, and what a later step of a decoder looks back at.
 _TOKENS, _LATER_TOKENS = 64, 512
 
@@ -39,13 +46,7 @@ def measure_hints(folder: Path, rounds: int) -> list[Figure]:
     for hint, (aim, bound) in _HINTS.items():
         ratios = []
         for name, (path, feed) in nets.items():
-            samples = folder / f"{name.replace('/', '-')}.npz"
-            np.savez(samples, allow_pickle=False, **feed)
-            options = {"hint_samples": str(samples)}
-            tuned = Candidate(path, hint=hint, options=options, cache_dir=folder / "hints")
-            # Here: a process that is measured measures none itself.
-            entries = {"ortplugins.hint": hint, "ortplugins.hint_samples": str(samples)}
-            warm([path], (), cache_dir=folder / "hints", session_entries=entries)
+            tuned, report = tune(name, path, feed, hint, folder / "hints")
             plain, ours = measure([Candidate(path), tuned], feed, rounds=rounds, lockstep=True)
             pair = getattr(ours, aim), getattr(plain, aim)
             if ours.failed or plain.failed or not all(pair):
@@ -55,10 +56,57 @@ def measure_hints(folder: Path, rounds: int) -> list[Figure]:
             scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
             figure = Figure(f"{hint}, {name}", mine * scale, its * scale, unit, bound=1.02)
             figures.append(figure)
-            print(figure.what, f"{ratios[-1]:.3f}", (ours.report or {})["notes"], flush=True)
+            print(figure.what, f"{ratios[-1]:.3f}", report.notes, flush=True)
         mean = statistics.geometric_mean(ratios)
         figures.append(Figure(f"{hint}, geometric mean of the ratios", mean, bound=bound))
     return figures
+
+
+def measure_repeated_tuning(folder: Path, rounds: int) -> list[Figure]:
+    """Tune nets again and again: the choice is nearly always the same, or as fast."""
+    figures = []
+    for net in real_nets():
+        if net.name not in _REPEATED:
+            continue
+        feed, found = net.feeds(), collections.defaultdict(list)
+        for number in range(_TIMES):
+            again = folder / f"tuned-{number}"
+            tuned, report = tune(
+                net.name, net.path, feed, "latency", again, hint_seconds=_SECONDS
+            )
+            names = {name for row in report.tried if row.taken for name in row.name.split(AND)}
+            found[tuple(sorted(names))].append(tuned)
+            print(net.name, sorted(names), report.notes[-1], flush=True)
+        choices = [same[0] for same in found.values()]
+        runs = [item.run for item in measure(choices, feed, rounds=rounds, lockstep=True)]
+        slowest, fastest = (of(run.median for run in runs if run) for of in (max, min))
+        alike = max(map(len, found.values()))
+        what = f"{net.name}: {alike} of {_TIMES} choices alike; the slowest beside the fastest"
+        bound = 1.02 if alike < _ALIKE else math.nan
+        figures.append(Figure(what, slowest * 1e3, fastest * 1e3, "ms", bound=bound))
+    return figures
+
+
+def tune(
+    name: str, path: Path, feed: Feed, hint: str, folder: Path, **options: int
+) -> tuple[Candidate, Report]:
+    """Return a session as a hint has chosen it, and what was tried.
+
+    Raises:
+        RuntimeError: If that fails.
+    """
+    samples = folder / f"{name.replace('/', '-')}.npz"
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(samples, allow_pickle=False, **feed)
+    given = {"hint_samples": str(samples), **options}
+    entries = {f"ortplugins.{key}": str(value) for key, value in given.items()}
+    entries["ortplugins.hint"] = hint
+    # Here: a process that is measured measures none itself.
+    (done,) = warm([path], (), cache_dir=folder / "cache", session_entries=entries)
+    if done.report is None:
+        raise RuntimeError(f"{name}: {done.error}")
+    tuned = Candidate(path, hint=hint, options=given, cache_dir=folder / "cache")
+    return tuned, done.report
 
 
 def measure_passes(folder: Path, rounds: int) -> list[Figure]:
