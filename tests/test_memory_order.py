@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
     Dependencies,
@@ -95,6 +95,15 @@ def test_our_order_runs_as_computed(seed: int, tmp_path: Path):
                 assert steps == sorted(steps)
 
 
+def is_order(order: Sequence[int], dependencies: Dependencies) -> bool:
+    """Whether every node is there once, and after all that it reads."""
+    step = {node: step for step, node in enumerate(order)}
+    edges = ((p, node) for node, all_of in enumerate(dependencies.producers) for p in all_of)
+    return sorted(order) == list(range(len(dependencies.nodes))) and all(
+        step[producer] < step[node] for producer, node in edges
+    )
+
+
 def every(found: GraphOrder):
     yield found
     for body in found.subgraphs:
@@ -116,17 +125,19 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     assert found.worthwhile
     for part in every(found):
         dependencies = Dependencies.of(part.graph)
-        assert dependencies.is_order(part.ours.order)
+        assert part.file_order == part.ours.order
+        assert is_order(part.ours.order, dependencies)
         # What PRIORITY_BASED makes of the file is the file.
         assert tuple(dependencies.priority(part.ours.order)) == part.ours.order
         assert set(part.ours.distances) <= {1}
     again = ordered(inferred(order_graphs.random_model(seed, nodes, subgraphs)))
     assert (again.ours.order, again.method) == (found.ours.order, found.method)
-    file = closest_default_order(model.graph, found.ours.order, concrete_shapes(model))
-    dependencies = Dependencies.of(model.graph)
-    assert dependencies.is_order(file.file_order)
-    assert tuple(dependencies.default(file.file_order)) == file.runs.order
-    assert file.runs.peak <= found.default.peak
+    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
+    for part in every(file):
+        dependencies = Dependencies.of(part.graph)
+        assert is_order(part.file_order, dependencies)
+        assert tuple(dependencies.default(part.file_order)) == part.ours.order
+    assert file.ours.peak <= found.default.peak
     found.apply()
     assert Dependencies.of(model.graph).priority() == list(range(len(model.graph)))
 
@@ -173,21 +184,13 @@ def test_applying_keeps_the_result(tmp_path: Path):
 
 def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
     model = model_of(BRANCHES)
-    wanted = ordered(model).ours
-    file = closest_default_order(model.graph, wanted.order, concrete_shapes(model))
-    assert file.runs.peak < 401_000
+    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
+    assert file.ours.peak < 401_000
     file.apply()
     again = Dependencies.of(model.graph)
-    assert again.default() != file.runs.order  # positions are those of the new file
+    assert again.default() != file.ours.order  # positions are those of the new file
     live = MemoryModel(model.graph, again, concrete_shapes(model)).timeline(again.default())
-    assert live.peak == file.runs.peak
-
-
-def test_wanted_has_to_be_an_order():
-    model = model_of(BRANCHES)
-    for wrong in (list(reversed(range(len(model.graph)))), [0]):
-        with pytest.raises(ValueError, match="not an order"):
-            closest_default_order(model.graph, wrong, concrete_shapes(model))
+    assert live.peak == file.ours.peak
 
 
 def test_dims_are_used_and_unknown_ones_told():
@@ -216,7 +219,7 @@ def test_zero_size_unknown_rank_and_sequences():
         next(v for node in model.graph for v in node.outputs if v.name == name).shape = None
     found = ordered(model)
     assert {"s", "e", "u"} <= set(found.unknown_values)
-    assert Dependencies.of(model.graph).is_order(found.ours.order)
+    assert is_order(found.ours.order, Dependencies.of(model.graph))
 
 
 def test_shapes_of_inputs_initializers_and_as_outputs():

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import subgraphs
@@ -25,7 +23,7 @@ class EarliestValues:
         self._places: dict[ir.Value, int] = {}
         self._node_places: dict[ir.Node, int] = {}
         self._outer: dict[object, object] = {}
-        self._first: dict[tuple[object, Hashable], ir.Value] = {}
+        self._first: dict[tuple[object, str, Shape | Dim], ir.Value] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._walk(graph, None)
 
@@ -33,23 +31,16 @@ class EarliestValues:
         """Return where a value is computed; -1 for inputs and initializers."""
         return self._places.get(value, -1)
 
-    def of_shape(self, shape: Shape, reader: ir.Node) -> ir.Value | None:
-        """Return the first value of a shape, if a node can read it."""
-        return self._before(("shape", shape), reader)
-
-    def of_count(self, count: Dim, reader: ir.Node) -> ir.Value | None:
-        """Return the first value of a number of elements, if a node can read it."""
-        return self._before(("count", count), reader)
-
-    def of_dim(self, dim: Dim, reader: ir.Node) -> ir.Value | None:
-        """Return the first value that has an unknown dimension, if a node can read it."""
-        return self._before(("dim", dim), reader)
-
-    def _before(self, what: Hashable, reader: ir.Node) -> ir.Value | None:
-        """Return the first value there is, from the outermost graph on.
+    def first(self, kind: str, size: Shape | Dim, reader: ir.Node) -> ir.Value | None:
+        """Return the first value of a size that a node can read, from the outermost graph on.
 
         A subgraph that newly captured a tensor would keep it alive until the subgraph has
         run; what is fed lives as long as the run anyway.
+
+        Args:
+            kind: What the size is: a "shape", a "count" of elements, or a "dim" of a shape.
+            size: The size.
+            reader: The node.
         """
         scopes = []
         graph: object = reader.graph
@@ -57,7 +48,7 @@ class EarliestValues:
             scopes.append(graph)
             graph = self._outer.get(graph)
         for graph in reversed(scopes):
-            found = self._first.get((graph, what))
+            found = self._first.get((graph, kind, size))
             if found is None:
                 continue
             place = self.place(found)
@@ -91,9 +82,9 @@ class EarliestValues:
         if value.type is not None and not isinstance(value.type, ir.TensorType):
             return
         shape = self._shapes.shape(value)
-        self._first.setdefault((graph, ("shape", shape)), value)
-        self._first.setdefault((graph, ("count", self._shapes.count(value))), value)
+        self._first.setdefault((graph, "shape", shape), value)
+        self._first.setdefault((graph, "count", self._shapes.count(value)), value)
         if isinstance(shape, tuple):
             for dim in shape:
                 if dim[1]:
-                    self._first.setdefault((graph, ("dim", dim)), value)
+                    self._first.setdefault((graph, "dim", dim), value)

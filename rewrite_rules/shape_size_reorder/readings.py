@@ -169,7 +169,7 @@ class Readings:
             return FoldNumbers(integers.constants, integers.shape)
         if node.op_type == "Size":
             assert now.source is not None
-            first = self._earliest.of_count(self._shapes.count(now.source), node)
+            first = self._earliest.first("count", self._shapes.count(now.source), node)
             return ReadSize(first) if self._is_earlier(first, now) else None
         dims = None if integers is None else integers.known
         if integers is None or dims is None:
@@ -177,8 +177,8 @@ class Readings:
             return self._find_unranked(node, now) if unranked else None
         if node.op_type not in _REREAD or integers.rank > 1:
             return None
-        sources = [] if integers.scalar else [self._earliest.of_shape(dims, node)]
-        sources += [self._earliest.of_dim(dim, node) for dim in dims]
+        sources = [] if integers.scalar else [self._earliest.first("shape", dims, node)]
+        sources += [self._earliest.first("dim", dim, node) for dim in dims]
         sources.append(now.source)
         readings = [
             reading
@@ -194,7 +194,7 @@ class Readings:
     def _find_unranked(self, node: ir.Node, now: _Now) -> Reading | None:
         assert now.source is not None
         shape = self._shapes.shape(now.source)
-        first = self._earliest.of_shape(shape, node)
+        first = self._earliest.first("shape", shape, node)
         if isinstance(shape, tuple) or not self._is_earlier(first, now):
             return None
         try:

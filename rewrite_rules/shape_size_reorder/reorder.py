@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.shape_size_reorder.order.default_order_file import closest_default_order
 from rewrite_rules.shape_size_reorder.order.search import (
     GraphOrder,
     SimulatedOrder,
@@ -144,12 +143,12 @@ def _write_default_order(
     shapes: ConcreteShapes,
     context: PassContext,
 ) -> None:
-    file = closest_default_order(model.graph, order.ours.order, shapes)
-    if file.runs.peak < order.default.peak:
+    file = memory_order(model.graph, shapes, for_default_order=True)
+    if file.ours.peak < order.default.peak:
         file.apply()
         context.remarks.fired(
             _GRAPH,
-            f"by default it now runs with a peak of {_mb(file.runs)}; {_peaks(order)}",
+            f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}",
         )
     else:
         context.remarks.refused(

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Orders of the nodes of a graph that may hold few bytes, each made in n log n steps.
 
-net              the ready node that grows memory least
-segments         as net, but whole chains of nodes are compared: first those that end with
+net          the ready node that grows memory least
+segments     as net, but whole chains of nodes are compared: first those that end with
              less than they began with, the one with the lowest peak first; then those
              that fall deepest below their peak (Liu, SIAM J. Comput. 16, 1987: best
              for parallel chains)
-backwards        as net, from the outputs to the inputs
-subtrees         depth first, of the inputs of a node first the one whose making needs most
+subtrees     depth first, of the inputs of a node first the one whose making needs most
              beyond what is left of it (Sethi and Ullman, J. ACM 17, 1970: best for
              trees)
-beam             for small graphs: the most promising sets of executed nodes, step by step
+beam         for small graphs: the most promising sets of executed nodes, step by step
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def candidate_orders(
     tensors = HeuristicBytes(dependencies, model, inner)
     yield "segments", _greedy(tensors, _segment)
     yield "net", _greedy(tensors, _single)
-    yield "backwards", _backwards(tensors)
     yield "subtrees", subtrees(tensors)
     if len(dependencies.nodes) <= _BEAM_NODES:
         yield "beam", _beam(tensors)
@@ -194,50 +192,6 @@ def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
                 for other in ready:
                     push(other)
     return result
-
-
-def _backwards(tensors: HeuristicBytes) -> list[int]:
-    """The greedy order of the reversed graph, reversed.
-
-    There, a node brings the tensors it reads to life, and ends those that it makes.
-    """
-    dependencies = tensors.dependencies
-    absent = set(dependencies.constants)
-    waiting = [len(consumers) for consumers in dependencies.consumers]
-    alive = list(tensors.kept)
-    change = [
-        sum(tensors.size[v] for v in tensors.reads[node] if not alive[v]) - tensors.grows[node]
-        for node in range(len(waiting))
-    ]
-    done = [False] * len(waiting)
-    heap = [
-        (change[node], 0, -node)
-        for node, left in enumerate(waiting)
-        if not left and node not in absent
-    ]
-    heapq.heapify(heap)
-    result: list[int] = []
-    while heap:
-        key, _, negative = heapq.heappop(heap)
-        node = -negative
-        if done[node] or key != change[node]:
-            continue
-        done[node] = True
-        result.append(node)
-        for producer in dependencies.producers[node]:
-            waiting[producer] -= 1
-            if not waiting[producer]:
-                heapq.heappush(heap, (change[producer], -len(result), -producer))
-        for value in tensors.reads[node]:
-            if alive[value]:
-                continue
-            alive[value] = True
-            for reader in tensors.readers[value]:
-                if not done[reader]:
-                    change[reader] -= tensors.size[value]
-                    if not waiting[reader]:
-                        heapq.heappush(heap, (change[reader], -len(result), -reader))
-    return [*dependencies.constants, *reversed(result)]
 
 
 def subtrees(tensors: HeuristicBytes) -> list[int]:

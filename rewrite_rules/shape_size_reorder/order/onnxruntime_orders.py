@@ -154,17 +154,6 @@ class Dependencies:
         count = len(self.constants)
         return [*self.constants, *reversed(reverse[count:])]
 
-    def is_order(self, order: Sequence[int]) -> bool:
-        """Whether every node is there once, and after all that it reads."""
-        if sorted(order) != list(range(len(self.nodes))):
-            return False
-        rank = ranks(order)
-        return all(
-            rank[producer] < rank[node]
-            for node, producers in enumerate(self.producers)
-            for producer in producers
-        )
-
     def _check_acyclic(self) -> None:
         try:
             graphlib.TopologicalSorter(dict(enumerate(self.producers))).prepare()

@@ -8,9 +8,9 @@ simulated; the best one wins. In it, what is held at the peak without being used
 later or read earlier (:mod:`.local_moves`), as long as that lowers the peak and
 the budget lasts.
 
-The order that is returned is one that onnxruntime's ``PRIORITY_BASED`` runs as it is.
-For those who can't set that, but can choose the file, there is
-:mod:`.default_order_file`.
+The order that is returned is one that onnxruntime's ``PRIORITY_BASED`` runs as it is. For
+those who can't set that, but can choose the file, it is what the best of several files runs
+by default (:mod:`.default_order_file`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_constant, subgraphs
+from rewrite_rules.shape_size_reorder.order.default_order_file import default_files
 from rewrite_rules.shape_size_reorder.order.heuristics import candidate_orders
 from rewrite_rules.shape_size_reorder.order.local_moves import lower_peak
 from rewrite_rules.shape_size_reorder.order.memory_plan import (
@@ -74,8 +75,8 @@ class GraphOrder:
 
     Attributes:
         graph: The graph; it is as it was.
-        ours: The computed order: how nodes are to lie in the file, and how they then run with
-            ``ExecutionOrder.PRIORITY_BASED``.
+        file_order: How nodes are to lie in the file: positions in the graph.
+        ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
         default: What a session runs by default with the file as it is, and with
             ``enable_mem_reuse``, its default, too.
         priority: What it runs with ``PRIORITY_BASED`` with the file as it is.
@@ -90,6 +91,7 @@ class GraphOrder:
     """
 
     graph: ir.Graph
+    file_order: tuple[int, ...]
     ours: SimulatedOrder
     default: SimulatedOrder
     priority: SimulatedOrder
@@ -120,10 +122,13 @@ class GraphOrder:
         return self.ours.peak <= best + self.chain_bytes
 
     def apply(self) -> None:
-        """Put the nodes of the graph and of all subgraphs into our order."""
+        """Put the nodes of the graph and of all subgraphs into the order of the file."""
         for body in self.subgraphs:
             body.apply()
-        rearrange(self.graph, self.ours.order)
+        nodes = list(self.graph)
+        if len(nodes) > 1:
+            self.graph.remove(nodes)
+            self.graph.extend(nodes[index] for index in self.file_order)
 
 
 def memory_order(
@@ -132,6 +137,7 @@ def memory_order(
     parent: ir.Node | None = None,
     *,
     reuse: bool = True,
+    for_default_order: bool = False,
 ) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is.
 
@@ -142,14 +148,16 @@ def memory_order(
         shapes: The shapes of its values, for given sizes of its inputs.
         parent: The node whose body the graph is.
         reuse: ``SessionOptions.enable_mem_reuse`` of the session that will run ours.
+        for_default_order: Whether that session will run the file by default.
 
     Raises:
         Refusal: If the graph is not a DAG, or two nodes have an output of one name.
     """
     dependencies = Dependencies.of(graph)
     model = MemoryModel(graph, dependencies, shapes, parent)
+    of_session = {"reuse": reuse, "for_default_order": for_default_order}
     bodies = {
-        index: [memory_order(body, shapes, node, reuse=reuse) for body in subgraphs(node)]
+        index: [memory_order(body, shapes, node, **of_session) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
     chains = _Chains(dependencies, model)
@@ -197,11 +205,19 @@ def memory_order(
         )
         if better is not None:
             best, method = tuple(better), f"{method}, moved"
+    runs = file_order = best
+    if for_default_order:
+        files = map(tuple, default_files(dependencies, model, best))
+        runs, file_order = min(
+            ((tuple(dependencies.default(file)), file) for file in files),
+            key=lambda pair: model.timeline(pair[0], inside, reuse).peak,
+        )
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
-        ours=simulated(best, inside, reuse),
+        file_order=file_order,
+        ours=simulated(runs, inside, reuse),
         default=default,
         priority=priority,
         method=method,
@@ -212,14 +228,6 @@ def memory_order(
         model=model,
         reuse=reuse,
     )
-
-
-def rearrange(graph: ir.Graph, order: Sequence[int]) -> None:
-    """Put the nodes of a graph into an order: positions in the graph as it is."""
-    nodes = list(graph)
-    if len(nodes) > 1:
-        graph.remove(nodes)
-        graph.extend(nodes[index] for index in order)
 
 
 def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[int, ...]:
