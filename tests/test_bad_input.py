@@ -534,13 +534,19 @@ SOUND = {
             transBatchA = 0, transBatchB = 0> (x, t)""",
     "add": f"{DQ}  [relu] r = Relu (x)  [consumer] m = MatMul (r, d)  [add] y = Add (m, bs)",
     "gather": f"{DQ}  [consumer] y = Gather <axis = 0> (d, ids)",
+    # A MatMulNBits that was there before, with scales that are computed.
+    "kernel": f"""{DQ}  [consumer] m = MatMul (x, d)  [abs] v = Abs (ns)
+        [kernel] k = com.microsoft.MatMulNBits <K = 64, N = 8, bits = 4, block_size = 32>
+            (x, nw, v)  [bias] b = Add (k, bs)  [add] y = Add (m, b)""",
 }
 OTHERS = (None, "a", 0.5, [0], ["a"], -1, 2, 99, 1 << 62, math.nan, math.inf, 1e-45)
 
 
 def odd_nodes() -> Cases:
     constants = [codes(), scales(), tensor("bq", np.arange(N), np.int32),
-                 tensor("bs", 0.5, np.float32), tensor("ids", [3, 0], np.int64)]  # fmt: skip
+                 tensor("bs", 0.5, np.float32), tensor("ids", [3, 0], np.int64),
+                 tensor("ns", np.ones(16), np.float32),
+                 tensor("nw", np.arange(256).reshape(8, 2, 16), np.uint8)]  # fmt: skip
     for name, text in SOUND.items():
         read = [
             item for item in constants if f"{item.name})" in text or f"{item.name}," in text

@@ -302,6 +302,17 @@ def test_proofs_hold(nodes):
         assert check(model, feeds) > 0
 
 
+@pytest.mark.parametrize("held", [0, 15, 17])
+def test_a_damaged_constant_proves_nothing(held):
+    data = onnx.TensorProto(
+        name="back", data_type=onnx.TensorProto.INT64, dims=[2], raw_data=bytes(held)
+    )
+    model = ir.from_proto(text_model("y = Reshape (x, back)", [data], {"x": (1, ["a", 4])}))
+    facts = ProvedShapes(model)
+    assert facts.integers(model.graph.initializers["back"]) is None
+    assert all(dim[1] for dim in facts.shape(model.graph.outputs[0]))  # of unknown sizes
+
+
 # Unknown dimensions that are another one under a new name.
 
 

@@ -28,6 +28,7 @@ class ColumnBias:
         anchor: The constant that it comes from.
         numbers: The bias, float64 ``[N]``.
         rank: Rank that it has in the model.
+        dtype: Type that it has in the model.
         dequantize: The DequantizeLinear that made it; None for a float constant.
         parameters: What else than ``anchor`` its numbers come from.
     """
@@ -35,6 +36,7 @@ class ColumnBias:
     anchor: ir.Value
     numbers: npt.NDArray[np.float64]
     rank: int
+    dtype: ir.DataType
     dequantize: ir.Node | None
     parameters: Hashable
 
@@ -48,22 +50,22 @@ def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
     try:
         if node is not None and is_dequantize_linear(node):
             operand = read_operand([node])
-            shape, anchor = operand.shape, operand.codes
+            shape, dtype, anchor = operand.shape, operand.dtype, operand.codes
             key: Hashable = (operand.axes, operand.scales, operand.zero_points)
         else:
             node, key = None, ()
             anchor, tensor = require_constant(value, "bias")
-            shape = tuple(tensor.shape.numpy())
+            shape, dtype = tuple(tensor.shape.numpy()), tensor.dtype
     except Refusal:
         return None
     # One number for each column, or one for all.
     if math.prod(shape) not in (1, columns) or (shape and shape[-1] != math.prod(shape)):
         return None
-    if node is None and tensor.dtype not in _FLOATS:
+    if dtype not in _FLOATS:
         return None
     numbers = tensor.numpy() if node is None else np.concatenate(list(operand.rows()))
     per_column = np.broadcast_to(numbers.astype(np.float64).reshape(-1), (columns,))
-    return ColumnBias(anchor, per_column, len(shape), node, key)
+    return ColumnBias(anchor, per_column, len(shape), dtype, node, key)
 
 
 def write_column_bias(

@@ -58,6 +58,7 @@ class FusionRun:
         opset: Version of the default domain; None where it isn't known.
         initializers: Makes new ones.
         floats: Makes float constants.
+        made: The MatMulNBits nodes.
         levels: Of each multiplication that became MatMulNBits: its accuracy level, and the one
             at which onnxruntime itself would fuse it, None where it would not.
     """
@@ -68,6 +69,7 @@ class FusionRun:
         self.floats = FloatConstants(self.initializers, options.float_limit_mb)
         self.options = options
         self.context = context
+        self.made: set[ir.Node] = set()
         self.levels: list[tuple[int, int | None]] = []
         self._fired = 0
         self._reported: set[tuple[ir.Node, ir.Node]] = set()
@@ -119,9 +121,10 @@ class FusionRun:
         """Record that a consumer was left as it was."""
         self.context.remarks.refused(label(consumer), self._tell(consumer, dequantize, reason))
 
-    def folded(self, consumer: ir.Node, dequantize: ir.Node, what: str) -> None:
-        """Record that a small dequantised constant became part of another."""
-        self.context.remarks.note(label(consumer), self._tell(consumer, dequantize, what))
+    def folded(self, consumer: ir.Node, dequantize: ir.Node | None, what: str) -> None:
+        """Record that a small constant became part of another; None where it was float."""
+        text = what if dequantize is None else self._tell(consumer, dequantize, what)
+        self.context.remarks.note(label(consumer), text)
 
     def compare_with_stock(self) -> None:
         """Note what onnxruntime's own fusion would have made of the same nodes."""

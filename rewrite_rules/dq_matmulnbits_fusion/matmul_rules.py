@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
 from rewrite_rules.dq_matmulnbits_fusion.column_bias import (
     ColumnBias,
@@ -51,7 +51,6 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
     native_block_size,
 )
 from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
-from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.nodes import label, owner, producer
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear
@@ -215,6 +214,7 @@ class _MatMulRule(OperandRule):
             _domain="com.microsoft",
             _name=node.name if len(kernel.weights) == 1 else None,
         )
+        self._run.made.add(producer(value))
         return value if dtype == own else op.Cast(value, to=int(own))
 
 
@@ -235,79 +235,45 @@ class LeftOperand(_MatMulRule):
 
 
 class AddBias(RewriteRuleClassBase):
-    """Add(MatMulNBits(x), bias[N]) -> MatMulNBits(x, bias)."""
+    """Add(MatMulNBits(x), bias[N]) -> MatMulNBits(x, bias), for the nodes of this run.
+
+    Refused, without a remark: a kernel that takes no bias, or has one already; a bias that is
+    not constant, has neither one number nor N, or more axes than x; and by the engine, where
+    others read the MatMulNBits.
+    """
 
     def __init__(self, run: FusionRun) -> None:
-        super().__init__(remove_nodes=False)
+        super().__init__()
         self._run = run
 
-    def pattern(self, op, x, codes, scales, bias):  # type: ignore[no-untyped-def]
-        y = op.MatMulNBits(
-            x,
-            codes,
-            scales,
-            _allow_other_inputs=True,
-            _domain="com.microsoft",
-            _outputs=["y"],
-        )
-        return op.Add(y, bias, _outputs=["out"])
+    def pattern(self, op, x, bias):  # type: ignore[no-untyped-def]
+        options = {"_domain": "com.microsoft", "_outputs": ["y"]}
+        return op.Add(op.MatMulNBits(x, _allow_other_inputs=True, **options), bias)
 
     def check(  # type: ignore[override]
-        self,
-        context: MatchContext,
-        x: ir.Value,
-        y: ir.Value,
-        scales: ir.Value,
-        bias: ir.Value,
-        **_: object,
-    ) -> MatchResult:
-        """The MatMulNBits must have no other use, and the bias be constant over its rows."""
+        self, context: MatchContext, x: ir.Value, y: ir.Value, bias: ir.Value
+    ) -> bool:
+        """Read the bias."""
         del context  # Unused
-        result, node = MatchResult(), producer(y)
-        if len(y.uses()) != 1 or y.is_graph_output():
-            return result.fail("MatMulNBits has another use", node)
-        if not takes_bias(self._run.context):
-            return result.fail("the kernel takes no bias", node)
-        if len(node.inputs) > 5 and node.inputs[5] is not None:
-            return result.fail("there is a bias already", node)
-        if constant(scales) is None:
-            return result.fail("the scales are not constant", node)
-        try:
-            columns = read_column_bias(bias, int_attribute(node, "N", 0))
-        except Refusal as refusal:
-            return result.fail(str(refusal), node)
-        if columns is None or columns.rank > (1 if x.shape is None else len(x.shape)):
-            return result.fail("the bias is not a constant [N]", node)
-        self._columns = columns
-        return result
+        node = producer(y)
+        rank = 1 if x.shape is None else len(x.shape)
+        if node not in self._run.made or not takes_bias(self._run.context):
+            return False
+        self._bias = found = read_column_bias(bias, node.attributes["N"].as_int())
+        return len(node.inputs) < 6 and found is not None and found.rank <= rank
 
-    def rewrite(
-        self, op: Any, y: ir.Value, scales: ir.Value, out: ir.Value, **_: object
-    ) -> ir.Value:
+    def rewrite(self, op: Any, y: ir.Value, **_: object) -> ir.Value:
         """Emit the same MatMulNBits with the bias."""
-        node, add, columns, tensor = (
-            producer(y),
-            producer(out),
-            self._columns,
-            constant(scales),
+        node, (use,), bias = producer(y), y.uses(), self._bias
+        assert bias is not None  # looked at by check
+        self._run.folded(use.node, bias.dequantize, f"bias of MatMulNBits {label(node)!r}")
+        value: ir.Value = op.MatMulNBits(
+            *[*node.inputs, None, None][:5],
+            write_column_bias(self._run.initializers, bias, 1.0, bias.dtype),
+            _domain=node.domain,
+            _name=node.name,
+            **node.attributes,
         )
-        assert tensor is not None  # looked at by check
-        with self._run.context.remarks.at(label(add)):
-            what = f"bias of MatMulNBits {label(node)!r}"
-            if columns.dequantize is not None:
-                self._run.folded(add, columns.dequantize, what)
-            else:
-                self._run.context.remarks.note(label(add), what)
-            zero_points, group_indices = [*node.inputs[3:5], None, None][:2]
-            value: ir.Value = op.MatMulNBits(
-                *node.inputs[:3],
-                zero_points,
-                group_indices,
-                write_column_bias(self._run.initializers, columns, 1.0, tensor.dtype),
-                _domain=node.domain,
-                _name=node.name,
-                **node.attributes,
-            )
         return value
 
 
