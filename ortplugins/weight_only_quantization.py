@@ -40,7 +40,7 @@ class WeightOnlyQuantization(Pass):
     )
     block_size: int = option(
         32,
-        "Neighbours along K that share a scale; smaller is more accurate and larger on disk.",
+        "Elements along K that share a scale; smaller is more accurate and larger on disk.",
         choices=(16, 32, 64, 128, 256),
     )
     is_symmetric: bool = option(True, "Codes without zero points.")

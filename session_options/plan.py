@@ -42,8 +42,9 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
         "cache_limit",
         "",
-        "Size that the cache is kept below by removing what was unused longest, 10GB for "
-        "instance; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no limit.",
+        "Size that the cache is kept below, 10GB for instance: the least recently used "
+        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
+        "limit.",
     ),
     Option(
         "strict",
@@ -64,8 +65,8 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
     Option(
         "hint",
         "",
-        "What matters: the first start measures passes and session settings on this machine, "
-        "beside plain onnxruntime, and keeps what gains. In place of passes.",
+        "What to optimise for: the first start measures passes and session settings on this "
+        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes.",
         choices=("", *HINTS),
     ),
     Option("hint_seconds", 60, "Seconds that measuring for a hint may take."),

@@ -54,14 +54,14 @@ class MixedPrecisionBoundaries(Pass):
     )
     target: str = option(
         "cpu",
-        "Whom the result is for: 'qnn' keeps every DQ->Q, which such accelerators run as a "
+        "What the result runs on: 'qnn' keeps every DQ->Q, which such accelerators run as a "
         "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
         choices=("cpu", "qnn"),
     )
     merge: bool = option(
         False,
-        "Where a region's exit leads right into another region, leave the 8 bits between out: "
-        "more accurate, and not the same numbers.",
+        "Where one region leads straight into another, drop the 8-bit pair between them: more "
+        "accurate, but the numbers change.",
     )
     float_limit_mb: int = option(
         1024,

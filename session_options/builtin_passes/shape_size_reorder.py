@@ -27,8 +27,8 @@ class ShapeSizeReorder(Pass):
 
     dims: str = option(
         "",
-        "Numbers that symbolic dimensions count as where memory is reckoned: "
-        "batch=1,seq=512. Others count as 128. Results are right for any sizes.",
+        "Sizes of symbolic dimensions for estimates of memory: batch=1,seq=512. Others count "
+        "as 128. Results are right for any sizes.",
     )
     for_default_order: bool = option(
         False,

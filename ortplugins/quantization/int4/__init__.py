@@ -162,7 +162,7 @@ def quantize(
         use_external_data_format: Accepted. As ModelOpt's, the result holds all its tensors:
             ``onnx.save(..., save_as_external_data=True)`` writes them beside it.
         use_zero_point: Whether codes are unsigned, with zero points.
-        block_size: Neighbours along K that share a scale, 128 by default; -1 for a scale per
+        block_size: Elements along K that share a scale, 128 by default; -1 for a scale per
             column.
         nodes_to_exclude: Regular expressions that the names of nodes to leave in float start
             with (``re.match``). Nodes without a name go by their first output's.
@@ -243,7 +243,7 @@ def quantize_rtn(
 
     Args:
         onnx_model: The model; it is not changed.
-        block_size: Neighbours along K that share a scale; -1 for a scale per column.
+        block_size: Elements along K that share a scale; -1 for a scale per column.
         dq_only: Accepted; both forms that ModelOpt writes mean the same numbers, and this one
             loads.
         nodes_to_exclude: As for :func:`quantize`.

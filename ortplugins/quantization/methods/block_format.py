@@ -19,7 +19,7 @@ class BlockFormat:
 
     Attributes:
         bits: 2, 4 or 8.
-        block_size: Neighbours along K that share a scale; K need not be a multiple of it. -1
+        block_size: Elements along K that share a scale; K need not be a multiple of it. -1
             stands for the whole of K: a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
         grid: Of symmetric codes. ``"extreme"`` maps the element of greatest magnitude, sign
