@@ -46,7 +46,7 @@ def _with_files_read(item: Pass) -> Pass:
         value = getattr(item, spec.name)
         if not spec.may_name_file or not value.startswith("@"):
             continue
-        text = _read(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
+        text = file_text(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
         import dataclasses
 
         try:
@@ -56,7 +56,12 @@ def _with_files_read(item: Pass) -> Pass:
     return item
 
 
-def _read(name: str, what: str) -> str:
+def file_text(name: str, what: str) -> str:
+    """Return the text of an option that lies in a file; ``what`` is the option in messages.
+
+    Raises:
+        OptionError: If the file can't be read, is larger than 16 MiB, or holds no such option.
+    """
     try:
         with open(os.path.expanduser(name), "rb") as file:
             content = file.read(_LARGEST + 1)

@@ -63,6 +63,7 @@ def quantize_static(
     """Quantise weights and activations, some activations to 16 bits."""
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+    from session_options.keys import OptionError
 
     if mode == "float":
         opt.refuse_without_effect(context, "with --mode float", "promoted_type")
@@ -89,7 +90,7 @@ def quantize_static(
                 overwrite=force,
                 progress=bar,
             ).report
-    except OverrideError as error:
+    except (OptionError, OverrideError) as error:
         raise typer.BadParameter(str(error), param_hint="--overrides") from None
     print_report(report, printing, model)
     if printing.format == "text":

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -56,6 +57,15 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
     if not content:
         raise ModelFileError(f"{os.fspath(path)}: the file is empty")
     return content
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Return a digest of what files hold, in their order."""
+    digest = hashlib.blake2b(digest_size=20)
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+    return digest.hexdigest()
 
 
 def load_path(

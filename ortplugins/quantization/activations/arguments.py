@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,33 +19,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Overrides,
     check_overrides,
 )
-from session_options.override_json import read_overrides, read_quant_type
-
-_OWN_OPTIONS = {
-    "TensorQuantOverrides": "give overrides",
-    "DedicatedQDQPair": "boundaries need one pair per tensor",
-    "CalibMaxIntermediateOutputs": "onnxruntime 1.31 forgets samples with it",
-    "CalibStridedMinMax": "MinMax keeps two numbers of each sample",
-    "SmoothQuant": "apply it to the model before",
-    "BlockSize": "activations beside blocked weights are not handled",
-}
-
-
-def overrides_of(given: str | Mapping[str, Any] | None) -> Overrides:
-    """Read overrides.
-
-    Raises:
-        OverrideError: If they are none, or their file can't be read.
-    """
-    if isinstance(given, str) and given.startswith("@"):
-        try:
-            given = Path(given.removeprefix("@")).read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:  # no UTF-8; a NUL in the name
-            reason = getattr(error, "strerror", None) or error
-            raise OverrideError(
-                f"overrides are {given!r}, and that file can't be read: {reason}"
-            ) from None
-    return read_overrides({} if given is None else given)
+from session_options.override_json import read_quant_type
 
 
 def quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.DataType:
@@ -65,18 +37,6 @@ def quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.
         hint = "; name tensors that get 16 in promote" if what == "activation_type" else ""
         raise QuantizationError(f"{what} is {kind.name.lower()}: one of {names}{hint}")
     return kind
-
-
-def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy onnxruntime's options.
-
-    Raises:
-        QuantizationError: If one of them is decided elsewhere.
-    """
-    for name, instead in _OWN_OPTIONS.items():
-        if given.get(name):
-            raise QuantizationError(f"extra_options[{name!r}] can't be given: {instead}")
-    return dict(given)
 
 
 def check_float_model(

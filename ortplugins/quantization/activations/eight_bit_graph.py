@@ -7,7 +7,7 @@ What onnxruntime's quantiser does otherwise is in :mod:`.onnxruntime_quantizer`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,6 @@ _FLOATS: dict[int, type[np.floating[Any]]] = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.FLOAT16: np.float16,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class EightBitSettings:
-    """What onnxruntime's quantiser gets.
-
-    Attributes:
-        activation_type: UINT8 or INT8.
-        weight_type: Of initializers.
-        per_channel: Whether weights get a scale per channel.
-        reduce_range: Whether weights get 7 bits.
-        op_types: Operators to quantise.
-        nodes_to_quantize: Names of those to quantise; none for all.
-        nodes_to_exclude: Names of those to leave.
-        options: Its ``extra_options``.
-    """
-
-    activation_type: ir.DataType
-    weight_type: ir.DataType
-    per_channel: bool
-    reduce_range: bool
-    op_types: Sequence[str]
-    nodes_to_quantize: Sequence[str]
-    nodes_to_exclude: Sequence[str]
-    options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +48,9 @@ def quantize_to_eight_bits(
     ranges: Mapping[str, tuple[float, float] | tuple[np.generic, np.generic]],
     overrides: Overrides,
     converted: Collection[str],
-    settings: EightBitSettings,
+    activation_type: ir.DataType,
+    weight_type: ir.DataType,
+    **settings: Any,
 ) -> EightBitGraph:
     """Quantise a model.
 
@@ -82,7 +59,9 @@ def quantize_to_eight_bits(
         ranges: Of its activations.
         overrides: Those of initializers are passed on; of activations, all but other types.
         converted: Activations that will have two types.
-        settings: What else onnxruntime gets.
+        activation_type: UINT8 or INT8.
+        weight_type: Of initializers.
+        settings: Further arguments of onnxruntime's QDQQuantizer.
 
     Raises:
         CalibrationError: If an activation has no range, or an infinite one.
@@ -97,7 +76,7 @@ def quantize_to_eight_bits(
     dtypes = _float_types(proto.graph)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     tensors_range, infinite = {}, {}
-    fixed = _fixed_ranges(overrides, ranges, initializers, settings.activation_type)
+    fixed = _fixed_ranges(overrides, ranges, initializers, activation_type)
     known = {**ranges, **fixed}
     for name, (low, high) in known.items():
         if not (np.isfinite(low) and np.isfinite(high)):
@@ -107,27 +86,18 @@ def quantize_to_eight_bits(
         dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
         ends = (np.asarray(end, dtype) for end in (low, high))
         tensors_range[name] = TensorData(**dict(zip(("lowest", "highest"), ends, strict=True)))
-    options = {
-        **settings.options,
-        "TensorQuantOverrides": _for_onnxruntime(
-            overrides, initializers, dtypes, settings.activation_type
-        ),
-    }
+    given = _for_onnxruntime(overrides, initializers, dtypes, activation_type)
     try:
         quantizer = EightBitQuantizer(
             converted,
             infinite,
             dtypes,
-            proto,
-            settings.per_channel,
-            settings.reduce_range,
-            _quant_type(settings.weight_type),
-            _quant_type(settings.activation_type),
-            tensors_range,
-            list(settings.nodes_to_quantize),
-            list(settings.nodes_to_exclude),
-            list(settings.op_types),
-            options,
+            model=proto,
+            weight_qType=_quant_type(weight_type),
+            activation_qType=_quant_type(activation_type),
+            tensors_range=tensors_range,
+            extra_options={"TensorQuantOverrides": given},
+            **settings,
         )
         quantizer.quantize_model()
         quantizer.model.topological_sort()
@@ -137,10 +107,15 @@ def quantize_to_eight_bits(
         raise QuantizationError(
             f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
         ) from error
-    used = {
-        name: _used_range(data, overrides.get(name, ()), settings.options)
-        for name, data in tensors_range.items()
-    }
+    # onnxruntime adjusts some, then overrides have the last word.
+    used = {}
+    for name, data in tensors_range.items():
+        low, high = (float(end) for end in data.range_value)
+        entry = next(iter(overrides.get(name, ())), TensorOverride())
+        used[name] = (
+            low if entry.rmin is None else entry.rmin,
+            high if entry.rmax is None else entry.rmax,
+        )
     return EightBitGraph(ir.from_proto(quantizer.model.model), used, quantizer.renamed)
 
 
@@ -172,24 +147,6 @@ def _fixed_ranges(
         high = high if entry.rmax is None else np.float32(entry.rmax)
         fixed[name] = (low, high)
     return fixed
-
-
-def _used_range(
-    data: Any, entries: Sequence[TensorOverride], options: Mapping[str, Any]
-) -> tuple[float, float]:
-    """The range behind a grid: onnxruntime adjusts some, then overrides have the last word."""
-    low, high = (float(end) for end in data.range_value)
-    if entries and entries[0].rmin is not None:
-        low = entries[0].rmin
-    if entries and entries[0].rmax is not None:
-        high = entries[0].rmax
-    if (least := options.get("MinimumRealRange")) is not None:
-        low = min(low, 0.0)
-        high = max(high, 0.0, low + float(least))
-    if options.get("ActivationSymmetric"):
-        high = max(abs(low), abs(high))
-        low = -high
-    return low, high
 
 
 def _for_onnxruntime(

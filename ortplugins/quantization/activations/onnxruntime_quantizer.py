@@ -47,7 +47,7 @@ class EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has 
         converted: Collection[str],
         infinite: Mapping[str, str],
         dtypes: Mapping[str, type[np.floating[Any]]],
-        *arguments: Any,
+        **arguments: Any,
     ) -> None:
         """Take what onnxruntime's class takes, and more.
 
@@ -68,7 +68,7 @@ class EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has 
                 )
         self._converted, self._infinite, self._dtypes = converted, infinite, dtypes
         self.renamed: dict[str, str] = {}
-        super().__init__(*arguments)
+        super().__init__(**arguments)
 
     def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
         """Remove a Relu or Clip between two tensors, if both will have one type."""

@@ -20,7 +20,7 @@ import numpy as np
 from ortplugins.errors import CalibrationError
 from ortplugins.quantization.activations.ranges import Ranges
 
-_DIGEST = "ortplugins_digest"
+_ORIGIN = "ortplugins_digest"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,13 @@ class RangeCache:
 
     Attributes:
         path: Where it is.
-        digest: Of the model and the settings that ranges have to be of.
+        method: How the ranges are found, as onnxruntime calls it.
+        origin: What else they have to be of: digest of the model, operators watched.
     """
 
     path: Path
-    digest: str
+    method: str
+    origin: str
 
     def read(self) -> Ranges | None:
         """Return the ranges; None if there are none, or those of another model.
@@ -44,7 +46,7 @@ class RangeCache:
         """
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            digest = content[_DIGEST]
+            origin = content[_ORIGIN], content["calibration_method"]["value"]
             ranges: Ranges = {
                 name: (_scalar(entry["lowest"]), _scalar(entry["highest"]))
                 for name, entry in content["data"].items()
@@ -60,9 +62,9 @@ class RangeCache:
                 f"{self.path}: is not a calibration cache that ortplugins wrote: delete it, "
                 "or name another file"
             ) from error
-        return ranges if digest == self.digest else None
+        return ranges if origin == (self.origin, self._value) else None
 
-    def write(self, ranges: Ranges, method: str) -> None:
+    def write(self, ranges: Ranges) -> None:
         """Write the ranges; the file appears when it is complete.
 
         Raises:
@@ -74,12 +76,9 @@ class RangeCache:
                 name: {"lowest": _entry(low), "highest": _entry(high), "CLS": "TensorData"}
                 for name, (low, high) in sorted(ranges.items())
             },
-            "calibration_method": {
-                "CLS": "CalibrationMethod",
-                "value": f"CalibrationMethod.{method}",
-            },
+            "calibration_method": {"CLS": "CalibrationMethod", "value": self._value},
             "smooth_quant": False,
-            _DIGEST: self.digest,
+            _ORIGIN: self.origin,
         }
         with tempfile.TemporaryDirectory(
             prefix=".ortplugins-", dir=self.path.absolute().parent
@@ -87,6 +86,10 @@ class RangeCache:
             scratch = Path(folder, self.path.name)
             scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
             os.replace(scratch, self.path)
+
+    @property
+    def _value(self) -> str:
+        return f"CalibrationMethod.{self.method}"
 
 
 def _entry(end: np.generic) -> dict[str, Any]:

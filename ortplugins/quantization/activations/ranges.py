@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,55 +23,22 @@ CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
 # onnxruntime computes another scale than from the same number in float32.
 Ranges = dict[str, tuple[np.generic, np.generic]]
 
-_CHUNK = 1 << 20
 
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """How ranges are found.
-
-    Attributes:
-        method: One of :data:`CALIBRATION_METHODS`.
-        op_types: Operators whose inputs and outputs are watched.
-        providers: Execution providers that run the samples.
-        options: What onnxruntime's ``create_calibrator`` takes as ``extra_options``.
-    """
-
-    method: str
-    op_types: Sequence[str]
-    providers: Sequence[Any] = ("CPUExecutionProvider",)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the method.
-
-        Raises:
-            CalibrationError: If onnxruntime has none of that name.
-        """
-        if self.method not in CALIBRATION_METHODS:
-            raise CalibrationError(
-                f"calibrate_method is {self.method!r}: one of "
-                f"{', '.join(CALIBRATION_METHODS)} is expected"
-            )
-
-    def digest(self, files: Sequence[Path]) -> str:
-        """Return a digest of these settings and of a model's files, read in order."""
-        what = (self.method, sorted(self.op_types), sorted(self.options.items()))
-        result = hashlib.sha256(repr(what).encode())
-        for path in files:
-            with open(path, "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    result.update(chunk)
-        return result.hexdigest()
-
-
-def calibrate(path: Path, samples: KeptSamples, how: Calibration) -> Ranges:
+def calibrate(
+    path: Path,
+    samples: KeptSamples,
+    method: str,
+    op_types: Sequence[str],
+    providers: Sequence[Any],
+) -> Ranges:
     """Run samples through a model and return the range of each activation.
 
     Args:
         path: The model, in a temporary folder: onnxruntime writes beside it.
         samples: What runs through it.
-        how: The method and what belongs to it.
+        method: One of :data:`CALIBRATION_METHODS`.
+        op_types: Operators whose inputs and outputs are watched.
+        providers: Execution providers that run the samples.
 
     Raises:
         CalibrationError: If a sample can't be used or there is none, or onnxruntime can't run
@@ -84,21 +49,20 @@ def calibrate(path: Path, samples: KeptSamples, how: Calibration) -> Ranges:
     try:
         calibrator = create_calibrator(
             path,
-            list(how.op_types),
+            list(op_types),
             augmented_model_path=os.fspath(path.with_name("augmented.onnx")),
-            calibrate_method=CalibrationMethod[how.method],
+            calibrate_method=CalibrationMethod[method],
             use_external_data_format=True,
-            providers=list(how.providers),
-            extra_options=dict(how.options),
+            providers=list(providers),
         )
-        for reader in _rounds(samples, how.method):
+        for reader in _rounds(samples, method):
             calibrator.collect_data(reader)
         found = calibrator.compute_data()
     except CalibrationError:
         raise
     except Exception as error:  # whatever the session or numpy raise
         raise CalibrationError(
-            f"onnxruntime's {how.method} calibrator failed: {type(error).__name__}: {error}"
+            f"onnxruntime's {method} calibrator failed: {type(error).__name__}: {error}"
         ) from error
     return {
         name: tuple(np.asarray(end).reshape(-1)[0] for end in data.range_value)

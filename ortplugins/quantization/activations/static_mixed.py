@@ -25,26 +25,29 @@ from typing import Any
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, ModelLike, load_model, same_kind
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    ModelLike,
+    digest_of_files,
+    load_model,
+    same_kind,
+)
 from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
 from ortplugins.model_io.staged import stage
 from ortplugins.quantization.activations.arguments import (
     check_float_model,
     check_names_given,
-    checked_options,
-    overrides_of,
     quant_type_of,
     selected_nodes,
 )
 from ortplugins.quantization.activations.eight_bit_graph import (
     EightBitGraph,
-    EightBitSettings,
     converted_tensors,
     quantize_to_eight_bits,
 )
 from ortplugins.quantization.activations.range_cache import RangeCache
 from ortplugins.quantization.activations.ranges import (
-    Calibration,
+    CALIBRATION_METHODS,
     calibrate,
     quiet_quantizer,
 )
@@ -59,18 +62,13 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
+from session_options.option_files import file_text
+from session_options.override_json import read_overrides
 
 _PASS = "mixed_precision_boundaries"
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
 _PROMOTED = (ir.DataType.UINT16, ir.DataType.INT16)
 _WEIGHTS = (*_ACTIVATIONS, *_PROMOTED, ir.DataType.UINT4, ir.DataType.INT4)
-# What onnxruntime calls the calibrators' options in quantize_static.
-_CALIBRATION_OPTIONS = {
-    "CalibTensorRangeSymmetric": "symmetric",
-    "CalibMovingAverage": "moving_average",
-    "CalibMovingAverageConstant": "averaging_constant",
-    "CalibPercentile": "percentile",
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +110,6 @@ def quantize_static_mixed(
     ranges: Mapping[str, tuple[float, float]] | None = None,
     calibration_cache: str | os.PathLike[str] | None = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
-    extra_options: Mapping[str, Any] | None = None,
     external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -155,7 +152,6 @@ def quantize_static_mixed(
         calibration_cache: JSON file with ranges. Read if it is of this model and these
             settings, so that no ``data`` is needed; else written.
         calibration_providers: Execution providers that run the samples.
-        extra_options: Further options of onnxruntime's ``quantize_static``.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``model_output`` may exist.
@@ -169,6 +165,7 @@ def quantize_static_mixed(
             activation has no finite range.
         FileExistsError: If ``model_output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
+        OptionError: If the file of overrides can't be read.
         OverrideError: If an override asks for what can't be.
         QuantizationError: If an argument is out of range, a pattern means no node, or
             onnxruntime can't quantise the model. No output is written, whatever is raised.
@@ -177,19 +174,20 @@ def quantize_static_mixed(
     output = None if model_output is None else Path(model_output)
     if output is not None:
         check_output(model_input, output, overwrite)
-    options = checked_options(extra_options or {})
     if target not in ("cpu", "qnn"):
         raise QuantizationError(f"target is {target!r}: one of cpu, qnn is expected")
+    method = str(getattr(calibrate_method, "name", calibrate_method))
+    if method not in CALIBRATION_METHODS:
+        raise CalibrationError(
+            f"calibrate_method is {method!r}: one of {', '.join(CALIBRATION_METHODS)} is "
+            "expected"
+        )
     activation = quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
     op_types = list(op_types_to_quantize or ()) or _quantisable()
-    how = Calibration(
-        str(getattr(calibrate_method, "name", calibrate_method)),
-        op_types,
-        calibration_providers,
-        {new: options.pop(old) for old, new in _CALIBRATION_OPTIONS.items() if old in options},
-    )
+    if isinstance(overrides, str) and overrides.startswith("@"):
+        overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
     wanted = BoundaryOptions(
-        overrides=overrides_of(overrides),
+        overrides=read_overrides({} if overrides is None else overrides),
         promote=frozenset(promote),
         promoted_type=quant_type_of(promoted_type, "promoted_type", _PROMOTED),
         mode=mode,
@@ -199,23 +197,24 @@ def quantize_static_mixed(
     graph = loaded.model.graph
     check_float_model(loaded, per_channel, op_types_to_quantize)
     check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
-    settings = EightBitSettings(
-        activation_type=activation,
-        weight_type=quant_type_of(weight_type, "weight_type", _WEIGHTS),
-        per_channel=per_channel,
-        reduce_range=reduce_range,
-        op_types=op_types,
-        nodes_to_quantize=selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
-        nodes_to_exclude=selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
-        options=options,
-    )
+    weights = quant_type_of(weight_type, "weight_type", _WEIGHTS)
+    settings = {
+        "per_channel": per_channel,
+        "reduce_range": reduce_range,
+        "nodes_to_quantize": selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
+        "nodes_to_exclude": selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
+        "op_types_to_quantize": op_types,
+    }
     converted = converted_tensors(graph, wanted.overrides, wanted.promote, activation)
     folder_of_output = None if output is None else output.absolute().parent
     with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder_of_output) as scratch:
         path = stage(model_input, loaded, Path(scratch))
         with quiet_quantizer() as warned:
-            found, note = _ranges(path, loaded, data, ranges or {}, calibration_cache, how)
-            base = quantize_to_eight_bits(path, found, wanted.overrides, converted, settings)
+            how = method, op_types, calibration_providers
+            found, note = _ranges(path, loaded, data, ranges or {}, calibration_cache, *how)
+            base = quantize_to_eight_bits(
+                path, found, wanted.overrides, converted, activation, weights, **settings
+            )
         model = base.model
         wanted = _for_graph(wanted, base, graph.initializers, activation)
         passes = _rewrite(model, wanted, merge, calibration_providers)
@@ -248,14 +247,16 @@ def _ranges(
     data: CalibrationSource,
     given: Mapping[str, tuple[float, float]],
     cache_path: str | os.PathLike[str] | None,
-    how: Calibration,
+    method: str,
+    op_types: Sequence[str],
+    providers: Sequence[Any],
 ) -> tuple[dict[str, Any], str]:
     """Ranges from the cache or else from samples, those given on top; and a note on them."""
     cache = None
     if cache_path is not None:
         data_file = path.with_name(path.name + ".data")
-        digest = how.digest([path, *([data_file] if data_file.exists() else ())])
-        cache = RangeCache(Path(cache_path), digest)
+        digest = digest_of_files([path, *([data_file] if data_file.exists() else ())])
+        cache = RangeCache(Path(cache_path), method, f"{digest} {' '.join(sorted(op_types))}")
         if (found := cache.read()) is not None:
             return {**found, **given}, f"ranges of {len(found)} tensors from {cache.path}"
     if data is None:
@@ -268,10 +269,10 @@ def _ranges(
             "will see them, or ranges"
         )
     samples = KeptSamples(data, loaded.model, scratch=path.parent)
-    found = calibrate(path, samples, how)
+    found = calibrate(path, samples, method, op_types, providers)
     if cache is not None:
-        cache.write(found, how.method)
-    note = f"ranges of {len(found)} tensors from {samples.count} samples, {how.method}"
+        cache.write(found)
+    note = f"ranges of {len(found)} tensors from {samples.count} samples, {method}"
     return {**found, **given}, note
 
 

@@ -25,6 +25,7 @@ import onnxruntime
 
 from ortplugins._version import __version__
 from ortplugins.errors import UsageError
+from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.group import GroupResult, GroupTask, WeightErrors
 from ortplugins.samples.kept import KeptSamples
@@ -78,7 +79,7 @@ class RunFolder:
             identity = {
                 "ortplugins": __version__,
                 "onnxruntime": onnxruntime.__version__,
-                "model": _digest_of_files(files),
+                "model": digest_of_files(files),
                 "samples": None if samples is None else _digest_of_samples(samples),
                 "providers": [str(provider) for provider in providers],
             }
@@ -174,14 +175,6 @@ def _outputs(task: GroupTask) -> Iterator[tuple[str, TensorReference]]:
                 target = getattr(stored, kind)
                 if target is not None:
                     yield f"{number}.{choice}.{kind}", target
-
-
-def _digest_of_files(files: Iterable[Path]) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
-    return digest.hexdigest()
 
 
 def _digest_of_samples(samples: KeptSamples) -> str:
