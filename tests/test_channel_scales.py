@@ -176,7 +176,6 @@ FOLDS = {
 }  # fmt: skip
 
 
-# Where nothing of what is there may change.
 NORM = "a = LayerNormalization(x, g)"
 # Where nothing of what is there may change.
 MULS = {
@@ -234,33 +233,6 @@ MULS = {
         outputs="float[B, T, 24] y",
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("name", FOLDS)
-def test_scales_go_into_constants(name, dtype):
-    model, constants = FOLDS[name]
-    float_model = model.build(dtype)
-    if dtype == np.float16 and "Skip" in name:
-        pytest.skip("onnxruntime has no float16 kernel of it on the CPU")
-    result, error = scaled(float_model, nodes_to_include=["[mn]"])
-    rows = result.report.quantized
-    assert [row.folded for row in rows] == ["folded"] * len(rows)
-    weights = {row.weight for row in rows}
-    assert changed(float_model, result) == {*constants, *weights}
-    assert "Mul" not in set(kinds(read(result.model))) - set(kinds(read(float_model)))
-    assert error < (1e-2 if dtype == np.float32 else 3e-2)
-
-
-@pytest.mark.parametrize("name", MULS)
-def test_what_others_see_is_not_touched(name):
-    float_model = MULS[name].build()
-    result, error = scaled(float_model, nodes_to_include=["m"])
-    (row,) = result.report.quantized
-    assert row.folded == "mul"
-    assert changed(float_model, result) <= {row.weight}
-    assert kinds(read(result.model)).count("Mul") == kinds(read(float_model)).count("Mul") + 1
-    assert error < 1e-2
 
 
 # Whose scales meet a weight that is quantised as well.
@@ -388,18 +360,24 @@ EXACT = {"bits": 8, "block_size": 1}
 
 @pytest.mark.parametrize("include", [["[mn]"], None], ids=["two", "all"])
 @pytest.mark.parametrize("name", [*FOLDS, *MULS])
-def test_any_scales_come_out_again(monkeypatch, name, include):
+def test_any_scales_come_out_again_where_nobody_sees_them(monkeypatch, name, include):
     have_scales(monkeypatch, 3)
-    model = FOLDS[name][0] if name in FOLDS else MULS[name]
-    result, error = scaled(model.build(), nodes_to_include=include, **EXACT)
-    assert {row.folded for row in result.report.quantized if row.node == "m"} == {
-        "folded" if name in FOLDS else "mul"
-    }
+    model, constants = FOLDS.get(name) or (MULS[name], "")
+    floats, options = model.build(), {"nodes_to_include": include, **EXACT}
+    result, error = scaled(floats, **options)
     assert error < 1e-5
+    rows = [row for row in result.report.quantized if row.node in "mn"]
+    folded = "folded" if name in FOLDS else "mul"
+    assert {row.folded for row in rows if include or row.node == "m"} == {folded}
+    if include:
+        weights = {row.weight for row in rows}
+        assert {*constants} <= changed(floats, result) <= {*constants, *weights}
+        more = kinds(read(result.model)).count("Mul") - kinds(read(floats)).count("Mul")
+        assert more == (name in MULS)
     # onnxruntime has no float16 kernels of these on the CPU.
-    if include is None and "Skip" not in name and name != "the second output":
+    if "Skip" not in name and name != "the second output":
         have_scales(monkeypatch, 2)
-        assert scaled(model.build(np.float16), **EXACT)[1] < 2e-2
+        assert scaled(model.build(np.float16), **options)[1] < 2e-2
 
 
 @pytest.mark.parametrize("include", [["m"], None], ids=["constants", "codes"])

@@ -70,28 +70,17 @@ def dequantised(model: onnx.ModelProto) -> dict[str, Numbers]:
     return found
 
 
-def codes_of(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.int64]]:
-    """What DequantizeLinear reads as ``[K, N]``, by the name of the node that multiplies."""
-    arrays, found = arrays_of(model), {}
-    for node in nodes_of(model):
-        if node.op_type == "DequantizeLinear" and node.input[0] in arrays:
-            codes = arrays[node.input[0]].astype(np.int64)
-            for reader in _readers(model, node.output[0]):
-                found[reader.name] = codes if _k_axis(node, arrays) == 0 else codes.T
-    return found
-
-
 def rounded_to_nearest(
     weight: npt.NDArray, *, bits: int, block_size: int, is_symmetric: bool = True
-) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Codes ``[K, N]`` and what they stand for: a loop over blocks, by the definition.
+) -> Numbers:
+    """What the nearest codes ``[K, N]`` stand for: a loop over blocks, by the definition.
 
     Symmetric ones on the grid "amax", whose scales are not searched.
     """
     k, n = weight.shape
     size = k if block_size == -1 else block_size
     stored = np.float16 if weight.dtype == np.float16 else np.float32
-    codes, values = np.zeros((k, n), np.int64), np.zeros((k, n))
+    values = np.zeros((k, n))
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if is_symmetric else (0, 2**bits - 1)
     for column in range(n):
         for start in range(0, k, size):
@@ -104,9 +93,9 @@ def rounded_to_nearest(
                 zero = np.rint(-least / float(stored(scale))) if scale else 0
             scale = float(stored(scale)) or 1.0
             for row, number in enumerate(block, start):
-                codes[row, column] = np.clip(np.rint(number / scale) + zero, low, high)
-                values[row, column] = (codes[row, column] - zero) * scale
-    return codes, values
+                code = np.clip(np.rint(number / scale) + zero, low, high)
+                values[row, column] = (code - zero) * scale
+    return values
 
 
 def _readers(model: onnx.ModelProto, name: str) -> Iterator[onnx.NodeProto]:
