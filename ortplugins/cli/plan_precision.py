@@ -103,7 +103,7 @@ def plan_precision(
     block_size: Annotated[int, typer.Option(help="With --weights: as for quantize.")] = 32,
     max_calibration_memory: Annotated[
         int,
-        opt.size_option("What is kept of outputs, and of weights in float."),
+        opt.size_option("What is kept of weights in float."),
     ] = "1GiB",  # type: ignore[assignment]
     providers: opt.Providers = opt.CPU,
     work_dir: opt.WorkDir = None,

@@ -94,7 +94,7 @@ class ScratchWriter:
         Raises:
             OSError: If the disk is full.
         """
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         reference = TensorReference(str(self._path), self._end, array.shape, array.dtype.name)
         with open(self._path, "r+b" if self._path.exists() else "wb") as file:
             file.seek(self._end)

@@ -88,7 +88,7 @@ def plan_precision(
         target: ``"cpu"`` or ``"qnn"``, as for the pass.
         reference: A float model with the same inputs and outputs; by default the model itself
             without the grids of its activations.
-        max_calibration_memory: Bytes for what is kept of outputs, and of weights in float.
+        max_calibration_memory: Bytes for weights that are kept in float.
         providers: Execution providers that run the samples.
         work_dir: Folder for intermediate files; by default the system's.
         progress: Called with what is done, of how much, and what it is.

@@ -56,7 +56,7 @@ class PlannerRun:
         model: The model as it was given, with its weights where they were.
         samples: What all models run on.
         scratch: A folder that is removed at the end.
-        max_memory: Bytes for what is kept of outputs, and of weights in float.
+        max_memory: Bytes for weights that are kept in float.
         providers: Execution providers that run the samples.
         budget: Cosine to reach; None: promote as many as the limit allows.
         limit: What may be promoted, in the units' cost (int), or which share of all (float);

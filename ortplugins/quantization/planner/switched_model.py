@@ -22,6 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.planner.deviation import Comparison, Deviation
 from ortplugins.quantization.statistics.collect import detach_tensors, open_detached
 from ortplugins.runtime.stock_session import stock_options
@@ -56,8 +57,7 @@ class SwitchedModel:
             switches: Names of these inputs.
             samples: What it is run on; read to the end.
             scratch: An existing folder, to be kept as long as this object is used.
-            max_memory: Bytes: half of it for outputs of a reference, which spill to
-                ``scratch`` beyond it, a quarter for weights that are kept in float.
+            max_memory: Bytes; weights that take up to a quarter of it are kept in float.
             providers: Execution providers, as for ``onnxruntime.InferenceSession``.
 
         Raises:
@@ -70,8 +70,7 @@ class SwitchedModel:
         self._samples = samples
         self._workers = min(samples.read_all(), cores)
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
-        self._reference_bytes = max_memory // 2
-        self._reference: list[list[npt.NDArray[Any]] | Path] = []
+        self._reference: list[list[TensorReference]] = []
         folder = detach_tensors(model, self._scratch)
         model.graph.sort()
         # Constants are folded at the first level, dequantised weights only where no later
@@ -129,21 +128,19 @@ class SwitchedModel:
     def refer_to(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> None:
         """Take outputs as the reference: of :meth:`values`, of this model or of another.
 
+        They lie in a file, mapped.
+
         Raises:
             QuantizationError: If one is missing, has another shape than here (found when it is
                 compared) or is not finite.
         """
+        path = self._scratch / "reference"
+        path.unlink(missing_ok=True)
+        writer = ScratchWriter(path)
         self._reference = []
-        free = self._reference_bytes
         for index, values in enumerate(outputs):
             arrays = self._checked_reference(index, values)
-            free -= sum(array.nbytes for array in arrays)
-            if free >= 0:
-                self._reference.append(arrays)
-                continue
-            path = self._scratch / f"reference-{index}.npz"
-            np.savez(path, *arrays)
-            self._reference.append(path)
+            self._reference.append([writer.append(array) for array in arrays])
 
     def deviation(self, on: Collection[str]) -> Deviation:
         """Measure a setting against the reference."""
@@ -154,7 +151,7 @@ class SwitchedModel:
         comparison = Comparison(len(self.outputs))
         for index, values in enumerate(outputs):
             found = [values[name] for name in self.outputs]
-            wanted = self._referred(index)
+            wanted = [reference.map() for reference in self._reference[index]]
             for name, x, y in zip(self.outputs, found, wanted, strict=True):
                 if x.shape != y.shape:
                     raise QuantizationError(
@@ -178,13 +175,6 @@ class SwitchedModel:
                     f"sample {index}: nothing can be compared with it; leave that sample out"
                 )
         return [values[name] for name in self.outputs]
-
-    def _referred(self, index: int) -> Sequence[npt.NDArray[Any]]:
-        kept = self._reference[index]
-        if isinstance(kept, list):
-            return kept
-        with np.load(kept) as file:
-            return [file[f"arr_{i}"] for i in range(len(self.outputs))]
 
 
 def _folded_bytes(model: ir.Model) -> int:

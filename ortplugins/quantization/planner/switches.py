@@ -29,14 +29,13 @@ def add_switches(model: ir.Model, places: Sequence[QuantizedTensor]) -> list[str
         places: Activations of its main graph, each with a Q and at least one DQ.
     """
     names = FreshNames(model)
-    opset = model.opset_imports.get("", 21)
     switches = []
     for number, place in enumerate(places):
         assert place.quantize is not None and place.source is not None
         first = place.dequantizes[0]
         quantize = _copy(place.quantize, [place.source, *place.quantize.inputs[1:]], names)
         dequantize = _copy(first, [quantize.outputs[0], *first.inputs[1:]], names)
-        clips = _clip(model.graph, place, names, opset)
+        clips = _clip(model.graph, place, names)
         switch = _new_switch(model, names.take(f"ortplugins.grid_{number}"))
         # A body whose output has no type is refused; the grid's scale tells it.
         dtype = ir.DataType.from_numpy(place.grid.float_dtype)
@@ -137,10 +136,8 @@ def _copy(node: ir.Node, inputs: Sequence[ir.Value | None], names: FreshNames) -
     return copy
 
 
-def _clip(
-    graph: ir.Graph, place: QuantizedTensor, names: FreshNames, opset: int
-) -> list[ir.Node]:
-    """Clip the source to the grid's range; Max and Min take constants in every opset."""
+def _clip(graph: ir.Graph, place: QuantizedTensor, names: FreshNames) -> list[ir.Node]:
+    """Clip the source to the grid's range: Clip has no constants as inputs before opset 11."""
     assert place.source is not None
     low, high = (
         new_initializer(
@@ -149,11 +146,8 @@ def _clip(
         )
         for end, which in zip(place.grid.range, ("least", "greatest"), strict=True)
     )
-    if opset >= 12:
-        clips = [ir.node("Clip", [place.source, low, high])]
-    else:
-        clips = [ir.node("Max", [place.source, low])]
-        clips.append(ir.node("Min", [clips[0].outputs[0], high]))
+    above = ir.node("Max", [place.source, low])
+    clips = [above, ir.node("Min", [above.outputs[0], high])]
     for node in clips:
         node.name = names.take(f"{place.source.name}_clip")
         node.outputs[0].name = names.take(f"{place.source.name}_clipped")

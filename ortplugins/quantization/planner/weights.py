@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import onnx_ir as ir
 
@@ -23,8 +23,8 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.loop import Plan, PlannerRun
 from ortplugins.quantization.planner.search import Unit
 from ortplugins.quantization.planner.switches import add_weight_switch
-from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize
+from ortplugins.quantization.weights.recipe import Settings
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.constants import constant
@@ -56,15 +56,11 @@ def plan_bits(
     *,
     budget: float | None = None,
     max_8bit: float | None = None,
-    method: str = "rtn",
-    block_size: int = 32,
-    is_symmetric: bool = True,
-    op_types: Sequence[str] = ("MatMul", "Gemm"),
-    nodes_to_exclude: Sequence[Pattern] = (),
     max_calibration_memory: int = 1 << 30,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     work_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    **settings: Unpack[Settings],
 ) -> BitsPlan:
     """Choose the nodes of a float model whose weights get 8 bits instead of 4.
 
@@ -75,16 +71,13 @@ def plan_bits(
         max_8bit: What may get 8 bits: a number of nodes (int), or a share of the quantised
             weights, and so of their bytes (float, 0 to 1). With a budget: whichever is met
             first.
-        method: As for ``quantize``, and so are block_size, is_symmetric, op_types,
-            nodes_to_exclude.
-        block_size: Elements along K that share a scale.
-        is_symmetric: Whether codes are signed, without zero points.
-        op_types: Some of MatMul and Gemm.
-        nodes_to_exclude: Nodes that keep their float weight.
-        max_calibration_memory: Bytes for what is kept of outputs, and of weights in float.
+        max_calibration_memory: Bytes for weights that are kept in float;
+            as for ``quantize`` besides.
         providers: Execution providers that run the samples.
         work_dir: Folder for intermediate files; by default the system's.
         progress: Called with what is done, of how much, and what it is.
+        settings: Of ``quantize``: method, block_size, nodes_to_exclude and so on; ``bits`` and
+            ``node_config`` are what is planned.
 
     Raises:
         CalibrationError: If samples can't be used or onnxruntime fails.
@@ -105,27 +98,23 @@ def plan_bits(
         run.samples.read_all()
         report = QuantizeReport("")
 
-        def quantized(names: Sequence[str], bits: int = _FEW, how: str = method) -> ir.Model:
+        def quantized(names: Sequence[str], **planned: Any) -> ir.Model:
             nonlocal report
+            chosen: Any = {"method": "rtn", "bits": _FEW} | settings | planned
             result = quantize(
                 run.model,
-                bits=bits,
-                method=how,
-                block_size=block_size,
-                is_symmetric=is_symmetric,
-                op_types=op_types,
-                nodes_to_exclude=nodes_to_exclude,
                 node_config={name: {"bits": _MANY} for name in names},
-                calibration_data_reader=None if how == "rtn" else run.samples,
+                calibration_data_reader=None if chosen["method"] == "rtn" else run.samples,
                 calibration_providers=providers,
                 max_calibration_memory=max_calibration_memory,
                 work_dir=run.scratch,
+                **chosen,
             )
             report = result.report
             model: ir.Model = result.model
             return model
 
-        many, few = quantized((), _MANY, "rtn"), quantized((), how="rtn")
+        many, few = (quantized((), method="rtn", bits=bits) for bits in (_MANY, _FEW))
         nodes = len(report.quantized)
         units = _with_switches(few, many, report, isinstance(max_8bit, int))
         switched = run.switched(few, [switch for unit in units for switch in unit.switches])
