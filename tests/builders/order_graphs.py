@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import numpy_helper
 
 COLUMNS = 64  # float32 rows of 256 bytes, so that tensors outweigh shapes
+
+
+class Node(NamedTuple):
+    """A node as text, what it makes, and what it or its bodies read."""
+
+    text: str
+    made: list[str]
+    read: set[str]
 
 
 class RandomGraph:
@@ -21,34 +30,45 @@ class RandomGraph:
 
     def __init__(self, rng: random.Random, names: Iterator[int], subgraphs: int) -> None:
         self.rng, self.names, self.subgraphs = rng, names, subgraphs
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self.infos: list[onnx.ValueInfoProto] = []
+        self.nodes: list[Node] = []
+        self.declared: dict[str, str] = {}  # initializers, and values with their shapes
         self.rows: dict[str, int] = {}  # float[rows, COLUMNS] values in scope
         self.lengths: list[str] = []  # int64[2] values in scope
 
-    def add(self, op: str, inputs: list[str], outputs: int = 1, **attributes) -> list[str]:
+    def add(
+        self,
+        op: str,
+        inputs: list[str],
+        attributes: str = "",
+        outputs: int = 1,
+        captured: Iterable[str] = (),
+    ) -> list[str]:
         number = next(self.names)
         made = [f"v{number}" + ("" if i == 0 else f"_{i}") for i in range(outputs)]
-        self.nodes.append(
-            helper.make_node(op, inputs, made, name=f"n{number}_{op}", **attributes)
-        )
+        call = f"{op} <{attributes}> ({', '.join(inputs)})".replace("<> ", "")
+        text = f"[n{number}_{op}] {', '.join(made)} = {call}"
+        self.nodes.append(Node(text, made, {*inputs, *captured}))
         return made
 
-    def value(self, op: str, inputs: list[str], rows: int, **attributes) -> str:
-        (name,) = self.add(op, inputs, **attributes)
-        self.rows[name] = rows
-        self.infos.append(info(name, rows))
+    def value(
+        self,
+        op: str,
+        inputs: list[str],
+        rows: int,
+        attributes: str = "",
+        captured: Iterable[str] = (),
+    ) -> str:
+        (name,) = self.add(op, inputs, attributes, 1, captured)
+        self.rows[name], self.declared[name] = rows, info(name, rows)
         return name
 
-    def ints(self, numbers: list[int]) -> str:
-        """An int64 constant, as a node or as an initializer."""
+    def constant(self, kind: str, *numbers: float) -> str:
+        """A constant, as a node or as an initializer."""
+        content = f"{{{', '.join(map(str, numbers))}}}"
         if self.rng.random() < 0.5:
-            return self.add(
-                "Constant", [], value=helper.make_tensor("c", 7, [len(numbers)], numbers)
-            )[0]
+            return self.add("Constant", [], f"value = {kind} {content}")[0]
         name = f"i{next(self.names)}"
-        self.initializers.append(helper.make_tensor(name, 7, [len(numbers)], numbers))
+        self.declared[name] = f"{kind} {name} = {content}"
         return name
 
     def any(self) -> str:
@@ -58,6 +78,9 @@ class RandomGraph:
             names = names[-4:]
         return self.rng.choice(names)
 
+    def like(self, rows: int) -> str:
+        return self.rng.choice([name for name, other in self.rows.items() if other == rows])
+
     def step(self) -> None:
         kind, x = self.rng.random(), self.any()
         rows = self.rows[x]
@@ -65,32 +88,29 @@ class RandomGraph:
             op = self.rng.choice(["Relu", "Neg", "Sigmoid", "Tanh", "Abs", "Identity", "Exp"])
             self.value(op, [x], rows)
         elif kind < 0.34:
-            self.value("Clip", [x, "", self.limit()], rows)
+            self.value("Clip", [x, "", self.constant("float", 6)], rows)
         elif kind < 0.5:
-            same = [name for name, other in self.rows.items() if other == rows]
-            op = self.rng.choice(["Add", "Mul", "Sub"])
-            self.value(op, [x, self.rng.choice([*same, x])], rows)
+            self.value(self.rng.choice(["Add", "Mul", "Sub"]), [x, self.like(rows)], rows)
         elif kind < 0.58:
             other = self.any()
             if rows + self.rows[other] <= 64:
-                self.value("Concat", [x, other], rows + self.rows[other], axis=0)
+                self.value("Concat", [x, other], rows + self.rows[other], "axis = 0")
         elif kind < 0.64 and rows > 1:
-            half = rows // 2
-            one, two = self.add("Split", [x, self.ints([half, rows - half])], 2, axis=0)
-            self.rows |= {one: half, two: rows - half}
-            self.infos += [info(one, half), info(two, rows - half)]
+            sizes = rows // 2, rows - rows // 2
+            parts = self.add("Split", [x, self.constant("int64[2]", *sizes)], "axis = 0", 2)
+            self.rows |= zip(parts, sizes, strict=True)
+            self.declared |= zip(parts, map(info, parts, sizes), strict=True)
         elif kind < 0.72:
-            self.lengths.append(self.add("Shape", [x])[0])
+            self.lengths += self.add("Shape", [x])
         elif kind < 0.75:
-            size = self.add("Size", [x])[0]
-            last = self.add("Cast", [size], to=TensorProto.FLOAT)[0]
-            self.value("Add", [x, last], rows)
+            last = self.add("Cast", self.add("Size", [x]), "to = 1")
+            self.value("Add", [x, *last], rows)
         elif kind < 0.8 and self.lengths:
             # The Shape's result is used late: Gather, Mul, Reshape of something else.
             length = self.rng.choice(self.lengths)
-            kept = self.add("Gather", [length, self.ints([1])], axis=0)[0]
-            shape = self.add("Concat", [self.ints([-1]), kept], axis=0)[0]
-            self.value("Reshape", [x, shape], rows)
+            kept = self.add("Gather", [length, self.constant("int64[1]", 1)], "axis = 0")
+            shape = self.add("Concat", [self.constant("int64[1]", -1), *kept], "axis = 0")
+            self.value("Reshape", [x, *shape], rows)
         elif kind < 0.84:
             self.add("Neg", [x])  # nobody reads it
         elif self.subgraphs > 0 and kind < 0.94:
@@ -98,141 +118,98 @@ class RandomGraph:
         else:
             self.value("Add", [x, x], rows)
 
-    def limit(self) -> str:
-        name = f"i{next(self.names)}"
-        self.initializers.append(helper.make_tensor(name, 1, [], [6.0]))
-        return name
-
-    def body(self, name: str, inputs: dict[str, int], rows: int) -> RandomGraph:
+    def body(self, inputs: dict[str, int], rows: int) -> tuple[RandomGraph, str]:
+        """A body whose last value, which comes with it, has so many rows."""
         inner = RandomGraph(self.rng, self.names, self.subgraphs - 1)
         inner.rows = {**self.rows, **inputs}
         inner.lengths = list(self.lengths)
         for _ in range(self.rng.randint(1, 6)):
             inner.step()
-        same = [value for value, other in inner.rows.items() if other == rows]
-        inner.value("Relu", [self.rng.choice(same)], rows)
-        return inner
+        return inner, inner.value("Relu", [inner.like(rows)], rows)
 
     def control_flow(self, rows: int) -> None:
-        kind = self.rng.choice(["If", "If", "Loop", "Scan"])
+        kind, number = self.rng.choice(["If", "If", "Loop", "Scan"]), next(self.names)
+        state = f"s{number}"
         if kind == "If":
-            branches = {}
-            for branch in ("then_branch", "else_branch"):
-                inner = self.body(branch, {}, rows)
-                outputs = [info(list(inner.rows)[-1], rows)]
-                branches[branch] = inner.graph(branch, [], outputs)
-            self.value("If", ["cond"], rows, **branches)
+            bodies = [self.body({}, rows) for _ in range(2)]
+            inners, inputs = [inner for inner, _ in bodies], ["cond"]
+            branches = [
+                f"{name}_branch = {inner.text(f'b{number}', [], {last: info(last, rows)})}"
+                for name, (inner, last) in zip(("then", "else"), bodies, strict=True)
+            ]
+            attributes = ", ".join(branches)
         elif kind == "Loop":
-            number = next(self.names)
-            state = f"s{number}"
-            inner = self.body("loop", {state: rows}, rows)
-            last = list(inner.rows)[-1]
-            go_on = inner.add("Identity", [f"go{number}"])[0]
-            graph = inner.graph(
-                "loop",
-                [
-                    helper.make_tensor_value_info(f"it{number}", 7, []),
-                    helper.make_tensor_value_info(f"go{number}", 9, []),
-                    info(state, rows),
-                ],
-                [helper.make_tensor_value_info(go_on, 9, []), info(last, rows)],
-            )
-            start = self.rng.choice([v for v, other in self.rows.items() if other == rows])
-            self.value("Loop", ["trips", "", start], rows, body=graph)
+            inner, last = self.body({state: rows}, rows)
+            (go_on,) = inner.add("Identity", [f"go{number}"])
+            given = [f"int64 it{number}", f"bool go{number}", info(state, rows)]
+            made = {go_on: f"bool {go_on}", last: info(last, rows)}
+            attributes = f"body = {inner.text('loop', given, made)}"
+            inners, inputs = [inner], ["trips", "", self.like(rows)]
         else:
-            row = f"s{next(self.names)}"
-            inner = self.body("scan", {row: 1}, 1)
-            rowwise = info(row, 1)
-            rowwise.type.tensor_type.shape.dim.pop(0)
             # Scan hands over rows of one dimension less; give it back first.
-            lifted = f"l{next(self.names)}"
-            for node in inner.nodes:
-                replace(node, row, lifted)
-            axes = self.ints([0])
-            inner.nodes.insert(
-                0, helper.make_node("Unsqueeze", [row, axes], [lifted], name=f"n_{lifted}")
-            )
-            flat = inner.add("Squeeze", [list(inner.rows)[-1], axes])[0]
-            out = helper.make_tensor_value_info(flat, 1, [COLUMNS])
-            graph = inner.graph("scan", [rowwise], [out])
-            start = self.any()
-            self.value("Scan", [start], self.rows[start], body=graph, num_scan_inputs=1)
+            inner, last = self.body({f"l{number}": 1}, 1)
+            axes = self.constant("int64[1]", 0)
+            lift = f"[n_l{number}] l{number} = Unsqueeze ({state}, {axes})"
+            inner.nodes.insert(0, Node(lift, [f"l{number}"], {state, axes}))
+            (flat,) = inner.add("Squeeze", [last, axes])
+            row = f"float[{COLUMNS}]"
+            body = inner.text("scan", [f"{row} {state}"], {flat: f"{row} {flat}"})
+            attributes = f"num_scan_inputs = 1, body = {body}"
+            inners, inputs = [inner], [start := self.any()]
+            rows = self.rows[start]
+        nodes = [node for inner in inners for node in inner.nodes]
+        captured = {name for node in nodes for name in node.read}
+        self.value(kind, inputs, rows, attributes, captured)
 
-    def graph(self, name, inputs, outputs) -> onnx.GraphProto:
-        names = {value.name for value in outputs}
-        infos = [value for value in self.infos if value.name not in names]
-        return helper.make_graph(
-            self.nodes, name, inputs, outputs, self.initializers, value_info=infos
-        )
-
-
-def replace(node: onnx.NodeProto, old: str, new: str) -> None:
-    for index, name in enumerate(node.input):
-        if name == old:
-            node.input[index] = new
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            replace(inner, old, new)
+    def text(self, name: str, inputs: Iterable[str], outputs: Mapping[str, str]) -> str:
+        declared = [text for value, text in self.declared.items() if value not in outputs]
+        values = f"<{', '.join(declared)}>" if declared else ""
+        nodes = " ".join(node.text for node in self.nodes)
+        made = ", ".join(outputs.values())
+        return f"{name} ({', '.join(inputs)}) => ({made}) {values} {{ {nodes} }}"
 
 
-def info(name: str, rows: int) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, [rows, COLUMNS])
+def info(name: str, rows: int) -> str:
+    return f"float[{rows}, {COLUMNS}] {name}"
 
 
 def random_model(seed: int, nodes: int = 30, subgraphs: int = 0) -> onnx.ModelProto:
     """A model whose nodes lie in the file in a random order that is a topological one."""
     rng = random.Random(seed)
     grown = RandomGraph(rng, iter(range(10**9)), subgraphs)
-    grown.rows = {"x": 16, "y": 8, "w": 8}
+    inputs = {"x": 16, "y": 8, "w": 8}
+    grown.rows = dict(inputs)
     for _ in range(nodes):
         grown.step()
-    read = {name for node in grown.nodes for name in reads(node)}
-    made = {name for node in grown.nodes for name in node.output}
-    ends = [name for name in grown.rows if name in made and name not in read]
-    ends = rng.sample(ends, max(1, len(ends) - 1)) if ends else [list(grown.rows)[-1]]
+    read = {name for node in grown.nodes for name in node.read}
+    made = [name for node in grown.nodes for name in node.made if name in grown.rows]
+    ends = [name for name in made if name not in read]
+    ends = rng.sample(ends, max(1, len(ends) - 1)) if ends else []
     # One that others read as well.
-    more = [name for name in grown.rows if name in made and name in read]
+    more = [name for name in made if name in read]
     ends += rng.sample(more, min(len(more), 1))
-    if not any(name in made for name in ends):
-        ends = [grown.value("Neg", ["x"], 16)]
+    ends = ends or [grown.value("Neg", ["x"], 16)]
     shuffle(grown, rng)
-    grown.initializers.append(
-        helper.make_tensor("w", 1, [8, COLUMNS], np.ones(8 * COLUMNS, np.float32))
-    )
-    graph = grown.graph(
-        "random",
-        [
-            info("x", 16),
-            info("y", 8),
-            info("w", 8),  # an initializer that is an input, too
-            helper.make_tensor_value_info("cond", 9, []),
-            helper.make_tensor_value_info("trips", 7, []),
-        ],
-        [info(name, grown.rows[name]) for name in dict.fromkeys(ends)],
-    )
-    opset = [helper.make_opsetid("", 21)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=10)
-
-
-def reads(node: onnx.NodeProto) -> Iterator[str]:
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            yield from reads(inner)
+    outputs = {name: info(name, grown.rows[name]) for name in ends}
+    given = [info(name, rows) for name, rows in inputs.items()] + ["bool cond", "int64 trips"]
+    head = '<ir_version: 10, opset_import: ["" : 21]>'
+    model = onnx.parser.parse_model(f"{head} {grown.text('random', given, outputs)}")
+    weight = numpy_helper.from_array(np.ones((8, COLUMNS), np.float32), "w")
+    model.graph.initializer.append(weight)  # and an input, too
+    return model
 
 
 def shuffle(grown: RandomGraph, rng: random.Random) -> None:
     """Another topological order: file order and creation order are not the same."""
     if rng.random() < 0.3:
         return
-    left, known = list(grown.nodes), set()
-    made = {name for node in left for name in node.output}
+    left, known = list(grown.nodes), set[str]()
+    made = {name for node in left for name in node.made}
     grown.nodes = []
     while left:
-        ready = [n for n in left if all(r in known or r not in made for r in reads(n))]
-        node = rng.choice(ready)
+        node = rng.choice([n for n in left if not (n.read & made) - known])
         left.remove(node)
-        known.update(node.output)
+        known.update(node.made)
         grown.nodes.append(node)
 
 
