@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
-# Nodes that a model may have once its functions are inlined.
-_MOST_INLINED = 200_000
+# Nodes that a model's functions may be once they are inlined.
+_MAX_INLINED = 200_000
 
 
 def check_inlined_size(model: ir.Model) -> None:
@@ -17,29 +19,25 @@ def check_inlined_size(model: ir.Model) -> None:
     """
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
-    def size(
-        identifier: ir.OperatorIdentifier, callers: tuple[ir.OperatorIdentifier, ...]
-    ) -> int:
-        if identifier in callers:
-            raise ValueError(f"calls are a cycle: function {identifier[1]!r} calls itself")
-        if identifier not in sizes:
-            nodes = list(model.functions[identifier].graph.all_nodes())
-            sizes[identifier] = len(nodes) + sum(
-                size(node.op_identifier(), (*callers, identifier))
-                for node in nodes
-                if node.op_identifier() in model.functions
-            )
-        if sizes[identifier] > _MOST_INLINED:
+    def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...] = ()) -> int:
+        total = 0
+        for node in nodes:
+            called = node.op_identifier()
+            if called not in model.functions:
+                total += 1
+                continue
+            if called in callers:
+                raise ValueError(f"calls are a cycle: function {called[1]!r} calls itself")
+            if called not in sizes:
+                inner = model.functions[called].graph.all_nodes()
+                sizes[called] = size(inner, (*callers, called))
+            total += sizes[called]
+        if total > _MAX_INLINED:
+            what = f"function {callers[-1][1]!r}" if callers else "the graph's calls"
             raise ValueError(
-                f"function {identifier[1]!r} is {sizes[identifier]} nodes once the functions "
-                f"that it calls are inlined: {_MOST_INLINED} at most are"
+                f"{what} would be {total} nodes once functions are inlined: {_MAX_INLINED} at "
+                "most are"
             )
-        return sizes[identifier]
+        return total
 
-    total = sum(
-        size(node.op_identifier(), ())
-        for node in model.graph.all_nodes()
-        if node.op_identifier() in model.functions
-    )
-    if total > _MOST_INLINED:
-        raise ValueError(f"its calls of functions are {total} nodes once they are inlined")
+    size(node for node in model.graph.all_nodes() if node.op_identifier() in model.functions)

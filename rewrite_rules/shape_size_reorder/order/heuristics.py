@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
-from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies, ranks
 
 # Nodes that a chain is looked through for where it falls below its start.
 _LOOK_AHEAD = 64
@@ -228,6 +228,36 @@ def subtrees(tensors: HeuristicBytes) -> list[int]:
             stack.append(~node)
             stack += [p for p in sorted_producers[node] if not visited[p]]
     return result
+
+
+def default_files(
+    dependencies: Dependencies, model: MemoryModel, wanted: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield files whose depth-first walk may come close to an order; it can't run every one.
+
+    Of the producers of a node, the one with the highest index runs first. So positions are
+    given from the end of the file on, to the node that is to run earliest among those whose
+    consumers have one; or to the one with the earliest node behind it.
+
+    Args:
+        dependencies: The graph's edges.
+        model: The graph's bytes.
+        wanted: Positions of all nodes as they should run.
+    """
+    count = len(dependencies.nodes)
+    yield list(range(count))
+    yield list(wanted)
+    tensors = HeuristicBytes(dependencies, model, {})
+    for order in (wanted, subtrees(tensors)):
+        rank = ranks(order)
+        yield dependencies.smallest_last(rank)
+        earliest = list(rank)
+        for node in order:
+            for producer in dependencies.producers[node]:
+                earliest[node] = min(earliest[node], earliest[producer])
+        # Branches of one beginning are all as early: the shorter way first.
+        keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
+        yield dependencies.smallest_last(ranks(keys))
 
 
 # The last node, and how one got there.

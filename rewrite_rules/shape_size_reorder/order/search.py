@@ -10,7 +10,7 @@ the budget lasts.
 
 The order that is returned is one that onnxruntime's ``PRIORITY_BASED`` runs as it is. For
 those who can't set that, but can choose the file, it is what the best of several files runs
-by default (:mod:`.default_order_file`).
+by default.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_constant, subgraphs
-from rewrite_rules.shape_size_reorder.order.default_order_file import default_files
-from rewrite_rules.shape_size_reorder.order.heuristics import candidate_orders
+from rewrite_rules.shape_size_reorder.order.heuristics import candidate_orders, default_files
 from rewrite_rules.shape_size_reorder.order.local_moves import lower_peak
 from rewrite_rules.shape_size_reorder.order.memory_plan import (
     MemoryModel,
