@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-__all__ = ["Version", "parse_version"]
+__all__ = ["OLDEST", "Version", "parse_version"]
 
 import re
 
 # Major and minor version of onnxruntime.
 Version = tuple[int, int]
+OLDEST: Version = (1, 22)  # that results run on
 
 
 def parse_version(text: str) -> Version:

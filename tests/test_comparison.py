@@ -219,7 +219,7 @@ def test_models_of_other_inputs_are_refused():
         ortplugins.compare(b, c)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_what_makes_no_sense_is_refused(tmp_path):
     model = proto_of("g (float[2] x) => (float[2] y) { y = Neg(x) }")
     for arguments in ({}, {"b": model, "passes": [FUSION]}):
         with pytest.raises(ValueError, match="a second model, or passes"):
@@ -235,6 +235,8 @@ def test_what_makes_no_sense_is_refused():
             ortplugins.compare(model, model, **arguments)
     with pytest.raises(TypeError, match="a int is not a model"):
         ortplugins.compare(model, 3)
+    with pytest.raises(ortplugins.ModelFileError, match="cannot be read: Is a directory"):
+        ortplugins.compare(model, tmp_path)
 
 
 # Values of nodes

@@ -233,6 +233,12 @@ def test_words_are_about_the_cpu():
     assert "MatMulNBits" in str(result.report.fired[0])
 
 
+@pytest.mark.parametrize("version", ["newest", "1.10", "1.21.1"])
+def test_versions_that_no_result_is_for(version):
+    with pytest.raises(ortplugins.OptionError, match=f"{version}.*(1.31|1.22)"):
+        ortplugins.optimize(matmul("int8").build(), onnxruntime_version=version)
+
+
 # The functions.
 
 

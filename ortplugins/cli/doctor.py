@@ -14,8 +14,7 @@ from rich.filesize import decimal
 
 from ortplugins.cli.options import CacheDir, Format
 from ortplugins.cli.terminal import print_table
-
-_OLDEST_ONNXRUNTIME = (1, 22)
+from rewrite_rules.onnxruntime_version import OLDEST
 
 
 def doctor(
@@ -47,8 +46,8 @@ def _runtime() -> _Rows:
 
     for name, found in versions().items():
         numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-        old = name == "onnxruntime" and numbers < _OLDEST_ONNXRUNTIME
-        oldest = ".".join(map(str, _OLDEST_ONNXRUNTIME))
+        old = name == "onnxruntime" and numbers < OLDEST
+        oldest = ".".join(map(str, OLDEST))
         advice = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
         yield name, found, advice if old else ""
     yield "execution providers", ", ".join(onnxruntime.get_available_providers()), ""

@@ -26,7 +26,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import AfterPass
 from ortplugins.report import Report
 from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS
-from rewrite_rules.onnxruntime_version import parse_version
+from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.keys import format_value
 from session_options.option_files import read_option_files
@@ -207,12 +207,15 @@ def checked_version(text: str | None) -> str:
     """Return the oldest onnxruntime that a result is for: the given one, else the installed.
 
     Raises:
-        OptionError: If it is not a version.
+        OptionError: If it is not a version, or older than results can be for.
     """
     if text is None:
         return str(onnxruntime.__version__)
     try:
-        parse_version(text)
+        version = parse_version(text)
     except ValueError as error:
         raise OptionError(str(error)) from None
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise OptionError(f"onnxruntime {text}: results run on {oldest} and newer")
     return text

@@ -73,11 +73,11 @@ def open_model(
 
     Raises:
         MissingFileError: If there is no such file.
-        ModelFileError: If onnxruntime refuses it, chained.
+        ModelFileError: If it is a folder, or onnxruntime refuses it, chained.
         UsageError: If there is no such level.
     """
     options, settings = stock_options(level), settings or {}
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         from ortplugins.model_io.loading import read_model_file
 
         read_model_file(path)
