@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An environment of their own for the quantizers that ours is compared with, and a way in.
+"""An environment of their own for the packages that ours is compared with, and a way in.
 
 ``.cache/quantizer-peers/venv`` is made at the first call; ORTPLUGINS_PEERS names the Python of
 one that is there already. ModelOpt's own extra [onnx] asks for onnxruntime-gpu 1.24, onnx 1.21
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ _REQUIREMENTS = (
         "opentelemetry-sdk==1.45.2",
         "optuna==5.0.0",
         "pandas==3.1.1",
+        "psutil==7.2.2",
         "pydantic==2.14.3",
         "requests==2.34.2",
         "torchmetrics==1.9.0",
@@ -96,7 +98,16 @@ def run_peer(job: Job) -> Cost:
         RuntimeError: If the environment can't be made or the quantizer fails.
     """
     script = Path(__file__).with_name("quantizer_peers.py")
-    return _on_two_cores(str(_python()), str(script), json.dumps(dataclasses.asdict(job)))
+    return run_script(script, dataclasses.asdict(job))
+
+
+def run_script(script: Path, job: Mapping[str, Any]) -> Cost:
+    """Run a script that takes its job as JSON in the environment of the peers, on two cores.
+
+    Raises:
+        RuntimeError: If the environment can't be made or the script fails.
+    """
+    return _on_two_cores(str(_python()), str(script), json.dumps(job))
 
 
 def run_ours(**arguments: Any) -> Cost:

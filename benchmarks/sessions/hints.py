@@ -41,7 +41,7 @@ _TOKENS, _LATER_TOKENS = 64, 512
 
 def measure_hints(folder: Path, rounds: int) -> list[Figure]:
     """Tune every net for every hint; measure what was chosen in new processes."""
-    nets = _nets(folder)
+    nets = nets_and_feeds(folder)
     figures = []
     for hint, (aim, bound) in _HINTS.items():
         ratios = []
@@ -115,7 +115,7 @@ def measure_passes(folder: Path, rounds: int) -> list[Figure]:
     One that seems to is measured again, in four times the rounds.
     """
     figures = []
-    for name, (path, feed) in _nets(folder).items():
+    for name, (path, feed) in nets_and_feeds(folder).items():
         for item in _PASSES:
             ours = Candidate(path, passes=(item,), cache_dir=folder / "passes")
             found: list[Figure] = []
@@ -143,7 +143,7 @@ def _costs(
     return figures
 
 
-def _nets(folder: Path) -> dict[str, tuple[Path, Feed]]:
+def nets_and_feeds(folder: Path) -> dict[str, tuple[Path, Feed]]:
     """Return real nets with inputs of a usual size, and int4 forms."""
     found: dict[str, tuple[Path, Feed]] = {
         net.name: (net.path, net.feeds()) for net in real_nets()
