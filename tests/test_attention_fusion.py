@@ -21,7 +21,7 @@ from builders.decoder_exports import (
 from builders.decoders import decoder
 from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
-from builders.small_decoder import ADDED, HALVES, small_decoder
+from builders.small_decoder import ADDED, HALVES, SIGNED, small_decoder
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
@@ -164,13 +164,29 @@ def agrees(model: onnx.ModelProto, result: ir.Model, *runs: Run) -> None:
         assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
 
 
-def test_halves_that_are_turned_one_by_one():
-    model = small_decoder(rotary=HALVES)
+@pytest.mark.parametrize("rotary", [HALVES, SIGNED])
+def test_rotations_of_other_spellings(rotary: str):
+    model = small_decoder(rotary=rotary)
     result, remarks, _ = fused(model)
     assert counts(result)["RotaryEmbedding"] == 2
     assert counts(result)["GroupQueryAttention"] == 1
     assert not remarks["refused"]
     agrees(model, result)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        # Nothing is negative, in x or in the sines.
+        ("minus = Neg(sin_half)", "minus = Identity(sin_half)", "the halves of cos or sin"),
+        ("Concat<axis = -1>(q_2, q_1)", "Concat<axis = -1>(q_1, q_2)", "what 'q' becomes"),
+    ],
+)
+def test_exchanged_halves_that_are_no_rotation(old: str, new: str, reason: str):
+    model = small_decoder((old, new), rotary=SIGNED)
+    result, remarks, _ = fused(model)
+    assert any(text.startswith(f"rotary: {reason}") for text in remarks["refused"])
+    agrees(model, result, Run(2, 5, 7))
 
 
 @pytest.mark.parametrize(

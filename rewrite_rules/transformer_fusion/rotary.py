@@ -7,18 +7,20 @@
 
 ``turned`` is found by what it computes: ``[-x2, x1]`` of the halves of a head, or
 ``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved); so are the halves ``x1`` and ``x2``.
+The sign may stand in ``sin`` instead: ``[x2, x1]`` beside ``[-sin, sin]``.
 ``cos`` and ``sin`` stay as the graph computes or gathers them, with each number once, and
 serve as the caches of the kernel: row ``b * S + s`` for token s of row b, so that no greatest
 length is needed. A rotation of a part of each head rotates the Slice that the exporter wrote.
 
 Left as it is: a rotation that is not one of the two, or whose cosines are not the same in both
-halves; both are named.
+halves; both get a remark.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.masks.graph_evaluator import GraphEvaluator
 from rewrite_rules.masks.node_evaluator import Array, CannotEvaluate, NodeEvaluator
 from rewrite_rules.remarks import Remarks
@@ -96,20 +99,31 @@ class Rotary(RewriteRuleClassBase):
         size = width * len(parts)
         # Only a product with a table of all columns says that x has as many.
         known = number(sizes[3]) or (size if len(parts) == 1 else None)
-        interleaved = self._kind(x, parts, size) if known == size else None
-        if interleaved is None:
-            return result.fail("it is not a rotation", node)
         for array in (array for pair in found for array in pair):
             if array.ndim != 4 or array.shape[1] != 1 or array.shape[-1] != width:
                 return result.fail("cos is not [B, 1, S, D]", cos)
-            if len(parts) == 1 and not np.array_equal(*_halves(array, interleaved)):
-                self._remarks.refused(label(node), "rotary: the halves of cos differ")
-                return result.fail("the halves of cos differ", cos)
-        self._found = _Rotation(x, size, bool(interleaved), width == size)
+        try:
+            kind = self._kind(x, parts, size) if known == size else None
+            if kind is not None and len(parts) == 1:
+                _check_tables(found, *kind)
+        except Refusal as refusal:
+            self._remarks.refused(label(node), f"rotary: {refusal}")
+            return result.fail(str(refusal), node)
+        if kind is None:
+            return result.fail("it is not a rotation", node)
+        self._found = _Rotation(x, size, kind[0], width == size)
         return result
 
-    def _kind(self, x: ir.Value, parts: Sequence[ir.Value], size: int) -> int | None:
-        """Return 0 for halves, 1 for pairs, None for any other subgraph."""
+    def _kind(
+        self, x: ir.Value, parts: Sequence[ir.Value], size: int
+    ) -> tuple[bool, int] | None:
+        """Return whether pairs are turned, and the sign of the sines that make it a rotation.
+
+        None for what is not computed from x alone.
+
+        Raises:
+            Refusal: If x becomes something else.
+        """
         if size < 2 or size % 2:
             return None
         array = np.random.default_rng(size).standard_normal((2, 3, 5, size))
@@ -119,16 +133,16 @@ class Rotary(RewriteRuleClassBase):
             actual = [evaluator.array(part) for part in parts]
         except CannotEvaluate:
             return None
-        if len(parts) == 2:
-            return 0 if all(map(np.array_equal, actual, _halves(array, 0))) else None
-        for kind in (0, 1):
-            first, second = _halves(array, kind)
+        if len(parts) == 2 and all(map(np.array_equal, actual, _halves(array, False))):
+            return False, 1
+        for interleaved, sign in itertools.product((False, True), (1, -1)):
+            first, second = _halves(array, interleaved)
             expected = np.empty_like(array)
-            low, high = _halves(expected, kind)
-            low[...], high[...] = -second, first
-            if np.array_equal(actual[0], expected):
-                return kind
-        return None
+            low, high = _halves(expected, interleaved)
+            low[...], high[...] = -sign * second, first
+            if len(parts) == 1 and np.array_equal(actual[0], expected):
+                return interleaved, sign
+        raise Refusal(f"what {x.name!r} becomes is neither its halves nor its pairs turned")
 
     def rewrite(
         self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **_: object
@@ -196,7 +210,16 @@ class _Rotation:
     doubled: bool
 
 
-def _halves(array: Array, interleaved: int | bool) -> tuple[Array, Array]:
+def _check_tables(tables: Iterable[tuple[Array, Array]], interleaved: bool, sign: int) -> None:
+    """Refuse tables that do not hold each number twice, up to the sign of a sine."""
+    for cos, sin in tables:
+        for array, factor in ((cos, 1), (sin, sign)):
+            first, second = _halves(array, interleaved)
+            if not np.array_equal(factor * first, second):
+                raise Refusal("the halves of cos or sin differ")
+
+
+def _halves(array: Array, interleaved: bool) -> tuple[Array, Array]:
     """The two parts of each head that are turned into one another."""
     if interleaved:
         return array[..., 0::2], array[..., 1::2]
@@ -207,8 +230,9 @@ def _halves(array: Array, interleaved: int | bool) -> tuple[Array, Array]:
 def _tables(op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value) -> tuple[ir.Value, ...]:
     """Positions ``[B, S]`` into tables of a row for each token, and the tables."""
     half = found.size // 2
-    end, step = (_BEYOND, 2) if found.interleaved else (half, 1)
-    bounds = [ints(op, number) for number in (0, end, 3, step)]
+    # The second of each two: the first sine may have the other sign.
+    start, step = (1, 2) if found.interleaved else (half, 1)
+    bounds = [ints(op, number) for number in (start, _BEYOND, 3, step)]
     once = [op.Slice(value, *bounds) if found.doubled else value for value in (cos, sin)]
     flat = ints(op, -1, half)
     tables = [op.Reshape(value, flat) for value in once]

@@ -79,6 +79,23 @@ HALVES = """cos_rows = Gather(cos_table, positions)
     """
     for x in "qk"
 )
+# Halves exchanged, and the sign of the first in the sines.
+SIGNED = """cos_half = Gather(cos_table, positions)
+    sin_half = Gather(sin_table, positions)
+    minus = Neg(sin_half)
+    cos_rows = Concat<axis = -1>(cos_half, cos_half)
+    sin_rows = Concat<axis = -1>(minus, sin_half)
+    cos = Unsqueeze(cos_rows, first_axes)
+    sin = Unsqueeze(sin_rows, first_axes)
+""" + "".join(
+    f"""{x}_1, {x}_2 = Split<axis = -1, num_outputs = 2>({x})
+    {x}_swapped = Concat<axis = -1>({x}_2, {x}_1)
+    {x}_cos = Mul({x}, cos)
+    {x}_sin = Mul({x}_swapped, sin)
+    {x}_turned = Add({x}_cos, {x}_sin)
+    """
+    for x in "qk"
+)
 
 
 def small_decoder(
