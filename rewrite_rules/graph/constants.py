@@ -55,7 +55,10 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
         or len(node.outputs) != 1
     ):
         return None
-    return ir.convenience.get_const_tensor(value)
+    # Kept: onnx_ir makes a tensor, or checks one by a slow protocol, at each call.
+    if value.const_value is None and node is not None:
+        value.const_value = ir.convenience.get_const_tensor(value)
+    return value.const_value
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from rewrite_rules.graph.constants import constant, constant_ints
-from rewrite_rules.graph.nodes import subgraphs
+from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.declared_names import DeclaredNames
 from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
@@ -48,31 +48,39 @@ class ProvedShapes:
         model: Stays as it is.
         names: What names of dimensions and annotations stand for; None to believe neither,
             so that everything that is found holds in every run.
+        on_demand: Whether to look only at what a value that is asked for is computed from;
+            else at the whole graph, and on demand at what was added since.
 
     Attributes:
         unknowns: The sizes that only a run tells.
         estimates: Whether names are believed.
     """
 
-    def __init__(self, model: ir.Model, names: DeclaredNames | None = None) -> None:
+    def __init__(
+        self, model: ir.Model, names: DeclaredNames | None = None, on_demand: bool = False
+    ) -> None:
         self.unknowns = Unknowns(arithmetic=names is None or names.arithmetic)
         self.estimates = names is not None
         self._names = names
+        self._main = model.opset_imports
         self._opsets: dict[object, Mapping[str, int]] = {}
         self._shapes: dict[ir.Value, Shape] = {}
         self._integers: dict[ir.Value, Integers | None] = {}
         self._counts: dict[Shape, Dim] = {}
-        self._walk(model.graph, model.opset_imports, main=True)
+        begin = self._enter if on_demand else self._walk
+        begin(model.graph, model.opset_imports, main=True)
         for function in model.functions.values():
-            self._walk(function.graph, function.opset_imports)
+            begin(function.graph, function.opset_imports)
 
     def opset(self, node: ir.Node) -> int:
         """Return the version of the default domain where a node stands; 0 if not imported."""
-        return self._opsets[node.graph].get("", 0)
+        return self._opsets.get(node.graph, self._main).get("", 0)
 
     def shape(self, value: ir.Value) -> Shape:
         """Return the shape of a value or constant: equal ones are equal in every run."""
         shape = self._shapes.get(value)
+        if shape is None and self._reach(value):
+            shape = self._shapes[value]
         if shape is None:
             tensor = constant(value)
             if tensor is None:
@@ -81,6 +89,10 @@ class ProvedShapes:
                 shape = tuple(known(int(size)) for size in tensor.shape.numpy())
             self._shapes[value] = shape
         return shape
+
+    def replace(self, value: ir.Value, other: ir.Value) -> None:
+        """Note that another value stands for one: it has the same shape."""
+        self._shapes[other] = self.shape(value)
 
     def sizes(self, value: ir.Value) -> tuple[int, ...] | None:
         """Return the shape of a value as numbers; None where a dimension is not known."""
@@ -104,6 +116,8 @@ class ProvedShapes:
     def integers(self, value: ir.Value) -> Integers | None:
         """Return what is known of a small int64 tensor's elements; None for other tensors."""
         if value not in self._integers:
+            self._reach(value)
+        if value not in self._integers:
             dtypes = _INT64_OR_32 if self.estimates else _INT64_OR_32[:1]
             self._integers[value] = _constant_integers(value, dtypes)
         return self._integers[value]
@@ -111,23 +125,47 @@ class ProvedShapes:
     # The walk
 
     def _walk(self, graph: ir.Graph, opsets: Mapping[str, int], main: bool = False) -> None:
+        self._enter(graph, opsets, main)
+        for node in graph:
+            self._visit(node, opsets)
+
+    def _enter(self, graph: ir.Graph, opsets: Mapping[str, int], main: bool = False) -> None:
         self._opsets[graph] = opsets
         for value in graph.inputs:
             self._define(value, self._declared(value, main), self.unknowns.count)
-        for node in graph:
-            for subgraph in subgraphs(node):
-                self._walk(subgraph, opsets)
-            if node.op_type == "Constant" and node.domain == "":
-                continue  # looked at where it is needed
-            site = Site(node, self, opsets.get(node.domain))
-            before = self.unknowns.count
-            shapes = self._output_shapes(site)
-            if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
-                shapes = self._keep_count(node, shapes)
-            for i, value in enumerate(node.outputs):
-                self._define(value, shapes[i] if i < len(shapes) else None, before)
-            if node.outputs:
-                self._integers[node.outputs[0]] = self._output_integers(site)
+
+    def _reach(self, value: ir.Value) -> bool:
+        """Visit what a value is computed from; return whether its shape is noted then."""
+        pending = [value.producer()]
+        while pending:
+            node = pending.pop()
+            if node is None or is_constant(node) or node.outputs[0] in self._shapes:
+                continue
+            read = (v for v in (*node.inputs, *captures(node)) if v is not None)
+            makers = [v.producer() for v in read if v not in self._shapes]
+            missing = [
+                maker for maker in makers if maker is not None and not is_constant(maker)
+            ]
+            if missing:
+                pending += [node, *missing]
+            else:
+                self._visit(node, self._opsets.get(node.graph, self._main))
+        return value in self._shapes
+
+    def _visit(self, node: ir.Node, opsets: Mapping[str, int]) -> None:
+        for subgraph in subgraphs(node):
+            self._walk(subgraph, opsets)
+        if is_constant(node):
+            return  # looked at where it is needed
+        site = Site(node, self, opsets.get(node.domain))
+        before = self.unknowns.count
+        shapes = self._output_shapes(site)
+        if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
+            shapes = self._keep_count(node, shapes)
+        for i, value in enumerate(node.outputs):
+            self._define(value, shapes[i] if i < len(shapes) else None, before)
+        if node.outputs:
+            self._integers[node.outputs[0]] = self._output_integers(site)
 
     def _define(self, value: ir.Value, shape: Shape | None, before: int) -> None:
         """Note the shape of a value, made of unknowns of which ``before`` are older."""

@@ -251,8 +251,16 @@ class FuseAttention(RewriteRuleClassBase):
         asked = self._facts.shape(found.query)
         return isinstance(asked, tuple) and isinstance(new, tuple) and new[2] == asked[2]
 
-    def rewrite(self, op: Any, mixed: ir.Value, **_: object) -> Any:
+    def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **_: object) -> Any:
         """Emit the forms, and what chooses between them at each run."""
+        attended, *cache = self._emit(op, mixed)
+        assert self._found is not None
+        found = self._found[0]
+        self._facts.replace(out, attended)
+        self._joined += zip((found.keys, found.values), cache, strict=False)
+        return attended
+
+    def _emit(self, op: Any, mixed: ir.Value) -> Sequence[ir.Value]:
         assert self._found is not None
         (found, added), node = self._found, producer(mixed)
         mask = self._mask(op, found, added)
@@ -265,7 +273,7 @@ class FuseAttention(RewriteRuleClassBase):
         kind = kind or "no mask"
         if not added.cached:
             self._remarks.fired(label(node), f"attention: Attention; {kind}")
-            return found.whole(op)
+            return [found.whole(op)]
         shape = self._facts.shape(found.query)
         length = found.query if isinstance(shape, int) else shape[2]
         if length not in self._shared:
@@ -293,11 +301,7 @@ class FuseAttention(RewriteRuleClassBase):
             _outputs=3 if found.joins else 1,
             _name=node.name,
         )
-        if not found.joins:
-            return made
-        attended, *cache = made
-        self._joined += zip((found.keys, found.values), cache, strict=True)
-        return attended
+        return made if found.joins else [made]
 
     def _depends(self, read: Iterable[ir.Value | None], found: Attention) -> bool:
         """Whether what a form reads is computed from the new cache."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import new_initializer
@@ -24,7 +25,7 @@ from rewrite_rules.transformer_fusion.attention import (
     refuse_the_rest,
 )
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
-from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
+from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.mask_reading import MaskReader
 from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
@@ -37,9 +38,9 @@ _ATTENTION_OPSET = 23
 _ATTENTION_VERSION = (1, 24)
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
-_ROTARY_RUNS = (Run(2, 5, 0), Run(2, 5, 7))
-# Enough to see what a mask does; each takes a walk over the graph.
+# Enough to see what a mask does, and what a rotation.
 _MASK_RUNS = (RUNS[1], *RUNS[5:9])
+_ROTARY_RUNS = (RUNS[1], RUNS[5])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +73,31 @@ def fuse_transformer(
         context: Gets a remark for each node that is fused, or that a reason keeps as it is.
     """
     model.graph.sort()
-    remarks = context.remarks
-    opset = model.opset_imports.get("", 0)
+    remarks, opset = context.remarks, model.opset_imports.get("", 0)
+    # Looked at only as far as rules ask, and what they made as well.
+    shapes = ProvedShapes(model, on_demand=True)
+    # Those that attention writes repeat nothing.
+    products = {node for node in model.graph.all_nodes() if node.op_type == "MatMul"}
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         _drop_casts(model)
-        _fold_scalars(model)
         CommonSubexpressionEliminationPass()(model)
-        _fuse_attention(model, options, context)
+        _fuse_attention(model, shapes, options, context)
+    rules: list[RewriteRule] = []
     if options.grouped_queries and opset < _SHAPE_OPSET:
         reason = f"opset {opset} has no Shape of a part: convert the model to opset 15"
         remarks.refused("model", reason)
     elif options.grouped_queries:
-        rule = GroupQueries.rule(ProvedShapes(model), remarks)
-        DispatchingRuleSet([rule]).apply_to_model(model)
+        rules.append(GroupQueries.rule(shapes, remarks))
     if options.norms and context.cpu_only:
-        rms = RmsNorm.rule(remarks).commute()
-        for rules in (rms, [SkipNorm.rule(remarks)]):
-            DispatchingRuleSet(rules).apply_to_model(model)
+        rules += [*RmsNorm.rule(remarks).commute(), SkipNorm.rule(remarks)]
+    _apply(model, rules, lambda node: node.op_type != "MatMul" or node in products)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     RemoveUnusedNodesPass()(model)
 
 
 def _fuse_attention(
-    model: ir.Model, options: TransformerOptions, context: PassContext
+    model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
 ) -> None:
     """Fuse rotary embeddings, then attention; both are read by what they compute."""
     remarks = context.remarks
@@ -105,44 +107,50 @@ def _fuse_attention(
         remarks.refused("model", f"rotary and attention: {refusal}")
         return
     nodes = NodeEvaluator()
+    _fold_scalars(model, nodes)
+    runs = {
+        run: GraphEvaluator(
+            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), nodes
+        )
+        for run in filter(inputs.takes, _MASK_RUNS)
+    }
 
     def in_main(node: ir.Node) -> bool:
         return node.graph is model.graph
 
-    def evaluators(runs: Sequence[Run]) -> list[GraphEvaluator]:
-        """What evaluates the graph as it is now in each run."""
-        facts = [ProvedShapes(model, inputs.names(run)) for run in runs]
-        feeds = [inputs.feeds(run) for run in runs]
-        return [GraphEvaluator(*one, nodes) for one in zip(facts, feeds, strict=True)]
-
     if options.rotary:
-        runs = evaluators(list(filter(inputs.takes, _ROTARY_RUNS)))
-        shapes = ProvedShapes(model)
-        rules = [each.rule(shapes, runs, remarks) for each in (Rotary, SplitRotary)]
-        rotary = [variant for rule in rules for variant in rule.commute()]
-        DispatchingRuleSet(rotary, in_main).apply_to_model(model)
-        RemoveUnusedNodesPass()(model)
+        seen = [runs[run] for run in _ROTARY_RUNS if run in runs]
+        rules = [each.rule(shapes, seen, remarks) for each in (Rotary, SplitRotary)]
+        _apply(model, [variant for rule in rules for variant in rule.commute()], in_main)
     if options.attention:
-        products = multiplied_weights(model)
-        seen = [run for run in _MASK_RUNS if inputs.takes(run)]
-        masks = MaskReader(dict(zip(seen, evaluators(seen), strict=True)))
+        weighted = multiplied_weights(model)
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
         joined: list[tuple[ir.Value, ir.Value]] = []
         rule = FuseAttention.rule(
-            ProvedShapes(model), masks, FreshNames(model), remarks, standard, joined
+            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined
         )
-        DispatchingRuleSet([rule], in_main).apply_to_model(model)
+        _apply(model, [rule], in_main)
         for whole, made in joined:
             made.type, made.shape, name = whole.type, whole.shape, whole.name
             whole.replace_all_uses_with(made, replace_graph_outputs=True)
             whole.name, made.name = None, name
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
-        refuse_the_rest(model.graph, products, remarks)
+        refuse_the_rest(model.graph, weighted, remarks)
     # Of the other forms it is known which runs they are faster in.
     timed = _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
         context.trials.extend(inputs.trials(_BOUND, timed))
+
+
+def _apply(
+    model: ir.Model, rules: Sequence[RewriteRule], is_candidate: Callable[[ir.Node], bool]
+) -> None:
+    """Apply rules, if any; what they leave unused is removed later, all at once."""
+    if rules:
+        rule_set = DispatchingRuleSet(rules, is_candidate)
+        rule_set.remove_unused_nodes = False
+        rule_set.apply_to_model(model)
 
 
 def _raise_opset(model: ir.Model) -> bool:
@@ -171,17 +179,19 @@ def _drop_casts(model: ir.Model) -> None:
                 model.graph.remove(node, safe=True)
 
 
-def _fold_scalars(model: ir.Model) -> None:
+def _fold_scalars(model: ir.Model, nodes: NodeEvaluator) -> None:
     """Make numbers that scale others constants: the root of a head's size, of a Shape."""
-    facts, names = ProvedShapes(model), FreshNames(model)
-    evaluator = GraphEvaluator(facts, {}, NodeEvaluator())
+    facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
+    evaluator = GraphEvaluator(facts, {}, nodes)
     for node in model.graph:
         if node.op_type not in ("Mul", "Div") or node.domain:
             continue
         for index, value in enumerate(node.inputs):
             if value is None or value.producer() is None or constant(value) is not None:
                 continue
-            if value.dtype != ir.DataType.FLOAT or facts.shape(value) not in ((), ((1, ()),)):
+            if value.dtype != ir.DataType.FLOAT or (value.shape and len(value.shape) > 1):
+                continue
+            if facts.shape(value) not in ((), ((1, ()),)):
                 continue
             try:
                 array = evaluator.array(value)
