@@ -165,6 +165,70 @@ def test_norms_that_stay(old: str, new: str, left: str):
     assert left in op_types(result)
 
 
+# Activations.
+
+POWERS = {
+    "pow": "square = Pow(x, two) cube = Pow(x, three)",
+    "products": "square = Mul(x, x) cube = Mul(square, x)",
+}
+INNERS = {
+    "torch, gpt2": "c = Mul(cube, cubic) b = Add(x, c) a = Mul(b, root)",
+    "bloom": "c = Mul(x, cubic) d = Mul(c, x) b = Add(d, one) e = Mul(x, root) a = Mul(e, b)",
+    "a square": "c = Mul(square, cubic) b = Add(one, c) e = Mul(root, x) a = Mul(e, b)",
+}
+LASTS = {
+    "half of x": "h = Mul(x, half) y = Mul(h, g)",
+    "half of all": "h = Mul(x, g) y = Mul(h, half)",
+    "half of the sum": "h = Mul(g, half) y = Mul(x, h)",
+}
+
+
+def tanh_gelu(
+    powers: str, inner: str, last: str, change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    gelu (float[B, 8] x) => (float[B, 8] y)
+    <float one = {{1}}, float two = {{2}}, float three = {{3}}, float half = {{0.5}},
+     float cubic = {{0.044715}}, float root = {{0.7978845834732056}}> {{
+        {POWERS[powers]} {INNERS[inner]} t = Tanh(a) g = Add(t, one) {LASTS[last]}
+    }}"""
+    assert change[0] in text
+    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+
+
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("powers", POWERS)
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_gelu_by_tanh_is_one_node(powers: str, inner: str, last: str, exchanged: bool):
+    model = tanh_gelu(powers, inner, last)
+    for node in model.graph.node if exchanged else ():
+        if node.op_type in ("Add", "Mul"):
+            node.input[:] = node.input[::-1]
+    result, remarks = fused(model)
+    assert op_types(result) == ["FastGelu"]
+    assert remarks["fired"] == ["FastGelu"]
+    check(result, model, {"x": np.linspace(-8, 8, 96, dtype=np.float32).reshape(-1, 8)})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("half = {0.5}", "half = {0.25}"),
+        ("cubic = {0.044715}", "cubic = {0.044}"),
+        ("root = {0.7978845834732056}", "root = {0.798}"),
+        ("Mul(square, x)", "Mul(square, square)"),
+        ("Mul(x, half)", "Mul(cube, half)"),
+        ("float[B, 8] y", "float[B, 8] y, float[B, 8] g"),
+        ("float[B, 8] x)", "float[B, 8] x, float half)"),
+        ("float", "double"),
+    ],
+)
+def test_other_uses_of_tanh_stay(old: str, new: str):
+    result, _ = fused(tanh_gelu("products", "torch, gpt2", "half of x", (old, new)))
+    assert "Tanh" in op_types(result)
+
+
 def test_a_session_fuses_and_says_what():
     so = onnxruntime.SessionOptions()
     ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)

@@ -19,6 +19,7 @@ from rewrite_rules.masks.graph_evaluator import GraphEvaluator
 from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.remarks import Outcome, PassContext
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.activations import fuse_activations
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
     multiplied_weights,
@@ -53,6 +54,7 @@ class TransformerOptions:
         rotary: Rotary embeddings.
         attention: Attention with a cache.
         projections: MatMulNBits nodes that multiply one input.
+        activations: Gelu by tanh.
     """
 
     norms: bool = True
@@ -60,6 +62,7 @@ class TransformerOptions:
     rotary: bool = True
     attention: bool = True
     projections: bool = True
+    activations: bool = True
 
 
 def fuse_transformer(
@@ -91,6 +94,8 @@ def fuse_transformer(
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(remarks).commute(), SkipNorm.rule(remarks)]
     _apply(model, rules, lambda node: node.op_type != "MatMul" or node in products)
+    if options.activations and context.cpu_only:
+        fuse_activations(model, remarks)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     RemoveUnusedNodesPass()(model)

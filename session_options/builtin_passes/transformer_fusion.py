@@ -47,12 +47,18 @@ class TransformerFusion(Pass):
         "Root-mean-square norms as one node, and each norm with the residual sum before it "
         "(CPU sessions: the operators are onnxruntime's own).",
     )
+    activations: bool = option(True, "Gelu by tanh as one FastGelu (CPU sessions).")
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Rewrite in place; see :mod:`.fuse`."""
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
         options = TransformerOptions(
-            self.norms, self.grouped_queries, self.rotary, self.attention, self.projections
+            self.norms,
+            self.grouped_queries,
+            self.rotary,
+            self.attention,
+            self.projections,
+            self.activations,
         )
         fuse_transformer(model, options, context)
