@@ -17,22 +17,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from session_options.keys import (
-    PREFIX,
-    OptionError,
-    closest,
-    enable_key,
-    option_key,
-    options_of,
-    parse_value,
-)
+from session_options.keys import PREFIX, OptionError, enable_key, option_key, parse_value
 from session_options.plan import GENERAL_OPTIONS, plan_from_settings
-from session_options.registry import resolve
 
 VARIABLE = "ORTPLUGINS"
 GENERAL = {spec.name: f"{VARIABLE}_{spec.name.upper()}" for spec in GENERAL_OPTIONS}
-
-_SEPARATORS = re.compile(r"\\(?P<kept>[,;])|(?P<separator>[,;])")
 
 
 def plan_entries() -> dict[str, str] | None:
@@ -101,50 +90,30 @@ def plan_text(entries: Mapping[str, str]) -> str:
 def _read(text: str) -> dict[str, str]:
     names: list[str] = []
     settings: dict[str, str] = {}
-    for item in _split(text):
-        head, *rest = item
-        name, colon, first = head.partition(":")
+    for item in _split(text, ","):
+        name, colon, options = item.partition(":")
         name = name.strip()
         if not name:
-            raise OptionError(f"there is no pass in front of {':'.join(item)!r}")
-        cls = resolve(name)
-        if rest and not colon:
+            raise OptionError(f"there is no pass in front of {item!r}")
+        if not colon and ";" in name:
             raise OptionError(
-                f"{';'.join(item)!r}: a comma stands between passes, a colon in front of the "
-                "first option"
+                f"{item!r}: a comma stands between passes, a colon in front of the first "
+                "option"
             )
         names.append(name)
-        known = [spec.name for spec in options_of(cls)]
-        for setting in [first, *rest] if colon else ():
+        for setting in _split(options, ";") if colon else ():
             option, equals, value = setting.partition("=")
-            option = option.strip()
             if not equals:
                 raise OptionError(f"{setting!r} of pass {name!r} is not OPTION=VALUE")
-            if option not in known:
-                raise OptionError(
-                    f"pass {name!r} has no option {option!r}: {closest(option, known)}"
-                )
-            if (key := f"{name}.{option}") in settings:
+            if (key := f"{name}.{option.strip()}") in settings:
                 raise OptionError(f"option {key!r} is given twice")
-            settings[key] = value.strip()
+            settings[key] = re.sub(r"\\([,;])", r"\1", value.strip())
     return entries_of(names, settings)
 
 
-def _split(text: str) -> list[list[str]]:
-    """Split at commas, and each part at semicolons; escaped ones belong to the text."""
-    parts: list[list[str]] = [[""]]
-    end = 0
-    for match in _SEPARATORS.finditer(text):
-        parts[-1][-1] += text[end : match.start()]
-        end = match.end()
-        if match["kept"]:
-            parts[-1][-1] += match["kept"]
-        elif match["separator"] == ",":
-            parts.append([""])
-        else:
-            parts[-1].append("")
-    parts[-1][-1] += text[end:]
-    return parts
+def _split(text: str, separator: str) -> list[str]:
+    """Split at a separator; escaped ones belong to the text."""
+    return re.split(rf"(?<!\\){separator}", text)
 
 
 def _escape(value: str) -> str:
