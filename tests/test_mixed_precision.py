@@ -149,7 +149,7 @@ def test_output_dtype_stands_for_a_zero_point():
             node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(I8))
             node.outputs[0].dtype = I8
     place(model, promote=frozenset({"b"}))
-    assert chains(model) == {"x>i8>A", "A>i8>u16>B", "B>u16>C", "C>u16>y"}
+    assert chains(model) == {"x>i8>A", "A>i8>i16>B", "B>i16>C", "C>i16>y"}
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
@@ -632,14 +632,14 @@ def test_random_regions(steps, data):
     outputs = data.draw(st.lists(st.sampled_from(tensors[1:]), unique=True, max_size=2))
     outputs = list(dict.fromkeys([tensors[-1], *outputs]))
     text = _text(steps, outputs)
-    model = quantized(text, default=grid(STEP, 128))
+    default = data.draw(st.sampled_from([grid(STEP, 128), grid(STEP, 0, I8)]))
+    model = quantized(text, default=default)
     labels = [node.name for node in model.graph if node.name[:1] in "nm"]
     promote = data.draw(st.sets(st.sampled_from(tensors + labels), min_size=1))
     mode = data.draw(st.sampled_from(["int16", "float"]))
     remarks = place(
         model,
         promote=frozenset(promote),
-        promoted_type=data.draw(st.sampled_from([U16, I16])),
         mode=mode,
     )
     if mode == "int16":

@@ -188,7 +188,6 @@ FINE, FINER = ({"scale": scale, "zero_point": 5} for scale in (0.002, 0.001))
         (CHAIN, {"overrides": {"b": of(U8, convert=to(U16, "D"))}}, "no node 'D'"),
         (CHAIN, {"overrides": {"b": of(U8, convert=to(U8, "C"))}}, "tensor's own"),
         (CHAIN, {"mode": "int8"}, "mode is 'int8'"),
-        (CHAIN, {"promoted_type": U8}, "promoted_type is uint8"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_or_contradicts_itself_changes_nothing(

@@ -446,7 +446,6 @@ def test_a_file_that_is_no_cache_is_left_alone(content, tmp_path):
         ({"calibrate_method": "Mean"}, CalibrationError, "'Mean': one of MinMax"),
         ({"activation_type": "QUInt16"}, QuantizationError, "uint16: one of uint8, int8"),
         ({"weight_type": "nothing"}, QuantizationError, "weight_type is 'nothing'"),
-        ({"promoted_type": "QUInt8"}, QuantizationError, "one of uint16, int16"),
         ({"calibration_cache": "/no/such/cache.json"}, CalibrationError, "folder"),
         ({"target": "gpu"}, QuantizationError, "'gpu': one of cpu, qnn"),
         ({"mode": "int8"}, OverrideError, "'int8'"),

@@ -383,11 +383,10 @@ LONG = {
 
 def test_the_pass_keeps_canonical_json():
     entry = {"b": [{"rmax": 1, "quant_type": QuantType.QUInt16}], "a": []}
-    made = MixedPrecisionBoundaries(overrides=entry, promoted_type="int16")
+    made = MixedPrecisionBoundaries(overrides=entry)
     assert made.overrides == '{"a": [], "b": [{"quant_type": "QUInt16", "rmax": 1.0}]}'
-    assert made.promoted_type == "QInt16"
     spelt = ' {"b":[{"quant_type":"uint16","rmax":1}], "a":[]}'
-    assert MixedPrecisionBoundaries(overrides=spelt, promoted_type="QInt16") == made
+    assert MixedPrecisionBoundaries(overrides=spelt) == made
     assert MixedPrecisionBoundaries(overrides={}) == MixedPrecisionBoundaries()
 
 
@@ -397,8 +396,6 @@ def test_the_pass_keeps_canonical_json():
         ({"overrides": '{"t": [{"scal": 1}]}'}, rf"{KEY}: overrides\['t'\]\[0\]\['scal'\]"),
         ({"overrides": 5}, f"{KEY}: overrides are int 5"),
         ({"overrides": None}, f"{KEY} is None: a str is expected"),
-        ({"promoted_type": "uint8"}, "promoted_type is 'uint8': one of QUInt16, QInt16"),
-        ({"promoted_type": "float"}, "promoted_type: the type is 'float', no quantised type"),
         ({"mode": "int8"}, "mode is 'int8': one of int16, float"),
         ({"target": "npu"}, "target is 'npu': one of cpu, qnn"),
     ],

@@ -38,7 +38,6 @@ from benchmarks.models.corpus import fetch_wheel
 from benchmarks.models.minilm import feeds, float_minilm, sentences
 from ortplugins.quantization.planner.activations import PrecisionPlan, plan_precision
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -236,9 +235,7 @@ class _Net:
     def rewritten(self, names: frozenset[str], mode: str = "int16") -> Path:
         """Promote tensors; return the model."""
         model = ir.load(self.quantized)
-        types = {tensor.grid.dtype for tensor in QuantizedGraph(model).tensors}
-        wide = ir.DataType.INT16 if types == {ir.DataType.INT8} else ir.DataType.UINT16
-        options = BoundaryOptions(promote=names, promoted_type=wide, mode=mode)
+        options = BoundaryOptions(promote=names, mode=mode)
         remarks = Remarks("benchmark")
         place_boundaries(model, options, PassContext(remarks))
         if refused := [str(remark) for remark in remarks if remark.outcome == "refused"]:

@@ -13,7 +13,6 @@ from ortplugins.cli.terminal import print_report, progress_bar
 
 
 def quantize_static(
-    context: typer.Context,
     model: opt.Model,
     output: opt.Output,
     source: opt.GivenSamples,
@@ -29,7 +28,6 @@ def quantize_static(
         list[str] | None,
         typer.Option(metavar="NAME", help="A tensor or node to give 16 bits; repeatable."),
     ] = None,
-    promoted_type: Annotated[str, typer.Option(help="QUInt16 or QInt16.")] = "QUInt16",
     mode: Annotated[
         Literal["int16", "float"],
         typer.Option(help="float leaves what is promoted unquantised: faster on CPUs."),
@@ -65,8 +63,6 @@ def quantize_static(
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
 
-    if mode == "float":
-        opt.refuse_without_effect(context, "with --mode float", "promoted_type")
     try:
         with progress_bar() as bar:
             report = quantize_static_mixed(
@@ -75,7 +71,6 @@ def quantize_static(
                 source,
                 overrides=overrides,
                 promote=promote or (),
-                promoted_type=promoted_type,
                 mode=mode,
                 target=target,
                 activation_type=activation_type,

@@ -70,9 +70,8 @@ class BoundaryOptions:
 
     Attributes:
         overrides: Types and parameters of single tensors.
-        promote: Tensors or nodes that are to be of ``promoted_type``; a name of both means the
-            tensor.
-        promoted_type: UINT16 or INT16.
+        promote: Tensors or nodes that are to have 16 bits, signed where all activations of the
+            model are; a name of both means the tensor.
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
         target: What runs the model, ``"cpu"``, or ``"qnn"``, where a bias of the wrong scale
             is not a mere note.
@@ -81,7 +80,6 @@ class BoundaryOptions:
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
     promote: frozenset[str] = frozenset()
-    promoted_type: ir.DataType = ir.DataType.UINT16
     mode: str = "int16"
     target: str = "cpu"
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -90,7 +88,7 @@ class BoundaryOptions:
         """Check the options.
 
         Raises:
-            OverrideError: If mode or target are unknown or the promoted type has no 16 bits.
+            OverrideError: If mode or target are unknown.
         """
         if self.target not in _TARGETS:
             raise OverrideError(
@@ -98,10 +96,6 @@ class BoundaryOptions:
             )
         if self.mode not in _MODES:
             raise OverrideError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
-        if self.promoted_type not in (ir.DataType.UINT16, ir.DataType.INT16):
-            raise OverrideError(
-                f"promoted_type is {self.promoted_type.name.lower()}; it is uint16 or int16"
-            )
 
 
 def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
@@ -122,7 +116,6 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     graph = QuantizedGraph(model)
     overrides = _checked_overrides(model, graph, options, context)
     promote = _checked_promotions(model, graph, options, context)
-    _tell_functions(model, context)
     as_float = options.mode == "float"
     entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
     for name, override in overrides.items():
@@ -137,7 +130,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         if as_float
         else overrides,
         promote,
-        ir.DataType.FLOAT if as_float else options.promoted_type,
+        ir.DataType.FLOAT if as_float else _wide_type(graph),
         groups,
     )
     # All is read before anything is written.
@@ -310,14 +303,10 @@ def _is_pairs(node: ir.Node) -> bool:
     return is_quantize_linear(node) or is_dequantize_linear(node)
 
 
-def _tell_functions(model: ir.Model, context: PassContext) -> None:
-    for function in model.functions.values():
-        if any(map(_is_pairs, function)):
-            context.remarks.refused(
-                function.name,
-                "activations that are quantised within a function stay as they are; "
-                "onnx.inliner.inline_local_functions takes it apart",
-            )
+def _wide_type(graph: QuantizedGraph) -> ir.DataType:
+    types = {tensor.grid.dtype for tensor in graph.tensors}
+    signed = types <= {ir.DataType.INT8, ir.DataType.INT16}
+    return ir.DataType.INT16 if signed else ir.DataType.UINT16
 
 
 def _as_float(entry: TensorOverride) -> TensorOverride:

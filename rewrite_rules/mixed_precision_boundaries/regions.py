@@ -191,7 +191,7 @@ def find_regions(
     graph: QuantizedGraph,
     overrides: Mapping[str, TensorOverride],
     promote: Collection[str],
-    promoted_type: ir.DataType,
+    promoted: ir.DataType,
     groups: Groups,
 ) -> list[Region]:
     """Find what has to change.
@@ -199,9 +199,9 @@ def find_regions(
     Args:
         graph: The activations.
         overrides: Of tensors of ``graph``, by any of their names; checked.
-        promote: Tensors or nodes of ``graph`` that are to be of ``promoted_type``; a name of
+        promote: Tensors or nodes of ``graph`` that are to be of type ``promoted``; a name of
             both means the tensor.
-        promoted_type: A 16-bit type, or FLOAT.
+        promoted: A 16-bit type, or FLOAT.
         groups: Of :func:`sharing_groups`.
 
     Returns:
@@ -226,12 +226,12 @@ def find_regions(
         if tensors := graph.called(name):
             for tensor in tensors:
                 seeds[tensor] = name
-                requests.produce(tensor, _Request(promoted_type, by))
+                requests.produce(tensor, _Request(promoted, by))
             continue
         for node in graph.labelled(name):
             if not is_quantize_linear(node):
                 seeds[node] = name
-                requests.unify(node, _Request(promoted_type, by, _NAMED))
+                requests.unify(node, _Request(promoted, by, _NAMED))
 
     converted = set(requests.explicit)
     for tensor, request in list(requests.produced.items()):

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from session_options.keys import OptionError, option, option_key
@@ -42,10 +41,9 @@ class MixedPrecisionBoundaries(Pass):
     )
     promote: str = option(
         "",
-        "Tensors, or nodes with what they compute, that get promoted_type: names, separated "
-        "by commas.",
+        "Tensors, or nodes with what they compute, that get 16 bits: names, separated by "
+        "commas.",
     )
-    promoted_type: str = option("QUInt16", "Type of promoted tensors: QUInt16 or QInt16.")
     mode: str = option(
         "int16",
         "What becomes of the regions: 'int16' quantises them with 16 bits, for NPUs; 'float' "
@@ -70,21 +68,24 @@ class MixedPrecisionBoundaries(Pass):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; bring overrides and type into their canonical form.
+        """Check the options; bring overrides into their canonical form.
 
         Raises:
-            OptionError: If the overrides are not such JSON, or the type does not have 16 bits.
+            OptionError: If the overrides are not such JSON.
         """
         if self.overrides and not self.overrides_file:
+            from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
             from session_options.override_json import format_overrides
 
-            with _as_option_error(option_key(self.name, "overrides")):
+            try:
                 text = format_overrides(self.overrides)
+            except OverrideError as error:
+                key = option_key(self.name, "overrides")
+                raise OptionError(f"{key}: {error}") from None
             object.__setattr__(self, "overrides", text)
         elif isinstance(self.overrides, Mapping):
             object.__setattr__(self, "overrides", "")
         super().__post_init__()
-        object.__setattr__(self, "promoted_type", self._promoted_spelling())
 
     @property
     def overrides_file(self) -> str:
@@ -100,14 +101,12 @@ class MixedPrecisionBoundaries(Pass):
                 it runs a plan.
             OverrideError: If an override does not fit the model.
         """
-        import onnx_ir as ir
-
         from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
         from rewrite_rules.mixed_precision_boundaries.place import (
             BoundaryOptions,
             place_boundaries,
         )
-        from session_options.override_json import read_overrides, read_quant_type
+        from session_options.override_json import read_overrides
 
         key = option_key(self.name, "overrides")
         if self.overrides_file:
@@ -115,7 +114,6 @@ class MixedPrecisionBoundaries(Pass):
         options = BoundaryOptions(
             overrides=read_overrides(self.overrides or "{}"),
             promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),
-            promoted_type=ir.DataType[read_quant_type(self.promoted_type, "promoted_type")],
             mode=self.mode,
             target=self.target,
         )
@@ -140,29 +138,3 @@ class MixedPrecisionBoundaries(Pass):
     def takes_part_in(self, stage: str) -> bool:
         """Whether there is something to do: other modes have no float regions."""
         return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")
-
-    def _promoted_spelling(self) -> str:
-        from session_options.override_json import read_quant_type
-
-        key = option_key(self.name, "promoted_type")
-        with _as_option_error(key):
-            chosen = read_quant_type(self.promoted_type, "the type")
-        if chosen not in _PROMOTED:
-            raise OptionError(
-                f"{key} is {self.promoted_type!r}: one of {', '.join(_PROMOTED.values())} is "
-                "expected"
-            )
-        return _PROMOTED[chosen]
-
-
-_PROMOTED = {"UINT16": "QUInt16", "INT16": "QInt16"}
-
-
-@contextlib.contextmanager
-def _as_option_error(key: str) -> Iterator[None]:
-    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
-
-    try:
-        yield
-    except OverrideError as error:
-        raise OptionError(f"{key}: {error}") from None

@@ -67,8 +67,10 @@ from session_options.override_json import read_overrides
 
 _PASS = "mixed_precision_boundaries"
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
-_PROMOTED = (ir.DataType.UINT16, ir.DataType.INT16)
-_WEIGHTS = (*_ACTIVATIONS, *_PROMOTED, ir.DataType.UINT4, ir.DataType.INT4)
+_WEIGHTS = (
+    *_ACTIVATIONS,
+    *(ir.DataType.UINT16, ir.DataType.INT16, ir.DataType.UINT4, ir.DataType.INT4),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,7 +97,6 @@ def quantize_static_mixed(
     *,
     overrides: str | Mapping[str, Any] | None = None,
     promote: Collection[str] = (),
-    promoted_type: str | enum.Enum = "QUInt16",
     mode: str = "int16",
     target: str = "qnn",
     merge: bool = False,
@@ -130,7 +131,6 @@ def quantize_static_mixed(
             ``@file.json``; by names of the float model.
         promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
             of the float model.
-        promoted_type: ``"QUInt16"`` or ``"QInt16"``.
         mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
             faster on CPUs.
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
@@ -189,7 +189,6 @@ def quantize_static_mixed(
     wanted = BoundaryOptions(
         overrides=read_overrides({} if overrides is None else overrides),
         promote=frozenset(promote),
-        promoted_type=quant_type_of(promoted_type, "promoted_type", _PROMOTED),
         mode=mode,
         target=target,
     )
