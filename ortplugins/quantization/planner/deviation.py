@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,19 +30,15 @@ class Deviation:
     cosine: float
 
 
-class Comparison:
-    """Adds up what makes a :class:`Deviation`, sample by sample."""
-
-    def __init__(self, outputs: int) -> None:
-        self._error = np.zeros(outputs)
-        self._energy = np.zeros(outputs)
-        self._cosines: list[float] = []
-
-    def add(
-        self, found: Sequence[npt.NDArray[Any]], wanted: Sequence[npt.NDArray[Any]]
-    ) -> None:
-        """Take in the outputs of one sample, of equal shapes."""
-        for i, (got, reference) in enumerate(zip(found, wanted, strict=True)):
+def deviation_of(
+    samples: Iterable[tuple[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]]],
+) -> Deviation:
+    """Compare the outputs of each sample with those of the reference, of equal shapes."""
+    sums: Any = 0
+    cosines = []
+    for found, wanted in samples:
+        squares = []
+        for got, reference in zip(found, wanted, strict=True):
             x, y = got.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
             with np.errstate(invalid="ignore", over="ignore"):
                 # Sums and no BLAS: its threads would fight with onnxruntime's, 3 ms a product.
@@ -50,20 +46,14 @@ class Comparison:
                 energy = float(np.square(y).sum())
                 lengths = math.sqrt(float(np.square(x).sum()) * energy)
                 product = float((x * y).sum())
-            finite = math.isfinite(error) and math.isfinite(lengths)
-            self._error[i] += error if finite else math.inf
-            self._energy[i] += energy
-            if not finite:
-                self._cosines.append(0.0)
-            elif lengths == 0:
-                self._cosines.append(float(error == 0))
+            if not (math.isfinite(error) and math.isfinite(lengths)):
+                error, cosine = math.inf, 0.0
             else:
-                self._cosines.append(product / lengths)
-
-    def result(self) -> Deviation:
-        """Return what all samples add up to."""
-        # An output that is 0 in every sample has no energy: its error counts as it is.
-        energy = np.where(self._energy > 0, self._energy, 1.0)
-        return Deviation(
-            float(np.mean(self._error / energy)), float(np.mean(self._cosines or [1.0]))
-        )
+                cosine = product / lengths if lengths else float(error == 0)
+            squares.append((error, energy))
+            cosines.append(cosine)
+        sums += np.array(squares)
+    errors, energies = sums.T
+    # An output that is 0 in every sample has no energy: its error counts as it is.
+    relative = errors / np.where(energies > 0, energies, 1.0)
+    return Deviation(float(relative.mean()), float(np.mean(cosines)))

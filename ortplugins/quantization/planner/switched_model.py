@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.planner.deviation import Comparison, Deviation
+from ortplugins.quantization.planner.deviation import Deviation, deviation_of
 from ortplugins.quantization.statistics.collect import detach_tensors, open_detached
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.kept import KeptSamples
@@ -148,18 +148,22 @@ class SwitchedModel:
 
     def compare(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Deviation:
         """Measure outputs of another model, sample by sample, against the reference."""
-        comparison = Comparison(len(self.outputs))
-        for index, values in enumerate(outputs):
-            found = [values[name] for name in self.outputs]
-            wanted = [reference.map() for reference in self._reference[index]]
-            for name, x, y in zip(self.outputs, found, wanted, strict=True):
-                if x.shape != y.shape:
-                    raise QuantizationError(
-                        f"output {name!r} has shape {list(x.shape)} for sample {index}, but "
-                        f"{list(y.shape)} in the reference: it is another model"
-                    )
-            comparison.add(found, wanted)
-        return comparison.result()
+        return deviation_of(
+            self._beside_reference(index, values) for index, values in enumerate(outputs)
+        )
+
+    def _beside_reference(
+        self, index: int, values: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
+        found = [values[name] for name in self.outputs]
+        wanted = [reference.map() for reference in self._reference[index]]
+        for name, x, y in zip(self.outputs, found, wanted, strict=True):
+            if x.shape != y.shape:
+                raise QuantizationError(
+                    f"output {name!r} has shape {list(x.shape)} for sample {index}, but "
+                    f"{list(y.shape)} in the reference: it is another model"
+                )
+        return found, wanted
 
     def _checked_reference(
         self, index: int, values: Mapping[str, npt.NDArray[Any]]
