@@ -287,14 +287,6 @@ def test_names_that_are_taken_are_not_taken_again():
         assert error < 1e-2
 
 
-def test_a_second_round_scales_an_activation_again():
-    model = Model("[m] y = MatMul(x, W) [n] z = MatMul(x, V)", **seen("z")).build()
-    once, _ = scaled(model, nodes_to_include=["m"])
-    twice, error = scaled(once.model)
-    assert [row.folded for row in twice.report.quantized] == ["mul"]
-    assert error < 1e-2
-
-
 TWO = "float[B, T, 10] y, float[B, T, 10] z"
 # Several readers: options, where the scales go, and the constants that change.
 READERS = {

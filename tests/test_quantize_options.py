@@ -497,6 +497,8 @@ def test_a_tied_table_is_counted_as_it_is_stored(head, op_types, layout):
     )
     rows = {row.node: row for row in result.report.nodes}
     assert rows["n"].bits == 4
+    if layout == "QDQ" and "W" in kept:  # what onnxruntime computes on codes
+        assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
     assert ("W" in kept) == ("Gather" not in op_types) == (not rows["t"].quantized)
     if "W" in kept:
         assert "'W' in float" in rows["t"].reason
@@ -518,14 +520,6 @@ def test_a_table_that_is_a_head_transposed_has_its_codes(layout):
     assert np.array_equal(matrices["t"], matrices["n"])
     (found,) = run(proto, {"i": np.arange(40)})
     assert relative_error(found, weight.T @ weight) < 0.02
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_tied_head_becomes_what_onnxruntime_computes_on_codes(head):
-    proto = read(quantize(tied(head)).model)
-    assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
-    (codes,) = [t for t in proto.graph.initializer if t.data_type == onnx.TensorProto.INT4]
-    assert list(codes.dims) == [2 * D, 40]
 
 
 @pytest.mark.parametrize(

@@ -161,15 +161,11 @@ def plan_precision(
 
 
 def _nothing(graph: QuantizedGraph) -> str:
-    if graph.tensors:
-        kinds = ", ".join(sorted({t.grid.dtype.name.lower() for t in graph.tensors}))
-        return (
-            f"none of the model's {len(graph.tensors)} quantised activations ({kinds}) can be "
-            "promoted: 8-bit ones between a QuantizeLinear and a DequantizeLinear can"
-        )
-    text = "the model has no quantised activation: quantise it first, to a QDQ graph"
-    if graph.refused:
-        name, reason = next(iter(graph.refused.items()))
+    text = (
+        "the model has no activation of 8 bits between a QuantizeLinear and a "
+        "DequantizeLinear: quantise it first, to a QDQ graph"
+    )
+    for name, reason in [*graph.refused.items()][:1]:
         text += f" (of {name!r}: {reason})"
     return text
 

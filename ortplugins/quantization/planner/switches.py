@@ -59,12 +59,10 @@ def add_weight_switch(
         names: Of the model.
     """
     stem = coarse.outputs[0].name
-    inputs: list[ir.Value | None] = []
+    inputs = []
     for value in fine.inputs:
-        tensor = None if value is None else constant(value)
-        if tensor is None:
-            inputs.append(None)
-            continue
+        tensor = constant(value)
+        assert tensor is not None
         own = ir.Value(
             name=names.take(f"{tensor.name}_fine"),
             shape=ir.Shape(tensor.shape.numpy()),
