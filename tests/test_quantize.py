@@ -335,17 +335,9 @@ def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
         assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
 
 
-# onnxruntime 1.31 gets 2 bits wrong in other cases, or fails to open the session.
-def optimisers_are_right(layout: str, n: int, block_size: int, is_symmetric: bool) -> bool:
-    if layout == "QDQ":  # rows of [K, N] that do not fill their last byte are read shifted
-        return n % 4 == 0
-    # A DequantizeLinear of uint2 per column and its Transpose are folded, wrongly.
-    return layout == "MatMulNBits" or is_symmetric or block_size != -1
-
-
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("n", [4, 7, 8])
-def test_optimisers_keep_two_bits_where_onnxruntime_can(n, layout):
+def test_two_bits_that_onnxruntime_gets_wrong_are_told(n, layout):
     x, model = normal(5, 40, seed=1), matmul_of(normal(40, n))
     for block_size, is_symmetric in itertools.product((16, 32, -1), (True, False)):
         options = {"block_size": block_size, "is_symmetric": is_symmetric}
@@ -353,5 +345,7 @@ def test_optimisers_keep_two_bits_where_onnxruntime_can(n, layout):
         proto = read(result.model)
         expected = x @ dequantised(proto)["m"]
         assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
-        if optimisers_are_right(layout, n, block_size, is_symmetric):
-            assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
+        # It gets some wrong, or fails to open the session.
+        told = any("plain onnxruntime 1.31" in note for note in result.report.notes)
+        assert told or relative_error(run_plain(proto, x)[0], expected) < 1e-5
+        assert not told or layout == "QDQ_transposed" or (layout == "QDQ" and n == 7)
