@@ -280,7 +280,7 @@ def test_every_method_that_scales_folds(method):
 
 def test_names_that_are_taken_are_not_taken_again():
     model = Model("u = Neg(x) [m] y = MatMul(x, W) z = Identity(u)", **seen("z"))
-    for name in ("x.scaled", "W.channel_scales", "W.int8_block-1"):
+    for name in ("x.scaled", "x.channel_scales", "W.int8_block-1"):
         named = model.build()
         named.graph[0].outputs[0].name = name
         _, error = scaled(named)
