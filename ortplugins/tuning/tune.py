@@ -111,10 +111,8 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
             for path in Path(chosen.graph.model).parent.iterdir():
                 shutil.move(path, folder / path.name)
     manifest, report = chosen.graph.manifest, chosen.graph.manifest["report"]
-    fired = {item["name"] for item in report["passes"] if _fired(item)}
-    passes = tuple(name for name in chosen.change.passes if name in fired)
     return Tuned(
-        chosen.change._replace(passes=passes),
+        chosen.change,
         {
             **manifest,
             "session_settings": {**manifest["session_settings"], **chosen.change.settings},
@@ -125,10 +123,6 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
             },
         },
     )
-
-
-def _fired(report: Mapping[str, Any]) -> bool:
-    return any(remark["outcome"] == Outcome.FIRED.value for remark in report["remarks"])
 
 
 class _Graph(NamedTuple):
@@ -238,7 +232,10 @@ class _Search:
             self._note(change, str(error))
             return None
         graph = self._graphs[key]
-        if graph is None:
+        if graph is not None:
+            change = _without_idle_passes(change, graph.manifest)
+            self._graphs[_graph_key(change)] = graph
+        if graph is None or change[1:] == self._base.change[1:]:
             self._note(change, "it finds nothing to do")
             return None
         return _Built(change, graph, self._candidate(change, graph))
@@ -346,8 +343,8 @@ class _Search:
 
         A few rounds do not show whether a change gains little or nothing: pairs do.
         """
-        if not built:
-            return 0.0, []
+        if len(built) < 2:
+            return 0.0, list(built)
         noise, compared = self._compare(built, _ROUNDS[self._aim][0])
         found = []
         for item, ratios in compared:
@@ -561,9 +558,22 @@ def _divided(ours: Spread, theirs: Spread) -> tuple[float, ...]:
     return tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True))
 
 
+def _without_idle_passes(change: Change, manifest: Mapping[str, Any]) -> Change:
+    """Return a change without the passes that did nothing, and their options."""
+    fired = {
+        item["name"]
+        for item in manifest["report"]["passes"]
+        if any(remark["outcome"] == Outcome.FIRED.value for remark in item["remarks"])
+    }
+    return change._replace(
+        passes=tuple(name for name in change.passes if name in fired),
+        options={k: v for k, v in change.options.items() if k.partition(".")[0] in fired},
+    )
+
+
 def _graph_key(change: Change) -> tuple[Any, ...]:
     """Return what of a change decides which graph a session gets; empty for the user's."""
-    if not change.passes:
+    if not change.passes and not change.keeps_graph:
         return ()
     settings = change.settings.items()
     return (
