@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Any
 
@@ -27,5 +28,9 @@ class Embeddings:
 
 if __name__ == "__main__":
     port = int((sys.argv[1:] or ["8000"])[0])
+    try:  # Ray takes 90 lines to say that a port is in use
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        sys.exit(f"error: {error.strerror}")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(Embeddings.bind(), route_prefix="/embed", blocking=True)
