@@ -300,20 +300,27 @@ def test_settings_that_a_server_cannot_have_are_refused(source, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no user ids")
-def test_folders_that_cannot_be_written(source):
+@pytest.mark.parametrize("command", ["pack", "optimize", "quantize"])
+def test_folders_that_cannot_be_written(source, command):
+    if command == "quantize":
+        onnx.save(decoder("genai"), source / "model.onnx")
+    model = source if command == "pack" else source / "model.onnx"
+    # What it imports, nobody may be unable to read.
+    assert ortplugins_command(command, model, "-o", "before").returncode == 0
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(source, Path(folder, "given"))
-        for path in (Path(folder), Path(folder, "given")):
+        for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o555)
         user = os.geteuid()
         try:
             if user == 0:
                 os.seteuid(65534)
-            done = ortplugins_command("pack", f"{folder}/given", "-o", f"{folder}/packed")
+            done = ortplugins_command(command, f"{folder}/{model}", "-o", f"{folder}/new")
         finally:
             os.seteuid(user)
             Path(folder).chmod(0o755)
-        assert done.stderr == f"error: {folder}: cannot be written to; choose another output\n"
+        refused = f"error: {folder}: cannot be written to (Permission denied)"
+        assert done.stderr == f"{refused}; choose another output\n"
     # A model's folder may be read-only.
     source.chmod(0o555)
     pack(source, "-o", "packed")

@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.model_io.saving import scratch_within
 
 # Weights in other forms, which would be those of the model as it was.
 _WEIGHTS = frozenset({
@@ -135,13 +135,7 @@ class OutputFolder:
         """
         target = Path(os.path.realpath(self.target))
         left = {os.path.realpath(path) for path in without}
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=target.parent)
-        except PermissionError as error:
-            raise PermissionError(
-                f"{target.parent}: cannot be written to; choose another output"
-            ) from error
-        with temporary as scratch:
+        with scratch_within(target.parent) as scratch:
             folder = Path(scratch, "new")
             model = folder / self.location
             model.parent.mkdir(parents=True)

@@ -33,6 +33,20 @@ _INLINE_BYTES = 1 << 30
 Progress = Callable[[int, int, str], None]
 
 
+def scratch_within(folder: str | os.PathLike[str] | None) -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder in that of an output; None for the system's own.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder)
+    except OSError as error:
+        where = tempfile.gettempdir() if folder is None else os.fspath(folder)
+        text = f"{where}: cannot be written to ({error.strerror}); choose another output"
+        raise type(error)(text) from error
+
+
 def output_data_path(model: ir.Model, output: Path) -> Path:
     """Return a name for the data file of ``output`` that no tensor of the model lies in."""
     used = {
@@ -87,7 +101,7 @@ def save_with_data(
     """
     folder = Path(os.path.realpath(output.parent))
     data = output_data_path(model, output)
-    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder) as scratch:
+    with scratch_within(folder) as scratch:
         to_write = []
         for value, tensor in initializer_tensors(model):
             if isinstance(tensor, AliasTensor):

@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import os
 import re
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,13 @@ from ortplugins.model_io.loading import (
     load_model,
     same_kind,
 )
-from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
+from ortplugins.model_io.saving import (
+    Progress,
+    check_output,
+    needs_data_file,
+    save_with_data,
+    scratch_within,
+)
 from ortplugins.model_io.staged import stage
 from ortplugins.quantization.activations.arguments import (
     check_float_model,
@@ -206,7 +211,7 @@ def quantize_static_mixed(
     }
     converted = converted_tensors(graph, wanted.overrides, wanted.promote, activation)
     folder_of_output = None if output is None else output.absolute().parent
-    with tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder_of_output) as scratch:
+    with scratch_within(folder_of_output) as scratch:
         path = stage(model_input, loaded, Path(scratch))
         with quiet_quantizer() as warned:
             how = method, op_types, calibration_providers

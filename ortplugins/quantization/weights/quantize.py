@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,7 +26,13 @@ from ortplugins.model_io.loading import (
     same_kind,
 )
 from ortplugins.model_io.model_folder import OutputFolder, model_in
-from ortplugins.model_io.saving import Progress, check_output, needs_data_file, save_with_data
+from ortplugins.model_io.saving import (
+    Progress,
+    check_output,
+    needs_data_file,
+    save_with_data,
+    scratch_within,
+)
 from ortplugins.quantization.statistics.collect import collect
 from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.checkpoint import put_in
@@ -165,13 +170,7 @@ def quantize(
         plan = plan_weights(loaded.model, chosen, given)
     notes += _misfused(plan, chosen)
     with contextlib.ExitStack() as stack:
-        scratch = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(
-                    prefix=".ortplugins-", dir=_work_dir(work_dir, target)
-                )
-            )
-        )
+        scratch = Path(stack.enter_context(scratch_within(_work_dir(work_dir, target))))
         calibration = paired = samples = run = None
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
