@@ -326,12 +326,12 @@ class _Search:
     def _costs_of_a_session(self) -> tuple[float, float]:
         """Return the seconds that measuring it once takes, and its share of the memory."""
         began = time.monotonic()
-        measured, _ = self._measure([self._base, self._base], rounds=1)  # they share cores
+        (measured,) = self._measure([self._base], rounds=1)
         if measured.failed:
             raise MeasureError(measured.failed)
         private, memory = measured.private, machine()["memory_bytes"]
         share = private.median / memory if private and memory else 0.0
-        return (time.monotonic() - began) / 2, share
+        return time.monotonic() - began, share
 
     def _rounds_left(self, sessions: int, share: float = 1.0) -> float:
         """Return how often so many sessions can be measured in a share of the budget."""
@@ -463,8 +463,12 @@ class _Search:
         return False
 
     def _is_exact_enough(self, item: _Built) -> bool:
+        given = self._request.plan.hint_error
+        allowed = given or _ROUNDING
         try:
-            allowed, error = self._allowed_error, self._error(item.candidate)
+            error = self._error(item.candidate)
+            if error > allowed and not given:
+                allowed = max(allowed, self._error_of_plain)
         except MeasureError as failed:
             self._refuse(item, str(failed))
             return False
@@ -475,9 +479,8 @@ class _Search:
         return error <= allowed
 
     @functools.cached_property
-    def _allowed_error(self) -> float:
-        given = self._request.plan.hint_error
-        return given or max(_ROUNDING, self._error(self.plain.candidate))
+    def _error_of_plain(self) -> float:
+        return self._error(self.plain.candidate)
 
     def _error(self, candidate: Candidate) -> float:
         """Return the greatest difference to ORT_DISABLE_ALL over the greatest output."""
