@@ -7,7 +7,6 @@ installed in, also where it has no onnxruntime, without which ``import ortplugin
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,29 +17,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
     parser.getgroup("ortplugins").addoption(
         "--ortplugins-report",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="Tell of each session and each optimize() call of the run what was fused, and "
-        "what not and why: at the end, or in FILE.",
+        action="store_true",
+        help="Tell at the end of each session and each optimize() call of the run what was "
+        "fused, and what not and why.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the plugin where it was asked for."""
-    target = config.getoption("--ortplugins-report")
-    if target is None:
+    if not config.getoption("--ortplugins-report"):
         return
     import pytest
 
-    if os.path.isdir(target) or target.endswith(".py") or "::" in target:
-        # argparse takes what follows for the option's value, and it would be overwritten.
-        raise pytest.UsageError(
-            f"--ortplugins-report would write {target!r}: give it behind the tests, or a file "
-            "as --ortplugins-report=FILE"
-        )
     try:
         from ortplugins.pytest_plugin import ReportPlugin
     except ImportError as error:  # no onnxruntime
         raise pytest.UsageError(f"--ortplugins-report: {error}") from error
-    config.pluginmanager.register(ReportPlugin(config, target), "ortplugins-report")
+    config.pluginmanager.register(ReportPlugin(config), "ortplugins-report")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``python -m ortplugins``, the same as the command ``ortplugins``."""
 
-from ortplugins.cli.app import main
+from ortplugins.cli import main
 
 main()

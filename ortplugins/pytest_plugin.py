@@ -12,7 +12,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,14 +27,9 @@ _KEY = "ortplugins_reports"
 class ReportPlugin:
     """Collects reports while tests run, and tells them at the end."""
 
-    def __init__(self, config: pytest.Config, target: str) -> None:
-        """Begin to watch.
-
-        Args:
-            config: Of this run.
-            target: A file, or ``"-"`` for pytest's own output.
-        """
-        self._config, self._target = config, target
+    def __init__(self, config: pytest.Config) -> None:
+        """Begin to watch."""
+        self._config = config
         self._lines: list[str] = []
         self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._replaced = contextlib.ExitStack()
@@ -61,12 +55,6 @@ class ReportPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Tell."""
         if hasattr(self._config, "workeroutput"):
-            return
-        if self._target != "-":
-            text = "".join(f"{line}\n" for line in self._lines)
-            Path(self._target).write_text(text, encoding="utf-8")
-            line = f"ortplugins: {len(self._lines)} reports in {self._target}"
-            terminalreporter.write_line(line)
             return
         terminalreporter.section("ortplugins")
         for line in self._lines or ["no session and no optimize() call"]:

@@ -50,7 +50,7 @@ prune(cache, max_size=0)
 
 # Becomes another user, who may not be let into this one's environment: imports come first.
 AS_NOBODY = f"""
-import os, sys, filelock, onnxruntime, ortplugins.cli.app, ortplugins.session.inference_session
+import os, sys, filelock, onnxruntime, ortplugins.cli, ortplugins.session.inference_session
 import ortplugins.optimization.offline_optimizers
 import session_options.registry
 session_options.registry.pass_names()

@@ -29,8 +29,7 @@ from rich.progress import TimeRemainingColumn
 
 import ortplugins
 import session_options
-from ortplugins.cli import terminal
-from ortplugins.cli.app import COMMANDS
+from ortplugins.cli import COMMANDS, terminal
 from ortplugins.report import Report
 from session_options.keys import options_of
 from session_options.plan import GENERAL_OPTIONS
@@ -96,7 +95,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(ortp, missing):
 
 IMPORTED = """
 import sys
-from ortplugins.cli.app import main
+from ortplugins.cli import main
 try:
     main()
 finally:
@@ -144,7 +143,6 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
         ("optimize m.onnx -o o.onnx -v --format github", "--verbose"),
         ("compare m.onnx m.onnx --samples x.npz --seed 1", "--seed"),
         ("compare m.onnx m.onnx --samples x.npz --dims n=1", "--dims"),
-        ("compare m.onnx m.onnx --tolerance 1e-3", "--tolerance"),
         ("compare m.onnx m.onnx --set a.b=1", "--set"),
         ("check m.onnx --samples x.npz --count 3", "--count"),
         ("report m.onnx -o p.html --no-measure --rounds 2", "--rounds"),
@@ -166,7 +164,6 @@ def test_an_option_without_effect_is_refused(main, arguments, option):
     [
         "optimize m.onnx -o there",
         "quantize f.onnx -o there",
-        "compare m.onnx m.onnx --runs 0 -o there",
         "report m.onnx -o there --no-measure",
         "report m.onnx -o page.html --json there --no-measure",
         "memory m.onnx --svg there",
@@ -385,7 +382,6 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]
         ("cache", ""),
         ("compare a.onnx", ""),
         ("compare a.onnx b.onnx --pass dq_matmulnbits_fusion", ""),
-        ("compare a.onnx b.onnx --optimization-level most --runs 0", "most"),
         ("quantise", "Did you mean 'quantize'"),
     ],
 )

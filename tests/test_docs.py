@@ -20,7 +20,7 @@ from builders.text_models import proto_of
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli import app as cli
+from ortplugins import cli
 from ortplugins.quantization import quantize
 from session_options import registry
 from session_options.registry import BUILTIN_PASSES

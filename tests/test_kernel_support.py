@@ -16,7 +16,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli.app import app
+from ortplugins.cli import app
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     NoKernel,

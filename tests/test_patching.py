@@ -611,16 +611,13 @@ def program(model_path: Path, tmp_path: Path) -> Path:
 
 def test_run_a_script_and_a_module_with_options_like_ours(program, tmp_path):
     script = str(program / "script.py")
-    done = run("--verbose", script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
+    done = run(script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
         "built: fired 1, refused 0",
     ]
-    told = (
-        f"ortplugins: {tmp_path}/model.onnx in [0-9.]+ s: built: fired 1, refused 0\n"
-        "ortplugins: 1 session \\(1 built\\), 1 rewrites, slowest start [0-9.]+ s"
-    )
+    told = r"ortplugins: 1 session \(1 built\), 1 rewrites, slowest start [0-9.]+ s"
     assert re.fullmatch(told, done.stderr.strip())
     done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
     assert done.returncode == 0, done.stderr
@@ -726,10 +723,9 @@ def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
     arguments = ("workers.py", str(model_path), "spawn", "fork")
     # With its thread for telemetry, forked processes hang when they end (since 1.29).
     variables = {"ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(tmp_path)}
-    done = run("--verbose", *arguments, cwd=tmp_path, **variables)
+    done = run(*arguments, cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
-    *starts, last = done.stderr.splitlines()
-    assert [line.split(": ")[2] for line in starts] == ["built", "cache", "cache"]
+    (last,) = done.stderr.splitlines()
     expected = r"3 sessions \(2 from the cache, 1 built\), 3 rewrites, slowest start [0-9.]+ s"
     assert re.fullmatch(f"ortplugins: {expected}", last)
     assert not list(tmp_path.glob("ortplugins-run-*"))

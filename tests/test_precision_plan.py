@@ -15,7 +15,7 @@ from builders.dequantized_models import run as run_model
 from builders.text_models import model_of, normal
 from typer.testing import CliRunner
 
-from ortplugins.cli.app import app
+from ortplugins.cli import app
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.html_report.charts import promotion_chart
 from ortplugins.quantization import plan_bits, plan_precision, quantize

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.artifacts.find_or_build import find_or_build
-from ortplugins.cli.app import app
+from ortplugins.cli import app
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.optimization.request import read_request

@@ -20,7 +20,7 @@ from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli.app import app
+from ortplugins.cli import app
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.optimization.request import read_request
 from ortplugins.runtime import hidden_options, process_memory

@@ -1,6 +1,127 @@
 # SPDX-License-Identifier: MIT
-"""The command line: ``ortplugins``, and ``python -m ortplugins``."""
+"""The command line: ``ortplugins``, and ``python -m ortplugins``.
 
-from ortplugins.cli.app import main
+A table of commands; a command's module is imported when it is used.
 
-__all__ = ["main"]
+Exit codes: 0 done, 1 a check failed, 2 wrong usage or input that cannot be used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ortplugins._version import __version__
+from ortplugins.errors import ModelFileError, PassError, QuantizationError, UsageError
+from session_options import OptionError
+
+try:
+    import rich  # noqa: F401
+    import typer
+    import typer.core
+    import typer.main
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] not in ("rich", "typer"):
+        raise
+    print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+if TYPE_CHECKING:
+    from ortplugins.cli.run import RunProgram
+
+COMMANDS = {
+    "inspect": "Print what would fire on a model, what would not, and why; write nothing.",
+    "optimize": "Apply passes to a model and write the result.",
+    "pack": "Write a folder for a server: the optimised model and all that it needs.",
+    "compare": "Run two models on the same inputs: errors, speed and memory.",
+    "evaluate": "Judge a model on a text: perplexity or retrieval, size and speed.",
+    "check": "Hold an optimised model to bounds: exit with 1 if it is beyond them.",
+    "report": "Write a page: what fires and what does not, and what sessions gain.",
+    "memory": "Show what a run holds in memory, step by step, in each execution order.",
+    "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
+    "quantize-static": "Quantise weights and activations, some activations to 16 bits.",
+    "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
+    "tune": "Measure passes and session settings beside plain onnxruntime; write nothing.",
+    "run": "Run a Python program with passes enabled for every session that it opens.",
+    "cache": "Fill, show, check or empty the cache of sessions.",
+    "passes": "List the passes and their options, as session keys.",
+    "explain": "Say what a refusal means, by its code or its text; without either, list all.",
+    "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
+}
+"""Each command and its line in the help; it is the function, or group, of a module's name."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The table as a group: help and completion import none of the commands' modules."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, summary in COMMANDS.items():
+            self.add_command(typer.core.TyperCommand(name, help=summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and _load(args[0]), rest
+
+
+def _load(name: str) -> Any:
+    from ortplugins.cli.options import with_groups
+
+    identifier = name.replace("-", "_")
+    command = getattr(importlib.import_module(f"ortplugins.cli.{identifier}"), identifier)
+    if not isinstance(command, typer.Typer):
+        # What follows the program of `run` is the program's.
+        settings = {"allow_interspersed_args": name != "run"}
+        function, command = command, typer.Typer(add_completion=False)
+        command.command(context_settings=settings)(with_groups(function))
+    return typer.main.get_command(command)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Graph work for ONNX Runtime, before the session exists.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; leaves by SystemExit."""
+    formatwarning = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    programs: list[RunProgram] = []  # of `ortplugins run`
+    try:
+        app(obj=programs)
+    except SystemExit:
+        if not programs:
+            raise
+    except (
+        UsageError,
+        ModelFileError,
+        OptionError,
+        PassError,
+        QuantizationError,
+        OSError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    warnings.formatwarning = formatwarning
+    programs[0].start()  # here, where none of our handlers catches what it raises
+    sys.exit()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ortplugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -7,51 +7,20 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import console
+from ortplugins.cli.terminal import annotation, console
 from ortplugins.reasons import with_code
 from session_options import DqMatMulNBitsFusion
 
 if TYPE_CHECKING:
     from ortplugins.comparison.difference import Violation
     from ortplugins.report import Report
-
-
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """What was found.
-
-    Attributes:
-        report: What the passes did.
-        unfused: Nodes that could take no weight, by what stands in the way.
-        errors: The greatest absolute error of each output; and that of onnxruntime with all
-            its optimisers, where that much is allowed.
-        violations: Outputs that are too far away: the worst sample of each.
-        lost: Outputs that the optimised model lacks or that have no arrays, and why.
-    """
-
-    report: Report
-    unfused: Mapping[str, str]
-    errors: Mapping[str, tuple[float, float | None]]
-    violations: Sequence[Violation]
-    lost: Mapping[str, str]
-
-    def failures(self, max_unfused: int | None) -> Iterator[str]:
-        """Say which bounds are missed."""
-        if max_unfused is not None and len(self.unfused) > max_unfused:
-            yield (
-                f"{len(self.unfused)} nodes keep a dequantised weight, {max_unfused} may: "
-                + ", ".join(self.unfused)
-            )
-        yield from map(str, self.violations)
-        for name, why in self.lost.items():
-            yield f"output {name!r} cannot be checked: {why}"
 
 
 def check(
@@ -82,32 +51,43 @@ def check(
     both without onnxruntime's own optimisers, may differ by atol + rtol * |plain|. Where
     accuracy_level is auto, by the greatest error of onnxruntime with all its optimisers, too.
     """
-    found = _check(model, chosen, (rtol, atol), inputs)
-    failures = list(found.failures(max_unfused))
+    report, unfused, errors, violations, lost = _check(model, chosen, (rtol, atol), inputs)
+    failures = [*map(str, violations)]
+    failures += [f"output {name!r} cannot be checked: {why}" for name, why in lost.items()]
+    if max_unfused is not None and len(unfused) > max_unfused:
+        names = ", ".join(unfused)
+        text = f"{len(unfused)} nodes keep a dequantised weight, {max_unfused} may: {names}"
+        failures.insert(0, text)
     if format == "json":
         from ortplugins.comparison.compare import plain
 
         content = {
             "ok": not failures,
             "failures": failures,
-            "unfused": found.unfused,
+            "unfused": unfused,
             "errors": [
                 {"output": name, "max_abs": error, "stock_max_abs": own}
-                for name, (error, own) in found.errors.items()
+                for name, (error, own) in errors.items()
             ],
-            "violations": [dataclasses.asdict(item) for item in found.violations],
-            "report": found.report.to_dict(),
+            "violations": [dataclasses.asdict(item) for item in violations],
+            "report": report.to_dict(),
         }
         typer.echo(json.dumps(plain(content), indent=1, allow_nan=False))
     elif format == "github":
-        _print_github(found, failures, model)
+        for text in failures:
+            typer.echo(annotation("error", text, model, "ortplugins check"))
+        for node, reason in unfused.items():
+            typer.echo(annotation("warning", with_code(reason), model, f"unfused: {node}"))
+        if not failures:
+            text = f"fired {len(report.fired)}, unfused {len(unfused)}, outputs within bounds"
+            typer.echo(annotation("notice", text, model, "ortplugins check"))
     else:
         out = console()
-        out.print(f"fired {len(found.report.fired)}, unfused {len(found.unfused)}")
-        for name, (error, own) in found.errors.items():
+        out.print(f"fired {len(report.fired)}, unfused {len(unfused)}")
+        for name, (error, own) in errors.items():
             text = "" if own is None else f", onnxruntime's own {own:.3g}"
             out.print(f"output {name!r}: max abs error {error:.3g}{text}", soft_wrap=True)
-        for node, reason in found.unfused.items():
+        for node, reason in unfused.items():
             out.print(f"unfused {node}: {with_code(reason)}", soft_wrap=True, style="yellow")
         for failure in failures:
             out.print(f"failed: {failure}", soft_wrap=True, style="red")
@@ -122,7 +102,21 @@ def _check(
     chosen: Mapping[str, Any],
     tolerance: tuple[float, float | None],
     inputs: Mapping[str, Any],
-) -> _Checked:
+) -> tuple[
+    Report,
+    Mapping[str, str],
+    Mapping[str, tuple[float, float | None]],
+    Collection[Violation],
+    Mapping[str, str],
+]:
+    """Run the passes and compare outputs.
+
+    Returns:
+        What the passes did; nodes that could take no weight, by what stands in the way; the
+        greatest absolute error of each output, and that of onnxruntime with all its
+        optimisers, where that much is allowed; the worst sample of each output that is too
+        far away; outputs that have no arrays on both sides, and why.
+    """
     from ortplugins.comparison.difference import difference_of, find_violation
     from ortplugins.comparison.given_model import GivenModel
     from ortplugins.comparison.model_pair import ModelPair
@@ -161,18 +155,4 @@ def _check(
             if item is not None and (name not in worst or item.count > worst[name].count):
                 worst[name] = item
         unfused = unfused_in(optimised, fusion)
-        violations = tuple(worst.values())
-        return _Checked(result.report, unfused, errors, violations, pair.not_compared)
-
-
-def _print_github(found: _Checked, failures: Sequence[str], model: Path) -> None:
-    from ortplugins.cli.github_annotations import annotation
-
-    for text in failures:
-        typer.echo(annotation("error", text, model, "ortplugins check"))
-    for node, reason in found.unfused.items():
-        typer.echo(annotation("warning", with_code(reason), model, f"unfused: {node}"))
-    if not failures:
-        fired = len(found.report.fired)
-        text = f"fired {fired}, unfused {len(found.unfused)}, outputs within bounds"
-        typer.echo(annotation("notice", text, model, "ortplugins check"))
+        return result.report, unfused, errors, worst.values(), pair.not_compared

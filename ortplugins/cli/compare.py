@@ -41,27 +41,7 @@ def compare(
     rounds: Annotated[
         int, typer.Option(metavar="N", help="Processes of each, which run in turn.", min=1)
     ] = 5,
-    tolerance: Annotated[
-        float,
-        typer.Option(help="With --layers: relative RMS error above which values differ."),
-    ] = 1e-4,
-    optimization_level: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LEVEL",
-            help="Of onnxruntime: disable, basic, extended, layout or all. Default: outputs "
-            "are compared at disable, and runs timed at all.",
-        ),
-    ] = None,
-    max_memory: Annotated[
-        int, opt.size_option("With --layers: for values that are held at a time.")
-    ] = "256MiB",  # type: ignore[assignment]
     providers: opt.Providers = opt.CPU,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write all of it as JSON, too."),
-    ] = None,
-    force: opt.Force = False,
     format: opt.Format = "text",
 ) -> None:
     """Run two models on the same inputs: errors, speed and memory."""
@@ -75,9 +55,6 @@ def compare(
         opt.refuse_without_effect(context, "without --pass", "settings")
     if not runs:
         opt.refuse_without_effect(context, "with --runs 0", "rounds")
-    if not layers:
-        opt.refuse_without_effect(context, "without --layers", "tolerance", "max_memory")
-    opt.check_absent(output, force=force)
     found = compare(
         model,
         other,
@@ -86,20 +63,13 @@ def compare(
         layers=layers,
         runs=runs,
         rounds=rounds,
-        tolerance=tolerance,
-        optimization_level=optimization_level,
-        max_memory=max_memory,
         providers=providers,
         **inputs,
     )
-    as_json = format == "json"
-    if as_json:
+    if format == "json":
         typer.echo(found.to_json())
     else:
         _print(found)
-    if output is not None:
-        output.write_text(found.to_json() + "\n", encoding="utf-8")
-        typer.echo(f"wrote {output}", err=as_json)
 
 
 def _print(found: Comparison) -> None:
@@ -146,7 +116,7 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
         out.print(f"no tensors of numbers, not compared: {names}", soft_wrap=True)
     parted = found.first_divergence
     if parted is None:
-        typer.echo(f"no value of both is off by more than {found.tolerance:g}")
+        typer.echo("no value of both has parted")
         return
     d = parted.difference
     why = d.mismatch or f"relative RMS error {d.relative_rms:.3g}"

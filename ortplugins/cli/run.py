@@ -13,10 +13,9 @@ from typing import Annotated
 
 import typer
 
-from ortplugins.cli.options import CacheDir, Passes, Settings, parse_settings
+from ortplugins.cli.options import Passes, Settings, parse_settings
 from session_options import DqMatMulNBitsFusion
 from session_options.environment import (
-    GENERAL,
     VARIABLE,
     entries_of,
     general_entries,
@@ -91,13 +90,6 @@ def run(
     ] = False,
     passes: Passes = [],  # noqa: B006  typer copies it
     settings: Settings = None,
-    cache_dir: CacheDir = "",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="An exception in a pass is raised in the program.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print a line for each session.")
-    ] = False,
 ) -> None:
     """Run a Python program with passes enabled for every session that it opens.
 
@@ -106,20 +98,16 @@ def run(
     the program's. Python processes that it starts have the passes enabled, too.
     """
     from ortplugins.session.patching import enable_entries
-    from ortplugins.session.run_log import VERBOSE_VARIABLE, print_starts
 
     if not module and not os.path.exists(program[0]):
         raise FileNotFoundError(f"{program[0]}: there is no such program")
     entries = _entries(passes, parse_settings(settings))
-    if cache_dir:
-        entries[f"{PREFIX}.cache_dir"] = os.path.abspath(cache_dir)
-    if strict:
-        entries[f"{PREFIX}.strict"] = "1"
     enable_entries(entries)
-    _hand_down(entries)
-    if verbose:
-        os.environ[VERBOSE_VARIABLE] = "1"
-        print_starts()
+    # Workers of multiprocessing that are spawned, and those of a server, know of this process
+    # nothing but the environment.
+    os.environ[VARIABLE] = plan_text(entries)
+    paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     context.obj.append(RunProgram(program[0], tuple(program[1:]), module))
 
 
@@ -132,17 +120,3 @@ def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:
     enabling = f"{PREFIX}.enable_"
     names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
     return {**found, **entries_of(names, settings)}
-
-
-def _hand_down(entries: dict[str, str]) -> None:
-    """Have the Python processes that the program starts do the same.
-
-    Workers of ``multiprocessing`` that are spawned, and those of a server, know of this one
-    nothing but the environment.
-    """
-    os.environ[VARIABLE] = plan_text(entries)
-    for name, variable in GENERAL.items():
-        if text := entries.get(f"{PREFIX}.{name}"):
-            os.environ[variable] = text
-    paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))

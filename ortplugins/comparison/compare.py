@@ -27,6 +27,9 @@ from ortplugins.measurement.measure import (
 from ortplugins.report import Report
 from session_options import Pass
 
+# Relative RMS error above which values have parted.
+TOLERANCE = 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -38,7 +41,6 @@ class Comparison:
         samples: How many inputs both were run on.
         outputs: The outputs' differences, over all samples.
         not_compared: Outputs that are not, and why not.
-        tolerance: Relative RMS error above which values have parted.
         layers: The nodes' values, where they were asked for.
         timings: Of a and b, where runs were asked for.
         report: What the passes did, where b is a after them.
@@ -49,7 +51,6 @@ class Comparison:
     samples: int
     outputs: tuple[Difference, ...]
     not_compared: Mapping[str, str]
-    tolerance: float
     layers: LayerComparison | None = None
     timings: tuple[Measurement, Measurement] | None = None
     report: Report | None = None
@@ -61,10 +62,13 @@ class Comparison:
 
     @property
     def first_divergence(self) -> Layer | None:
-        """The first value, in the order in which a runs, that is off by more."""
+        """The first value, in the order in which a runs, that is off by more than 1e-4.
+
+        In relative RMS.
+        """
         layers = () if self.layers is None else self.layers.layers
         return next(
-            (layer for layer in layers if layer.difference.relative_rms > self.tolerance), None
+            (layer for layer in layers if layer.difference.relative_rms > TOLERANCE), None
         )
 
     def __str__(self) -> str:
@@ -107,12 +111,12 @@ def compare(
     layers: bool = False,
     runs: int = 0,
     rounds: int = 5,
-    tolerance: float = 1e-4,
-    optimization_level: str | None = None,
-    max_memory: int = 256 << 20,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Comparison:
     """Run two models on the same inputs and return how far they are apart.
+
+    Outputs are computed without onnxruntime's optimisers (the graphs' own numbers), and runs
+    timed with all of them (what sessions do by default).
 
     Args:
         a: The reference: a path, bytes, an object, what :func:`.optimize` returned,
@@ -130,11 +134,6 @@ def compare(
             onnxruntime's optimisers.
         runs: Timed runs of each process; 0 to time nothing.
         rounds: Processes of each model, one of each at a time, which run in turn.
-        tolerance: Relative RMS error above which values have parted.
-        optimization_level: What onnxruntime does to both models before they run: disable,
-            basic, extended, layout or all. By default outputs are computed without (the
-            graphs' own numbers), and timed with all of it (what sessions do by default).
-        max_memory: Bytes of the nodes' values to hold at a time.
         providers: Execution providers.
 
     Returns:
@@ -172,7 +171,6 @@ def compare(
             dims=dims,
             samples=samples,
             seed=seed,
-            optimization_level=optimization_level or "disable",
             providers=providers,
         )
         outputs, count = _outputs(pair)
@@ -182,15 +180,12 @@ def compare(
         compared = timings = None
         if layers:
             files = first.file(scratch), second.file(scratch)
-            compared = compare_layers(
-                *files, feeds, scratch=scratch, max_memory=max_memory, providers=providers
-            )
+            compared = compare_layers(*files, feeds, scratch=scratch, providers=providers)
         if runs:
-            level = optimization_level or "all"
             candidates = [
                 Candidate(
                     model.file(scratch),
-                    level=level,
+                    level="all",
                     settings=model.settings,
                     providers=providers,
                 )
@@ -209,7 +204,6 @@ def compare(
             count,
             outputs,
             not_compared,
-            tolerance,
             compared,
             timings,
             report,

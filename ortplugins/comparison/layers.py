@@ -33,6 +33,8 @@ from rewrite_rules.graph.nodes import label
 
 _COMPARED = NUMPY_TYPES - {"string"}
 _MARK = "ortplugins#"
+# Of values to fetch at a time, of both models together; one that takes more is fetched alone.
+_MAX_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,6 @@ def compare_layers(
     feeds: KeptSamples,
     *,
     scratch: Path,
-    max_memory: int,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> LayerComparison:
     """Compare what the nodes of the main graphs compute.
@@ -85,8 +86,6 @@ def compare_layers(
         b: The other.
         feeds: Inputs; each chunk goes through all of them.
         scratch: An existing folder.
-        max_memory: Bytes of values to fetch at a time, of both models together. A value that
-            takes more alone is fetched alone.
         providers: Execution providers.
 
     Raises:
@@ -97,7 +96,7 @@ def compare_layers(
     common = [name for name in made_a if name in made_b]
     chosen = [n for n in common if made_a[n].comparable and made_b[n].comparable]
     differences: dict[str, Difference] = {}
-    for chunk in _chunks(chosen, made_a, made_b, max_memory):
+    for chunk in _chunks(chosen, made_a, made_b):
         differences |= _compare_chunk(chunk, sides, feeds)
     layers = tuple(
         Layer(made_a[n].node, made_a[n].op_type, made_b[n].op_type, differences[n])
@@ -130,17 +129,16 @@ def _chunks(
     names: Sequence[str],
     made_a: Mapping[str, _Made],
     made_b: Mapping[str, _Made],
-    budget: int,
 ) -> Iterator[list[str]]:
     chunk: list[str] = []
-    left = budget
+    left = _MAX_BYTES
     for name in names:
         sizes = made_a[name].nbytes, made_b[name].nbytes
         # What the profile is silent about (calls of functions) goes alone.
-        need = budget if None in sizes else sum(size for size in sizes if size is not None)
+        need = _MAX_BYTES if None in sizes else sum(size for size in sizes if size is not None)
         if chunk and need > left:
             yield chunk
-            chunk, left = [], budget
+            chunk, left = [], _MAX_BYTES
         chunk.append(name)
         left -= need
     if chunk:

@@ -38,7 +38,6 @@ class ModelPair:
         dims: Mapping[str, int] | None = None,
         samples: int = 1,
         seed: int = 0,
-        optimization_level: str = "disable",
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
         """Open both; sessions are taken as they are.
@@ -46,15 +45,12 @@ class ModelPair:
         Raises:
             MissingFileError, ModelFileError: If a model cannot be used, b takes an input that
                 a does not, or no output is left to compare.
-            UsageError: As :func:`comparison_feeds` and :func:`open_model`.
+            UsageError: As :func:`comparison_feeds`.
         """
-
-        def opened(model: GivenModel) -> onnxruntime.InferenceSession:
-            return model.session or open_model(
-                model.file(scratch), optimization_level, providers
-            )
-
-        self.a, self.b = opened(a), opened(b)
+        self.a, self.b = (
+            model.session or open_model(model.file(scratch), "disable", providers)
+            for model in (a, b)
+        )
         self.feeds: KeptSamples = comparison_feeds(
             self.a, inputs, scratch=scratch, dims=dims, samples=samples, seed=seed
         )

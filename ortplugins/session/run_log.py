@@ -12,7 +12,6 @@ from typing import Any
 
 # Handed down to the Python processes that the program starts.
 PATH_VARIABLE = "ORTPLUGINS_RUN_LOG"
-VERBOSE_VARIABLE = "ORTPLUGINS_RUN_VERBOSE"
 
 _WORDS = {"cache": "from the cache", "built": "built", "untouched": "unchanged"}
 
@@ -50,15 +49,3 @@ def summary(path: str) -> str:
     return (
         f"{len(rows)} {noun} ({sources}), {rewrites} rewrites, slowest start {seconds:.2f} s"
     )
-
-
-def print_starts() -> None:
-    """Print a line for each session of this process, to the error output."""
-    import logging
-
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("ortplugins: %(message)s"))
-    log = logging.getLogger("ortplugins")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False

@@ -66,11 +66,8 @@ class _Switching(importlib.abc.Loader):
             warnings.warn(text, stacklevel=2)
             return
         from ortplugins.session.patching import enable
-        from ortplugins.session.run_log import VERBOSE_VARIABLE, print_starts
 
         enable()
-        if VERBOSE_VARIABLE in os.environ:
-            print_starts()
 
 
 def _run_the_other_one() -> None:

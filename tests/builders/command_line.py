@@ -10,7 +10,7 @@ import sys
 import warnings
 from unittest import mock
 
-from ortplugins.cli.app import main
+from ortplugins.cli import main
 
 
 def ortplugins_command(*arguments: object) -> subprocess.CompletedProcess[str]:
