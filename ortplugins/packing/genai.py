@@ -7,7 +7,7 @@ Names and defaults are those of ``src/config.h`` and ``src/config.cpp`` of its r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import onnxruntime
 
 from ortplugins.errors import MissingFileError, ModelFileError, PassError
 from ortplugins.model_io.model_folder import OutputFolder
-from ortplugins.packing.layout import Layout
 from ortplugins.runtime.optimizer_settings import OptimizerSettings
 from session_options.keys import parse_bool
 
@@ -38,8 +37,10 @@ _OUTPUTS = {
 _ATTRIBUTES = ("enable_mem_pattern", "enable_cpu_mem_arena")
 
 
-def genai_layout(model: Path, target: Path, overwrite: bool) -> Layout:
-    """Return the layout of a folder of onnxruntime-genai.
+def genai_layout(
+    model: Path, target: Path, overwrite: bool
+) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
+    """Return a folder of onnxruntime-genai, what finishes it, how its sessions optimise.
 
     Args:
         model: The folder; or a model in it, which genai_config.json need not name.
@@ -70,7 +71,7 @@ def genai_layout(model: Path, target: Path, overwrite: bool) -> Layout:
         text = json.dumps(config.content, indent=4)
         (folder / _NAME).write_text(text + "\n", encoding="utf-8")
 
-    return Layout(OutputFolder(source, found, target, overwrite), finish, config.optimizers())
+    return OutputFolder(source, found, target, overwrite), finish, config.optimizers()
 
 
 class _Config(NamedTuple):

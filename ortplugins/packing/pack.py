@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,18 +13,18 @@ import onnxruntime
 
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.packing.genai import genai_layout
-from ortplugins.packing.layout import plain_layout
 from ortplugins.packing.triton import triton_layout
 from ortplugins.report import Report
+from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model
 from session_options import DqMatMulNBitsFusion, Pass
 
 Server = Literal["genai", "triton", "plain"]
-_LAYOUTS = {"genai": genai_layout, "triton": triton_layout, "plain": plain_layout}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +77,14 @@ def pack(
         OSError: If a file can't be read or written.
         PassError: If a pass fails, or needs a setting that the server cannot have.
     """
-    layout = _LAYOUTS[server](Path(model), Path(output), overwrite)
-    folder = layout.folder
+    layout_of = {"genai": genai_layout, "triton": triton_layout, "plain": _plain_layout}
+    folder, finish, optimizers = layout_of[server](Path(model), Path(output), overwrite)
     folder.check()
     request = BuildRequest(
         folder.model,
         plan_of(passes, options or {}),
-        native_accuracy_level=layout.optimizers.native_accuracy_level,
-        native_block_size=layout.optimizers.native_block_size,
+        native_accuracy_level=optimizers.native_accuracy_level,
+        native_block_size=optimizers.native_block_size,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
     data = load_path(folder.model).data_files.values()
@@ -92,11 +92,21 @@ def pack(
         result = optimize_for(request, staged, progress=progress)
         root = staged.parents[len(folder.location.parts) - 1]
         session = _loaded(folder.model, staged, result.session_settings)
-        layout.finish(root, staged, session, result.session_settings)
+        finish(root, staged, session, result.session_settings)
         found = sorted(path for path in root.rglob("*") if path.is_file())
         files = {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
     report = dataclasses.replace(result.report, artifact=str(folder.written_model))
     return PackResult(folder.target, files, report)
+
+
+def _plain_layout(
+    model: Path, target: Path, overwrite: bool
+) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
+    """Return the layout of the source: of a file the model alone, of a folder all."""
+    along = model.is_dir()
+    source = model if along else model.parent
+    folder = OutputFolder(source, model_in(model), target, overwrite, companions=along)
+    return folder, lambda *_: None, ALL_OPTIMIZERS
 
 
 def _loaded(

@@ -9,7 +9,7 @@ triton-inference-server/common and the README of its onnxruntime_backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import onnxruntime
 
 from ortplugins.errors import ModelFileError, PassError
 from ortplugins.model_io.model_folder import OutputFolder, model_in
-from ortplugins.packing.layout import Layout
+from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import type_of
 
 _NAME = "config.pbtxt"
@@ -38,8 +38,10 @@ _PARAMETERS = {
 }
 
 
-def triton_layout(model: Path, target: Path, overwrite: bool) -> Layout:
-    """Return the layout of a model in Triton's repository.
+def triton_layout(
+    model: Path, target: Path, overwrite: bool
+) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
+    """Return a model's folder in Triton's repository, what finishes it, how it optimises.
 
     Args:
         model: A model, or a folder with one. One with a config.pbtxt keeps all that it has.
@@ -83,7 +85,7 @@ def triton_layout(model: Path, target: Path, overwrite: bool) -> Layout:
         companions=is_triton,
         added=(_NAME,),
     )
-    return Layout(folder, finish)
+    return folder, finish, ALL_OPTIMIZERS
 
 
 def _names(session: onnxruntime.InferenceSession) -> list[str]:
