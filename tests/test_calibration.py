@@ -310,8 +310,6 @@ def test_bad_files_are_named(tmp_path, content, message):
         (sample(extra=np.array([[1, np.nan]], np.float32)), "'extra' holds NaN"),
         (sample(extra=object()), "'extra' is a object that is not an array"),
         (sample(extra=[[1.0], [2.0, 3.0]]), "'extra' is a list that is not an array"),
-        (sample(ids=[[1.5, 2.0]]), "'ids' is a list of float64, which int64.*does not hold"),
-        (sample(ids=[["a", "b"]]), "'ids' is a list of <U1"),
     ],
 )
 def test_bad_samples_are_refused_by_number_and_input(tmp_path, item, message):
@@ -319,12 +317,6 @@ def test_bad_samples_are_refused_by_number_and_input(tmp_path, item, message):
     for _ in range(2):  # a second attempt does not take the data for complete
         with pytest.raises(CalibrationError, match=message):
             list(samples)
-
-
-def test_lists_get_the_type_of_the_input(tmp_path):
-    (feed,) = kept([{"ids": [[1, 2]], "extra": [[0.1, 2]]}], tmp_path)
-    assert feed["ids"].dtype == np.int64
-    assert feed["extra"].dtype == np.float32
 
 
 def test_a_failing_reader_is_told_from_one_without_data(tmp_path):

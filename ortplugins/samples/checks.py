@@ -2,7 +2,7 @@
 """A sample against the inputs of the model that it is for.
 
 Arrays are taken as they are or refused: a cast that nobody asked for hides that a reader was
-written for another model. Python numbers and lists get the input's type, if it holds them.
+written for another model.
 """
 
 from __future__ import annotations
@@ -63,33 +63,18 @@ def _checked_array(item: Any, value: ir.Value, what: str) -> npt.NDArray[Any]:
 
 
 def _as_array(item: Any, dtype: ir.DataType | None, what: str) -> npt.NDArray[Any]:
-    # Tensors of other packages say that they are arrays; objects of any class do not.
-    known = hasattr(item, "__array__") or isinstance(item, bool | int | float | str | list)
     try:
-        if not known:
+        # Tensors of other packages say that they are arrays; objects of any class do not.
+        if not hasattr(item, "__array__"):
             raise TypeError
         array = np.asarray(item)
-    except Exception:  # lists of unequal lengths, tensors on another device
+    except Exception:  # tensors on another device
         raise CalibrationError(
             f"{what} is a {type(item).__name__} that is not an array: give a numpy array"
         ) from None
     if dtype is ir.DataType.STRING and array.dtype.kind == "O":
         return array.astype(np.str_)
-    if hasattr(item, "__array__") or dtype in (None, ir.DataType.STRING):
-        return array
-    assert dtype is not None
-    # Floats may be rounded, as they are wherever a float is written down; nothing else may.
-    fits = array.dtype.kind in "biuf"
-    if fits:
-        with np.errstate(all="ignore"):
-            typed: npt.NDArray[Any] = array.astype(dtype.numpy())
-        fits = dtype.is_floating_point() or np.array_equal(typed, array)
-    if not fits:
-        raise CalibrationError(
-            f"{what} is a list of {array.dtype}, which {dtype.name.lower()}, the model's "
-            "type, does not hold"
-        )
-    return typed
+    return array
 
 
 def _check_dtype(array: npt.NDArray[Any], dtype: ir.DataType | None, what: str) -> None:
