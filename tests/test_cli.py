@@ -284,8 +284,8 @@ def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
 # inspect
 
 
-def test_inspect_writes_nothing_and_check_fails_on_a_refusal(main, tmp_path, cache_dir):
-    model, fused = save(REFUSED, tmp_path / "m.onnx"), save(FUSED, tmp_path / "f.onnx")
+def test_inspect_tells_of_a_refusal_and_writes_nothing(main, tmp_path, cache_dir):
+    model = save(REFUSED, tmp_path / "m.onnx")
     before = files(tmp_path)
     done = main("inspect", model)
     assert (done.returncode, done.stderr) == (0, "")
@@ -293,8 +293,6 @@ def test_inspect_writes_nothing_and_check_fails_on_a_refusal(main, tmp_path, cac
     assert counts == "fired 0, refused 1"
     assert refusal.startswith("refused dq_matmulnbits_fusion: matmul: ")
     assert "block_size 24" in refusal
-    checks = [main("inspect", path, "--check").returncode for path in (model, fused)]
-    assert checks == [1, 0]
     assert files(tmp_path) == before
     assert not cache_dir.exists()
 

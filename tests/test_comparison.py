@@ -58,7 +58,6 @@ def test_measures_are_their_formulas(at_a_time, monkeypatch):
     found = difference(*zip(samples, others, strict=True))
     a, b = samples.ravel(), others.ravel()
     assert found.max_abs == np.abs(b - a).max()
-    assert found.max_rel == np.abs((b - a) / a).max()
     assert math.isclose(found.relative_rms, np.linalg.norm(b - a) / np.linalg.norm(a))
     assert math.isclose(found.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
@@ -67,7 +66,7 @@ def test_equal_is_no_difference_whatever_it_is():
     odd = [np.nan, np.inf, -np.inf, 0.0, 3.0]
     for a in (odd, [], np.zeros((0, 3)), [0, 0], [True, False], ["a", "b"]):
         found = difference((a, a))
-        assert (found.max_abs, found.max_rel, found.relative_rms) == (0, 0, 0)
+        assert (found.max_abs, found.relative_rms) == (0, 0)
         assert found.cosine == 1
 
 
@@ -78,19 +77,19 @@ INF = math.inf
     ("a", "b", "measures"),
     [
         # What is not finite alone is infinitely far.
-        ([INF, 1.0], [np.nan, 1.0], (INF, INF, INF, 0)),
-        ([INF, 1.0], [-INF, 1.0], (INF, INF, INF, 0)),
-        ([INF, 1.0], [0.0, 1.0], (INF, INF, INF, 0)),
+        ([INF, 1.0], [np.nan, 1.0], (INF, INF, 0)),
+        ([INF, 1.0], [-INF, 1.0], (INF, INF, 0)),
+        ([INF, 1.0], [0.0, 1.0], (INF, INF, 0)),
         # A reference of zeros has no relative error.
-        ([0.0, 0.0], [3.0, 4.0], (4, 0, 5, 0)),
+        ([0.0, 0.0], [3.0, 4.0], (4, 5, 0)),
         # Integers are not subtracted in their own type.
-        (np.uint8([3]), np.uint8([5]), (2, 2 / 3, 2 / 3, 1)),
+        (np.uint8([3]), np.uint8([5]), (2, 2 / 3, 1)),
     ],
 )
 def test_measures_of_special_numbers(a, b, measures):
     found = difference((a, b))
-    names = ("max_abs", "max_rel", "relative_rms", "cosine")
-    assert tuple(getattr(found, name) for name in names) == pytest.approx(measures)
+    found_measures = found.max_abs, found.relative_rms, found.cosine
+    assert found_measures == pytest.approx(measures)
 
 
 def test_other_shapes_are_no_numbers():

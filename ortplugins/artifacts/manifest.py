@@ -108,18 +108,12 @@ def is_as_published(folder: str | os.PathLike[str], manifest: Mapping[str, Any])
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return a manifest that names files of its folder only; None where there is no such."""
+    """Return the manifest of a folder; None where there is none that can be used."""
     content = read_json(os.path.join(folder, MANIFEST))
-    if not isinstance(content, dict) or not isinstance(files := content.get("files"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("created"), float):
         return None
-    if not isinstance(content.get("created"), int | float):
-        return None
-    if any(os.path.basename(name) != name or type(files[name]) is not int for name in files):
-        return None
-    parts = [content.get(name) for name in ("digests", "data", "made_from")]
-    if not all(isinstance(part, dict) for part in parts):
-        return None
-    return content if content["digests"].keys() >= files.keys() else None
+    parts = (content.get(name) for name in ("files", "digests", "data", "made_from"))
+    return content if all(isinstance(part, dict) for part in parts) else None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,6 @@ def warm(
     session_entries: Mapping[str, str] | None = None,
     optimization_level: str = "all",
     disabled_optimizers: Collection[str] = (),
-    done: Callable[[WarmResult], None] | None = None,
 ) -> list[WarmResult]:
     """Build the artifacts that sessions on the CPU will look for.
 
@@ -107,7 +106,6 @@ def warm(
         optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
             ``"layout"`` or ``"all"``, which is onnxruntime's default.
         disabled_optimizers: The sessions' argument of that name.
-        done: Called after each model.
 
     Returns:
         What became of each model, in order; one that fails does not stop the others.
@@ -124,8 +122,6 @@ def warm(
         if cache_dir is not None and not result.error:
             share(cache)
         results.append(result)
-        if done is not None:
-            done(result)
     return results
 
 
@@ -205,7 +201,16 @@ def _prepare(
     cache_dir: str | os.PathLike[str] | None,
 ) -> tuple[onnxruntime.SessionOptions, Plan]:
     """Return the options of the sessions to come, and their plan."""
-    prepared = _session_options(passes, options or {}, session_entries or {})
+    names = [item for item in passes if isinstance(item, str)]
+    settings = {key: format_value(value) for key, value in (options or {}).items()}
+    prepared = onnxruntime.SessionOptions()
+    # Options of a pass that are not given stay unset: an entry of onnxruntime may stand in.
+    for key, text in {**(session_entries or {}), **entries_of(names, settings)}.items():
+        try:
+            prepared.add_session_config_entry(key, text)
+        except RuntimeError as error:
+            raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
+    session_options.configure(prepared, *(x for x in passes if not isinstance(x, str)))
     prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
         prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(cache_dir))
@@ -243,23 +248,3 @@ def _warm_one(
         folder = Path(artifact.model).parent
         size = disk_size(folder)
     return WarmResult(name, Report.from_dict(artifact.report), size)
-
-
-def _session_options(
-    passes: Sequence[Pass | str], options: Mapping[str, Any], entries: Mapping[str, str]
-) -> onnxruntime.SessionOptions:
-    """Return session options as a user would have written them.
-
-    Options of a pass that are not given stay unset: an entry of onnxruntime may stand in.
-    """
-    names = [item for item in passes if isinstance(item, str)]
-    objects = [item for item in passes if not isinstance(item, str)]
-    settings = {key: format_value(value) for key, value in options.items()}
-    result = onnxruntime.SessionOptions()
-    for key, text in {**entries, **entries_of(names, settings)}.items():
-        try:
-            result.add_session_config_entry(key, text)
-        except RuntimeError as error:
-            raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
-    session_options.configure(result, *objects)
-    return result

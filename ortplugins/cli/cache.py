@@ -235,15 +235,8 @@ def warm(
     For an image, --cache-dir is a directory that every user may read; sessions find it through
     ORTPLUGINS_CACHE_DIR.
     """
-    from ortplugins.artifacts.warming import WarmResult, expected_bytes
+    from ortplugins.artifacts.warming import expected_bytes
     from ortplugins.artifacts.warming import warm as build
-
-    def done(item: WarmResult) -> None:
-        if item.error:
-            where = "" if item.error.startswith(item.model) else f"{item.model}: "
-            typer.echo(f"error: {where}{item.error}", err=True)
-        else:
-            typer.echo(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
 
     if PrepackedWeights.name in start["passes"]:
         for model in models:
@@ -251,8 +244,16 @@ def warm(
             with suppress(ModelFileError, OSError):
                 size = decimal(expected_bytes(model))
                 typer.echo(f"{model}: may take {size} of disk with packed weights", err=True)
-    results = build(models, done=done, **start)
-    if any(item.error for item in results):
+    failed = False
+    for model in models:
+        (item,) = build([model], **start)
+        if item.error:
+            failed = True
+            where = "" if item.error.startswith(item.model) else f"{item.model}: "
+            typer.echo(f"error: {where}{item.error}", err=True)
+        else:
+            typer.echo(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
+    if failed:
         raise typer.Exit(1)
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report
@@ -18,9 +15,6 @@ def inspect(
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
     onnxruntime: opt.OnnxruntimeVersion = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if something is refused.")
-    ] = False,
 ) -> None:
     """Print what would fire on a model, what would not, and why; write nothing."""
     from ortplugins.optimization.optimize import optimize
@@ -38,5 +32,3 @@ def inspect(
             **chosen,
         ).report
     print_report(report, printing, model)
-    if check and report.refused:
-        raise typer.Exit(1)

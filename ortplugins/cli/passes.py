@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -18,15 +17,11 @@ _HEADINGS = ("Session key", "Default", "What it does")
 
 
 def passes(
-    format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format")] = "text",
+    format: Annotated[Literal["text", "markdown"], typer.Option("--format")] = "text",
 ) -> None:
     """List the passes and their options, as session keys."""
     rows = list(_key_rows())
-    if format == "json":
-        fields = ("key", "default", "help")
-        listed = [dict(zip(fields, row, strict=True)) for row in rows]
-        typer.echo(json.dumps(listed, indent=1))
-    elif format == "markdown":
+    if format == "markdown":
         typer.echo(f"| {' | '.join(_HEADINGS)} |\n|---|---|---|")
         for key, default, text in rows:
             shown = f"`{default}`" if default else ""

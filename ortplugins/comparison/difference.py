@@ -4,7 +4,6 @@
 With the reference a and the other b, over all elements and samples:
 
     max_abs       max |b - a|
-    max_rel       max |b - a| / |a|     where a is not 0
     relative_rms  sqrt(sum |b - a|^2 / sum |a|^2)
     cosine        a . b / (|a| |b|)
 
@@ -36,7 +35,6 @@ class Difference:
         dtype: Of a.
         shape: Of a, in the last sample.
         max_abs: Greatest absolute difference.
-        max_rel: Greatest difference relative to the reference's element, where it is not 0.
         relative_rms: Root of the squared differences' sum over that of the squared reference.
         cosine: Between both.
         mismatch: Why they could not be compared element by element; empty where they were.
@@ -46,7 +44,6 @@ class Difference:
     dtype: str
     shape: tuple[int, ...]
     max_abs: float
-    max_rel: float
     relative_rms: float
     cosine: float
     mismatch: str = ""
@@ -56,8 +53,8 @@ class Difference:
         if self.mismatch:
             return self.mismatch
         return (
-            f"max abs error {self.max_abs:.3g}, max rel error {self.max_rel:.3g}, "
-            f"relative RMS {self.relative_rms:.3g}, cosine {self.cosine:.7f}"
+            f"max abs error {self.max_abs:.3g}, relative RMS {self.relative_rms:.3g}, "
+            f"cosine {self.cosine:.7f}"
         )
 
 
@@ -67,8 +64,8 @@ class DifferenceSum:
     def __init__(self, name: str) -> None:
         self._name = name
         self._dtype, self._shape, self._mismatch = "", (), ""
-        self._max_abs = self._max_rel = 0.0
-        self._error = self._energy_a = self._energy_b = self._product = 0.0
+        self._max_abs = self._error = 0.0
+        self._energy_a = self._energy_b = self._product = 0.0
 
     def add(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
         """Take in one sample; other shapes or kinds of type end the comparison."""
@@ -78,11 +75,6 @@ class DifferenceSum:
             return
         for x, y, d in _slices(a, b):
             self._max_abs = max(self._max_abs, float(d.max()))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                relative = np.where(x == 0, 0.0, d / np.abs(x))
-            # NaN only where d is infinite, or where both are equal infinities or NaN.
-            relative = np.where(np.isnan(relative), np.where(d > 0, np.inf, 0.0), relative)
-            self._max_rel = max(self._max_rel, float(relative.max()))
             finite = np.isfinite(x) & np.isfinite(y)
             with np.errstate(over="ignore"):
                 self._error += float(np.square(d).sum())
@@ -95,7 +87,7 @@ class DifferenceSum:
     def result(self) -> Difference:
         """Return what all samples add up to."""
         if self._mismatch:
-            rms, cosine, self._max_abs, self._max_rel = math.inf, 0.0, math.inf, math.inf
+            rms, cosine, self._max_abs = math.inf, 0.0, math.inf
         else:
             # A reference of zeros has no energy: the error counts as it is.
             rms = math.sqrt(self._error / (self._energy_a or 1.0))
@@ -111,7 +103,6 @@ class DifferenceSum:
             self._dtype,
             self._shape,
             self._max_abs,
-            self._max_rel,
             rms,
             cosine,
             self._mismatch,

@@ -141,9 +141,10 @@ def evaluate(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         models = [
-            TextModel(GivenModel(_file_of(item)), Path(folder), providers)
+            TextModel(GivenModel(given), Path(folder), providers)
             for item in (model, against)
             if item is not None
+            for given in [model_in(item) if isinstance(item, str | os.PathLike) else item]
         ]
         if len({item.gives_logits for item in models}) > 1:
             raise ModelFileError(
@@ -153,10 +154,6 @@ def evaluate(
         if models[0].gives_logits:
             return _language_model(models, encoder, Path(text), tokens, window, progress)
         return _encoder(models, encoder, Path(text), pairs, progress)
-
-
-def _file_of(model: ModelSource) -> ModelSource:
-    return model_in(model) if isinstance(model, str | os.PathLike) else model
 
 
 def _language_model(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -93,21 +94,13 @@ def load_path(
     folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
     if folder is not None:
         folders = [Path(folder).absolute()]
+    content = None
     if map_inline and os.path.isfile(path):
-        content = _read_reduced(path)
-        if content is not None:
-            return _load(content, folders, os.fspath(path))
-    return _load(read_model_file(path), folders, os.fspath(path))
+        from ortplugins.model_io.mapped_initializers import read_without_tensors
 
-
-def _read_reduced(path: str | os.PathLike[str]) -> bytes | None:
-
-    from ortplugins.model_io.mapped_initializers import read_without_tensors
-
-    try:
-        return read_without_tensors(path)
-    except OSError:
-        return None  # whoever reads it whole says what is wrong
+        with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
+            content = read_without_tensors(path)
+    return _load(content or read_model_file(path), folders, os.fspath(path))
 
 
 def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedModel:

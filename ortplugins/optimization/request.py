@@ -101,12 +101,13 @@ class BuildRequest(NamedTuple):
 
     def key_parts(self) -> dict[str, Any]:
         """Return what the result depends on besides the model and its data, as JSON."""
+        depends_on_arena = any(item.depends_on_arena for item in self.plan.passes)
         return {
             "passes": self.plan.fingerprint(),
             "providers": list(self.providers),
-            "optimizers": _as_json(self.optimizers),
+            "optimizers": self.optimizers and self.optimizers._asdict(),
             "final_graph": self.final_graph,
-            "cpu_arena": self.cpu_arena if self._depends_on_arena else None,
+            "cpu_arena": self.cpu_arena if depends_on_arena else None,
             "native_accuracy_level": self.native_accuracy_level,
             "native_block_size": self.native_block_size,
             "versions": package_versions(),
@@ -189,10 +190,6 @@ class BuildRequest(NamedTuple):
         """Return the request without one of its passes."""
         return self._replace(plan=self.plan.without(pass_name))
 
-    @property
-    def _depends_on_arena(self) -> bool:
-        return any(item.depends_on_arena for item in self.plan.passes)
-
 
 def read_request(
     source: str | bytes | os.PathLike[str],
@@ -263,10 +260,6 @@ def _hint_parts(plan: Plan) -> dict[str, Any]:
         "samples": samples,
         "cores": usable_cores(),
     }
-
-
-def _as_json(settings: OptimizerSettings | None) -> dict[str, Any] | None:
-    return None if settings is None else settings._asdict()
 
 
 def _optimizers_from_json(content: dict[str, Any] | None) -> OptimizerSettings | None:

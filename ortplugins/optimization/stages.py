@@ -159,5 +159,5 @@ def _tried(original: ir.Model, target: ir.Model, context: PassContext) -> Remark
         return None
     target.graph = original.graph
     withdrawn = Remarks(context.remarks.pass_name)
-    withdrawn.refused("model", str(failure))
+    withdrawn.refused("model", failure)
     return withdrawn

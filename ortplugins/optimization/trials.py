@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -26,26 +25,10 @@ _SECONDS = 0.5
 _LEAST_ROUNDS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A trial that the result does not pass.
-
-    Attributes:
-        trial: Its name.
-        reason: The difference that was measured, or what failed.
-    """
-
-    trial: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"withdrawn after a trial on {self.trial}: {self.reason}"
-
-
 def find_failure(
     before: ir.Model, after: ir.Model, trials: Sequence[Trial], providers: Sequence[str]
-) -> Failure | None:
-    """Run both models; return the first trial on which they differ, None where they agree.
+) -> str | None:
+    """Run both models; return what fails the first trial that does, None where they agree.
 
     Args:
         before: The model as it was; shares its tensors with ``after``.
@@ -72,14 +55,14 @@ def find_failure(
             continue
         reason = _failure(names, one, other, trial)
         if reason is not None:
-            return Failure(trial.name, reason)
+            return f"withdrawn after a trial on {trial.name}: {reason}"
         tried.append(trial)
     timed = [trial for trial in tried if trial.timed]
     if timed:
         share = statistics.geometric_mean(_share(original, result, trial) for trial in timed)
         if share >= 1:
             on = ", ".join(trial.name for trial in timed)
-            return Failure(on, f"it takes {share:.2f} times as long")
+            return f"withdrawn after a trial on {on}: it takes {share:.2f} times as long"
     return None
 
 
