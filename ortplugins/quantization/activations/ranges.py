@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,9 @@ def calibrate(
             use_external_data_format=True,
             providers=list(providers),
         )
-        for reader in _rounds(samples, method):
-            calibrator.collect_data(reader)
+        for feeds in _rounds(samples, method):
+            take = functools.partial(next, iter(feeds), None)
+            calibrator.collect_data(types.SimpleNamespace(get_next=take))
         found = calibrator.compute_data()
     except CalibrationError:
         raise
@@ -70,17 +73,7 @@ def calibrate(
     }
 
 
-class _Reader:
-    """Samples as onnxruntime's calibrators take them."""
-
-    def __init__(self, samples: Iterator[Feed]) -> None:
-        self._samples = samples
-
-    def get_next(self) -> Feed | None:
-        return next(self._samples, None)
-
-
-def _rounds(samples: KeptSamples, method: str) -> Iterator[_Reader]:
+def _rounds(samples: KeptSamples, method: str) -> Iterator[Iterable[Feed]]:
     """All samples in one go, as onnxruntime has it; of several shapes, one by one.
 
     Histograms are made of an array of all samples, which those of several shapes can't form.
@@ -92,9 +85,9 @@ def _rounds(samples: KeptSamples, method: str) -> Iterator[_Reader]:
             for feed in samples
         }
         if len(shapes) > 1:
-            yield from (_Reader(iter([feed])) for feed in samples)
+            yield from ([feed] for feed in samples)
             return
-    yield _Reader(iter(samples))
+    yield samples
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ all settings: opening one folds and packs all weights.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import itertools
 import os
@@ -115,15 +114,11 @@ class SwitchedModel:
             return found
 
         with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
-            waiting = collections.deque[concurrent.futures.Future[list[npt.NDArray[Any]]]]()
             feeds = enumerate(self._samples)
-            while True:
-                # No more than a sample for each worker is in memory.
-                for index, feed in itertools.islice(feeds, self._workers - len(waiting)):
-                    waiting.append(pool.submit(run, index, feed))
-                if not waiting:
-                    return
-                yield dict(zip(self.outputs, waiting.popleft().result(), strict=True))
+            # No more than a sample for each worker is in memory.
+            while batch := list(itertools.islice(feeds, self._workers)):
+                for outputs in pool.map(run, *zip(*batch, strict=True)):
+                    yield dict(zip(self.outputs, outputs, strict=True))
 
     def refer_to(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> None:
         """Take outputs as the reference: of :meth:`values`, of this model or of another.

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortplugins.quantization.weights.graph import described
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import new_initializer
@@ -243,9 +244,7 @@ def insert_mul(
     name = names.take(f"{activation.name}.channel_scales")
     vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
     node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
-    (scaled,) = node.outputs
-    scaled.name = node.name
-    scaled.type, scaled.shape = ir.TensorType(dtype), activation.shape
+    scaled = described(node, dtype, activation.shape)
     producer = activation.producer()
     if producer is not None:
         graph.insert_after(producer, node)

@@ -89,7 +89,7 @@ class CodeWriter:
         node = ir.node("DequantizeLinear", inputs, attributes, name=name)
         # A reader in a subgraph of If or Loop sees what comes before that node.
         graph.insert_before(site.node if site.node.graph is graph else graph[0], node)
-        return _described(node, real, shape)
+        return described(node, real, ir.Shape(shape))
 
     def _transpose(self, value: ir.Value) -> ir.Value:
         name = self._names.take(f"{value.name}.T")
@@ -98,7 +98,7 @@ class CodeWriter:
         assert producer is not None and isinstance(producer.graph, ir.Graph)
         assert value.dtype is not None and value.shape is not None
         producer.graph.insert_after(producer, node)
-        return _described(node, value.dtype, value.shape.numpy()[::-1])
+        return described(node, value.dtype, ir.Shape(value.shape.numpy()[::-1]))
 
 
 def _unfuse(node: ir.Node) -> None:
@@ -110,11 +110,11 @@ def _unfuse(node: ir.Node) -> None:
         node.attributes.clear()
 
 
-def _described(node: ir.Node, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-    """Return a node's output, with its name, type and shape."""
+def described(node: ir.Node, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
+    """Return a node's output, with the node's name, a type and a shape."""
     (value,) = node.outputs
     value.name = node.name
-    value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
+    value.type, value.shape = ir.TensorType(dtype), shape
     return value
 
 
