@@ -93,6 +93,7 @@ def quantize_to_eight_bits(
             infinite,
             dtypes,
             model=proto,
+            reduce_range=False,
             weight_qType=_quant_type(weight_type),
             activation_qType=_quant_type(activation_type),
             tensors_range=tensors_range,

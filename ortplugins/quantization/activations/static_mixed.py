@@ -104,11 +104,9 @@ def quantize_static_mixed(
     promote: Collection[str] = (),
     mode: str = "int16",
     target: str = "qnn",
-    merge: bool = False,
     activation_type: str | enum.Enum = "QUInt8",
     weight_type: str | enum.Enum = "QInt8",
     per_channel: bool = True,
-    reduce_range: bool = False,
     calibrate_method: str | enum.Enum = "MinMax",
     op_types_to_quantize: Sequence[str] | None = None,
     nodes_to_quantize: Sequence[Pattern] = (),
@@ -141,12 +139,9 @@ def quantize_static_mixed(
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
             that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
             back the 8-bit values before it; the numbers are the same.
-        merge: Whether a region's exit that leads right into another region is bridged in 16
-            bits; this changes the numbers.
         activation_type: ``"QUInt8"`` or ``"QInt8"``: of all other activations.
         weight_type: Of initializers: 8, 16 or 4 bits.
         per_channel: Whether weights get a scale for each channel; needs opset 13.
-        reduce_range: Whether weights get 7 bits, for x86 machines without VNNI.
         calibrate_method: ``"MinMax"``, ``"Entropy"``, ``"Percentile"`` or ``"Distribution"``.
         op_types_to_quantize: Operators; by default those that onnxruntime quantises by
             default.
@@ -204,7 +199,6 @@ def quantize_static_mixed(
     weights = quant_type_of(weight_type, "weight_type", _WEIGHTS)
     settings = {
         "per_channel": per_channel,
-        "reduce_range": reduce_range,
         "nodes_to_quantize": selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
         "nodes_to_exclude": selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         "op_types_to_quantize": op_types,
@@ -221,7 +215,7 @@ def quantize_static_mixed(
             )
         model = base.model
         wanted = _for_graph(wanted, base, graph.initializers, activation)
-        passes = _rewrite(model, wanted, merge, calibration_providers)
+        passes = _rewrite(model, wanted, calibration_providers)
         notes = (note, *_counted(warned))
         if output is not None:
             if external_data is None:
@@ -321,7 +315,7 @@ def _for_graph(
 
 
 def _rewrite(
-    model: ir.Model, options: BoundaryOptions, merge: bool, providers: Sequence[Any]
+    model: ir.Model, options: BoundaryOptions, providers: Sequence[Any]
 ) -> tuple[PassReport, ...]:
     """Place the boundaries; remarks on each."""
     import onnxruntime
@@ -333,6 +327,6 @@ def _rewrite(
     context = PassContext(remarks, names, parse_version(onnxruntime.__version__))
     start = time.perf_counter()
     place_boundaries(model, options, context)
-    fold_pairs(model, options.target, context, merge=merge)
+    fold_pairs(model, options.target, context)
     model.graph.sort()
     return (PassReport(_PASS, time.perf_counter() - start, tuple(remarks)),)
