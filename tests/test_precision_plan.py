@@ -29,13 +29,15 @@ from rewrite_rules.remarks import PassContext, Remarks
 _SCALES = {"x": 0.03, "h0": 0.03, "h1": 0.03, "h2": 3.0, "h3": 0.03, "h4": 0.03, "h5": 0.3}
 
 
-def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
+def chain(
+    scales: dict[str, float] = _SCALES, *, reshape: str = "", real: str = "float"
+) -> ir.Model:
     """A chain of MatMuls, the input and each result through a grid of 8 bits."""
-    rng = np.random.default_rng(0)
+    rng, dtype = np.random.default_rng(0), np.float16 if real == "float16" else np.float32
     nodes, constants, names = [], {}, list(scales)
 
     def pair(name: str) -> None:
-        constants.update({f"{name}_s": np.float32(scales[name]), f"{name}_z": np.uint8(128)})
+        constants.update({f"{name}_s": dtype(scales[name]), f"{name}_z": np.uint8(128)})
         nodes.append(f"{name}_q = QuantizeLinear({name}, {name}_s, {name}_z)")
         nodes.append(f"{name}_d = DequantizeLinear({name}_q, {name}_s, {name}_z)")
 
@@ -45,10 +47,10 @@ def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
             nodes.append(f"{name} = Transpose<perm = [1, 0]>({before}_d)")
         else:
             weight = rng.standard_normal((8, 8)) * 0.35
-            constants[f"{name}_w"] = weight.astype(np.float32)
+            constants[f"{name}_w"] = weight.astype(dtype)
             nodes.append(f"{name} = MatMul({before}_d, {name}_w)")
         pair(name)
-    text = f"g (float[8, 8] x) => (float[8, 8] {names[-1]}_d) {{ {' '.join(nodes)} }}"
+    text = f"g ({real}[8, 8] x) => ({real}[8, 8] {names[-1]}_d) {{ {' '.join(nodes)} }}"
     return model_of(text, constants)
 
 
@@ -119,6 +121,14 @@ def test_what_lies_between_promoted_ones_counts():
     np.testing.assert_array_equal(
         run(both, feeds()), run(rewritten(model, frozenset(plan.promoted)), feeds())
     )
+
+
+def test_what_the_rewrite_refuses_stays():
+    model = chain({**_SCALES, "h2": 0.01, "h4": 1.0}, real="float16")
+    samples = [{"x": feed["x"].astype(np.float16)} for feed in feeds()]
+    plan = plan_precision(model, samples, max_16bit=3)
+    assert plan.promoted[:2] == ("h4", "h5") and "h3" not in plan.promoted
+    assert any(note.startswith("h3 stays: tensor 'h2': scale 0.01") for note in plan.notes)
 
 
 def test_memory_changes_the_time_and_no_number():

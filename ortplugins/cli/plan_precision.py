@@ -15,7 +15,7 @@ from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ortplugins.quantization.planner.search import CurvePoint, Effect
+    from ortplugins.quantization.planner.search import CurvePoint, Unit
 
 _SHOWN = 20
 
@@ -181,25 +181,25 @@ def plan_precision(
 
 
 def _print(
-    ranking: Sequence[Effect],
+    ranking: Sequence[Unit],
     curve: Sequence[CurvePoint],
     promoted: frozenset[str],
     notes: Sequence[str],
 ) -> None:
     """Print the ranking down to the last promoted one, then the curve."""
     steps = {name: point for point in curve for name in point.added}
-    chosen = [not promoted.isdisjoint(effect.names) for effect in ranking]
+    chosen = [not promoted.isdisjoint(unit.names) for unit in ranking]
     last = max((i for i, item in enumerate(chosen) if item), default=0)
     rows = []
-    for number, effect in enumerate(ranking[: max(_SHOWN, last + 1)], 1):
-        step = steps.get(effect.names[0]) if chosen[number - 1] else None
+    for number, unit in enumerate(ranking[: max(_SHOWN, last + 1)], 1):
+        step = steps.get(unit.names[0]) if chosen[number - 1] else None
         then = step and step.deviation
         rows.append(
             (
                 str(number),
-                ", ".join(effect.names),
-                effect.operator,
-                f"{effect.error:.3g}",
+                ", ".join(unit.names),
+                unit.operator,
+                f"{unit.error:.3g}",
                 "yes" if chosen[number - 1] else "",
                 f"{then.error:.3g}" if then else "",
                 f"{then.cosine:.6f}" if then else "",

@@ -23,7 +23,7 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.deviation import Deviation
-from ortplugins.quantization.planner.search import CurvePoint, Effect, Search, Unit
+from ortplugins.quantization.planner.search import CurvePoint, Search, Unit
 from ortplugins.quantization.planner.switched_model import SwitchedModel
 from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.sources import CalibrationSource
@@ -41,7 +41,7 @@ class Plan:
         notes: What stood in the way.
     """
 
-    ranking: tuple[Effect, ...]
+    ranking: tuple[Unit, ...]
     curve: tuple[CurvePoint, ...]
     before: Deviation
     after: Deviation
@@ -190,7 +190,7 @@ class PlannerRun:
             # What is made is less exact than its simulation by so much.
             wanted = search.now.cosine + (budget - after.cosine) + 1e-6
         return search, {
-            "ranking": search.ranking(),
+            "ranking": search.ranking,
             "curve": tuple(search.curve),
             "before": search.curve[0].deviation,
             "after": after,

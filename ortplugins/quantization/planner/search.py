@@ -15,6 +15,7 @@ finds sets whose error is smaller by 4 % at most.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ortplugins.errors import QuantizationError
@@ -30,19 +31,25 @@ _CLOSED = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Effect:
-    """What one thing does to the outputs by itself.
+class Unit:
+    """What gets more bits together.
 
     Attributes:
-        names: An activation, several that share a grid, or the nodes that share a weight.
+        names: An activation, several that share a grid, or the nodes that share a weight;
+            these are counted.
+        switches: That are on as long as it has few bits.
         operator: What computes the first activation (empty for an input of the graph), or the
             nodes' operator.
-        error: At the outputs, with only this in few bits: see :class:`Deviation`.
+        cost: What a limit counts: activations, nodes, or elements of a weight.
+        error: At the outputs, with only this in few bits: see :class:`Deviation`. NaN before
+            it is measured.
     """
 
     names: tuple[str, ...]
+    switches: tuple[str, ...]
     operator: str
-    error: float
+    cost: int
+    error: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +67,11 @@ class CurvePoint:
     deviation: Deviation
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unit:
-    """What gets more bits together.
-
-    Attributes:
-        names: As :class:`Effect` has them; these are counted.
-        switches: That are on as long as it has few bits.
-        operator: As there.
-        cost: What a limit counts: activations, nodes, or elements of a weight.
-    """
-
-    names: tuple[str, ...]
-    switches: tuple[str, ...]
-    operator: str
-    cost: int
-
-
 class Search:
     """Promotes units one after the other, and measures.
 
     Attributes:
+        ranking: All units, the worst first.
         curve: A point for each step forward.
         now: Deviation with what is promoted.
     """
@@ -95,12 +86,14 @@ class Search:
         """Rank the units; the model's own outputs with all switches off are its reference."""
         self._switched, self._progress, self._implied = switched, progress, implied
         switched.refer_to(switched.values())
-        self._effects: dict[Unit, float] = {}
+        measured = []
         for done, unit in enumerate(units):
             progress(done, len(units), f"ranking {unit.names[0]}")
-            self._effects[unit] = switched.deviation(unit.switches).error
-        self._ordered = sorted(units, key=lambda unit: -self._worth(unit))
-        self._unit_of = {name: unit for unit in units for name in unit.names}
+            error = switched.deviation(unit.switches).error
+            measured.append(dataclasses.replace(unit, error=error))
+        self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
+        self._ordered = sorted(measured, key=lambda unit: -unit.error / unit.cost)
+        self._unit_of = {name: unit for unit in measured for name in unit.names}
         self._banned: set[Unit] = set()
         self._promoted: tuple[Unit, ...] = ()
         self.curve: list[CurvePoint] = []
@@ -122,13 +115,6 @@ class Search:
                 f"and {best.cosine:.6g} with all {_count(self._ordered)} promoted; the rest "
                 "comes from what can't be"
             )
-
-    def ranking(self) -> tuple[Effect, ...]:
-        """Return all units, the worst first."""
-        return tuple(
-            Effect(unit.names, unit.operator, error)
-            for unit, error in sorted(self._effects.items(), key=lambda item: -item[1])
-        )
 
     def promoted_names(self) -> tuple[str, ...]:
         """Return the names of what is promoted."""
@@ -156,7 +142,7 @@ class Search:
     def prune(self, wanted: float | None) -> None:
         """Put back what is not needed for the wanted cosine, or adds no error where it is."""
         reached = wanted is not None and self.now.cosine >= wanted
-        for unit in sorted(self._promoted, key=lambda unit: self._effects[unit]):
+        for unit in sorted(self._promoted, key=lambda unit: unit.error):
             rest = self._closed(item for item in self._promoted if item is not unit)
             if len(rest) >= len(self._promoted):
                 continue  # the others imply it
@@ -175,9 +161,6 @@ class Search:
         """Take back units for good."""
         self._banned |= {self._unit_of[name] for name in names}
         self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
-
-    def _worth(self, unit: Unit) -> float:
-        return self._effects[unit] / unit.cost
 
     def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
         """Add what is implied."""
@@ -198,7 +181,7 @@ class Search:
             closed = self._closed([*self._promoted, unit])
             if limit is None or _cost(closed) <= limit:
                 added = [item for item in closed if item not in promoted]
-                worth = sum(self._effects[item] for item in added) / _cost(added)
+                worth = sum(item.error for item in added) / _cost(added)
                 found.append((worth, closed))
         found.sort(key=lambda item: -item[0])
         return [
