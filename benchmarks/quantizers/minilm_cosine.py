@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.models.corpus import CACHE
 from benchmarks.models.minilm import embeddings, feeds, float_minilm, sentences
 from ortplugins.quantization import quantize
+from ortplugins.quantization.weights.recipe import Settings
 
-_METHODS = ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")
+_METHODS: Mapping[str, Settings] = {
+    **{name: {"method": name} for name in ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")},
+    "gptq, quantized_inputs": {"method": "gptq", "quantized_inputs": True},
+    "awq_gptq, quantized_inputs": {"method": "awq_gptq", "quantized_inputs": True},
+}
 
 
 def cosine_table(block_sizes: Sequence[int], count: int) -> str:
@@ -26,22 +31,22 @@ def cosine_table(block_sizes: Sequence[int], count: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     for block_size in block_sizes:
-        for method in _METHODS:
+        for name, settings in _METHODS.items():
             with tempfile.TemporaryDirectory(dir=CACHE, prefix="minilm-") as folder:
                 start = time.perf_counter()
                 result = quantize(
                     path,
                     Path(folder, "model.onnx"),
-                    method=method,
                     block_size=block_size,
-                    calibration_data_reader=None if method == "rtn" else samples,
+                    calibration_data_reader=None if name == "rtn" else samples,
+                    **settings,
                 )
                 seconds = time.perf_counter() - start
                 cosines = (embeddings(Path(folder, "model.onnx"), texts) * expected).sum(
                     axis=1
                 )
             cells = (
-                method,
+                name,
                 str(block_size),
                 f"{result.report.bits_per_weight:.2f}",
                 f"{seconds:.1f}",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import logging
 import math
 import statistics
@@ -32,13 +33,16 @@ from benchmarks.quantizers.peers import Cost, run_modelopt_on_smollm2, run_ours,
 from benchmarks.quantizers.quantizer_peers import Job
 
 BLOCK_SIZE = 32
-CASES = ("chain_inline", "chain_external", "smollm2")
+CASES = ("chain_inline", "chain_external", "smollm2", "wide")
 OURS = "ortplugins"
 MODELOPT = "ModelOpt, all activations at once"
 MODELOPT_SLOW = "ModelOpt, a run per node and sample"
 ONNXRUNTIME = "onnxruntime"
 OLIVE = "Olive"
 _DEPTH = 13
+# Of the layers that a 7-billion model has: the largest K that is usual.
+_WIDE = (4096, 11008, 4096)
+_WIDE_BOUND_MB = 1.3 * 2**30 / 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Case:
     external: bool
     head: str = ""
 
-    def ours(self, method: str, output: Path) -> Cost:
+    def ours(self, method: str, output: Path, **settings: bool) -> Cost:
         """Run our quantizer."""
         return run_ours(
             model=str(self.model),
@@ -71,6 +75,7 @@ class Case:
             nodes_to_exclude=[self.head] if self.head else [],
             calibration_data_reader=None if method == "rtn" else [str(self.samples)],
             external_data=self.external,
+            **settings,
         )
 
     def peer(self, tool: str, output: Path, fast: bool = False) -> Cost:
@@ -205,6 +210,22 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
     return figures
 
 
+def memory_at_the_default_budget(case: Case) -> list[Figure]:
+    """Run GPTQ with ``max_calibration_memory`` of 1 GiB; how much memory it takes."""
+    figures = []
+    for paired in (False, True):
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
+            cost = case.ours("gptq", Path(folder, "model.onnx"), quantized_inputs=paired)
+        what = (
+            f"{case.title}, GPTQ{', quantized_inputs' if paired else ''}: peak private memory"
+        )
+        figures.append(Figure(what, cost.peak_private_mb, unit="MB", bound=_WIDE_BOUND_MB))
+        print(
+            f"{what} {cost.peak_private_mb:.0f} MB, {cost.result['seconds']:.0f} s", flush=True
+        )
+    return figures
+
+
 def output_error(case: Case, path: Path) -> float:
     """Return the Frobenius norm of the chain's error over that of its output."""
     rng = np.random.default_rng(1)  # not what it was calibrated with
@@ -227,7 +248,7 @@ def make_cases(
     names: Sequence[str], folder: Path, width: int, layers: int | None
 ) -> Iterator[Case]:
     """Write the models and samples that are not there yet."""
-    if any(name != "smollm2" for name in names):
+    if any(name.startswith("chain") for name in names):
         samples = folder / "chain.npz"
         rng = np.random.default_rng(0)
         np.savez(samples, x=rng.standard_normal((32, 256, width), np.float32))
@@ -237,10 +258,16 @@ def make_cases(
             calibration = smollm2_samples(model, tokenizer)
             title = "SmolLM2-135M" if layers is None else f"SmolLM2, {layers} layers"
             yield Case(name, title, model, calibration, external=True, head="lm_head/MatMul")
+        elif name == "wide":
+            path, samples = folder / "wide.onnx", folder / "wide.npz"
+            rng = np.random.default_rng(0)
+            np.savez(samples, x=rng.standard_normal((32, 256, _WIDE[0]), np.float32))
+            write_float_chain(path, _WIDE, external=True)
+            yield Case(name, "weights of 4096 x 11008", path, samples, external=True)
         else:
             external = name == "chain_external"
             path = folder / f"{name}.onnx"
-            write_float_chain(path, width, external)
+            write_float_chain(path, (width,) * (_DEPTH + 1), external)
             megabytes = _DEPTH * width**2 * 4 / 1e6
             title = (
                 f"chain of {megabytes:.0f} MB, {'external data' if external else 'one file'}"
@@ -248,20 +275,21 @@ def make_cases(
             yield Case(name, title, path, samples, external)
 
 
-def write_float_chain(path: Path, width: int, external: bool) -> None:
-    """Write x -> MatMul -> Tanh -> ... -> MatMul, 13 weights [width, width]."""
+def write_float_chain(path: Path, widths: Sequence[int], external: bool) -> None:
+    """Write x -> MatMul -> Tanh -> ... -> MatMul, a weight between each two widths."""
     rng = np.random.default_rng(0)
-    x = ir.val("x", ir.DataType.FLOAT, ["rows", width])
+    x = ir.val("x", ir.DataType.FLOAT, ["rows", widths[0]])
     value, nodes, initializers = x, [], []
-    for i in range(_DEPTH):
-        weight = _weight(f"w{i}", rng.standard_normal((width, width), np.float32))
+    last = len(widths) - 2
+    for i, shape in enumerate(itertools.pairwise(widths)):
+        weight = _weight(f"w{i}", rng.standard_normal(shape, np.float32))
         initializers.append(weight)
         nodes.append(ir.node("MatMul", [value, weight], name=f"matmul{i}"))
-        if i < _DEPTH - 1:
+        if i < last:
             nodes.append(ir.node("Tanh", nodes[-1].outputs, name=f"tanh{i}"))
         value = nodes[-1].outputs[0]
-        value.name = f"y{i}" if i < _DEPTH - 1 else "y"
-    value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(["rows", width])
+        value.name = f"y{i}" if i < last else "y"
+    value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(["rows", widths[-1]])
     graph = ir.Graph(
         [x],
         [value],
@@ -303,6 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in make_cases(
             chosen.only or CASES, Path(folder), chosen.width, chosen.layers
         ):
+            if case.name == "wide":
+                figures += memory_at_the_default_budget(case)
+                continue
             for method, contenders in contests(case, chosen.slow, chosen.gptq).items():
                 if not chosen.method or method in chosen.method:
                     found = measure(case, contenders, chosen.rounds, method)

@@ -29,7 +29,9 @@ _FINE_HEAD = Rule(":head", bits=8, optional=True)
 PRESETS = {
     "small": Recipe(method="gptq", block_size=128),
     "balanced": Recipe(method="gptq", rules=(_FINE_HEAD,)),
-    "best": Recipe(method="gptq", rules=(_FINE_HEAD,), share_of_8_bits=0.1),
+    "best": Recipe(
+        method="gptq", rules=(_FINE_HEAD,), share_of_8_bits=0.1, quantized_inputs=True
+    ),
 }
 """Recipes by name; all of them look at samples."""
 
