@@ -16,6 +16,7 @@ rounding to 8 bits, and runs only on request.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import onnx_ir as ir
@@ -32,7 +33,7 @@ from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import GridReader
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
 from rewrite_rules.remarks import PassContext
 
 
@@ -82,7 +83,7 @@ class _Run:
     def __init__(self, context: PassContext, target: str) -> None:
         self.remarks = context.remarks
         self.target = target
-        self.grid = GridReader()
+        self.grid = functools.cache(read_grid)
 
 
 class _EitherDomain:

@@ -15,6 +15,7 @@ a subgraph of If or Loop counts like any other node.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -84,26 +85,6 @@ def _single(value: ir.Value, role: str) -> ir.TensorProtocol:
             "tensor is rewritten"
         )
     return tensor
-
-
-class GridReader:
-    """:func:`read_grid` for many nodes: parameters that nodes share are read once."""
-
-    def __init__(self) -> None:
-        self._grids: dict[tuple[ir.Value | None, ...], QuantizationGrid] = {}
-
-    def __call__(self, node: ir.Node) -> QuantizationGrid:
-        """The grid of a Q or DQ.
-
-        Raises:
-            Refusal: If it has none.
-        """
-        if len(node.inputs) != 3 or node.attributes or node.inputs[2] is None:
-            return read_grid(node)
-        key = tuple(node.inputs[1:])
-        if (grid := self._grids.get(key)) is None:
-            grid = self._grids[key] = read_grid(node)
-        return grid
 
 
 def _type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
@@ -200,7 +181,7 @@ class QuantizedGraph:
         self._by_name: dict[str, list[QuantizedTensor]] = defaultdict(list)
         self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
         self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)
-        self._grid = GridReader()
+        self._grid = functools.cache(read_grid)
         self._nodes: dict[str, list[ir.Node]] = defaultdict(list)
         for graph in model.graphs():
             for node in graph:
