@@ -40,31 +40,18 @@ WITH_ADD = {**FUSED, "Add": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A constant as DequantizeLinear reads it.
+    """A constant as DequantizeLinear reads it."""
 
-    Attributes:
-        shape: Of the codes.
-        storage: Key of ``STORAGE``.
-        axis: The attribute; None leaves it out, which stands for 1.
-        block: Block size along ``axis``, for ``"blocks"``.
-        zero_points: ``"none"``, ``"random"``, ``"zero"``, ``"default"`` (all ``2**(bits-1)``,
-            as unsigned) or ``"one_other"`` (all but one of them).
-        scaled: ``"blocks"``, ``"channel"``, ``"tensor"`` (a scalar) or ``"tensor1"`` (shape
-            [1]).
-        scale_dtype: float32, float16 or bfloat16.
-        output_dtype: The attribute; 0 leaves it out.
-        names: Of codes, scales and zero points; by default w, w_scale and w_zero_point.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the codes
     storage: str = "uint4"
-    axis: int | None = 0
+    axis: int | None = 0  # None leaves the attribute out, which stands for 1
     block: int = 32
+    # or "none", "zero", "default" (all 2**(bits-1), as unsigned), "one_other" (all but one)
     zero_points: str = "random"
-    scaled: str = "blocks"
+    scaled: str = "blocks"  # or "channel", "tensor" (a scalar), "tensor1" (shape [1])
     scale_dtype: npt.DTypeLike = np.float32
-    output_dtype: int = 0
-    names: tuple[str, ...] = ()
+    output_dtype: int = 0  # 0 leaves the attribute out
+    names: tuple[str, ...] = ()  # by default w, w_scale, w_zero_point
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -123,37 +110,19 @@ class Quantized:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayoutCase:
-    """One model, its numbers, and what must become of it.
+    """One model, its numbers, and what must become of it."""
 
-    Attributes:
-        name: Unique; the first two digits are the row of the issue's table of layouts.
-        text: The nodes.
-        weights: By the name that the text has for them; one alone is ``w``.
-        x: Shape of the input x.
-        static: Axes of x whose sizes are declared.
-        inputs: Other inputs by name: arrays, whose sizes are not declared, or a shape.
-        constants: Other constants: arrays, or shapes of random ones.
-        dtype: Of x, the constants and the output.
-        expect: Operator types with their counts in the fused model, subgraphs and functions
-            included. Empty for a model that must stay as it is.
-        refusal: Text that a refusal must hold; None where nothing is refused.
-        tolerance: Greatest error over the greatest output.
-        zero_points: Whether the fused nodes have a zero-point input; None where either is
-            right.
-        block_sizes: The block sizes of the fused nodes that are right; any if empty.
-        stored_weights: Different tensors of codes among the MatMulNBits nodes, where counted.
-        runs: Whether onnxruntime has kernels for the model as drawn, without optimisation.
-    """
-
-    name: str
+    name: str  # the first two digits are the row of the issue's table of layouts
     text: str
-    weights: Quantized | Mapping[str, Quantized]
+    weights: Quantized | Mapping[str, Quantized]  # by name in the text; one alone is w
     x: tuple[int, ...] | None = (3, 70)
+    # Counts in the fused model, subgraphs and functions included; none: it stays as it is.
     expect: Mapping[str, int] = dataclasses.field(default_factory=lambda: FUSED)
-    refusal: str | None = None
+    refusal: str | None = None  # text that a refusal must hold
     tolerance: float = EXACT
     _: dataclasses.KW_ONLY
-    static: Sequence[int] = (-1,)
+    static: Sequence[int] = (-1,)  # axes of x whose sizes are declared
+    # Arrays, of inputs with undeclared sizes, or shapes of random ones.
     inputs: Mapping[str, npt.NDArray | tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )
@@ -165,10 +134,10 @@ class LayoutCase:
     place: str = "graph"
     dtype: npt.DTypeLike = np.float32
     opset: int = 21
-    zero_points: bool | None = None
-    block_sizes: tuple[int, ...] = ()
-    stored_weights: int | None = None
-    runs: bool = True
+    zero_points: bool | None = None  # an input of the fused nodes; None where either is right
+    block_sizes: tuple[int, ...] = ()  # those that are right; any if empty
+    stored_weights: int | None = None  # different tensors of codes, where counted
+    runs: bool = True  # whether onnxruntime has kernels for it without optimisation
 
     @property
     def row(self) -> int:
