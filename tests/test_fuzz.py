@@ -23,7 +23,6 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
@@ -39,6 +38,7 @@ import onnx
 import onnx.printer
 import onnx_ir as ir
 import pytest
+from builders.layout_matrix import layout_cases
 from builders.same_numbers import (
     TooSlow,
     feeds_of,
@@ -49,7 +49,6 @@ from builders.same_numbers import (
     time_limit,
     wrong_numbers,
 )
-from builders.text_models import FUNCTIONS, text_model
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
@@ -481,77 +480,20 @@ def check_remarks(proto: onnx.ModelProto, remarks: Sequence[Remark]) -> None:
 # Damaged files.
 
 
-def seed_models() -> list[onnx.ModelProto]:
-    """Small models of many kinds: a random byte falls on a name, a shape, an attribute."""
-    rng = np.random.default_rng(7)
-    branch = "D{0} = $w  y{0} = MatMul (x, D{0})"
-    linear = "linear (x, w, w_scale, w_zero) => (y) { W = $w  y = MatMul (x, W) }"
-    kinds = (
-        ("W = $w  y = MatMul (x, W)", "int4", (32, 6), 0, 16),
-        ("""V = $w  R = Reshape (V, shape)  W = Transpose <perm = [1, 0]> (R)
-            z = MatMul (x, W)  y = Add (z, b)""", "uint4", (6, 2, 16), 2, 16),
-        ("W = $w  y = Gemm <alpha = 0.5, beta = 2.0, transB = 1> (x, W, b)",
-         "int8", (6, 32), 1, 32),
-        ("""V = $w  e = Gather (V, i)  W = Transpose <perm = [1, 0]> (V)  y = MatMul (e, W)""",
-         "uint4", (6, 32), 1, 16),
-        (f"""y = If (flag) <then_branch = then () => (y1) {{ {branch.format(1)} }},
-                           else_branch = other () => (y2) {{ {branch.format(2)} }}>""",
-         "uint4", (32, 6), 0, 16),
-        (f"y = {FUNCTIONS}.linear (x, w, w_scale, w_zero)", "int4", (32, 6), 0, 16),
-        ("""V = $w  H = Cast <to = 10> (V)  C = Cast <to = 1> (H)  U = Unsqueeze (C, first)
-            W = Squeeze (U, first)  c = DequantizeLinear (bq, step)
-            y = Gemm <transB = 1> (x, W, c)""", "int8", (6, 32), 1, 32),
-        ("W = $w  y = com.microsoft.FusedMatMul <alpha = 0.5, transB = 1> (x, W)",
-         "uint8", (6, 32), 1, 16),
-        ("""W = $w  p = MatMul (x, W)  t = Relu (steps)  z = Add (q, b)  y = Add (p, z)
-            q = com.microsoft.MatMulNBits
-                <K = 32, N = 6, bits = 4, block_size = 16> (x, codes, t)""",
-         "int4", (32, 6), 0, 16),
-    )  # fmt: skip
-    made = []
-    for text, storage, shape, axis, block in kinds:
-        _, dtype, low, high = STORAGE[storage]
-        scale_shape = list(shape)
-        scale_shape[axis] = -(-shape[axis] // block)
-        constants = {
-            "w": rng.integers(low, high, shape).astype(dtype),
-            "w_scale": rng.uniform(0.5, 2, scale_shape).astype(np.float32),
-            "w_zero": rng.integers(low, high, scale_shape).astype(dtype),
-            "b": rng.standard_normal(6).astype(np.float32),
-            "bq": np.arange(6, dtype=np.int32),
-            "step": np.float32(0.5),
-            "steps": np.ones(12, np.float32),
-            "codes": rng.integers(0, 255, (6, 2, 8)).astype(np.uint8),
-            "shape": np.int64([6, 32]),
-            "first": np.int64([0]),
-        }
-        inputs = {"x": (T.FLOAT, ["rows", 32])}
-        if "(V, i)" in text:
-            inputs = {"i": (T.INT64, ["rows"])}
-        if "(flag)" in text:
-            inputs["flag"] = (T.BOOL, [])
-        attributes = f"<axis = {axis}, block_size = {block}>"
-        dequantize = f"DequantizeLinear {attributes} (w, w_scale, w_zero)"
-        function = f'<domain: "{FUNCTIONS}", opset_import: ["" : 21]> {linear}'
-        functions = function.replace("$w", dequantize) if FUNCTIONS in text else ""
-        nodes = text.replace("$w", dequantize)
-        constants = {n: a for n, a in constants.items() if re.search(rf"\b{n}\b", nodes)}
-        made.append(text_model(nodes, constants, inputs, functions=functions))
-    return made
-
-
 def damaged(seed: int, folder: Path) -> Path:
-    """Save a model, with or without a data file, and change bytes; the seed decides which."""
+    """Save a layout, with or without a data file, and change bytes; the seed decides which."""
     rng = random.Random(seed)
-    models = seed_models()
     path, data = folder / "model.onnx", folder / "model.data"
     external = rng.random() < 0.5
     onnx.save_model(
-        models[seed % len(models)], path, save_as_external_data=external, location=data.name,
+        ir.to_proto(rng.choice(layout_cases()).build()),
+        path,
+        save_as_external_data=external,
+        location=data.name,
         size_threshold=0,
-    )  # fmt: skip
+    )
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
-        target = data if external and rng.random() < 0.3 else path
+        target = data if data.exists() and rng.random() < 0.3 else path
         target.write_bytes(changed(target.read_bytes(), rng))
     return path
 
