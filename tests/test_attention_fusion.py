@@ -31,6 +31,7 @@ from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_trans
 from rewrite_rules.trials import Trial
 
 LAYERS = 2
+CPU = ["CPUExecutionProvider"]
 # Sizes that the fusing itself never saw, a caller's single row of positions apart.
 OTHER_RUNS = (
     Run(1, 1, 21),
@@ -42,7 +43,7 @@ OTHER_RUNS = (
 
 
 def fused(
-    model: onnx.ModelProto, **options: bool
+    model: onnx.ModelProto, **options: bool | str
 ) -> tuple[ir.Model, dict[str, list[str]], PassContext]:
     """The rewritten model, and the reasons of its remarks by outcome."""
     result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
@@ -151,7 +152,9 @@ def test_weights_that_something_else_reads_stay():
         if node.op_type == "Softmax":
             model.graph.output.add().name = node.output[0]
     result, remarks, _ = fused(model)
-    assert remarks["refused"] == ["attention: its weights are read elsewhere"] * LAYERS
+    assert (
+        remarks["refused"] == ["attention: its scores or weights are read elsewhere"] * LAYERS
+    )
     assert not counts(result)["If"]
     assert counts(result)["Softmax"] == LAYERS
 
@@ -253,6 +256,12 @@ def test_a_mask_of_two_axes_and_no_cache():
     agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
 
 
+# A mask of the caller's own, in place of one that is computed.
+FED = (
+    ("real = Cast<to = 9>(attention_mask)", ""),
+    ("real_columns = Unsqueeze(real, two_axes)", ""),
+    ("seen = And(real_columns, before)", ""),
+)
 # Changes to a decoder, and what the remark on its attention says.
 BAD = {
     "another number": ((), "masked = Where(seen, scaled, scale)", "Where 'masked' chooses"),
@@ -270,11 +279,105 @@ BAD = {
         "its weights go through Slice",
     ),
     "half": ((("float[", "float16["),), ADDED, "computes in FLOAT16"),
+    "brain float": ((("float[", "bfloat16["),), ADDED, "computes in BFLOAT16"),
+    "scores fetched": ((("=> (", "=> (float[B, 4, S, T] scaled, "),), ADDED, "elsewhere"),
+    "heads fetched": ((("=> (", "=> (float[B, 4, S, 8] mixed, "),), ADDED, "elsewhere"),
+    "masks by head": (
+        (("int64[B, T] attention_mask", "float[B, 4, S, T] mask"), *FED),
+        "bias = Identity(mask)\nmasked = Add(scaled, bias)",
+        "mask 'bias' may differ from head to head",
+    ),
     "heads stay": ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), ADDED,
                    "its result goes to Relu"),
     "capped": ((), ADDED.replace("Add(scaled", "Add(capped") + "\ncapped = Tanh(scaled)",
                "soft-capped"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_mask_of_unknown_rank_is_named(rank: int):
+    axes = ", ".join(["T", "S", "1"][:rank][::-1])
+    mask = "bias = Identity(mask)\nmasked = Add(scaled, bias)"
+    model = small_decoder(
+        ("int64[B, T] attention_mask", f"float[{axes}] mask"), *FED, mask=mask
+    )
+    result, remarks, context = fused(model)
+    assert f"what input 'mask' of rank {rank} holds" in remarks["refused"][0]
+    assert counts(result)["Softmax"] == 1
+    assert not context.trials
+
+
+@pytest.mark.parametrize("kind", ["float", "bool"])
+@pytest.mark.parametrize("axes", ["B, 1, S, T", "B, 1, 1, T", "1, 1, S, T"])
+def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str):
+    bias = "Identity(mask)" if kind == "float" else "Where(mask, nothing, lowest)"
+    model = small_decoder(
+        ("int64[B, T] attention_mask", f"{kind}[{axes}] mask"),
+        *FED,
+        mask=f"bias = {bias}\nmasked = Add(scaled, bias)",
+    )
+    result, remarks, context = fused(model)
+    assert not remarks["refused"]
+    assert not counts(result)["GroupQueryAttention"]
+    assert find_failure(ir.from_proto(model), result, context.trials, CPU) is None
+    assert len(context.trials) > 3
+
+
+def test_two_attentions_read_one_cache():
+    again = """scores_2 = MatMul(q_2, k_right)
+    masked_2 = Add(scores_2, bias)
+    weights_2 = Softmax<axis = -1>(masked_2)
+    mixed_2 = MatMul(weights_2, v_all)
+    merged_2 = Transpose<perm = [0, 2, 1, 3]>(mixed_2)
+    rows_2 = Reshape(merged_2, flat)
+    both = Add(y_rows, rows_2)
+    y = MatMul(both, o_weight)"""
+    second = """q_rows_2 = MatMul(hidden, o_weight)
+    q_split_2 = Reshape(q_rows_2, q_sizes)
+    q_2 = Transpose<perm = [0, 2, 1, 3]>(q_split_2)
+    past = Shape"""
+    model = small_decoder(("y = MatMul(y_rows, o_weight)", again), ("past = Shape", second))
+    for kv_cache in ("exported", "shared"):
+        result, *_ = fused(model, kv_cache=kv_cache)
+        assert counts(result)["GroupQueryAttention"] == 2
+        agrees(model, result, Run(2, 1, 14), Run(1, 6, 7), Run(2, 5, 0))
+
+
+def test_a_merged_decoder_is_right():
+    """Attention in the branches of an If stays, by name; repeated heads are read once."""
+    decoder_graph = small_decoder().graph
+    inputs, outputs = [*decoder_graph.input], [*decoder_graph.output]
+    tensors = [*decoder_graph.initializer]
+    branches = []
+    for suffix in ("", "_else"):
+        branch = onnx.GraphProto()
+        branch.CopyFrom(decoder_graph)
+        del branch.input[:], branch.initializer[:]
+        outer = {value.name for value in (*inputs, *tensors)} | {""}
+        for node in branch.node:
+            node.input[:] = [n if n in outer else n + suffix for n in node.input]
+            node.output[:] = [n + suffix for n in node.output]
+        for value in branch.output:
+            value.name += suffix
+        branches.append(branch)
+    made = onnx.helper.make_node(
+        "If", ["use_cache_branch"], [f"{value.name}_out" for value in outputs],
+        then_branch=branches[0], else_branch=branches[1],
+    )  # fmt: skip
+    for value in outputs:
+        value.name += "_out"
+    flag = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
+    graph = onnx.helper.make_graph([made], "merged", [*inputs, flag], outputs, tensors)
+    opsets = [onnx.helper.make_opsetid("", 21)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    result, remarks, _ = fused(model)
+    assert "use_cache_branch" in remarks["refused"][0]
+    assert len(remarks["fired"]) == 4
+    for flagged in (True, False):
+        feeds = decoder_feeds(small_decoder(), Run(2, 5, 7), 1)
+        feeds["use_cache_branch"] = np.array([flagged])
+        for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -360,6 +463,75 @@ def test_what_an_encoder_made_has_a_length_of_its_own():
         "past_encoder_key": (2, 2, 5, 4),
         "past_decoder_key": (2, 2, 7, 4),
     }
+
+
+SHARED = [name for name in DECODERS if name.endswith(("dynamo-sdpa", "torchscript-eager"))]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_cache_in_buffers_of_the_caller(name: str):
+    model = exported_decoder(name)
+    result, remarks, _ = fused(model, kv_cache="shared")
+    assert not remarks["refused"]
+    assert counts(result)["GroupQueryAttention"] == LAYERS
+    assert not counts(result)["If"]
+    # A cache as long as what it holds is taken as before; the kernel wants chunks one by one.
+    single = [one for one in RUNS if one.batch == 1 or one.length == 1 or not one.past]
+    agrees(model, result, *single)
+    content = ir.to_proto(result).SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=CPU)
+    binding, held, buffers = session.io_binding(), {}, []
+    for value in session.get_inputs():
+        if value.name.startswith("past_key_values"):
+            sizes = [3, value.shape[1], 20, value.shape[3]]
+            held[value.name] = np.zeros((*sizes[:2], 0, sizes[3]), np.float32)
+            # What lies behind the end must not be read.
+            room = np.full(sizes, np.nan, np.float32)
+            buffers.append(onnxruntime.OrtValue.ortvalue_from_numpy(room))
+            binding.bind_ortvalue_input(value.name, buffers[-1])
+            present = value.name.replace("past_key_values", "present")
+            binding.bind_ortvalue_output(present, buffers[-1])
+    for sizes in (Run(3, 6, 0, "left"), Run(3, 1, 6, "left"), Run(3, 1, 7, "left")):
+        feeds = decoder_feeds(model, sizes, sizes.past) | held
+        expected = run(model, feeds)
+        for value in feeds.keys() - held.keys():
+            binding.bind_cpu_input(value, feeds[value])
+        binding.bind_output("logits")
+        session.run_with_iobinding(binding)
+        total = sizes.past + sizes.length
+        cache = [buffer.numpy()[:, :, :total] for buffer in buffers]
+        logits = binding.get_outputs()[-1].numpy()
+        # The cache is compared as a whole, the logits of the new tokens.
+        assert greatest_difference(sizes, [logits, *cache], expected) < 1e-5
+        held = dict(zip(held, expected[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((("LessOrEqual", "GreaterOrEqual"),), "GroupQueryAttention, which kv_cache=shared"),
+        ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), "goes to Relu"),
+        (
+            (("y = MatMul(y_rows", "read = Relu(key)\n y = MatMul(y_rows"),),
+            "reads 'key'",
+        ),
+        (
+            (
+                ("int64[B, T] attention_mask", "int64[T] positions"),
+                ("attention_mask", "positions"),
+                ("positions = Range", "places = Range"),
+                ("Unsqueeze(positions, one_axis)", "Unsqueeze(places, one_axis)"),
+            ),
+            "needs a mask",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
+    model = small_decoder(*change)
+    if "reads" in reason:
+        model.graph.output.add().name = "read"
+    with pytest.raises(ValueError, match=f"kv_cache=shared.*{reason}"):
+        fused(model, kv_cache="shared")
 
 
 def test_a_session_runs_the_fused_decoder():

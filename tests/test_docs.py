@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from builders.decoder_exports import exported_decoder
 from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, run_blocks
 from builders.example_pass import installed
 from builders.text_models import proto_of
@@ -144,6 +145,8 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
         onnx.save(proto_of(DROPOUT), tmp_path / "model.onnx")
         sys.path[:0] = installed(tmp_path / "site")
         registry._installed_entry_points.cache_clear()
+    if page.name == "transformer-fusion.md":
+        onnx.save(exported_decoder("llama-dynamo-sdpa"), tmp_path / "decoder.onnx")
     monkeypatch.chdir(tmp_path)
 
     def call(arguments: list[str]) -> int:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,8 +74,13 @@ class FuseAttention(RewriteRuleClassBase):
         remarks: Remarks,
         standard: bool,
         joined: list[tuple[ir.Value, ir.Value]],
+        total: ir.Value | None = None,
     ) -> None:
-        """Take what is known; ``joined`` gets each new cache, and what replaces it."""
+        """Take what is known.
+
+        ``joined`` gets each new cache, and what replaces it; ``total`` is T where the cache is
+        in buffers of the caller (:mod:`.shared_cache`).
+        """
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._masks = masks
@@ -83,6 +88,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._remarks = remarks
         self._standard = standard
         self._joined = joined
+        self._total = total
         self._found: tuple[Attention, _Added] | None = None
         self._shared: dict[object, ir.Value] = {}
         self._places: dict[ir.Node, int] = {}
@@ -148,7 +154,9 @@ class FuseAttention(RewriteRuleClassBase):
         heads = k.groups * k.repeats * layout.repeats
         heads = heads if heads > 1 else self._number(query, 1)  # type: ignore[assignment]
         # What else is read would be computed twice.
-        reads = ((weights, 1), (softmax, 1 + guarded), (logits, 1))
+        reshaped = producer(out).inputs[0] is not mixed  # to the sizes of its own Shape
+        reads = [(weights, 1), (softmax, 1 + guarded), (mixed, 1 + reshaped)]
+        reads += [(value, 1) for value in _between(product, logits)]
         refusals = {
             "the values are scaled": bool(v.scalings),
             "keys and values are repeated differently": k.repeats != v.repeats,
@@ -156,7 +164,7 @@ class FuseAttention(RewriteRuleClassBase):
                 keys_apart == values_apart == layout.own_axis
             ),
             f"computes in {query.dtype}, not in float32": query.dtype != ir.DataType.FLOAT,
-            "its weights are read elsewhere": any(
+            "its scores or weights are read elsewhere": any(
                 value.is_graph_output() or len(value.uses()) > count for value, count in reads
             ),
             "keys and values are not known to have heads of one size": size is None
@@ -239,7 +247,10 @@ class FuseAttention(RewriteRuleClassBase):
             raise Refusal("without a cache it needs the kernel of onnxruntime 1.24")
         if not cached and found.read_keys.merge is not None:
             raise Refusal("the batch of its heads is not known to be their own")
-        return _Added(masks, tuple(shapes), tuple(sights), layout, cached)
+        added = _Added(masks, tuple(shapes), tuple(sights), layout, cached)
+        if cached and self._total is not None and not self._is_prompt(found, added):
+            raise Refusal("GroupQueryAttention, which kv_cache=shared needs, can't compute it")
+        return added
 
     def _is_prompt(self, found: Attention, added: _Added) -> bool:
         """Whether GroupQueryAttention may take the new tokens by themselves."""
@@ -274,6 +285,9 @@ class FuseAttention(RewriteRuleClassBase):
         if not added.cached:
             self._remarks.fired(label(node), f"attention: Attention; {kind}")
             return [found.whole(op)]
+        if self._total is not None:
+            self._remarks.fired(label(node), f"attention: GroupQueryAttention; {kind}")
+            return dataclasses.replace(found, joins=True).by_kernel(op, self._total)
         shape = self._facts.shape(found.query)
         length = found.query if isinstance(shape, int) else shape[2]
         if length not in self._shared:
@@ -281,7 +295,7 @@ class FuseAttention(RewriteRuleClassBase):
         rest, forms = self._branch(found.any_tokens), "grouped queries"
         if self._is_prompt(found, added):
             past, chunk = producer(found.keys).inputs[0], rest
-            prompt, forms = self._branch(found.prompt), f"{forms}, GroupQueryAttention"
+            prompt, forms = self._branch(found.by_kernel), f"{forms}, GroupQueryAttention"
 
             def without_cache(op: Any) -> Any:
                 # The kernel divides by the number of rows.
@@ -461,6 +475,15 @@ def _scores(
             mask = _chosen(node, other, other is a) if chosen else Mask(other)
             return *found[:2], (*found[2], mask)
     return None
+
+
+def _between(product: ir.Node, logits: ir.Value) -> Iterator[ir.Value]:
+    """The values from the product of queries and keys to what Softmax reads."""
+    value = product.outputs[0]
+    while value is not logits and value.uses():
+        yield value
+        value = value.consumers()[0].outputs[0]
+    yield logits
 
 
 def _chosen(node: ir.Node, other: ir.Value, hides: bool) -> Mask:

@@ -105,17 +105,21 @@ class Attention:
         each = op.Reshape(op.MatMul(grouped, values), ints(op, -1, heads, tokens, self.size))
         return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
 
-    def prompt(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H, D]`` of new tokens among themselves, by the kernel."""
+    def by_kernel(self, op: Any, total: ir.Value | None = None) -> list[Any]:
+        """Emit ``[B, S, H, D]`` by GroupQueryAttention.
+
+        Args:
+            op: Makes the nodes.
+            total: T, where the kernel reads the cache; else new tokens are by themselves.
+        """
         query = self._rows(op, self.query, self.heads)
-        new = [producer(whole).inputs[1] for whole in (self.keys, self.values)]
-        length = op.Shape(query, start=1, end=2)
+        joins = [producer(whole).inputs for whole in (self.keys, self.values)]
+        length = op.Shape(query, start=1, end=2) if total is None else total
         last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
         attended, keys, values = op.GroupQueryAttention(
             query,
-            *(self._rows(op, value, self.groups) for value in new),
-            None,
-            None,
+            *(self._rows(op, new, self.groups) for _, new in joins),
+            *(None if total is None else past for past, _ in joins),
             op.Expand(last, op.Shape(query, start=0, end=1)),
             op.Cast(length, to=ir.DataType.INT32),
             None,

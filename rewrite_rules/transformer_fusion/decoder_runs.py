@@ -92,6 +92,10 @@ class DecoderInputs:
         self.has_cache = "cache" in self._roles.values()
         self.has_mask = "mask" in self._roles.values()
 
+    def all(self, role: str) -> list[ir.Value]:
+        """Return the inputs of a role, for instance ``"tokens"``, ``"mask"``, ``"cache"``."""
+        return [value for value, one in self._roles.items() if one == role]
+
     def takes(self, run: Run) -> bool:
         """Return whether the inputs can tell what is cached, and what is padding."""
         return (self.has_cache or not run.past) and (self.has_mask or not run.padding)
@@ -121,22 +125,26 @@ class DecoderInputs:
                 array = positions if len(sizes) == 2 else np.arange(run.past, kept.shape[1])
             elif role == "tokens":
                 array = rng.integers(0, _limit(value), sizes)
+            elif role == "biases" and not value.dtype.is_floating_point():
+                array = rng.integers(0, 2, sizes)
             else:
                 array = rng.standard_normal(sizes)
             feeds[value] = np.ascontiguousarray(array.astype(value.dtype.numpy()))
         return feeds
 
-    def trials(self, bound: float, timed: bool) -> list[Trial]:
+    def trials(self, bound: float, timed: bool, row_by_row: bool = False) -> list[Trial]:
         """Return the runs as trials; what padding computes does not count.
 
         Args:
             bound: Greatest difference.
             timed: Whether the result has to be faster.
+            row_by_row: Whether it takes chunks after a cache in batches of one row only.
         """
         found = []
         long = _TIMED_WITH_CACHE if self.has_cache else _TIMED
         for index, run in enumerate(RUNS + long * timed):
-            if not self.takes(run):
+            is_batch = run.batch > 1 and run.length > 1 and run.past > 0
+            if not self.takes(run) or (row_by_row and is_batch):
                 continue
             feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
             kept = run.kept()
@@ -156,6 +164,9 @@ class DecoderInputs:
             "tokens": (run.batch, run.length),
             "mask": (run.batch, run.past + run.length),
             "positions": (run.batch, run.length),
+            "embeddings": (run.batch, run.length, _OTHER),
+            # Whatever a caller adds to scores, or hides of them.
+            "biases": (run.batch, 1, run.length, run.past + run.length),
             "cache": (run.batch, 0, run.past, 0),
         }.get(role, (run.batch, _OTHER, _OTHER, _OTHER))
         assert value.shape is not None
@@ -172,13 +183,18 @@ def _role(value: ir.Value) -> str:
     if value.dtype is None or shape is None:
         raise Refusal(f"input {name!r} has no declared type and shape")
     rank, encoder = len(shape), "encoder" in name
+    if "mask" in name and rank == 4:
+        return "biases"
     if not value.dtype.is_floating_point():
         if "position" in name and rank in (1, 2):
             return "positions"
         if rank == 2:
             return "tokens" if "mask" not in name else "all kept" if encoder else "mask"
-    elif rank == 2 and "mask" in name:
-        return "mask"
+    elif "mask" in name:
+        if rank == 2:
+            return "mask"
+    elif rank == 3 and "embeds" in name and not encoder:
+        return "embeddings"
     elif rank == 4 and [isinstance(size, int) for size in shape][1:] == [True, False, True]:
         return "floats" if encoder else "cache"
     elif rank <= 4:

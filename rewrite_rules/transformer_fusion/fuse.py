@@ -32,11 +32,13 @@ from rewrite_rules.transformer_fusion.mask_reading import MaskReader
 from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary
+from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
 _ATTENTION_OPSET = 23
 _ATTENTION_VERSION = (1, 24)
+_SHARED = "shared"
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
 # Enough to see what a mask does, and what a rotation.
@@ -55,6 +57,7 @@ class TransformerOptions:
         attention: Attention with a cache.
         projections: MatMulNBits nodes that multiply one input.
         activations: Gelu by tanh.
+        kv_cache: ``"exported"``; or ``"shared"``, see :mod:`.shared_cache`.
     """
 
     norms: bool = True
@@ -63,6 +66,7 @@ class TransformerOptions:
     attention: bool = True
     projections: bool = True
     activations: bool = True
+    kv_cache: str = "exported"
 
 
 def fuse_transformer(
@@ -82,9 +86,11 @@ def fuse_transformer(
     # Those that attention writes repeat nothing.
     products = {node for node in model.graph.all_nodes() if node.op_type == "MatMul"}
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
-        _drop_casts(model)
+        _drop_copies(model)
         CommonSubexpressionEliminationPass()(model)
         _fuse_attention(model, shapes, options, context)
+    elif options.kv_cache == _SHARED:
+        raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
     rules: list[RewriteRule] = []
     if options.grouped_queries and opset < _SHAPE_OPSET:
         reason = f"opset {opset} has no Shape of a part: convert the model to opset 15"
@@ -109,9 +115,11 @@ def _fuse_attention(
     try:
         inputs = DecoderInputs(model)
     except Refusal as refusal:
+        if options.kv_cache == _SHARED:
+            raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.refused("model", f"rotary and attention: {refusal}")
         return
-    nodes = NodeEvaluator()
+    nodes, joined = NodeEvaluator(), list[tuple[ir.Value, ir.Value]]()
     _fold_scalars(model, nodes)
     runs = {
         run: GraphEvaluator(
@@ -127,14 +135,18 @@ def _fuse_attention(
         seen = [runs[run] for run in _ROTARY_RUNS if run in runs]
         rules = [each.rule(shapes, seen, remarks) for each in (Rotary, SplitRotary)]
         _apply(model, [variant for rule in rules for variant in rule.commute()], in_main)
+    is_shared = options.kv_cache == _SHARED and inputs.has_cache
+    shared = SharedCache(model, inputs) if is_shared else None
     if options.attention:
         weighted = multiplied_weights(model)
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
-        joined: list[tuple[ir.Value, ir.Value]] = []
         rule = FuseAttention.rule(
-            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined
-        )
+            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined,
+            None if shared is None else shared.total,
+        )  # fmt: skip
         _apply(model, [rule], in_main)
+        if shared is not None and joined:
+            shared.replace_sizes(whole for whole, _ in joined)
         for whole, made in joined:
             made.type, made.shape, name = whole.type, whole.shape, whole.name
             whole.replace_all_uses_with(made, replace_graph_outputs=True)
@@ -142,10 +154,13 @@ def _fuse_attention(
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
         refuse_the_rest(model.graph, weighted, remarks)
+    if shared is not None:
+        refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
+        shared.check((made for _, made in joined), next(refused, "it is not attention"))
     # Of the other forms it is known which runs they are faster in.
     timed = _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
-        context.trials.extend(inputs.trials(_BOUND, timed))
+        context.trials.extend(inputs.trials(_BOUND, timed, row_by_row=shared is not None))
 
 
 def _apply(
@@ -173,13 +188,18 @@ def _raise_opset(model: ir.Model) -> bool:
     return True
 
 
-def _drop_casts(model: ir.Model) -> None:
-    """Cast(x) -> x, where x has the type already: exporters put one around each Softmax."""
+def _drop_copies(model: ir.Model) -> None:
+    """Cast(x), where x has the type already, and Concat(x) -> x.
+
+    Exporters put one around each Softmax, the other behind each cache.
+    """
     for node in list(model.graph):
-        if node.op_type == "Cast" and not node.domain and node.inputs[0] is not None:
+        if node.op_type in ("Cast", "Concat") and not node.domain:
             source, result = node.inputs[0], node.outputs[0]
             target = node.attributes.get_int("to", 0)
-            if source.dtype == target and not result.is_graph_output():
+            if source is None or len(node.inputs) > 1 or result.is_graph_output():
+                continue
+            if not target or source.dtype == target:
                 result.replace_all_uses_with(source)
                 model.graph.remove(node, safe=True)
 

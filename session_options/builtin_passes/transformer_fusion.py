@@ -49,6 +49,14 @@ class TransformerFusion(Pass):
     )
     activations: bool = option(True, "Gelu by tanh as one FastGelu (CPU sessions).")
 
+    kv_cache: str = option(
+        "exported",
+        "'shared': past inputs may be buffers longer than the cache, bound as present outputs "
+        "too (IOBinding); new keys and values are appended in place, and the attention mask "
+        "says how much they hold. An error where GroupQueryAttention does not fit.",
+        choices=("exported", "shared"),
+    )
+
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Rewrite in place; see :mod:`.fuse`."""
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
@@ -60,5 +68,6 @@ class TransformerFusion(Pass):
             self.attention,
             self.projections,
             self.activations,
+            self.kv_cache,
         )
         fuse_transformer(model, options, context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -135,7 +136,8 @@ def small_decoder(
         "nothing": np.float32(0),
         "lowest": np.float32(lowest),
     }
-    dtype = np.float16 if "float16" in text else np.float32
+    dtype = ml_dtypes.bfloat16 if "bfloat16" in text else np.float32
+    dtype = np.float16 if " float16" in text else dtype
     with np.errstate(over="ignore"):
         tensors = {name: array.astype(dtype) for name, array in constants.items()}
     model.graph.initializer.extend(

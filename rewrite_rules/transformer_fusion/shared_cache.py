@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""A cache in buffers of the caller's that are longer than what they hold.
+
+    Shape(past)              -> [B, G, T - S, D], by the mask [B, T] and the tokens [B, S]
+    Shape(Concat(past, new)) -> [B, G, T, D]
+
+GroupQueryAttention appends to a buffer in place where the caller binds it as past and as
+present. Nothing else may read it: behind T is whatever was there. A cache of the length that
+it holds is taken as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+from onnxscript import TapeBuilder
+
+from rewrite_rules.graph.attributes import int_attribute
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs
+
+_RANK, _LENGTH = 4, 2
+
+
+class SharedCache:
+    """Says how many tokens a cache holds, whatever the length of its buffers.
+
+    Attributes:
+        total: T, cached and new tokens, as a tensor ``[1]``.
+
+    Raises:
+        ValueError: If no input has a column for each of them.
+    """
+
+    def __init__(self, model: ir.Model, inputs: DecoderInputs) -> None:
+        masks, tokens = inputs.all("mask"), inputs.all("tokens") + inputs.all("embeddings")
+        if not masks or not tokens:
+            raise ValueError("kv_cache=shared needs a mask [B, T] and tokens [B, S] as inputs")
+        op = TapeBuilder()
+        self._graph, self._inputs, self._tokens = model.graph, inputs, tokens[0]
+        self.total = op.Shape(masks[0], start=1, end=2)
+        model.graph.insert_before(model.graph[0], op.nodes)
+
+    def replace_sizes(self, caches: Iterable[ir.Value]) -> None:
+        """Replace Shapes of caches, ``Concat(past, new)``, and of what they held before."""
+        op = TapeBuilder()
+        cached = op.Sub(self.total, op.Shape(self._tokens, start=1, end=2))
+        self._graph.insert_after(producer(self.total), op.nodes)
+        for whole in caches:
+            past = producer(whole).inputs[0]
+            assert past is not None
+            for value, length in ((past, cached), (whole, self.total)):
+                for node in [node for node in value.consumers() if node.op_type == "Shape"]:
+                    _replace(node, past, length)
+
+    def check(self, present: Iterable[ir.Value], reason: str) -> None:
+        """Check that nothing but GroupQueryAttention reads the cache.
+
+        Args:
+            present: What it writes.
+            reason: Why it may be that something else does.
+
+        Raises:
+            ValueError: If so; names the reader.
+        """
+        for cache in (*self._inputs.all("cache"), *present):
+            for node in cache.consumers():
+                if node.op_type not in ("GroupQueryAttention", "Shape"):
+                    what = f"{label(node)!r} reads {cache.name!r} as well"
+                    raise ValueError(f"kv_cache=shared: {what}; {reason}")
+
+
+def _replace(shape: ir.Node, past: ir.Value, length: ir.Value) -> None:
+    """Shape of a buffer -> Shape of what it holds."""
+    start, end = (
+        min(max(bound + _RANK * (bound < 0), 0), _RANK)
+        for bound in (int_attribute(shape, "start", 0), int_attribute(shape, "end", _RANK))
+    )
+    op, graph = TapeBuilder(), shape.graph
+    assert graph is not None
+    # Keys may have been read behind the attention that past comes before: same sizes.
+    parts = []
+    if start < min(end, _LENGTH):
+        parts.append(op.Shape(past, start=start, end=min(end, _LENGTH)))
+    if start <= _LENGTH < end:
+        parts.append(length)
+    if max(start, _LENGTH + 1) < end:
+        parts.append(op.Shape(past, start=max(start, _LENGTH + 1), end=end))
+    made = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+    graph.insert_before(shape, op.nodes)
+    shape.outputs[0].replace_all_uses_with(made, replace_graph_outputs=True)
+    graph.remove(shape, safe=True)
