@@ -13,25 +13,39 @@ import numpy as np
 import numpy.typing as npt
 
 _Ids = npt.NDArray[np.int64]
-# Rows, heads of keys, tokens and size of a head in SmolLM2-135M: not all graphs declare them.
-_NO_CACHE = (1, 3, 0, 64)
+# Heads of keys, and size of a head, in SmolLM2-135M: not all graphs declare them.
+_HEADS, _SIZE = 3, 64
+# Tokens that every decoder here has.
+LEAST_VOCABULARY = 32_768
 
 
 class _Text:
-    """One sequence; its cache goes round as OrtValues, so that nothing is copied."""
+    """One sequence; its cache goes round as OrtValues, so that nothing is copied.
 
-    def __init__(self, session: Any) -> None:
+    With ``room`` for so many tokens, new keys and values are appended in place.
+    """
+
+    def __init__(self, session: Any, room: int = 0) -> None:
         import onnxruntime
 
         self._value = onnxruntime.OrtValue.ortvalue_from_numpy
         self._session = session
-        inputs = [value.name for value in session.get_inputs()]
-        self._own = set(inputs) & {"attention_mask", "position_ids"}
+        inputs = {value.name: value.shape for value in session.get_inputs()}
+        self._own = inputs.keys() & {"attention_mask", "position_ids"}
         past = [name for name in inputs if name.startswith("past_key_values")]
         present = [name.replace("past_key_values", "present") for name in past]
         self._names, self._outputs = past, ["logits", *present]
-        self._length = 0
-        self._cache = [self._value(np.zeros(_NO_CACHE, np.float32)) for _ in past]
+        self._length, self._in_place = 0, room > 0
+        self._cache = []
+        for name in past:
+            heads, size = (
+                declared if isinstance(declared, int) else otherwise
+                for declared, otherwise in zip(
+                    inputs[name][1::2], (_HEADS, _SIZE), strict=True
+                )
+            )
+            empty = np.zeros((1, heads, room, size), np.float32)
+            self._cache.append(self._value(empty))
 
     def append(self, ids: _Ids) -> tuple[Any, float]:
         """Run tokens ``[S]`` after those before; return logits, and the seconds."""
@@ -43,20 +57,31 @@ class _Text:
         arrays = {name: arrays[name] for name in self._own} | {"input_ids": ids[None]}
         feeds = {name: self._value(array) for name, array in arrays.items()}
         feeds |= zip(self._names, self._cache, strict=True)
-        start = time.perf_counter()
-        logits, *self._cache = self._session.run_with_ort_values(self._outputs, feeds)
         self._length = total
-        return logits, time.perf_counter() - start
+        start = time.perf_counter()
+        if not self._in_place:
+            logits, *self._cache = self._session.run_with_ort_values(self._outputs, feeds)
+            return logits, time.perf_counter() - start
+        binding = self._session.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output(self._outputs[0])
+        for name, value in zip(self._outputs[1:], self._cache, strict=True):
+            binding.bind_ortvalue_output(name, value)
+        self._session.run_with_iobinding(binding)
+        return binding.get_outputs()[0], time.perf_counter() - start
 
 
-def time_tokens(session: Any, context: int, tokens: int) -> dict[str, Any]:
+def time_tokens(
+    session: Any, context: int, tokens: int, in_place: bool = False
+) -> dict[str, Any]:
     """Run a prompt, then token after token.
 
     Returns:
         ``prompt``: seconds; ``tokens``: seconds of each.
     """
-    ids = np.random.default_rng(0).integers(100, 40000, context + tokens)
-    text = _Text(session)
+    ids = np.random.default_rng(0).integers(100, LEAST_VOCABULARY, context + tokens)
+    text = _Text(session, len(ids) * in_place)
     prompt = text.append(ids[:context])[1]
     times = [text.append(ids[place : place + 1])[1] for place in range(context, len(ids))]
     return {"prompt": prompt, "tokens": times}

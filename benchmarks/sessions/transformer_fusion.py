@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What SmolLM2-135M and MiniLM-L6 cost with and without TransformerFusion.
 
-ORTPLUGINS_SMOLLM2 names a folder of exports: ``plain-kv/model.onnx`` by torch.onnx.export, and
-of onnxruntime-genai's builder, if they are there, ``genai-fp32`` and ``genai-int4-unshared``.
+ORTPLUGINS_SMOLLM2 names a folder of exports: ``plain-kv/model.onnx`` by torch.onnx.export; of
+onnxruntime-genai's builder, if they are there, ``genai-fp32`` and ``genai-int4-unshared``; if
+it is there, ``gemma/model.onnx`` as tests/data/make_gemma.py makes it.
 Without it the demo's own graph is measured: it repeats no keys, and nothing stands beside it.
 """
 
@@ -14,15 +15,16 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import CACHE
+from benchmarks.models.decoder_steps import LEAST_VOCABULARY
 from benchmarks.models.minilm import float_minilm
 from examples.smollm2 import demo
 from examples.smollm2.generate import chat_prompt
@@ -37,12 +39,15 @@ _SETTINGS = {
 }
 _STEPS = "benchmarks.models.decoder_steps"
 _TOKENS, _WRITTEN = 12, 64
-# Context: greatest ratios of a token's time, beside plain onnxruntime and the builder's graph.
-_CONTEXTS = {16: (0.75, 1.05), 512: (0.62, 0.85), 1536: (0.5, 0.65)}
-_PROMPTS = (512, 1536)
-_MAX_NODES = 350
 # 0.97 of its tokens per second.
 _SAME = 1.03
+# Context: greatest ratios of a token's time, beside plain onnxruntime and the builder's graph.
+_CONTEXTS = {16: (0.75, 1.05), 512: (0.62, 0.85), 1536: (0.5, 0.65)}
+_GEMMA_CONTEXTS = {16: (math.nan, math.nan), 512: (0.75, math.nan), 1536: (0.6, math.nan)}
+_FLOAT_CONTEXTS = dict.fromkeys(_CONTEXTS, (math.nan, _SAME))
+_UNBOUND = dict.fromkeys(_CONTEXTS, (math.nan, math.nan))
+_PROMPTS = (512, 1536)
+_MAX_NODES = 350
 _BESIDE = {"plain": "onnxruntime", "builder": "the builder's graph"}
 _MS = 1e3
 # A session's threads spin for a while after a run, on the cores of the next one.
@@ -64,71 +69,85 @@ class _Decoder:
         name: In figures.
         model: The file as exported.
         passes: What ours runs.
+        prompts: Whose answers are compared, as tokens.
+        contexts: As :data:`_CONTEXTS`.
         builder: The builder's graph; None where there is none.
-        is_export: Whether an exporter repeated keys and values, so that the bounds hold.
+        shares: Whether it is also measured with kv_cache=shared.
     """
 
     name: str
     model: Path
     passes: tuple[str, ...]
-    builder: Path | None
-    is_export: bool
+    prompts: Sequence[Sequence[int]]
+    contexts: Mapping[int, tuple[float, float]]
+    builder: Path | None = None
+    shares: bool = False
 
 
 def measure_transformer_fusion(folder: Path, rounds: int) -> list[Figure]:
     """Measure tokens, prompts and text of decoders; batches and starts of MiniLM."""
-    decoders, tokenizer = _decoders()
     figures = []
-    for decoder in decoders:
-        figures += _decoder_figures(decoder, folder / "cache", rounds, tokenizer)
+    for decoder in _decoders():
+        figures += _decoder_figures(decoder, folder / "cache", rounds)
     return figures + _encoder_figures(folder, rounds)
 
 
-def _decoders() -> tuple[list[_Decoder], Tokenizer]:
+def _decoders() -> list[_Decoder]:
     made, *_ = demo.make_models(demo.WORK, Console(quiet=True))
+    prompts = [made.tokenizer.encode(chat_prompt(question)).ids for question in _QUESTIONS]
     fusion = "transformer_fusion"
     both = ("dq_matmulnbits_fusion", fusion)
     if not (given := os.environ.get("ORTPLUGINS_SMOLLM2")):
         floats = demo.WORK / "float32" / "model.onnx"
         return [
-            _Decoder("int4", made.path, both, None, False),
-            _Decoder("float", floats, (fusion,), None, False),
-        ], made.tokenizer
-    exported = Path(given, "plain-kv", "model.onnx")
-    int4 = CACHE / "smollm2-export" / "model.onnx"
-    if not int4.exists():
-        int4.parent.mkdir(parents=True, exist_ok=True)
-        quantize(exported, int4, method="rtn", block_size=32)
+            _Decoder("int4", made.path, both, prompts, _UNBOUND),
+            _Decoder("float", floats, (fusion,), prompts, _UNBOUND),
+        ]
+    exported, gemma = (Path(given, name, "model.onnx") for name in ("plain-kv", "gemma"))
     builders = [
         path if (path := Path(given, name, "model.onnx")).exists() else None
         for name in ("genai-int4-unshared", "genai-fp32")
     ]
-    return [
-        _Decoder("int4", int4, both, builders[0], True),
-        _Decoder("float", exported, (fusion,), builders[1], True),
-    ], made.tokenizer
+    int4 = _int4(exported, "smollm2-export")
+    found = [
+        _Decoder("int4", int4, both, prompts, _CONTEXTS, builders[0], True),
+        _Decoder("float", exported, (fusion,), prompts, _FLOAT_CONTEXTS, builders[1], True),
+    ]
+    if gemma.exists():
+        text = np.random.default_rng(0).integers(100, LEAST_VOCABULARY, (3, 12)).tolist()
+        int4 = _int4(gemma, "gemma-export")
+        found.append(_Decoder("Gemma-like int4", int4, both, text, _GEMMA_CONTEXTS))
+    return found
 
 
-def _decoder_figures(
-    decoder: _Decoder, cache: Path, rounds: int, tokenizer: Tokenizer
-) -> list[Figure]:
+def _int4(exported: Path, name: str) -> Path:
+    path = CACHE / name / "model.onnx"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        quantize(exported, path, method="rtn", block_size=32)
+    return path
+
+
+def _decoder_figures(decoder: _Decoder, cache: Path, rounds: int) -> list[Figure]:
     plain = Candidate(decoder.model, "plain", settings=_SETTINGS)
     ours = dataclasses.replace(plain, name="ours", passes=decoder.passes, cache_dir=cache)
     candidates = [plain, ours]
     if decoder.builder is not None:
         candidates.append(dataclasses.replace(plain, name="builder", model=decoder.builder))
-    prompts = [tokenizer.encode(chat_prompt(question)).ids for question in _QUESTIONS]
+    if decoder.shares:
+        shared = {"transformer_fusion.kv_cache": "shared"}
+        candidates.append(dataclasses.replace(ours, name="shared", options=shared))
     with contextlib.ExitStack() as stack:
         processes = {}
         for one in candidates:
             processes[one.name] = stack.enter_context(SessionProcess(one.name))
             processes[one.name].open(one)
-        prefill, tokens = _times(processes, rounds)
+        prefill, tokens = _times(processes, decoder.contexts, rounds)
         texts, logits = (
             [
                 [
                     process.call(f"{_STEPS}:{what}", prompt=prompt, **asked)
-                    for prompt in prompts
+                    for prompt in decoder.prompts
                 ]
                 for process in (processes["ours"], processes["plain"])
             ]
@@ -157,16 +176,21 @@ def _decoder_figures(
 
 
 def _times(
-    processes: dict[str, SessionProcess], rounds: int
+    processes: dict[str, SessionProcess], contexts: Iterable[int], rounds: int
 ) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
     """Seconds of prompts and of tokens, medians, by process and context."""
     prompts: dict[tuple[str, int], list[float]] = {}
     tokens: dict[tuple[str, int], list[float]] = {}
     # The first round is not counted: buffers are allocated, weights packed.
     for turn in range(rounds + 1):
-        for context in _CONTEXTS:
+        for context in contexts:
             for name, process in processes.items():
-                found = process.call(f"{_STEPS}:time_tokens", context=context, tokens=_TOKENS)
+                found = process.call(
+                    f"{_STEPS}:time_tokens",
+                    context=context,
+                    tokens=_TOKENS,
+                    in_place=name == "shared",
+                )
                 if turn:
                     prompts.setdefault((name, context), []).append(found["prompt"])
                     tokens.setdefault((name, context), []).extend(found["tokens"])
@@ -184,20 +208,20 @@ def _time_figures(
     tokens: dict[tuple[str, int], float],
 ) -> list[Figure]:
     figures = []
-    is_float = decoder.name == "float"
     others = ("plain", "builder") if decoder.builder else ("plain",)
     for index, other in enumerate(others):
-        for context, bounds in _CONTEXTS.items():
-            bound = _SAME if is_float and index else bounds[index]
-            if not decoder.is_export or (is_float and not index):
-                bound = math.nan
+        for context, bounds in decoder.contexts.items():
             what = f"{decoder.name}: a token at {context}, beside {_BESIDE[other]}"
             times = [tokens[name, context] * _MS for name in ("ours", other)]
-            figures.append(Figure(what, times[0], times[1], "ms", bound))
+            figures.append(Figure(what, times[0], times[1], "ms", bounds[index]))
         for context in _PROMPTS:
             what = f"{decoder.name}: a prompt of {context}, beside {_BESIDE[other]}"
             times = [prefill[name, context] * _MS for name in ("ours", other)]
             figures.append(Figure(what, times[0], times[1], "ms", _SAME if index else 1.0))
+    for context in decoder.contexts if decoder.shares else ():
+        what = f"{decoder.name}: a token at {context}, kv_cache=shared beside exported"
+        times = [tokens[name, context] * _MS for name in ("shared", "ours")]
+        figures.append(Figure(what, times[0], times[1], "ms", 1.0))
     return figures
 
 
