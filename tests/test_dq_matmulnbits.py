@@ -11,28 +11,17 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import (
     DequantizedMatMul,
+    fuse_weights,
     op_types,
     run,
 )
 from builders.layout_matrix import LayoutCase, Quantized
 from builders.text_models import text_model
 
-from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.remarks import PassContext, Remark, Remarks
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
+from rewrite_rules.remarks import Remark
 
-EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")
 LAYOUTS = ["axis0", "transposed"]
-
-
-def apply(
-    model: ir.Model,
-    options: FusionOptions = EXACT,
-    providers: tuple[str, ...] = ("CPUExecutionProvider",),
-) -> list[Remark]:
-    remarks = Remarks("dq_matmulnbits_fusion")
-    fuse(model, options, PassContext(remarks, providers))
-    # What is noted on the model as a whole has tests of its own.
-    return [remark for remark in remarks if remark.node != "model"]
 
 
 def only(remarks: list[Remark]) -> Remark:
@@ -45,7 +34,7 @@ def only(remarks: list[Remark]) -> Remark:
 
 def test_node_keeps_its_name_and_the_output_its_name_and_type():
     model = DequantizedMatMul(64, 8, 32).model()
-    apply(model)
+    fuse_weights(model)
     (node,) = model.graph
     assert (node.domain, node.name) == ("com.microsoft", "matmul")
     assert (model.graph.outputs[0].name, model.graph.outputs[0].dtype) == (
@@ -56,7 +45,7 @@ def test_node_keeps_its_name_and_the_output_its_name_and_type():
 
 def test_attributes():
     model = DequantizedMatMul(70, 8, 32).model()
-    apply(model, FusionOptions(accuracy_level=4, slow_kernels="fuse"))
+    fuse_weights(model, FusionOptions(accuracy_level=4, slow_kernels="fuse"))
     (node,) = model.graph
     attributes = {name: attr.as_int() for name, attr in node.attributes.items()}
     assert attributes == {"K": 70, "N": 8, "bits": 4, "block_size": 32, "accuracy_level": 4}
@@ -64,7 +53,7 @@ def test_attributes():
 
 def test_only_what_is_used_stays():
     model = DequantizedMatMul(64, 8, 32, "uint4", zero_points="random").model()
-    apply(model)
+    fuse_weights(model)
     assert set(model.graph.initializers) == {
         "w.T.nbits32",
         "w_scale.T.nbits",
@@ -74,7 +63,7 @@ def test_only_what_is_used_stays():
 
 def test_transposed_scales_are_used_as_they_are():
     model = DequantizedMatMul(64, 8, 32, "int4", "transposed").model()
-    apply(model)
+    fuse_weights(model)
     assert "w_scale" in model.graph.initializers
 
 
@@ -88,7 +77,7 @@ def test_slow_kernels_become_float_bit_for_bit(layout, storage, zero_points):
     case = DequantizedMatMul(70, 9, 32, storage, layout, zero_points)
     model, feed = case.model(), case.feed()
     (expected,) = run(case.model(), {"x": feed})
-    remark = only(apply(model, FusionOptions(accuracy_level=0, slow_kernels="float")))
+    remark = only(fuse_weights(model, FusionOptions(accuracy_level=0, slow_kernels="float")))
     assert op_types(model) == ["MatMul"]
     assert "fast CPU kernel at accuracy_level 4 only" in remark.reason
     (y,) = run(model, {"x": feed})
@@ -111,7 +100,9 @@ def test_small_tables_become_float(rows, storage, options, expected):
     weights, ids = Quantized((rows, 64), storage, 1, 32), {"ids": np.int64([0, 39, 7])}
     text = "W = $w  y = Gather (W, ids)"
     model = LayoutCase("table", text, weights, None, inputs=ids).build()
-    apply(model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options}))
+    fuse_weights(
+        model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options})
+    )
     assert op_types(model) == expected
 
 
@@ -128,7 +119,9 @@ def test_small_tables_become_float(rows, storage, options, expected):
 def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, expected):
     """The kernel multiplies with what lies in memory behind the last column, denormals say."""
     model = DequantizedMatMul(k, n, 32, "uint4").model()
-    apply(model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options}))
+    fuse_weights(
+        model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options})
+    )
     assert op_types(model) == expected
 
 
@@ -142,7 +135,7 @@ def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, 
 def test_eight_bits_fuse_at_accuracy_level_4(level, kernels, outcome, expected):
     model = DequantizedMatMul(64, 8, 32, "int8").model()
     options = FusionOptions(accuracy_level=level, slow_kernels=kernels)
-    assert only(apply(model, options)).outcome == outcome
+    assert only(fuse_weights(model, options)).outcome == outcome
     assert op_types(model) == expected
 
 
@@ -151,7 +144,7 @@ def test_eight_bits_fuse_at_accuracy_level_4(level, kernels, outcome, expected):
 
 def refused(model: ir.Model, **kwargs: object) -> str:
     before = ir.to_proto(model).SerializeToString()
-    remarks = apply(model, **kwargs)  # type: ignore[arg-type]
+    remarks = fuse_weights(model, **kwargs)  # type: ignore[arg-type]
     assert [r.outcome for r in remarks] == ["refused"], remarks
     assert ir.to_proto(model).SerializeToString() == before
     return str(remarks[0])
@@ -217,12 +210,12 @@ def test_names_why_it_refuses(name):
 def test_a_dequantized_activation_is_no_candidate():
     inputs = {"x": (2, [4])}
     model = text_model("y = DequantizeLinear (x, s)", {"s": np.float32(0.5)}, inputs)
-    assert apply(ir.from_proto(model)) == []
+    assert fuse_weights(ir.from_proto(model)) == []
 
 
 def test_fusing_twice_changes_nothing_more():
     model = CASE.model()
-    apply(model)
+    fuse_weights(model)
     before = ir.to_proto(model).SerializeToString()
-    assert apply(model) == []
+    assert fuse_weights(model) == []
     assert ir.to_proto(model).SerializeToString() == before

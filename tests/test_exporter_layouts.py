@@ -16,22 +16,12 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.dequantized_models import relative_error, run
+from builders.dequantized_models import fuse_weights, relative_error, run
 from builders.text_models import T, text_model
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer as nbits
 
-from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.remarks import PassContext, Remark, Remarks
-
-EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")
 Arrays = dict[str, npt.NDArray]
-
-
-def apply(model: ir.Model) -> list[Remark]:
-    remarks = Remarks("dq_matmulnbits_fusion")
-    fuse(model, EXACT, PassContext(remarks, ("CPUExecutionProvider",)))
-    return list(remarks)
 
 
 def nodes(model: ir.Model) -> list[ir.Node]:
@@ -75,7 +65,7 @@ def check(
     ``left`` names the DequantizeLinear on constants that stay, each with a word of its remark.
     """
     model, left = ir.from_proto(proto), left or {}
-    remarks = apply(model)
+    remarks = fuse_weights(model)
     found = counts(model)
     assert (found["MatMulNBits"], found["GatherBlockQuantized"]) == (matmulnbits, 0), remarks
     assert weights_left(model) == set(left), remarks
@@ -240,7 +230,7 @@ def test_static_8_bit_is_left_to_onnxruntime(kind, per_channel, outputs, tmp_pat
     before = counts(model)
     left = weights_left(model)
     assert len(left) == 3  # two weights and the Gemm's bias
-    remarks = apply(model)
+    remarks = fuse_weights(model)
     assert counts(model) == before
     assert not any(remark.outcome == "fired" for remark in remarks)
     text = "\n".join(map(str, remarks))

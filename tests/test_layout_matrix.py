@@ -12,14 +12,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from builders.coverage import pairwise
-from builders.dequantized_models import relative_error, run
+from builders.dequantized_models import fuse_weights, relative_error, run
 from builders.exporter_layouts import exporter_cases
 from builders.layout_matrix import LayoutCase, layout_cases
 
-from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
+from rewrite_rules.remarks import Outcome, Remark
 
-EVERY_KERNEL = FusionOptions(accuracy_level=0, slow_kernels="fuse")
 KERNEL_BLOCKS = {16, 32, 64, 128, 256}
 
 
@@ -28,12 +26,6 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.graph.all_nodes()
-
-
-def fused(model: ir.Model) -> list[Remark]:
-    remarks = Remarks("dq_matmulnbits_fusion")
-    fuse(model, EVERY_KERNEL, PassContext(remarks))
-    return list(remarks)
 
 
 def check_numbers(outputs: list[npt.NDArray], case: LayoutCase) -> None:
@@ -83,7 +75,7 @@ def test_layout(case: LayoutCase):
     if case.runs:
         check_numbers(run(model, case.feeds), case)
 
-    remarks = fused(model)
+    remarks = fuse_weights(model)
 
     proto = ir.to_proto(model)
     refusals = [str(remark) for remark in remarks if remark.outcome is Outcome.REFUSED]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +12,13 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
+from rewrite_rules.remarks import PassContext, Remark, Remarks
+
 from .same_numbers import session
 
+CPU = ("CPUExecutionProvider",)
+EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")
 STORAGE = {
     "int4": (4, True, ir.DataType.INT4, ml_dtypes.int4),
     "uint4": (4, False, ir.DataType.UINT4, ml_dtypes.uint4),
@@ -168,6 +173,15 @@ def relative_error(actual: npt.NDArray, expected: npt.NDArray) -> float:
     """Greatest difference over the greatest expected magnitude."""
     difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max()
     return float(difference / max(np.abs(expected).max(), 1e-30))
+
+
+def fuse_weights(
+    model: ir.Model, options: FusionOptions = EXACT, providers: Sequence[str] = CPU
+) -> list[Remark]:
+    """Fuse in place; return the remarks, but for those on the model as a whole."""
+    remarks = Remarks("dq_matmulnbits_fusion")
+    fuse(model, options, PassContext(remarks, providers))
+    return [remark for remark in remarks if remark.node != "model"]
 
 
 def op_types(model: ir.Model) -> list[str]:
