@@ -46,6 +46,7 @@ PRINTED = {
         "rtn: 3 quantised",
         "gptq: 3 quantised",
     ),
+    "serving.md": ("sessions on this file need graph_optimization_level = ORT_DISABLE_ALL",),
     "start.md": ("onnxruntime  ", "ortplugins, from then on", "fired 4, refused 0"),
     "write-a-pass.md": ("ortplugins.drop_dropout.keep_named", "stays, as keep_named asks"),
 }

@@ -129,16 +129,12 @@ class GivenModel:
         import onnx
         import onnx_ir as ir
 
-        from ortplugins.model_io.loading import read_model_file
-
         checked = self.graph()  # whatever is wrong with it is an error there
         source = self._source()
-        if isinstance(source, str | os.PathLike):
-            source = onnx.ModelProto.FromString(read_model_file(source))
-        if isinstance(source, onnx.ModelProto):
-            with _quiet_about_packed_weights():
-                return ir.from_proto(source)
-        return checked
+        with _quiet_about_packed_weights():
+            if isinstance(source, str | os.PathLike):
+                return ir.load(source)
+            return ir.from_proto(source) if isinstance(source, onnx.ModelProto) else checked
 
     def _source(self) -> Any:
         """Path, bytes or object; of a session what onnxruntime was given."""

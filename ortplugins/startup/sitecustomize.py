@@ -20,8 +20,11 @@ from typing import Any
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds ``onnxruntime`` where it would be found without us."""
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``onnxruntime`` where it would be found without us; switches passes on then."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None  # onnxruntime's own, once it was found
 
     def find_spec(
         self,
@@ -32,32 +35,23 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if fullname != "onnxruntime":
             return None
         # Many ask only whether it is there, so that this finder stays until it is imported.
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Switching(spec.loader, self)
-                return spec
-        return None
-
-
-class _Switching(importlib.abc.Loader):
-    """Loads ``onnxruntime`` with its own loader, then switches passes on."""
-
-    def __init__(self, loader: importlib.abc.Loader, finder: _AfterImport) -> None:
-        self._loader, self._finder = loader, finder
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # readers of sources and resources
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
