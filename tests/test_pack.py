@@ -280,6 +280,17 @@ def test_bad_input_is_one_line_and_leaves_nothing(source, what):
     assert [name for name in os.listdir() if name != "given"] == []
 
 
+def test_a_server_with_an_older_onnxruntime_is_named(source):
+    done = ortplugins_command("pack", source, "-o", "packed", "--onnxruntime", "1.22.1")
+    assert (done.returncode, done.stderr) == (0, "")
+    proto = onnx.load(source / "model.onnx", load_external_data=False)
+    proto.ir_version = 11
+    onnx.save(proto, source / "model.onnx")
+    done = ortplugins_command("pack", source, "-o", "other", "--onnxruntime", "1.22.1")
+    text = "has opset 21 and IR version 11; onnxruntime 1.22.1 opens 22 and 10 at most"
+    assert (done.returncode, done.stderr) == (2, f"error: given/model.onnx: {text}\n")
+
+
 def test_settings_that_a_server_cannot_have_are_refused(source, monkeypatch):
     needs = {"enable_mem_pattern": "0", "session.x": "1"}
     monkeypatch.setattr(DqMatMulNBitsFusion, "session_settings", lambda _: needs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError
@@ -22,6 +23,7 @@ from ortplugins.packing.triton import triton_layout
 from ortplugins.report import Report
 from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model
+from rewrite_rules.onnxruntime_version import newest_format, parse_version
 from session_options import DqMatMulNBitsFusion, Pass
 
 Server = Literal["genai", "triton", "plain"]
@@ -87,8 +89,10 @@ def pack(
         native_block_size=optimizers.native_block_size,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
-    data = load_path(folder.model).data_files.values()
-    with folder.staged(without=data) as staged:
+    source = load_path(folder.model)
+    if onnxruntime_version is not None:
+        _check_format(source.model, folder.model, onnxruntime_version)
+    with folder.staged(without=source.data_files.values()) as staged:
         result = optimize_for(request, staged, progress=progress)
         root = staged.parents[len(folder.location.parts) - 1]
         session = _loaded(folder.model, staged, result.session_settings)
@@ -107,6 +111,16 @@ def _plain_layout(
     source = model if along else model.parent
     folder = OutputFolder(source, model_in(model), target, overwrite, companions=along)
     return folder, lambda *_: None, ALL_OPTIMIZERS
+
+
+def _check_format(model: ir.Model, path: Path, version: str) -> None:
+    """Refuse a file that is too new for the server's onnxruntime."""
+    opset, ir_version = newest_format(parse_version(version))
+    if model.opset_imports.get("", 0) > opset or model.ir_version > ir_version:
+        raise ModelFileError(
+            f"{path}: has opset {model.opset_imports.get('')} and IR version "
+            f"{model.ir_version}; onnxruntime {version} opens {opset} and {ir_version} at most"
+        )
 
 
 def _loaded(
