@@ -81,8 +81,8 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),
     "memory": (
         _FUSION,
-        _setting("no arena", "enable_cpu_mem_arena", "0"),
         _pass("prepacked_weights"),
+        _setting("no arena", "enable_cpu_mem_arena", "0"),
         _setting("no memory pattern", "enable_mem_pattern", "0"),
         _pass("shape_size_reorder"),
     ),
