@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import tempfile
@@ -56,8 +57,7 @@ class PlannerRun:
         model: The model as it was given, with its weights where they were.
         samples: What all models run on.
         scratch: A folder that is removed at the end.
-        max_memory: Bytes for weights that are kept in float.
-        providers: Execution providers that run the samples.
+        switched: Opens a model, which is taken over, and its switches on the samples.
         budget: Cosine to reach; None: promote as many as the limit allows.
         limit: What may be promoted, in the units' cost (int), or which share of all (float);
             None for anything.
@@ -68,8 +68,7 @@ class PlannerRun:
     model: ir.Model
     samples: KeptSamples
     scratch: Path
-    max_memory: int
-    providers: Sequence[Any]
+    switched: Callable[..., SwitchedModel]
     budget: float | None
     limit: float | None
     option: str
@@ -117,20 +116,15 @@ class PlannerRun:
             prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
         ) as folder:
             samples = KeptSamples(data, loaded, scratch=Path(folder))
-            report_progress = progress or (lambda done, total, what: None)
-            limits = budget, limit, option, report_progress
-            yield cls(loaded, samples, Path(folder), max_memory, providers, *limits)
-
-    def switched(self, model: ir.Model, switches: Sequence[str] = ()) -> SwitchedModel:
-        """Prepare a model, which is taken over, for runs on the samples."""
-        return SwitchedModel(
-            model,
-            switches,
-            self.samples,
-            scratch=self.scratch,
-            max_memory=self.max_memory,
-            providers=self.providers,
-        )
+            switched = functools.partial(
+                SwitchedModel,
+                samples=samples,
+                scratch=Path(folder),
+                max_memory=max_memory,
+                providers=providers,
+            )
+            limits = budget, limit, option, progress or (lambda done, total, what: None)
+            yield cls(loaded, samples, Path(folder), switched, *limits)
 
     def search(
         self,

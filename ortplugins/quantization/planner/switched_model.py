@@ -42,12 +42,12 @@ class SwitchedModel:
     def __init__(
         self,
         model: ir.Model,
-        switches: Collection[str],
-        samples: KeptSamples,
+        switches: Collection[str] = (),
         *,
+        samples: KeptSamples,
         scratch: Path,
-        max_memory: int = 1 << 30,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
+        max_memory: int,
+        providers: Sequence[Any],
     ) -> None:
         """Open the session.
 
