@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import fuse_weights, relative_error, run
+from builders.qdq_models import Reader
 from builders.text_models import T, text_model
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer as nbits
@@ -163,18 +164,10 @@ def quantise_static(
     of rank 0, or both [N]. Gather's table is uint8 with the scale of its output.
     """
     with silence():
-
-        class Reader(quantization.CalibrationDataReader):
-            def __init__(self) -> None:
-                self._left = [feeds]
-
-            def get_next(self) -> Arrays | None:
-                return self._left.pop() if self._left else None
-
         quantization.quantize_static(
             source,
             path,
-            Reader(),
+            Reader([feeds]),
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
             **options,

@@ -23,16 +23,16 @@ from ortplugins.quantization import quantize
 D = 32
 
 
-def chain(*names: str, kind: str = "MatMul", opset: int = 21) -> ir.Model:
+def chain(*names: str) -> ir.Model:
     """A product after the other, by names; ``""`` leaves a node without."""
     lines, weights, value = [], {}, "x"
     for number in range(len(names)):
         result = "y" if number == len(names) - 1 else f"h{number}"
-        lines.append(f"{result} = {kind}({value}, W{number})")
+        lines.append(f"{result} = MatMul({value}, W{number})")
         weights[f"W{number}"] = normal(D, D, seed=number)
         value = result
     text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {' '.join(lines)} }}"
-    model = model_of(text, weights, opset=opset)
+    model = model_of(text, weights)
     for node, name in zip(model.graph, names, strict=True):
         node.name = name
     return model

@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import run
-from builders.qdq_models import chains
+from builders.qdq_models import Reader, chains
 from builders.text_models import proto_of
 from onnxruntime.quantization import (
     CalibrationMethod,
@@ -62,14 +62,6 @@ def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
 def samples(count: int = 3, dtype: Any = np.float32, size: int = 8) -> list[dict[str, Any]]:
     random = np.random.default_rng(1)
     return [{"x": random.normal(size=(1, 3, size, size)).astype(dtype)} for _ in range(count)]
-
-
-class Reader:
-    def __init__(self, feeds: list[dict[str, Any]]) -> None:
-        self.feeds = iter(feeds)
-
-    def get_next(self) -> dict[str, Any] | None:
-        return next(self.feeds, None)
 
 
 def arrays(model: onnx.ModelProto) -> dict[str, tuple[str, bytes]]:

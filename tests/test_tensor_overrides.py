@@ -14,11 +14,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
+from builders.qdq_models import Reader
 from builders.sessions import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import (
-    CalibrationDataReader,
     QuantFormat,
     QuantType,
     quantize_static,
@@ -325,14 +325,6 @@ chain (float[n, 4] x) => (float[n, 4] y) <float[4, 4] W = {
 { [first] a = MatMul(x, W)  [second] b = Sigmoid(a)  [third] c = Relu(a)  y = Add(b, c) }"""
 
 
-class Samples(CalibrationDataReader):
-    def __init__(self) -> None:
-        self._left = [{"x": np.eye(4, dtype=np.float32)}]
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return self._left.pop() if self._left else None
-
-
 def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
     overrides = read_overrides("""{
         "a": [{"quant_type": "uint16", "rmin": -2, "rmax": 4,
@@ -344,7 +336,7 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
     quantize_static(
         tmp_path / "m.onnx",
         tmp_path / "q.onnx",
-        Samples(),
+        Reader([{"x": np.eye(4, dtype=np.float32)}]),
         quant_format=QuantFormat.QDQ,
         extra_options={"TensorQuantOverrides": to_onnxruntime(overrides)},
     )
