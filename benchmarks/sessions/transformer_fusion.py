@@ -19,7 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx.compose
 import onnx_ir as ir
+import onnx_ir.passes.common
 from rich.console import Console
 
 from benchmarks.figures.bounds import Figure
@@ -30,7 +32,10 @@ from examples.smollm2 import demo
 from examples.smollm2.generate import chat_prompt
 from ortplugins.measurement.measure import Candidate, SessionProcess, measure
 from ortplugins.quantization import quantize
+from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
+from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from tests.builders.decoder_exports import exported_decoder
 
 _SETTINGS = {
     "session.qdq_matmulnbits_accuracy_level": "4",
@@ -54,6 +59,7 @@ _MS = 1e3
 _PAUSE_SECONDS = 0.05
 # Rows and tokens of an encoder's batch.
 _BATCHES = ((8, 128), (1, 16))
+_NODES = 10_000
 _QUESTIONS = (
     "What is the capital of France?",
     "Write a poem on rain.",
@@ -89,7 +95,7 @@ def measure_transformer_fusion(folder: Path, rounds: int) -> list[Figure]:
     figures = []
     for decoder in _decoders():
         figures += _decoder_figures(decoder, folder / "cache", rounds)
-    return figures + _encoder_figures(folder, rounds)
+    return [*figures, *_encoder_figures(folder, rounds), _cost_of_the_pass(rounds)]
 
 
 def _decoders() -> list[_Decoder]:
@@ -223,6 +229,22 @@ def _time_figures(
         times = [tokens[name, context] * _MS for name in ("shared", "ours")]
         figures.append(Figure(what, times[0], times[1], "ms", 1.0))
     return figures
+
+
+def _cost_of_the_pass(rounds: int) -> Figure:
+    """Fuse many copies of a TorchScript export in one graph."""
+    whole = one = exported_decoder("llama-torchscript-eager")
+    while len(whole.graph.node) < _NODES:
+        prefix = f"{len(whole.graph.node)}."
+        whole = onnx.compose.merge_models(whole, one, io_map=[], prefix2=prefix)
+    seconds = []
+    for _ in range(rounds):
+        model = ir.from_proto(whole)
+        onnx_ir.passes.common.ShapeInferencePass()(model)
+        start = time.perf_counter()
+        fuse_transformer(model, TransformerOptions(), PassContext(Remarks("benchmark")))
+        seconds.append(time.perf_counter() - start)
+    return Figure("the pass on 10,000 nodes", statistics.median(seconds), unit="s", bound=2)
 
 
 def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:

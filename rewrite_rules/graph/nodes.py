@@ -62,6 +62,8 @@ def captures(node: ir.Node) -> list[ir.Value]:
     # A value belongs to one graph; those of the subgraphs themselves are not from outside.
     inside: set[ir.Graph] = set()
     pending = list(subgraphs(node))
+    if not pending:
+        return []
     while pending:
         subgraph = pending.pop()
         inside.add(subgraph)

@@ -12,6 +12,7 @@ from rewrite_rules.graph.nodes import producer
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
+    count_heads,
     in_order,
     ints,
     is_transposed_heads,
@@ -70,9 +71,11 @@ class Attention:
         return op.Equal(self.length(op), ints(op, 1))
 
     def length(self, op: Any) -> Any:
-        """Emit S."""
+        """Emit S; of what was split, so that nothing is split for it."""
         split = unsplit(self.query)
         axis = 2 if split is self.query else 1
+        if axis == 1 and count_heads(split, self.facts):
+            split = producer(split).inputs[0]  # type: ignore[assignment]
         return op.Shape(split, start=axis, end=axis + 1)
 
     def one_token(self, op: Any) -> list[Any]:

@@ -17,10 +17,11 @@ SPLIT_HEADS = (0, 2, 1, 3)
 
 def ints(op: Any, *numbers: int | ir.Value) -> Any:
     """Return a list of int64, of numbers and of tensors that hold one each."""
-    if all(isinstance(each, int) for each in numbers):
-        return op.Constant(value_ints=[*numbers])
-    parts = [op.Constant(value_ints=[n]) if isinstance(n, int) else n for n in numbers]
-    return op.Concat(*parts, axis=0)
+    if any(isinstance(each, ir.Value) for each in numbers):
+        parts = [ints(op, each) if isinstance(each, int) else each for each in numbers]
+        return op.Concat(*parts, axis=0)
+    # An attribute: of a list, onnx_ir has to find out the type.
+    return op.Constant(value_ints=ir.AttrInt64s("value_ints", numbers))  # type: ignore[arg-type]
 
 
 def is_transposed_heads(value: ir.Value) -> bool:
