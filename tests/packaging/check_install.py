@@ -67,11 +67,9 @@ def install(python: Path, *what: object, cwd: Path) -> str:
 
 def test_alone_it_says_what_is_missing(wheel: Path, empty: Path, tmp_path: Path):
     install(empty, wheel, cwd=tmp_path)
-    told = run(empty, "-c", "import ortplugins", cwd=tmp_path, status=1)
-    assert "ImportError: ortplugins needs one of the onnxruntime wheels" in told
-    told = run(empty.with_name("ortplugins"), "--version", cwd=tmp_path, status=2)
-    assert told.startswith("ortplugins needs one of the onnxruntime wheels")
-    assert "Traceback" not in told
+    for command in ((empty, "-c", "import ortplugins"), (empty.with_name("ortplugins"),)):
+        *_, last = run(*command, cwd=tmp_path, status=1).splitlines()
+        assert last.startswith("ImportError: ortplugins needs one of the onnxruntime wheels")
 
 
 def test_with_onnxruntime_alone_the_command_names_its_extra(
@@ -97,7 +95,7 @@ def test_with_its_extras_it_works_and_its_types_are_strict(
     shutil.copy(CONSUMER, consumer)
     text = consumer.read_text(encoding="utf-8")
     wrong = tmp_path / "wrong.py"
-    wrong.write_text(text.replace("accuracy_level=4", 'accuracy_level="4"'), encoding="utf-8")
+    wrong.write_text(text.replace("accuracy_level=4", "accuracy_level=[4]"), encoding="utf-8")
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     mypy = empty, "-m", "mypy", "--strict"
     pyright = empty, "-m", "pyright", "--pythonpath", empty
