@@ -18,7 +18,7 @@ class Figure:
         theirs: What it is compared with; NaN for a figure that stands alone.
         unit: Of both.
         bound: Greatest value allowed of the ratio, or of ``ours`` where it stands alone; NaN
-            where the figure is only told.
+            where the figure has none.
         difference: Whether the bound is on the difference and not on the ratio.
     """
 

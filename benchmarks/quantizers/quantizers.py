@@ -189,7 +189,7 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
             bounds[1],
         ),
     ]
-    # Beside the best, the others are only told.
+    # Beside the best, the others have no bound.
     for name in theirs:
         if name != fastest:
             figures.append(Figure(f"{what}: time, {name}", seconds[OURS], seconds[name], "s"))

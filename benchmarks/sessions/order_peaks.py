@@ -278,11 +278,11 @@ def main(names: list[str]) -> None:
             for arena in (False, True):
                 cells = (item.peaks[order, arena] for order in _ORDERS)
                 text = "".join(f"{first:10.1f} /{four:7.1f}" for first, four in cells)
-                told = f"{item.slower:6.3f} x time, {'same' if item.same else 'DIFFERS'}"
-                told += f", {item.out_of_place} out of place, {item.late} Shapes late"
-                told += "" if item.ordered else ", left as it was"
+                note = f"{item.slower:6.3f} x time, {'same' if item.same else 'DIFFERS'}"
+                note += f", {item.out_of_place} out of place, {item.late} Shapes late"
+                note += "" if item.ordered else ", left as it was"
                 print(
-                    f"{item.name:32}{'on' if arena else 'off':4}{text}{told if arena else ''}",
+                    f"{item.name:32}{'on' if arena else 'off':4}{text}{note if arena else ''}",
                     flush=True,
                 )
         if not names:

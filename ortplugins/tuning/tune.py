@@ -70,7 +70,7 @@ _LEAST_GAIN = 0.02
 # A gain that one round is enough to believe.
 _MUCH = 0.25
 # Where a session differs from itself by more, nothing can be said.
-_MOST_NOISE = 0.25
+_MAX_NOISE = 0.25
 # The share of the budget for changes one by one; what is left is for pairs.
 _ALONE = 0.6
 # The figures that sessions are compared by, in words.
@@ -192,7 +192,7 @@ class _Search:
                 self._begin_with(fused)
             rest = [fused] if fused is not None and self._base is self.plain else []
             noise, promising = self._promising(self._build_all(changes, rest))
-            if noise > _MOST_NOISE:
+            if noise > _MAX_NOISE:
                 return self._base, (
                     f"{self._base.change.name}; two equal sessions differ by {noise:.0%}, the "
                     "machine is busy, so nothing else is changed"
@@ -353,7 +353,7 @@ class _Search:
             elif not self._is_slower_somewhere(item, ratios, noise):
                 found.append((median, item))
         found.sort(key=lambda pair: pair[0])
-        if noise > _MOST_NOISE:
+        if noise > _MAX_NOISE:
             return noise, []
         return noise, [item for _, item in found if self._is_exact_enough(item)]
 

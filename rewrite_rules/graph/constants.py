@@ -10,7 +10,7 @@ from rewrite_rules.graph.refusal import Refusal
 
 _MICROSOFT = "com.microsoft"
 # Longer lists are not shapes or axes.
-_MOST_INTS = 64
+_MAX_INTS = 64
 # Where TensorProto stores numbers that are not raw bytes; those of all other types are in
 # int32_data (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
 _WIDE_FIELDS = {
@@ -70,7 +70,7 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
     tensor = constant(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
         return None
-    if tensor.size > _MOST_INTS:
+    if tensor.size > _MAX_INTS:
         return None
     check_payload(tensor, f"constant {tensor.name!r}")
     return [int(number) for number in tensor.numpy().reshape(-1)]

@@ -123,7 +123,7 @@ class QuantizationGrid:
     def range(self) -> tuple[np.generic, np.generic]:
         """The ends of the range of values that the grid was made for, of the scale's type.
 
-        A range that begins or ends at 0, as behind a Relu, is told exactly. Another one was
+        A range that begins or ends at 0, as behind a Relu, is exact. Another one was
         moved by up to half a step, for the zero point to be a code: it is taken half a step
         wider.
         """

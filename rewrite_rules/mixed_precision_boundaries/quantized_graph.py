@@ -203,8 +203,8 @@ class QuantizedGraph:
             nodes = [node for node in (quantize, *dequantizes) if node is not None]
             grids = {self._grid(node) for node in nodes}
             if len(grids) > 1:
-                told = ", ".join(sorted(map(str, grids)))
-                raise Refusal(f"it is quantised and dequantised by different grids: {told}")
+                listed = ", ".join(sorted(map(str, grids)))
+                raise Refusal(f"it is quantised and dequantised by different grids: {listed}")
             grid = grids.pop()
             _check_value_type(quantize, grid)
             tensor = QuantizedTensor(name, codes, quantize, dequantizes, grid)
@@ -213,8 +213,8 @@ class QuantizedGraph:
             values = [codes, *(node.outputs[0] for node in dequantizes)]
             if source is not None:
                 values.append(source)
-            for told in {name, *(value.name for value in values if value.name)}:
-                self.refused[told] = readings
+            for value_name in {name, *(value.name for value in values if value.name)}:
+                self.refused[value_name] = readings
         else:
             readings = tensor
             self.tensors.append(tensor)

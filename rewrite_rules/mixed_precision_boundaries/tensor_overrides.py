@@ -63,7 +63,7 @@ _INITIALIZER = _Kind(
 _RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
 # What all channels of an initializer have in common.
 _COMMON_FIELDS = ("quant_type", "axis", "symmetric", "reduce_range")
-_MOST_TOLD = 10
+_MAX_PROBLEMS = 10
 
 
 class OverrideError(ValueError):
@@ -147,9 +147,9 @@ def check_overrides(
         _contradictions(overrides, activations),
     )
     # Looking for close matches takes its time: of a hundred stale names, no more than these.
-    if told := list(itertools.islice(problems, _MOST_TOLD + 1)):
-        more = ["and more"] if len(told) > _MOST_TOLD else []
-        raise OverrideError("\n".join(told[:_MOST_TOLD] + more))
+    if found := list(itertools.islice(problems, _MAX_PROBLEMS + 1)):
+        more = ["and more"] if len(found) > _MAX_PROBLEMS else []
+        raise OverrideError("\n".join(found[:_MAX_PROBLEMS] + more))
 
 
 def _problems(

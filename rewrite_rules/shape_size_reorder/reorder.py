@@ -22,7 +22,7 @@ from rewrite_rules.shape_size_reorder.order.search import (
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
 
-# What a session has to be told to run the nodes in the order of the file.
+# What makes a session run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
 _NO_PATTERN = {"enable_mem_pattern": "0"}
 _NO_REUSE = {"enable_mem_reuse": "0"}
@@ -197,11 +197,11 @@ def _peaks(order: GraphOrder) -> str:
         "onnxruntime's default": order.default,
         "its PRIORITY_BASED": order.priority,
     }
-    told = ", ".join(
+    peaks = ", ".join(
         f"{name} {_mb(item)} (Shape {item.mean_distance:.1f} steps behind its producer)"
         for name, item in orders.items()
     )
-    return f"peak of live bytes: {told}"
+    return f"peak of live bytes: {peaks}"
 
 
 def _mb(order: SimulatedOrder) -> str:
