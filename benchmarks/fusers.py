@@ -4,10 +4,10 @@
 python -m benchmarks.fusers FOLDER
 
 FOLDER holds exports, ``<model>-<exporter>-<attention>.onnx``, and beside each a .json with its
-``heads`` and ``hidden`` size, which transformers.optimizer has to be told. Every result runs
-beside the file on made-up inputs: prompts, single tokens, chunks after a cache, padding on
-either side. Prints the table of docs/transformer-fusion.md, and a line for each result that is
-wrong or could not be had.
+``heads`` and ``hidden`` size, which transformers.optimizer takes as arguments. Every result
+runs beside the file on made-up inputs: prompts, single tokens, chunks after a cache, padding
+on either side. Prints the table of docs/transformer-fusion.md, and a line for each result that
+is wrong or could not be had.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_trans
 
 _BOUND = 1e-4
 # What transformers.optimizer calls them, by the beginning of a file's name; others are BERTs.
+_GPTS = ("llama", "qwen2", "gemma3", "mistral", "falcon", "granite", "gpt2", "olmo2", "opt")
 _TYPES = {
-    **dict.fromkeys(("vit", "t5", "clip", "qwen3", "bart"), ""),
-    **dict.fromkeys(("llama", "qwen2", "gemma3", "mistral", "falcon", "granite"), "gpt2"),
-    **dict.fromkeys(("gpt2", "olmo2", "opt"), "gpt2"),
+    **{name: name for name in ("vit", "t5", "clip", "qwen3", "bart")},
+    **dict.fromkeys(_GPTS, "gpt2"),
     "phi3": "phi",
     "gptneox": "gpt_neox",
     "whisper": "bart",
@@ -58,8 +58,7 @@ def _onnxscript(path: Path) -> ir.Model:
 def _transformers(path: Path) -> ir.Model:
     from onnxruntime.transformers.optimizer import optimize_model
 
-    prefix = next((one for one in _TYPES if path.name.startswith(one)), "bert")
-    kind = _TYPES.get(prefix, "bert") or prefix
+    kind = next((kind for name, kind in _TYPES.items() if path.name.startswith(name)), "bert")
     facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     sizes = {"num_heads": facts["heads"], "hidden_size": facts["hidden"]}
     return ir.from_proto(optimize_model(str(path), kind, opt_level=0, **sizes).model)

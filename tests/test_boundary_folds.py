@@ -90,7 +90,7 @@ def all_of(dtype: ir.DataType) -> npt.NDArray[np.generic]:
     return np.arange(info.min, info.max + 1).astype(dtype.numpy())
 
 
-# Nodes, the operators that are left, and what check() is told besides.
+# Nodes, the operators that are left, and further arguments of check().
 X = {"inputs": "float[n] x"}
 ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
     [last] w = DequantizeLinear(q, s16, {z16})  y = Sigmoid(w)"""

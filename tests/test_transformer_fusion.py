@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime
 import pytest
-from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds
+from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds, parsed
 from builders.dequantized_models import op_types, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,8 +131,7 @@ def rms_norm(
         {INVERSES[inverse]}
         {WEIGHTS[weight]}
     }}"""
-    assert change[0] in text
-    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+    return parsed(text, change)
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -192,8 +191,7 @@ def tanh_gelu(
      float cubic = {{0.044715}}, float root = {{0.7978845834732056}}> {{
         {POWERS[powers]} {INNERS[inner]} t = Tanh(a) g = Add(t, one) {LASTS[last]}
     }}"""
-    assert change[0] in text
-    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+    return parsed(text, change)
 
 
 @pytest.mark.parametrize("last", LASTS)

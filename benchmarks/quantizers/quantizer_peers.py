@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs another project's quantizer, in that project's environment; knows nothing of ours.
+"""Runs another project's quantizer in that project's environment, without ortplugins.
 
 python quantizer_peers.py '{"tool": "modelopt_awq_lite", "model": ..., ...}'
 

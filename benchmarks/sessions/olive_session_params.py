@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs Olive's OrtSessionParamsTuning, in Olive's environment; knows nothing of ours.
+"""Runs Olive's OrtSessionParamsTuning, in Olive's environment, without ortplugins.
 
 python olive_session_params.py '{"model": ..., "shapes": {...}, "types": {...}, "folder": ...}'
 

@@ -83,7 +83,7 @@ def custom_op_libraries() -> tuple[str, ...]:
     for path in dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) > 5):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:  # a mapped file that is no library
+        except OSError:  # a mapped file that is not a library
             continue
         if hasattr(library, "RegisterCustomOps"):  # what onnxruntime calls
             found.append(path)

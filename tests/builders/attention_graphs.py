@@ -62,6 +62,12 @@ LAYOUTS = {
 }
 
 
+def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
+    """Read a model from its text, with a part of it exchanged; ``""`` for none."""
+    assert change[0] in text
+    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+
+
 def attention(
     repeat: str = "expand", layout: str = "transpose", change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
@@ -90,8 +96,7 @@ attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k, float[B, {G}, T, {D
     weights = Softmax<axis = -1>(scores)
     y = MatMul(weights, v_all)
 }}"""
-    assert change[0] in text
-    model = onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+    model = parsed(text, change)
     onnx.checker.check_model(_sorted(model))
     return model
 

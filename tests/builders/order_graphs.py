@@ -18,7 +18,7 @@ COLUMNS = 64  # float32 rows of 256 bytes, so that tensors outweigh shapes
 
 
 class Node(NamedTuple):
-    """A node as text, what it makes, and what it or its bodies read."""
+    """A node as text, what it makes, and what it or its subgraphs read."""
 
     text: str
     made: list[str]
@@ -26,7 +26,7 @@ class Node(NamedTuple):
 
 
 class RandomGraph:
-    """Grows one graph node by node; bodies are grown by others that share the counter."""
+    """Grows one graph node by node; subgraphs are grown by others that share the counter."""
 
     def __init__(self, rng: random.Random, names: Iterator[int], subgraphs: int) -> None:
         self.rng, self.names, self.subgraphs = rng, names, subgraphs
@@ -131,11 +131,11 @@ class RandomGraph:
         kind, number = self.rng.choice(["If", "If", "Loop", "Scan"]), next(self.names)
         state = f"s{number}"
         if kind == "If":
-            bodies = [self.body({}, rows) for _ in range(2)]
-            inners, inputs = [inner for inner, _ in bodies], ["cond"]
+            branches = [self.body({}, rows) for _ in range(2)]
+            inners, inputs = [inner for inner, _ in branches], ["cond"]
             branches = [
                 f"{name}_branch = {inner.text(f'b{number}', [], {last: info(last, rows)})}"
-                for name, (inner, last) in zip(("then", "else"), bodies, strict=True)
+                for name, (inner, last) in zip(("then", "else"), branches, strict=True)
             ]
             attributes = ", ".join(branches)
         elif kind == "Loop":
@@ -232,7 +232,7 @@ def profile(
     cond: bool = True,
     options: ort.SessionOptions | None = None,
 ) -> list[dict]:
-    """Events of the nodes that ran, in the order in which they ended; bodies' among them."""
+    """Events of the nodes that ran, of subgraphs too, in the order in which they ended."""
     options = options or ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if priority:

@@ -141,7 +141,7 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(
     program: str, kind: str, start: list[str], *arguments: str, folder: Path
 ) -> tuple[dict[str, npt.NDArray], list[str]]:
-    """Run a program; return what it computed, and what was told of its sessions."""
+    """Run a program; return what it computed, and what was printed of its sessions."""
     script = Path(__file__).with_name(f"{program}.py")
     output = folder / "results.npz"
     done = subprocess.run(
@@ -189,8 +189,8 @@ def both(
     plain, _ = results(program, kind, [], *arguments, folder=folder)
     run = ["-m", "ortplugins", "run", *passes]
     for source in ("built", "from the cache"):
-        ours, told = results(program, kind, run, *arguments, folder=folder)
-        (line,) = told
+        ours, printed = results(program, kind, run, *arguments, folder=folder)
+        (line,) = printed
         assert line.startswith(f"ortplugins: {sessions} session"), line
         assert f"({sessions} {source})" in line and ", 0 rewrites" not in line, line
     assert plain.keys() == ours.keys()
