@@ -99,11 +99,7 @@ class Remarks:
 
     @contextlib.contextmanager
     def at(self, node: str) -> Iterator[None]:
-        """Name ``node`` in whatever exception leaves the block.
-
-        Raises:
-            RewriteError: Chained to the original exception.
-        """
+        """Name ``node`` in whatever exception leaves the block, by a :class:`RewriteError`."""
         try:
             yield
         except RewriteError:

@@ -41,11 +41,7 @@ _WEIGHTS = (
 
 
 def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
-    """Fuse in place; ``context.remarks`` reports every candidate.
-
-    Raises:
-        RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
-    """
+    """Fuse in place; ``context.remarks`` reports every candidate."""
     if not any(node.op_type == "DequantizeLinear" for node in _all_nodes(model)):
         return
     if "" not in model.opset_imports:

@@ -75,11 +75,7 @@ class FusionRun:
         self._reported: set[tuple[ir.Node, ir.Node]] = set()
 
     def check_providers(self) -> None:
-        """Refuse execution providers without the kernels.
-
-        Raises:
-            Refusal: With their names.
-        """
+        """Refuse execution providers without the kernels, by name."""
         if foreign := sorted(set(self.context.providers) - _PROVIDERS):
             raise Refusal(
                 f"execution provider {', '.join(foreign)} has no MatMulNBits kernel and "
@@ -87,11 +83,7 @@ class FusionRun:
             )
 
     def check_float(self, operand: DequantizedOperand, reason: object) -> None:
-        """Check that an operand may become a float constant.
-
-        Raises:
-            Refusal: If options or its size forbid it; with ``reason``.
-        """
+        """Refuse, after ``reason``, where size or options forbid a float constant."""
         if self.options.slow_kernels == "keep":
             raise Refusal(f"{reason}; kept, as slow_kernels=keep asks")
         if self.options.slow_kernels == "fuse":

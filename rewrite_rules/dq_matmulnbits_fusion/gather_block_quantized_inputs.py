@@ -50,16 +50,9 @@ _Writer = Callable[[DerivedInitializers], KernelInputs]
 def table_writer(
     operand: DequantizedOperand, axis: int, version: Version | None, *, tied: bool
 ) -> tuple[_Writer, str]:
-    """Return what registers the inputs, and what to remark on them.
+    """Return what registers the inputs, and what to remark on them; refuse what no form takes.
 
-    Args:
-        operand: The table.
-        axis: Axis that is gathered from, not negative.
-        version: Of onnxruntime; None for the newest.
-        tied: Whether a MatMul reads the same codes: the packed form is preferred then.
-
-    Raises:
-        NoKernel, Unrepresentable: If the operator takes the table in no form.
+    Where a MatMul reads the same codes (``tied``), the packed form is preferred.
     """
     if len(operand.shape) < 2:
         raise NoKernel(

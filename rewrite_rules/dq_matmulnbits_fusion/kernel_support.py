@@ -38,17 +38,8 @@ def matmulnbits_unsupported(
 ) -> None:
     """Refuse what a version of onnxruntime fails on, or computes wrongly.
 
-    Args:
-        context: For its execution providers and version of onnxruntime.
-        bits: Of the weight.
-        accuracy_level: Of the node.
-        float16: Whether activations are float16.
-        captured_codes: Whether the node lies in a body (If, Loop, Scan) and its codes in a
-            graph around it.
-        captured_zero_points: The same of its zero points, be they given or written for it.
-
-    Raises:
-        NoKernel: With the version and what would do.
+    Codes and zero points, be they given or written, are captured where the node lies in a
+    body (If, Loop, Scan) and they in a graph around it.
     """
     version = context.onnxruntime
     if version is None:
@@ -78,13 +69,7 @@ def matmulnbits_unsupported(
 def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
     """Refuse uint8 tables that a version of onnxruntime has no right kernel for.
 
-    Args:
-        version: Of onnxruntime; None for the newest.
-        bits: Of the codes.
-        odd_blocks: Whether there are zero points, for an odd number of blocks in a row.
-
-    Raises:
-        NoKernel: With the version and what would do.
+    ``odd_blocks``: there are zero points, for an odd number of blocks in a row.
     """
     if version is None:
         return

@@ -66,11 +66,7 @@ class Product:
 
 
 def read_product(node: ir.Node, index: int) -> Product:
-    """Read a node as a product whose weight is one of its first two inputs.
-
-    Raises:
-        Refusal: If an attribute has the wrong type, or is one that no rule understands.
-    """
+    """Read a node as a product whose weight is one of its first two inputs."""
     trans_a = trans_b = 0
     alpha = beta = 1.0
     if node.op_type != "MatMul":

@@ -68,9 +68,6 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
 
     A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
     scale may be cut anywhere.
-
-    Raises:
-        NoKernel: If none does.
     """
     size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
     if size is None:
@@ -85,13 +82,7 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
 
 
 def fitting_block_size(bits: int, block_size: int, k: int) -> int | None:
-    """Return the cheapest block size of a kernel that keeps every number; None if none does.
-
-    Args:
-        bits: Of the codes.
-        block_size: As they are stored; ``k`` or more where a column has one scale.
-        k: Size of the reduced dimension.
-    """
+    """Return the cheapest block size that keeps every number; None if none does."""
     cost = _COST_2_BIT if bits == 2 else _COST
     fitting = [b for b in cost if block_size >= k or block_size % b == 0]
     return min(fitting, key=lambda b: -(-k // b) * b * cost[b], default=None)
@@ -125,14 +116,7 @@ def write_matmulnbits(
     """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
 
     Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
-    they lie; others are repacked while they are saved.
-
-    Args:
-        initializers: Those of the run.
-        weight: The weight.
-        block_size: As :func:`kernel_block_size` chose it.
-        dtype: Type of the activations.
-        factor: What all scales are multiplied by.
+    they lie; others are repacked while they are saved. Scales are multiplied by ``factor``.
     """
     return KernelInputs(
         codes=write_codes(initializers, weight, block_size),
@@ -167,11 +151,7 @@ def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: f
 
 
 def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
-    """Yield the codes of successive columns, unsigned, in blocks padded to ``block_size``.
-
-    Yields:
-        uint8 ``[columns, blocks * block_size * bits / 8]``; N columns in all.
-    """
+    """Yield unsigned codes, uint8 ``[columns, blocks * block_size * bits / 8]``, padded."""
     bits, first = weight.operand.bits, weight.offset * weight.operand.bits // 8
     length = -(-weight.K * weight.N * bits // 8)
     return repack(
@@ -214,12 +194,7 @@ def write_scales(
 ) -> ir.Value:
     """Register the scales ``[N, blocks]``, or return the stored ones where they are that.
 
-    Args:
-        initializers: Those of the run.
-        weight: The weight.
-        block_size: Of the kernel.
-        dtype: Their type, as wide as the stored one at least.
-        factor: What they are multiplied by.
+    Their new type is as wide as the stored one at least.
     """
     source = weight.operand.scale_tensor
     blocks = weight.blocks(block_size)

@@ -93,12 +93,7 @@ class OperandRule(RewriteRuleClassBase):
 
 
 def check_type(operand: DequantizedOperand) -> None:
-    """Refuse types that no fused operator computes in.
-
-    Raises:
-        NoKernel: If it is rounded on its way, as a kernel would not.
-        Refusal: With the type.
-    """
+    """Refuse types that no fused operator computes in, and what is rounded on its way."""
     if operand.bits > 8:
         raise Refusal(f"weight {operand.codes.name!r} is int32: codes of 2, 4 or 8 bits fuse")
     for dtype in operand.casts:

@@ -12,31 +12,19 @@ from rewrite_rules.graph.refusal import Refusal
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
-    """Read an attribute.
-
-    Raises:
-        Refusal: If it is there and no int.
-    """
+    """Read an attribute; refuse one that is no int."""
     attribute = _attribute(node, name, ir.AttributeType.INT)
     return default if attribute is None else attribute.as_int()
 
 
 def ints_attribute(node: ir.Node, name: str) -> list[int] | None:
-    """Read an attribute; None where it is left out.
-
-    Raises:
-        Refusal: If it is there and no list of ints.
-    """
+    """Read an attribute, None where it is left out; refuse one that is no list of ints."""
     attribute = _attribute(node, name, ir.AttributeType.INTS)
     return None if attribute is None else list(attribute.as_ints())
 
 
 def float_attribute(node: ir.Node, name: str, default: float) -> float:
-    """Read an attribute.
-
-    Raises:
-        Refusal: If it is there and no finite float.
-    """
+    """Read an attribute; refuse one that is no finite float."""
     attribute = _attribute(node, name, ir.AttributeType.FLOAT)
     number = default if attribute is None else attribute.as_float()
     if not math.isfinite(number):
@@ -45,22 +33,14 @@ def float_attribute(node: ir.Node, name: str, default: float) -> float:
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """Count an axis from the front.
-
-    Raises:
-        Refusal: If there is none such.
-    """
+    """Count an axis from the front; refuse one that is out of range."""
     if not -rank <= axis < rank:
         raise Refusal(f"axis {axis} is out of range for rank {rank}")
     return axis % rank
 
 
 def axes_of(axes: Sequence[int], rank: int) -> set[int]:
-    """Count axes from the front.
-
-    Raises:
-        Refusal: If one is out of range or named twice.
-    """
+    """Count axes from the front; refuse those out of range or named twice."""
     found = {axis_of(axis, rank) for axis in axes}
     if len(found) != len(axes):
         raise Refusal(f"axes {list(axes)} name one twice")

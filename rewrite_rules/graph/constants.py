@@ -62,11 +62,7 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def constant_ints(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a short constant int32 or int64 tensor, flat; None if it is none.
-
-    Raises:
-        Refusal: If its data is damaged.
-    """
+    """The numbers of a short constant int32 or int64 tensor, flat; None if it is none."""
     tensor = constant(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
         return None
@@ -77,11 +73,7 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
 
 
 def require_constant(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
-    """Return a constant input of a node and its tensor.
-
-    Raises:
-        Refusal: If a run of the session can change it, or its data is damaged.
-    """
+    """Return a constant input of a node and its tensor; refuse what a run can change."""
     value = source_of(value)
     if value.is_graph_input():
         raise Refusal(
@@ -98,10 +90,7 @@ def require_constant(value: ir.Value, role: str) -> tuple[ir.Value, ir.TensorPro
 def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
     """Refuse a tensor whose stored data is not as long as its shape and type say.
 
-    Data in files is checked where files are read.
-
-    Raises:
-        Refusal: Also if numbers lie outside the type's range.
+    Also if numbers lie outside the type's range. Files are checked where they are read.
     """
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         raise Refusal(f"{what} is of type {tensor.dtype.name.lower()}")

@@ -12,11 +12,7 @@ _MAX_INLINED = 200_000
 
 
 def check_inlined_size(model: ir.Model) -> None:
-    """Refuse functions that would fill memory once they are inlined.
-
-    Raises:
-        ValueError: With the function's name.
-    """
+    """Refuse functions that would fill memory once they are inlined, by a ValueError."""
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
     def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...] = ()) -> int:

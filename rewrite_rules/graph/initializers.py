@@ -34,14 +34,7 @@ class DerivedInitializers:
 
         It is registered in the graph that owns ``anchor``, so that matches in several
         subgraphs share it, under ``<anchor><suffix>``, or that name with a number where the
-        model has it already.
-
-        Args:
-            anchor: The initializer or Constant output that the new one is computed from.
-            suffix: What was done to it, for the name.
-            make_tensor: Called with the name; returns the tensor, lazily if it is large.
-            key: What else the result depends on; with ``anchor`` and ``suffix`` it identifies
-                it.
+        model has it already. ``key`` is what else the tensor depends on.
         """
         identity = (anchor, suffix, key)
         if identity not in self._made:

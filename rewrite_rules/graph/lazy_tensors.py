@@ -44,12 +44,8 @@ class ChunkedTensor(ir.LazyTensor):
     ) -> None:
         """Describe the tensor; nothing is computed yet.
 
-        Args:
-            chunks: Yields the tensor's elements in storage order, in pieces of any shape;
-                elements of less than a byte packed, as uint8.
-            dtype: Element type.
-            shape: Whole shape.
-            name: Name of the tensor.
+        ``chunks`` yields its elements in storage order, in pieces of any shape; elements of
+        less than a byte packed, as uint8.
         """
 
         def evaluate() -> ir.TensorProtocol:

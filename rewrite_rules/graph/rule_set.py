@@ -23,12 +23,7 @@ class DispatchingRuleSet(RewriteRuleSet):
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool] = lambda node: True,
     ) -> None:
-        """Build the table.
-
-        Args:
-            rules: In order of precedence; each pattern ends in one node.
-            is_candidate: Whether a node of one of their operators is worth matching.
-        """
+        """Build the table of rules, in order of precedence; each pattern ends in one node."""
         super().__init__(rules)
         self.rules = [_Dispatch(rules, is_candidate)]
 

@@ -29,13 +29,7 @@ from rewrite_rules.weights.float_constant import FloatConstants
 
 
 def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> None:
-    """Make float constants in place.
-
-    Args:
-        model: The graph, after all fusions that take codes.
-        limit_mb: Megabytes that all of them may take.
-        context: Gets a remark for each operator.
-    """
+    """Make float constants, ``limit_mb`` at most, after all fusions that take codes."""
     floats = FloatConstants(DerivedInitializers(model), limit_mb)
     for graph in model.graphs():
         for node in list(graph):

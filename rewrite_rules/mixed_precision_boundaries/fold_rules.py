@@ -40,16 +40,9 @@ from rewrite_rules.remarks import PassContext
 def fold_pairs(
     model: ir.Model, target: str, context: PassContext, *, merge: bool = False
 ) -> None:
-    """Fold in place, subgraphs included.
+    """Fold in place, subgraphs included; for ``"qnn"``, keep pairs that convert between types.
 
-    Args:
-        model: A QDQ graph.
-        target: ``"cpu"``, or ``"qnn"`` to keep pairs that convert between types.
-        context: Takes a remark for each node that is folded or could not be read.
-        merge: Whether :class:`Bridge` runs, which changes numbers.
-
-    Raises:
-        RewriteError: If a rule fails unexpectedly; earlier folds stay applied.
+    :class:`Bridge`, which changes numbers, runs on ``merge``.
     """
     if not any(_requantizes(node) for graph in model.graphs() for node in graph):
         return

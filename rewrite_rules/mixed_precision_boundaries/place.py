@@ -85,11 +85,7 @@ class BoundaryOptions:
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            OverrideError: If mode or target are unknown.
-        """
+        """Check mode and target."""
         if self.target not in _TARGETS:
             raise OverrideError(
                 f"target is {self.target!r}; it is one of {', '.join(_TARGETS)}"
@@ -101,15 +97,8 @@ class BoundaryOptions:
 def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
     """Rewrite the regions of a QDQ model that are to be of another precision.
 
-    Args:
-        model: Changed in place; not at all where nothing is asked for.
-        options: What is asked for.
-        context: Takes a remark for each conversion, each tensor that changes its type, and
-            each region that the graph does not allow.
-
-    Raises:
-        OverrideError: If what is asked for is not in the model or contradicts itself. The
-            model is as it was.
+    A region that the graph does not allow gets a remark. What is not in the model, or
+    contradicts itself, is an :class:`OverrideError`, and the model is as it was.
     """
     if not options.overrides and not options.promote:
         return

@@ -41,12 +41,7 @@ class QuantizationGrid:
     _stored: tuple[str, bytes] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the parameters.
-
-        Raises:
-            Refusal: If the type is not an activation's, the scale is not finite and positive,
-                or the zero point lies outside the type's range.
-        """
+        """Refuse parameters that span no grid of an activation."""
         if self.dtype not in GRID_TYPES:
             raise Refusal(f"codes of type {self.dtype.name.lower()} are not activations")
         if not (np.isfinite(float(self.scale)) and float(self.scale) > 0):

@@ -44,9 +44,8 @@ _RENAMED = "_QuantizeLinear_Input"
 def read_grid(node: ir.Node) -> QuantizationGrid:
     """The grid of a QuantizeLinear or DequantizeLinear.
 
-    Raises:
-        Refusal: If it has none: parameters per axis or block, computed at run time, damaged,
-            out of range, or codes of a type that no activation has.
+    Refused: parameters per axis or block, computed at run time, damaged, out of range, or
+    codes of a type that no activation has.
     """
     if int_attribute(node, "block_size", 0):
         raise Refusal("it is quantised in blocks; per tensor is rewritten")
@@ -234,20 +233,12 @@ class QuantizedGraph:
         return self._nodes.get(name, [])
 
     def read_by(self, node: ir.Node) -> list[QuantizedTensor]:
-        """The activations that a node reads, each once.
-
-        Raises:
-            Refusal: If it reads a quantised one that could not be described.
-        """
+        """The activations that a node reads, each once; refused if one has no description."""
         found = (self._by_value.get(value) for value in node.inputs if value is not None)
         return _described(node, "reads", found)
 
     def written_by(self, node: ir.Node) -> list[QuantizedTensor]:
-        """The activations that are quantised from a node's outputs.
-
-        Raises:
-            Refusal: If one could not be described.
-        """
+        """The activations quantised from a node's outputs; refused as by :meth:`read_by`."""
         found = (item for value in node.outputs for item in self._written.get(value, ()))
         return _described(node, "writes", found)
 

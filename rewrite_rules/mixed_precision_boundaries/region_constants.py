@@ -78,11 +78,7 @@ def node_types(region: Region, graph: QuantizedGraph) -> Iterator[tuple[ir.Node,
 
 
 def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
-    """What becomes of the constants of a region's elementwise operators.
-
-    Raises:
-        Refusal: If a scale is too small for its float type.
-    """
+    """What becomes of the constants of a region's elementwise operators."""
     found: dict[tuple[ir.Node, ir.DataType], list[ir.Node]] = {}
     for node, dtype in node_types(region, graph):
         if node.op_type in ELEMENTWISE_OPERATORS and dtype != ir.DataType.FLOAT:
@@ -116,11 +112,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
 def bias_changes(
     region: Region, graph: QuantizedGraph, grids: Grids
 ) -> Iterator[ConstantChange | tuple[ir.Node, str]]:
-    """What becomes of the int32 biases of nodes that read another grid now.
-
-    Yields:
-        The change, or a node and the reason why its bias stays.
-    """
+    """The changes of int32 biases of nodes that read another grid now, or why one stays."""
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():

@@ -34,16 +34,8 @@ def choose_grids(
 ) -> Grids:
     """Choose the grids of all that a region touches; one for each group and type.
 
-    Args:
-        region: Of :func:`find_regions`.
-        groups: What shares a grid.
-        entries: The override, or its ``convert``, by which a tensor has a type.
-        ranges: Calibrated values, smallest and greatest, by names of tensors.
-
-    Raises:
-        Refusal: If a type has no grid: 8 bits of a 16-bit activation without parameters, or a
-            scale that its float type can't hold.
-        OverrideError: If the overrides of one group give different parameters.
+    Refused: 8 bits of a 16-bit activation without parameters, and a scale that its float type
+    can't hold. Different parameters for one group are an :class:`OverrideError`.
     """
     members: dict[Hashable, list[QuantizedTensor]] = {}
     for tensor in region.plans:

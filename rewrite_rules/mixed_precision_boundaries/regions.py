@@ -194,7 +194,7 @@ def find_regions(
     promoted: ir.DataType,
     groups: Groups,
 ) -> list[Region]:
-    """Find what has to change.
+    """Find what has to change: the regions, those that the graph does not allow among them.
 
     Args:
         graph: The activations.
@@ -203,12 +203,6 @@ def find_regions(
             both means the tensor.
         promoted: A 16-bit type, or FLOAT.
         groups: Of :func:`sharing_groups`.
-
-    Returns:
-        The regions, those that the graph does not allow among them.
-
-    Raises:
-        OverrideError: If types contradict each other.
     """
     requests = _Requests()
     members: dict[Hashable, list[QuantizedTensor]] = {}

@@ -135,7 +135,7 @@ def check_overrides(
         nodes: Labels of all nodes.
 
     Raises:
-        OverrideError: If entries can't be followed: the first ten things wrong, a line each.
+        OverrideError: With the first ten things wrong, a line each.
     """
     problems = itertools.chain(
         (

@@ -41,14 +41,10 @@ class _Broken(_Failed):
 
 
 def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: int) -> None:
-    """Pack the weights of a saved model, in place.
+    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size.
 
-    Args:
-        model_path: The model; its folder holds its files and nothing else. Its old data files
-            are removed once nothing points to them.
-        context: Whom for; gets one remark.
-        limit_mb: Megabytes that the data file may take; 0 for any number.
-        seconds: Time that the child may take.
+    Its folder holds its files and nothing else; old data files are removed once nothing points
+    to them.
     """
     remarks, name = context.remarks, "model"
     if not context.cpu_only:

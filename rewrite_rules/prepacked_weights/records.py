@@ -55,11 +55,7 @@ class Record:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Record:
-        """Read an entry.
-
-        Raises:
-            ValueError: If it is not of the form above.
-        """
+        """Read an entry; raise ValueError if it is not of the form above."""
         kernel, *parts = text.split("|")
         blobs = []
         for part in parts:
@@ -83,9 +79,6 @@ def records_of(tensor: onnx.TensorProto) -> list[Record]:
 
     Those with a buffer of no bytes, which some quantised kernels write, are left out: at the
     end of a file onnxruntime can't map it, and there is nothing to share.
-
-    Raises:
-        ValueError: If one is malformed.
     """
     records = (
         Record.parse(entry.key, entry.value)
@@ -96,11 +89,7 @@ def records_of(tensor: onnx.TensorProto) -> list[Record]:
 
 
 def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:
-    """Read the records of all initializers that have some, those of subgraphs too.
-
-    Raises:
-        ValueError: If one is malformed.
-    """
+    """Read the records of all initializers that have some, those of subgraphs too."""
     return {
         (*way, tensor.name): found
         for way, graph in _graphs(model.graph)
@@ -139,7 +128,7 @@ def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
 def lay_out(
     model: onnx.ModelProto, folder: Path, data_name: str, same: Mapping[Key, object]
 ) -> int:
-    """Write a new data file and make the model point into it.
+    """Write a new data file, make the model point into it, and return the file's bytes.
 
     Args:
         model: As onnxruntime saved it, without its data; changed.
@@ -147,13 +136,6 @@ def lay_out(
         data_name: Name of the new file.
         same: By initializer: what its bytes were before onnxruntime copied them. Equal ones
             are written once.
-
-    Returns:
-        Bytes of the new file.
-
-    Raises:
-        OSError: If a file can't be read or written.
-        ValueError: If a record is malformed, or a place lies outside its file.
     """
     written: dict[object, int] = {}
     with open(folder / data_name, "wb") as target:

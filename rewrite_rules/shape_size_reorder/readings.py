@@ -135,12 +135,8 @@ class _EarliestValues:
         """Return the first value of a size that a node can read, from the outermost graph on.
 
         A subgraph that newly captured a tensor would keep it alive until the subgraph has
-        run; what is fed lives as long as the run anyway.
-
-        Args:
-            kind: What the size is: a "shape", a "count" of elements, or a "dim" of a shape.
-            size: The size.
-            reader: The node.
+        run; what is fed lives as long as the run anyway. The size is a "shape", a "count" of
+        elements, or a "dim" of a shape.
         """
         scopes = []
         graph: object = reader.graph

@@ -49,9 +49,6 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
 
     Names and types of the graph's outputs stay, and so do all numbers, whatever the sizes in
     a run. The graph is sorted afterwards.
-
-    Raises:
-        RewriteError: If a rule fails unexpectedly; earlier rewrites stay applied.
     """
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     present = {node.op_type for graph in graphs for node in graph.all_nodes()}

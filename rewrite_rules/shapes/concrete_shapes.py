@@ -35,9 +35,7 @@ class ConcreteShapes:
 def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
     """Work out the shapes of all tensors that nodes make, subgraphs included.
 
-    Args:
-        model: Stays as it is; its nodes are sorted.
-        dims: Numbers for symbolic dimensions; others count as :data:`DEFAULT_DIM`.
+    Symbolic dimensions without a number count as :data:`DEFAULT_DIM`. The nodes are sorted.
     """
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     made = [value for node in nodes for value in node.outputs if value.name]

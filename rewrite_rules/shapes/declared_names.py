@@ -55,13 +55,9 @@ class DeclaredNames:
     def believe(
         self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns, before: int
     ) -> Shape | None:
-        """Complete what an operator says of a value's shape by an annotation.
+        """Complete what an operator says of a value's shape by the annotation in the model.
 
-        Args:
-            annotation: The value's shape in the model.
-            shape: What the operator says.
-            unknowns: Makes unknowns.
-            before: How many unknowns there were before the operator was asked.
+        ``before`` is how many unknowns there were before the operator was asked.
         """
         if annotation is None:
             return shape

@@ -98,11 +98,7 @@ class Site:
         return index < len(inputs) and inputs[index] is not None
 
     def input(self, index: int) -> ir.Value:
-        """An input.
-
-        Raises:
-            Refusal: If it is missing.
-        """
+        """An input; refused if it is missing."""
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         if value is None:
             raise Refusal(f"lacks input {index}")
@@ -113,22 +109,14 @@ class Site:
         return self.facts.shape(self.input(index))
 
     def dims(self, index: int) -> Dims:
-        """The dimensions of an input.
-
-        Raises:
-            Refusal: If not even their number is known.
-        """
+        """The dimensions of an input; refused if not even their number is known."""
         shape = self.shape(index)
         if isinstance(shape, int):
             raise Refusal(f"reads {self.input(index).name!r}, whose rank is not known")
         return shape
 
     def numbers(self, index: int) -> tuple[Dim | None, ...]:
-        """What is known of the numbers of an input; of unknown ones, if they are countable.
-
-        Raises:
-            Refusal: If not even how many there are is known.
-        """
+        """What is known of the numbers of an input; refused if they can't be counted."""
         integers = self.facts.integers(self.input(index))
         if integers is not None:
             return integers.numbers
@@ -139,11 +127,7 @@ class Site:
         return (None,) * count
 
     def constants(self, index: int) -> tuple[int, ...]:
-        """The numbers of an input that no run can change.
-
-        Raises:
-            Refusal: If a run can.
-        """
+        """The numbers of an input; refused if a run can change them."""
         integers = self.facts.integers(self.input(index))
         constants = None if integers is None else integers.constants
         if constants is None:
@@ -155,20 +139,12 @@ class Site:
         return int_attribute(self.node, name, default)
 
     def ints(self, name: str) -> tuple[int, ...] | None:
-        """A list attribute; None where it is absent.
-
-        Raises:
-            Refusal: If it is not a list of ints.
-        """
+        """A list attribute; None where it is absent."""
         found = ints_attribute(self.node, name)
         return None if found is None else tuple(found)
 
     def text(self, name: str, default: str) -> str:
-        """A string attribute.
-
-        Raises:
-            Refusal: If it is none.
-        """
+        """A string attribute."""
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return default
@@ -183,11 +159,7 @@ class Site:
     def slices(
         self,
     ) -> tuple[Sequence[Dim | None], Sequence[Dim | None], Sequence[int], Sequence[int]]:
-        """The starts, ends, axes and steps of a Slice, as many of each.
-
-        Raises:
-            Refusal: If axes or steps are not known.
-        """
+        """The starts, ends, axes and steps of a Slice, as many of each."""
         starts: Sequence[Dim | None]
         ends: Sequence[Dim | None]
         if self.opset < 10:

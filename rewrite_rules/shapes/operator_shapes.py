@@ -77,11 +77,7 @@ _Rule = Callable[[Site], Sequence[Shape | None]]
 
 
 def output_shapes(site: Site) -> Sequence[Shape | None]:
-    """Work out the shapes of a node's outputs, in order; None, or too few, where unknown.
-
-    Raises:
-        Refusal: If nothing can be said.
-    """
+    """Work out the shapes of a node's outputs, in order; None, or too few, where unknown."""
     op_type, domain = site.node.op_type, site.node.domain
     keeps = _KEEPS if domain == "" else _MICROSOFT_KEEPS if domain == _MICROSOFT else ()
     if op_type in keeps:

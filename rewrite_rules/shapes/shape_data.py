@@ -34,11 +34,7 @@ _Places = npt.NDArray[np.int64]
 
 
 def output_integers(site: Site) -> Integers | None:
-    """Return the numbers of a node's first output; None where it is not a small int64 tensor.
-
-    Raises:
-        Refusal: If nothing can be said.
-    """
+    """Return the numbers of a node's first output; None for other than small int64 tensors."""
     if site.node.domain or not (site.unknowns.arithmetic or site.node.op_type in _HANDED_ON):
         return None
     rule = _RULES.get(site.node.op_type)

@@ -324,10 +324,8 @@ def _gather(site: Site) -> Axes:
 def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
     """Whether an index into axes picks the same real positions in both runs of each pair.
 
-    Args:
-        site: Its second input is the index.
-        axes: Rows and positions, or their product.
-        joined: Whether the last axis of the index holds a number for each of the axes.
+    The axes are rows and positions, or their product; if joined, the last axis of the index
+    holds a number for each of them.
     """
     index, runs = site.evaluated(1), site.runs
     *rows, last = [factor for axis in plain(axes) for factor in axis] or [1]

@@ -42,11 +42,7 @@ _MIN_PRODUCTS = 2
 
 
 def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames) -> int:
-    """Pack in place; the caller sorts the graph.
-
-    Returns:
-        How many nodes run on real tokens; 0 where nothing was changed.
-    """
+    """Pack in place; return how many nodes run on real tokens. The caller sorts the graph."""
     packed = [node for node in model.graph if _is_packable(node, flow)]
     if sum(node.op_type in _PRODUCTS for node in packed) < _MIN_PRODUCTS:
         return 0

@@ -42,15 +42,7 @@ class PaddingNodes:
         multiple: int,
         choices: Sequence[Choice],
     ) -> None:
-        """Count the padding behind the longest row of ``mask``.
-
-        Args:
-            model: Gets the nodes' constants.
-            names: Names that are free.
-            mask: The mask, ``[batch, sequence]``.
-            multiple: The length that is kept is a multiple of this.
-            choices: What has to choose real positions.
-        """
+        """Count the padding behind the longest row of ``mask``, ``[batch, sequence]``."""
         self._graph = model.graph
         self._names = names
         self._before = NewNodes(model.graph, names)

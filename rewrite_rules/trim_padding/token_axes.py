@@ -89,11 +89,7 @@ class Runs:
             yield np.array([one[(5 * i + 3) % len(one)] for i, one in enumerate(real)])
 
     def axis(self, sizes: Sizes) -> Axis:
-        """Return the factors of an axis of these sizes; a batch is taken to stand first.
-
-        Raises:
-            Refusal: If the order is unknown, or the sizes follow from something else.
-        """
+        """Return the factors of an axis of these sizes; a batch is taken to stand first."""
         if len(set(sizes)) == 1:
             return sizes[:1] if sizes[0] != 1 else ()
         for symbols in ((Sequence(),), (BATCH,), (BATCH, Sequence())):
@@ -110,11 +106,7 @@ class Runs:
 
 
 def split_axes(axes: Axes, targets: Iterable[Sizes], runs: Runs) -> Axes:
-    """Return the axes that a Reshape to given sizes makes.
-
-    Raises:
-        Refusal: If a size is not a product of neighbouring factors.
-    """
+    """Return the axes that a Reshape to given sizes makes; refuse what cuts a factor."""
     factors = [factor for axis in axes for factor in axis]
     result: list[Axis] = []
     for target in targets:

@@ -130,11 +130,7 @@ class TokenFlow:
         runs: Runs,
         rules: Mapping[tuple[str, str], Rule],
     ) -> None:
-        """Walk over the model.
-
-        Raises:
-            Stopped: If real positions may depend on padding; it names the node.
-        """
+        """Walk over the model; :class:`Stopped` where real positions may depend on padding."""
         self.runs = runs
         self.opset = model.opset_imports.get("", 0)
         self.values: dict[ir.Value, Value] = dict(inputs)
@@ -153,11 +149,7 @@ class TokenFlow:
             self.values.update(zip(node.outputs, outputs, strict=False))
 
     def value(self, value: ir.Value) -> Value:
-        """Return what is known of a value.
-
-        Raises:
-            Refusal: If nothing is.
-        """
+        """Return what is known of a value; refused if nothing is."""
         found = self.values.get(value)
         if found is None:
             tensor = constant(value)
@@ -167,11 +159,7 @@ class TokenFlow:
         return found
 
     def tokens(self, value: ir.Value) -> Tokens:
-        """Return a value as one that rules look at; an evaluated one's numbers are compared.
-
-        Raises:
-            Refusal: If its numbers at real positions change with the padding.
-        """
+        """Return a value as rules look at it; an evaluated one's numbers are compared."""
         found = self.value(value)
         if isinstance(found, Tokens):
             return found
@@ -184,11 +172,7 @@ class TokenFlow:
         return self._compared[value]
 
     def sizes(self, value: Value | None) -> list[Sizes] | None:
-        """Return the size of each axis in every run; None where they are not known.
-
-        Raises:
-            Refusal: If an evaluated value has another number of axes from run to run.
-        """
+        """Return the size of each axis in every run; None where they are not known."""
         if isinstance(value, Evaluated):
             if len({array.ndim for array in value.arrays}) != 1:
                 raise Refusal(UNFIT)
@@ -323,11 +307,7 @@ class Site(node_facts.Site):
         self.exact = True
 
     def tokens(self, index: int = 0) -> Axes:
-        """Return the axes of an input.
-
-        Raises:
-            Refusal: If they are not known, or its numbers change with the padding.
-        """
+        """Return the axes of an input; refused if they are not known."""
         found = self.flow.tokens(self.input(index))
         if found.axes is None:
             raise Refusal(f"reads {self.input(index).name!r}, whose shape is not known")
@@ -354,11 +334,7 @@ class Site(node_facts.Site):
         return value.arrays if value else _stand_in(self.tokens(index), self.runs)
 
     def sizes(self) -> list[list[Sizes]]:
-        """Return the sizes that each output's axes have in every run.
-
-        Raises:
-            Refusal: If one is not known.
-        """
+        """Return the sizes that each output's axes have in every run."""
         try:
             found = [
                 output_shapes(node_facts.Site(self.node, _Facts(self.flow, [run]), self.opset))
@@ -382,12 +358,7 @@ class Site(node_facts.Site):
     def mixes(self, axes: Iterable[Axis], flag: str = "") -> bool:
         """Take down that the node works along axes; return whether they hold the sequence.
 
-        Args:
-            axes: The axes.
-            flag: What leaves padding out: ``zero`` or ``low``; empty if nothing does.
-
-        Raises:
-            Refusal: If it mixes padding into real positions.
+        ``flag`` is what leaves padding out, ``zero`` or ``low``; refused if nothing does.
         """
         found = flat_sequences(axes)
         if not all(flag and getattr(one, flag) for one in found):

@@ -31,12 +31,7 @@ def unpack_rows(packed: Bytes, bits: int) -> Bytes:
 def pack_rows(codes: Bytes, bits: int) -> Bytes:
     """Pack the last axis, low bits first, each row padded with zeros to whole bytes.
 
-    Args:
-        codes: uint8 ``[..., n]``, each below ``2**bits``.
-        bits: 2, 4 or 8.
-
-    Returns:
-        uint8 ``[..., ceil(n * bits / 8)]``.
+    uint8 ``[..., n]``, each below ``2**bits`` -> uint8 ``[..., ceil(n * bits / 8)]``.
     """
     if bits == 8:
         return codes

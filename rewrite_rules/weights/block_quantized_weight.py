@@ -52,14 +52,9 @@ class ScaleLayout:
     def expand(
         self, stored: npt.NDArray[Any], blocks: int, repeat: int, start: int, stop: int
     ) -> npt.NDArray[Any]:
-        """Return the rows ``[start:stop, blocks]`` of the grid, columns of the weight first.
+        """Return columns of the weight as rows of the grid, ``[start:stop, blocks]``.
 
-        Args:
-            stored: The stored tensor, flat.
-            blocks: Blocks per column that are wanted.
-            repeat: How many of them each stored block is cut into.
-            start: First column.
-            stop: Column after the last one.
+        Each stored block is cut into ``repeat`` of the blocks that are wanted.
         """
         first, last = start // self.column_block, -(-stop // self.column_block)
         item = stored.itemsize

@@ -107,14 +107,9 @@ class DequantizedOperand:
         return tuple(math.prod(run.size for run in axis) for axis in self.axes)
 
     def matrix(self, k_axis: int, group: int | None = None) -> BlockQuantizedWeight:
-        """Describe the operand as ``W[K, N]``.
+        """Describe the operand as ``W[K, N]``; its codes have to lie in order.
 
-        Args:
-            k_axis: Axis of the operand, counted in its last two, that the consumer reduces.
-            group: Index on the axis before the last two; None where there are two.
-
-        Raises:
-            Unrepresentable: If the codes don't lie in order, or blocks run across columns.
+        ``k_axis`` is the reduced one of the last two axes; ``group`` the index before them.
         """
         *batch, rows, columns = self.axes
         k_run, n_run = (
@@ -215,10 +210,8 @@ def is_layout_op(node: ir.Node) -> bool:
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
     """Read what :func:`dequantize_chain` found.
 
-    Raises:
-        Unrepresentable: If the layout is sound, but none that the description can hold.
-        Refusal: If the weight can be changed by a caller, or is malformed; the text names the
-            tensor, what was found and what would be needed.
+    Refused: what a caller can change, or is malformed; the text names the tensor, what was
+    found and what would be needed. Unrepresentable: a sound layout without a description.
     """
     operand = _read_dequantize(trail[0])
     for node in trail[1:]:

@@ -32,11 +32,7 @@ class FloatConstants:
         self._bytes = 0
 
     def check(self, operand: DequantizedOperand) -> None:
-        """Refuse an operand that exceeds the limit.
-
-        Raises:
-            Refusal: With sizes in megabytes.
-        """
+        """Refuse an operand that exceeds the limit, with sizes in megabytes."""
         if not self.fits(operand):
             used, size = self._bytes / 1e6, float_bytes(operand) / 1e6
             raise Refusal(

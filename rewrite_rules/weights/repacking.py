@@ -35,19 +35,10 @@ _WORD = np.dtype("<u4")
 def repack(
     packed: Bytes, *, bits: int, signed: bool, k: int, n: int, block_size: int, k_axis: int
 ) -> Iterator[Bytes]:
-    """Yield MatMulNBits' codes for successive ranges of output columns.
+    """Yield MatMulNBits' codes for successive ranges of output columns, N in all.
 
-    Args:
-        packed: The stored bytes, flat, of codes ``[K, N]`` (``k_axis`` 0) or ``[N, K]`` (1).
-        bits: 2, 4 or 8.
-        signed: Whether the codes are in two's complement.
-        k: Size of the reduced dimension.
-        n: Number of output columns.
-        block_size: Codes per block along K; a power of 2, at least 8.
-        k_axis: Axis of the stored codes along which K runs.
-
-    Yields:
-        uint8 ``[columns, blocks * block_size * bits / 8]``; N columns in all.
+    The stored bytes hold codes ``[K, N]`` (``k_axis`` 0) or ``[N, K]`` (1); each piece is
+    uint8 ``[columns, blocks * block_size * bits / 8]``; ``block_size`` is 8 at least.
     """
     padded = -(-k // block_size) * block_size
     row_bytes = padded * bits // 8
@@ -74,14 +65,9 @@ class _Codes:
     columns: int
 
     def read(self, row: int, step: int, left: int, width: int, out: Bytes) -> None:
-        """Read rows, made unsigned, so that each starts on a whole byte.
+        """Read rows, made unsigned, each from a whole byte on; bits behind them are anything.
 
-        Args:
-            row: The first row.
-            step: From a row to the next; such that all start on the same bit of a byte.
-            left: The first column.
-            width: Number of columns.
-            out: Set to the rows; bits past the last column are anything.
+        ``step`` leads from a row to the next such that all start on the same bit of a byte.
         """
         byte, shift = divmod((row * self.columns + left) * self.bits, 8)
         spanned = -(-(shift + width * self.bits) // 8)

@@ -30,9 +30,7 @@ _Chunk = tuple[int, int]
 def touched_bytes(requests: Iterable[tuple[int, int]]) -> int:
     """Bytes that requests write to, each whole.
 
-    Args:
-        requests: In their order: ``(tensor, bytes)`` to get memory for a tensor, and
-            ``(tensor, -1)`` to give it back.
+    Requests are ``(tensor, bytes)`` to get memory and ``(tensor, -1)`` to give it back.
     """
     next_region, end = _FIRST_REGION, 0
     # Of free chunks: sorted sizes and addresses; size by address, address by the one behind.

@@ -30,11 +30,7 @@ _BEAM_STATES = 4000
 def candidate_orders(
     dependencies: Dependencies, model: MemoryModel, inner: Mapping[int, int]
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    """Make the orders, the quickest first, each when it is asked for.
-
-    Yields:
-        The name of a heuristic and its order: positions of all nodes, Constants first.
-    """
+    """Make names and orders, each when it is asked for, the quickest first."""
     tensors = HeuristicBytes(dependencies, model, inner)
     yield "segments", _greedy(tensors, _segment)
     yield "net", _greedy(tensors, _single)
@@ -238,11 +234,6 @@ def default_files(
     Of the producers of a node, the one with the highest index runs first. So positions are
     given from the end of the file on, to the node that is to run earliest among those whose
     consumers have one; or to the one with the earliest node behind it.
-
-    Args:
-        dependencies: The graph's edges.
-        model: The graph's bytes.
-        wanted: Positions of all nodes as they should run.
     """
     count = len(dependencies.nodes)
     yield list(range(count))

@@ -25,15 +25,7 @@ def lower_peak(
 ) -> Sequence[int] | None:
     """Move nodes away from the peak, one tensor after another, while the budget lasts.
 
-    Args:
-        order: Positions of all nodes.
-        dependencies: The graph's edges.
-        model: The graph's bytes.
-        simulate: Gives the bytes of an order.
-        settle: Makes an order one that runs as it is.
-
-    Returns:
-        A better order, settled; None if none was found.
+    ``settle`` makes an order one that runs as it is. None if no better one was found.
     """
     best, found = tuple(order), simulate(order)
     left = min(_MAX_MOVES, _MOVED_NODES // max(len(best), 1))

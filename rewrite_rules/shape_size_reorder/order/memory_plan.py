@@ -174,11 +174,8 @@ class MemoryModel:
     ) -> Timeline:
         """Simulate the plan that onnxruntime makes for an order.
 
-        Args:
-            order: Positions of all nodes, producers first.
-            inner: Bytes that the bodies of a node hold at most while it runs.
-            reuse: ``SessionOptions.enable_mem_reuse``; without it there is no rule 4, and
-                nothing is held in between.
+        ``inner`` is what the bodies of a node hold at most while it runs. Without ``reuse``
+        there is no rule 4, and nothing is held in between.
         """
         first, last = self._lives(order, reuse)
         change = np.zeros(len(order) + 1, np.int64)
@@ -195,12 +192,7 @@ class MemoryModel:
         return Timeline(live)
 
     def arena_bytes(self, order: Sequence[int], reuse: bool = True) -> int:
-        """Bytes that an order takes of an arena, which gives nothing back.
-
-        Args:
-            order: Positions of all nodes, producers first.
-            reuse: ``SessionOptions.enable_mem_reuse``.
-        """
+        """Bytes that an order takes of an arena, which gives nothing back."""
         first, last = self._lives(order, reuse)
         requests = [(step, 0, buffer, self.sizes[buffer]) for buffer, step in first.items()]
         requests += [(step, 1, buffer, -1) for buffer, step in last.items()]
@@ -313,10 +305,7 @@ def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
     """Bytes that the bodies of an If, Loop or Scan hold on top of the node's own outputs.
 
     Within some 10 %: what a Loop carries from one iteration to the next is not followed.
-
-    Args:
-        node: The node.
-        parts: Peak of each of its bodies, and the bytes of the body's outputs.
+    ``parts`` has the peak of each body, and the bytes of its outputs.
     """
     if node.op_type == "If":
         # A branch writes its outputs where those of the node are.

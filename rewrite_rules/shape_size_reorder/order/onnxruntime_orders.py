@@ -57,11 +57,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, graph: ir.Graph) -> Dependencies:
-        """Read a graph.
-
-        Raises:
-            Refusal: If the graph is not a DAG, or two nodes have an output of one name.
-        """
+        """Read a graph; refuse one that is not a DAG, or has two outputs of one name."""
         nodes = tuple(graph)
         _check_names(nodes)
         position = {node: index for index, node in enumerate(nodes)}
@@ -85,11 +81,7 @@ class Dependencies:
         return result
 
     def default(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a default session.
-
-        Args:
-            file_order: The nodes as another file would have them; None for this one.
-        """
+        """Return the order of a default session; ``file_order`` is that of another file."""
         absent = set(self.constants)
         file_order = file_order or range(len(self.nodes))
         stack = [
@@ -112,22 +104,14 @@ class Dependencies:
         return result
 
     def priority(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a session with ``ExecutionOrder.PRIORITY_BASED``.
-
-        Args:
-            file_order: The nodes as another file would have them; None for this one.
-        """
+        """Return the order of a session with ``ExecutionOrder.PRIORITY_BASED``, as above."""
         rank = ranks(file_order or range(len(self.nodes)))
         late = len(rank)
         first = self.shape_readers
         return self.smallest_first([n if first[i] else n + late for i, n in enumerate(rank)])
 
     def smallest_first(self, key: Sequence[int]) -> list[int]:
-        """Return the order in which the ready node with the smallest key runs next.
-
-        Args:
-            key: A number for each node; of equal ones, the first in the file counts.
-        """
+        """Return the order in which the ready node with the smallest key runs next."""
         absent = set(self.constants)
         waiting = [len(producers) for producers in self.producers]
         heap = [

@@ -148,9 +148,6 @@ def memory_order(
         parent: The node whose body the graph is.
         reuse: ``SessionOptions.enable_mem_reuse`` of the session that will run ours.
         for_default_order: Whether that session will run the file by default.
-
-    Raises:
-        Refusal: If the graph is not a DAG, or two nodes have an output of one name.
     """
     dependencies = Dependencies.of(graph)
     model = MemoryModel(graph, dependencies, shapes, parent)
