@@ -74,7 +74,7 @@ GENERAL_OPTIONS: tuple[Option, ...] = (
         "hint_error",
         0.0,
         "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
-        "accept; 0 for plain onnxruntime's own difference.",
+        "accept; 0 for twice plain onnxruntime's own difference.",
     ),
     Option(
         "hint_dims",

@@ -192,6 +192,19 @@ def test_one_workload_may_not_pay_for_another(tmp_path, measured):
     assert why(session, BLOCKS) == "is slower on workload 'padded run'"
 
 
+@pytest.mark.parametrize(("error", "expected"), [(7e-5, [FUSION]), (1.3e-4, [])])
+def test_a_change_may_round_like_plain_onnxruntime(
+    error, expected, model, tmp_path, measured, monkeypatch
+):
+    measured({FUSION: 0.5})
+    monkeypatch.setattr(
+        tuning._Search,
+        "_error",
+        lambda _, candidate: error if candidate.name == FUSION else 5.5e-5,
+    )
+    assert taken(open_session(model, tmp_path)) == expected
+
+
 def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     # Plain onnxruntime fuses these weights at level 4 itself, so both have that error.
     measured({FUSION: 0.5}, exact=False)
