@@ -24,13 +24,8 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 class ColumnBias:
     """A constant that adds one number to each column.
 
-    Attributes:
-        anchor: The constant that it comes from.
-        numbers: The bias, float64 ``[N]``.
-        rank: Rank that it has in the model.
-        dtype: Type that it has in the model.
-        dequantize: The DequantizeLinear that made it; None for a float constant.
-        parameters: What else than ``anchor`` its numbers come from.
+    ``numbers`` is float64 ``[N]``; rank and dtype are those in the model. A float constant has
+    no ``dequantize``. ``parameters`` is what else than ``anchor`` the numbers come from.
     """
 
     anchor: ir.Value

@@ -50,14 +50,9 @@ class FusionOptions:
 
 
 class FusionRun:
-    """One run over one model.
+    """One run over one model: its new constants and what became of each candidate.
 
     Attributes:
-        options: How to fuse.
-        context: Whom for, and where remarks go.
-        opset: Version of the default domain; None where it isn't known.
-        initializers: Makes new ones.
-        floats: Makes float constants.
         made: The MatMulNBits nodes.
         levels: Of each multiplication that became MatMulNBits: its accuracy level, and the one
             at which onnxruntime itself would fuse it, None where it would not.

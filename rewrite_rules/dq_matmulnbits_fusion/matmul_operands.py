@@ -20,13 +20,11 @@ class Product:
     """A multiplication, seen from one of its operands.
 
     Attributes:
-        node: The node.
         index: Input that holds the weight.
         k_axis: Which of the last two axes of that input is reduced.
         transpose_x: Whether the last two axes of the other operand have to be swapped first.
         transpose_y: Whether the last two axes of the product have to be swapped afterwards.
-        alpha: Factor of the product.
-        beta: Factor of the bias.
+        alpha, beta: Factors of the product and of the bias.
         batched: Whether operands may have more than two axes.
     """
 

@@ -45,11 +45,7 @@ _CHUNK_BYTES = 4 << 20
 class KernelInputs:
     """The constant inputs of a MatMulNBits or GatherBlockQuantized node and its attributes.
 
-    Attributes:
-        codes: Input ``B``, or ``data``.
-        scales: Input ``scales``.
-        zero_points: Input ``zero_points``; None where the operator's default is meant.
-        attributes: Those that describe the inputs.
+    No zero points stand for the operator's default.
     """
 
     codes: ir.Value

@@ -40,13 +40,7 @@ _PROVIDERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyLevel:
-    """The ``accuracy_level`` of a node, and why.
-
-    Attributes:
-        number: MatMulNBits' attribute.
-        reason: Why, for remarks; empty where the user gave the number.
-        stock: Level at which onnxruntime itself would fuse the node; None where it would not.
-    """
+    """The ``accuracy_level`` of a node, why, and onnxruntime's own where it would fuse it."""
 
     number: int
     reason: str = ""

@@ -15,9 +15,6 @@ class AliasTensor(ir.LazyTensor):
     """The bytes of another initializer under another type or shape.
 
     Whoever saves the model writes them once and gives both tensors the same place.
-
-    Attributes:
-        original: The value whose bytes these are.
     """
 
     def __init__(

@@ -27,11 +27,8 @@ GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataTy
 class QuantizationGrid:
     """A grid that one scale and one zero point span, per tensor.
 
-    Attributes:
-        dtype: Type of the codes, one of :data:`GRID_TYPES`.
-        scale: Step between two codes; a numpy scalar of the type that the model stores it in
-            (float32, float16 or bfloat16), which is the type of the values as well.
-        zero_point: Code of the value 0.
+    The scale is a numpy scalar of the type that the model stores it in (float32, float16 or
+    bfloat16), which is the type of the values as well.
     """
 
     dtype: ir.DataType

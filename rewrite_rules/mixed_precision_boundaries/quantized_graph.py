@@ -113,9 +113,8 @@ class QuantizedTensor:
     Attributes:
         name: Of the float tensor, as the float model called it.
         codes: The quantised value.
-        quantize: The QuantizeLinear that makes the codes; None: a graph input, or what another
-            operator computed from codes.
-        dequantizes: The DequantizeLinear nodes that read the codes, bodies included.
+        quantize: None: a graph input, or what another operator computed from codes.
+        dequantizes: Bodies included.
         grid: What all of them quantise by.
     """
 
@@ -164,13 +163,7 @@ class QuantizedTensor:
 
 
 class QuantizedGraph:
-    """All quantised activations of a model.
-
-    Attributes:
-        tensors: The activations, in the order of their nodes.
-        refused: Why others are left alone, by each of their names.
-        opset: Version of the standard operators.
-    """
+    """All quantised activations of a model, and by each name why another one is refused."""
 
     def __init__(self, model: ir.Model) -> None:
         """Read a model; nothing is changed."""

@@ -37,14 +37,9 @@ _SCALE_TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConstantChange:
-    """New codes for what some nodes read of a dequantised constant.
+    """New codes for what some nodes read of a dequantised constant; others keep the old ones.
 
-    Attributes:
-        dequantize: The DequantizeLinear that stands before; it stays for other nodes.
-        readers: The nodes that read the new one.
-        codes: The new codes.
-        scale: Of the shape of the scale before.
-        zero_point: None: as there was, none or 0.
+    The scale has its old shape; without a zero point, that stays as it is.
     """
 
     dequantize: ir.Node

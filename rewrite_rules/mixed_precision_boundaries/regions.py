@@ -72,12 +72,9 @@ class TensorPlan:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """What is rewritten together, or not at all.
+    """What is rewritten together, or not at all, where the graph does not allow it.
 
-    Attributes:
-        seeds: What the user named, as messages call it.
-        plans: Of each activation that the region touches.
-        refusal: Why the graph does not allow it; empty if it does.
+    ``seeds`` are what the user named, as messages call it.
     """
 
     seeds: list[str] = dataclasses.field(default_factory=list)

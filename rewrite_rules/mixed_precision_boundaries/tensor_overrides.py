@@ -111,8 +111,7 @@ class Activation:
     Attributes:
         name: What it is called in the float model; two names of one tensor share it.
         quant_type: Type of its codes without an override; None where it isn't known.
-        consumers: Labels of the nodes that read it (:func:`.label`), Q and
-            DQ nodes not counted.
+        consumers: Labels of the nodes that read it, Q and DQ nodes not counted.
     """
 
     name: str

@@ -41,12 +41,9 @@ _Scope = ChainMap[str, _Found]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One packed form of one initializer.
+    """One packed form of one initializer: operator and hash, and where its buffers lie.
 
-    Attributes:
-        key: Name of the entry, ``prepacked_0`` for instance.
-        kernel: Operator and hash, as onnxruntime looks it up.
-        blobs: Offset, length and checksum of each buffer.
+    ``key`` is the entry's name; a blob is an offset, a length and a checksum.
     """
 
     key: str

@@ -111,12 +111,7 @@ class _Now:
 
 
 class _EarliestValues:
-    """The first value of each shape, number of elements and dimension in each graph.
-
-    Args:
-        model: Stays as it is; its nodes are sorted.
-        shapes: What is proved of its values.
-    """
+    """The first value of each shape, number of elements and dimension in each graph."""
 
     def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
         self._shapes = shapes
@@ -187,15 +182,7 @@ class _EarliestValues:
 
 
 class Readings:
-    """How nodes are better read than they are.
-
-    Args:
-        model: Stays as it is; its nodes are sorted.
-        shapes: What is proved of its values.
-
-    Attributes:
-        better: For each node that is to change, what it becomes.
-    """
+    """What each node that can be read better becomes; the nodes are sorted."""
 
     def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
         self._shapes = shapes

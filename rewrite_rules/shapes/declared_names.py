@@ -28,12 +28,9 @@ class DeclaredNames:
     Args:
         numbers: Sizes of names.
         default: Size of the names of inputs that have none; None to leave them unknown.
+            ``defaulted`` has them then; ``"?"`` for dimensions without a name.
         arithmetic: Whether ``3 sequence / 3`` is ``sequence``. onnxruntime's own shape
             inference only hands names on.
-
-    Attributes:
-        arithmetic: As above.
-        defaulted: Names that counted as ``default``; ``"?"`` for dimensions without a name.
     """
 
     def __init__(

@@ -36,15 +36,9 @@ def number(dim: Dim | None) -> int | None:
 
 
 class Unknowns:
-    """Makes the unknowns of one model and works out what depends on them.
+    """Makes the unknowns of one model, numbered from 1, and works out what depends on them.
 
-    Args:
-        arithmetic: Whether to work out what depends on unknowns; where not, it is an unknown
-            of its own.
-
-    Attributes:
-        arithmetic: As above.
-        count: How many there are; they are numbered from 1.
+    Without ``arithmetic``, whatever depends on unknowns is an unknown of its own.
     """
 
     def __init__(self, arithmetic: bool = True) -> None:

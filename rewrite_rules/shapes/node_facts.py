@@ -16,12 +16,7 @@ from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known, n
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """What is known of the numbers in a small int64 tensor.
-
-    Attributes:
-        numbers: Each number, in flat order; None where nothing is known of it.
-        shape: Of the tensor.
-    """
+    """What is known of the numbers in a small int64 tensor, in flat order; None: nothing."""
 
     numbers: tuple[Dim | None, ...]
     shape: tuple[int, ...]
@@ -58,9 +53,7 @@ class Integers:
 class Facts(Protocol):
     """What has been worked out of the values before a node.
 
-    Attributes:
-        unknowns: Makes unknowns.
-        estimates: Whether something may be said that does not hold in every run.
+    ``estimates``: whether something may be said that does not hold in every run.
     """
 
     unknowns: Unknowns
@@ -77,14 +70,7 @@ class Facts(Protocol):
 
 
 class Site:
-    """A node and what is known of its inputs.
-
-    Attributes:
-        node: The node.
-        facts: What is known.
-        opset: Version of the node's domain; None where it isn't imported.
-        unknowns: Makes unknowns.
-    """
+    """A node and what is known of its inputs."""
 
     def __init__(self, node: ir.Node, facts: Facts, opset: int | None) -> None:
         self.node = node

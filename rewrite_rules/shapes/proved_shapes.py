@@ -50,10 +50,6 @@ class ProvedShapes:
             so that everything that is found holds in every run.
         on_demand: Whether to look only at what a value that is asked for is computed from;
             else at the whole graph, and on demand at what was added since.
-
-    Attributes:
-        unknowns: The sizes that only a run tells.
-        estimates: Whether names are believed.
     """
 
     def __init__(

@@ -13,12 +13,7 @@ from rewrite_rules.graph.names import FreshNames
 
 
 class NewNodes(list[ir.Node]):
-    """Nodes that a graph gets.
-
-    Args:
-        graph: Gets the constants, at once.
-        names: Names that are free.
-    """
+    """Nodes of free names that a graph gets, and their constants, which it gets at once."""
 
     def __init__(self, graph: ir.Graph, names: FreshNames) -> None:
         super().__init__()

@@ -69,11 +69,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A value whose numbers are known.
-
-    Attributes:
-        arrays: The numbers in every run.
-    """
+    """A value whose numbers are known in every run."""
 
     arrays: tuple[Array, ...]
 
@@ -100,11 +96,7 @@ Rule = Callable[["Site"], Axes | list[Axes] | Evaluated]
 
 
 class Stopped(Refusal):
-    """The walk ended at a node.
-
-    Attributes:
-        nodes_before: How many nodes come before it.
-    """
+    """The walk ended at a node, with ``nodes_before`` before it."""
 
     def __init__(self, text: str, nodes_before: int) -> None:
         super().__init__(text)
@@ -115,8 +107,6 @@ class TokenFlow:
     """The walk.
 
     Attributes:
-        runs: What is compared.
-        opset: Version of the default domain.
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
         index_limits: Graph inputs -> the length of the shortest table that they index.
@@ -294,10 +284,7 @@ class _Facts(node_facts.Facts):
 class Site(node_facts.Site):
     """A node as the rules see it.
 
-    Attributes:
-        flow: What is known of values.
-        runs: The runs that are compared.
-        exact: Whether all tokens that were looked at are exact, and none was left out.
+    ``exact``: whether all tokens that were looked at are exact, and none was left out.
     """
 
     def __init__(self, node: ir.Node, flow: TokenFlow) -> None:

@@ -35,13 +35,8 @@ class ScaleLayout:
     """Where ``scales[block, n]`` lies in the stored tensor, and the zero points likewise.
 
     Element ``(block, n)`` is at ``offset + block * block_step + n // column_block *
-    column_step``.
-
-    Attributes:
-        offset: Of the first one.
-        block_step: From block to block; 0 where a column has one scale.
-        column_step: From column to column; 0 where all columns share theirs.
-        column_block: Neighbouring columns that share a scale.
+    column_step``; ``column_block`` neighbours share a scale. The block step is 0 where a
+    column has one scale, the column step where all columns share theirs.
     """
 
     offset: int
@@ -78,8 +73,6 @@ class BlockQuantizedWeight:
 
     Attributes:
         operand: The dequantised operand that it is, or is a part of: codes, scales, types.
-        K: Size of the reduced dimension.
-        N: Number of output columns.
         block_size: Neighbours along K that share one scale; K where a column has only one.
         k_axis: 0 when the codes lie as ``[K, N]``, row-major; 1 when as ``[N, K]``.
         grid: Where the scales and zero points lie.

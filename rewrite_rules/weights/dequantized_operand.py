@@ -62,16 +62,13 @@ class DequantizedOperand:
     """A dequantised constant as its consumer sees it.
 
     Attributes:
-        dequantize: The DequantizeLinear node.
-        codes: Value of the stored codes, of 2, 4 or 8 bits, or int32.
-        scales: Value of the scales; float32 or float16.
-        zero_points: Value of the zero points, shape of ``scales``, type of ``codes``; None
-            stands for 0.
-        code_tensor: Tensor of ``codes``, and so on for scales and zero points.
+        codes: Of 2, 4 or 8 bits, or int32.
+        scales: float32 or float16.
+        zero_points: Shape of ``scales``, type of ``codes``; None stands for 0.
         axes: Where the numbers of each axis of the operand lie.
-        renamed: Whether its axes differ from DequantizeLinear's.
         casts: Types that its numbers pass through, DequantizeLinear's own first.
         layout: The stored layout in a few words.
+        renamed: Whether its axes differ from DequantizeLinear's.
     """
 
     dequantize: ir.Node

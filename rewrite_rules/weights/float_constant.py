@@ -18,12 +18,7 @@ from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 
 class FloatConstants:
-    """The float constants of one run over one model; what was made once costs nothing again.
-
-    Args:
-        initializers: Those of the run.
-        limit_mb: Megabytes that all of them may take.
-    """
+    """The float constants of one run over one model; what was made once is free again."""
 
     def __init__(self, initializers: DerivedInitializers, limit_mb: int) -> None:
         self._initializers = initializers

@@ -43,11 +43,8 @@ class HeuristicBytes:
     """Bytes as the heuristics see them: aliases are one tensor, free buffers are gone.
 
     Attributes:
-        dependencies: The graph's edges.
-        size: Bytes of each tensor.
         reads: For each node, the tensors it reads, each once.
-        makes: For each node, the tensors it makes and that are not aliases.
-        grows: For each node, the bytes of those.
+        makes, grows: For each node, the tensors it makes, aliases left out; their bytes.
         readers: For each tensor, the nodes that read it or an alias of it.
         kept: Whether a tensor stays to the end.
         inner: Bytes that the bodies of a node need while it runs.

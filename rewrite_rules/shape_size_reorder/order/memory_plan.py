@@ -65,11 +65,7 @@ _ELSEWHERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What an order holds.
-
-    Attributes:
-        live: Bytes while each node of the order runs, its outputs included; shape [nodes].
-    """
+    """Bytes while each node of an order runs, its outputs included; shape [nodes]."""
 
     live: npt.NDArray[np.int64]
 
@@ -85,25 +81,18 @@ class Timeline:
 
 
 class MemoryModel:
-    """What the bytes of every order of one graph follow from.
+    """What the bytes of every order of one graph, or body of ``parent``, follow from.
 
     A value without a shape counts as the largest input of its node.
-
-    Args:
-        graph: The graph or body.
-        dependencies: Its edges.
-        shapes: The shapes of its values.
-        parent: The node whose body the graph is.
 
     Attributes:
         sizes: Bytes of each value that a node makes, by number; the last is any other.
         reads: For each node, the values it or its subgraphs read, once for each time; values
             that are not the graph's own are left out.
         makes: For each node, the values it makes.
-        source: Node -> the value that its first output is an alias of.
-        overwrites: Node -> the value that its first output may be written over.
-        roots: For each value, the one that it is an alias of, in the end; itself if it is
-            none.
+        source, overwrites: Node -> the value that its first output is an alias of, or may be
+            written over.
+        roots: For each value, the one that it is an alias of, in the end, maybe itself.
         uses: For each value, how often it is read.
         outputs: Whether a value is an output of the graph.
         unknown_values: Names of values whose size is a guess: without rank, or no tensors.

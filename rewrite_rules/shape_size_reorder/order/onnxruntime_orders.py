@@ -40,13 +40,8 @@ _SHAPE_READERS = frozenset({"Shape", "Size"})
 class Dependencies:
     """What the orders of a graph depend on; nodes are positions in the file.
 
-    Attributes:
-        nodes: The nodes themselves.
-        producers: For each node, the nodes whose outputs it or one of its subgraphs reads,
-            ascending, each once.
-        consumers: The same edges the other way.
-        shape_readers: Whether a node is a Shape or Size.
-        constants: Positions of the Constant nodes.
+    Producers of a node, whose outputs it or one of its subgraphs reads, ascend, each once;
+    consumers are the same edges the other way. ``constants`` are the Constant nodes.
     """
 
     nodes: tuple[ir.Node, ...]

@@ -43,7 +43,6 @@ class SimulatedOrder:
     Attributes:
         order: Positions of the nodes in the graph, as they run; Constant nodes, which never
             run, come first.
-        timeline: Live bytes of each step.
         distances: For each Shape and Size that reads another node's output, the steps from
             that node to it; 1 is directly after it or after another such one.
     """
@@ -73,19 +72,16 @@ class GraphOrder:
     """The order computed for a graph, beside those of onnxruntime.
 
     Attributes:
-        graph: The graph; it is as it was.
         file_order: How nodes are to lie in the file: positions in the graph.
         ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
         default: What a session runs by default with the file as it is, and with
             ``enable_mem_reuse``, its default, too.
         priority: What it runs with ``PRIORITY_BASED`` with the file as it is.
         method: How the order was found, for instance ``"segments"``.
-        output_bytes: Bytes of the graph's outputs.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
         unknown_values: Values whose size is a guess. Bodies included.
         subgraphs: The same for each body of each If, Loop and Scan, in the order of the file.
-        model: The bytes of any order of the graph.
         reuse: Whether the session that runs ours reuses buffers.
     """
 
@@ -245,11 +241,7 @@ def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[i
 
 
 class _Chains:
-    """Small integers computed from nothing but shapes and constants.
-
-    Attributes:
-        bytes: Of all of them, and of the shapes.
-    """
+    """Small integers computed from nothing but shapes and constants, and the bytes of both."""
 
     def __init__(self, dependencies: Dependencies, model: MemoryModel) -> None:
         self._dependencies = dependencies
