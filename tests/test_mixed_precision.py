@@ -22,7 +22,7 @@ from builders.qdq_models import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.graph.quantize_linear import is_quantize_linear
+from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.constants import require_constant, source_of
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.dequantized_operand import read_operand
 

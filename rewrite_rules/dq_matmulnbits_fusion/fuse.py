@@ -24,8 +24,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
 )
 from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.functions import check_inlined_size
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, label
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op

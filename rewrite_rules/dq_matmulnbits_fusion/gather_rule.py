@@ -19,7 +19,7 @@ from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import ta
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
 from rewrite_rules.graph.attributes import axis_of, int_attribute
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
 

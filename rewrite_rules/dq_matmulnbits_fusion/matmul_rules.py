@@ -52,8 +52,7 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
 )
 from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
 from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.nodes import label, owner, producer
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, label, owner, producer
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand

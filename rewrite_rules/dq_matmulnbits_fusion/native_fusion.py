@@ -18,8 +18,7 @@ import onnx_ir as ir
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
 from rewrite_rules.graph.constants import constant, source_of
-from rewrite_rules.graph.nodes import owner
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, owner
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""A node's label, producer, owner and subgraphs; removal of nodes with their initializers."""
+"""A node's label, kind, producer, owner, subgraphs; removal of nodes and initializers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
+
+_QUANTIZING_DOMAINS = ("", "com.microsoft")
 
 
 def label(node: ir.Node) -> str:
@@ -54,6 +56,16 @@ def owner(value: ir.Value) -> ir.Graph | ir.Function | None:
 def is_constant(node: ir.Node) -> bool:
     """Whether a node becomes an initializer when onnxruntime loads it."""
     return node.op_type == "Constant" and node.domain == ""
+
+
+def is_dequantize_linear(node: ir.Node) -> bool:
+    """Whether a node is ONNX's DequantizeLinear, or onnxruntime's of the same meaning."""
+    return node.op_type == "DequantizeLinear" and node.domain in _QUANTIZING_DOMAINS
+
+
+def is_quantize_linear(node: ir.Node) -> bool:
+    """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
+    return node.op_type == "QuantizeLinear" and node.domain in _QUANTIZING_DOMAINS
 
 
 def captures(node: ir.Node) -> list[ir.Value]:

@@ -29,8 +29,7 @@ from onnxscript.rewriter import (
     pattern,
 )
 
-from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label, producer
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
@@ -113,7 +112,13 @@ def _dq(value: Any, name: str) -> Any:
 
 
 class _Fold(RewriteRuleClassBase):
-    """A rule whose pattern names the values behind its nodes, ``out`` the last."""
+    """A rule whose pattern names the values behind its nodes, ``out`` the last.
+
+    It emits the last DequantizeLinear, or the first one, on ``codes``.
+    """
+
+    outcome = ""
+    repeats_first = False
 
     @classmethod
     def rule(cls, run: _Run) -> RewriteRule:
@@ -132,6 +137,10 @@ class _Fold(RewriteRuleClassBase):
         # Others may read the values between: what nothing reads is removed at the end.
         super().__init__(remove_nodes=False)
         self._run = run
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        del op  # Unused: the operators of either domain match
+        return _dq(_q(_dq(codes, "before"), "through"), "out")
 
     def check(  # type: ignore[override]
         self, context: MatchContext, out: ir.Value, **values: ir.Value
@@ -154,30 +163,30 @@ class _Fold(RewriteRuleClassBase):
         """Return why the rule does not apply, None if it does."""
         raise NotImplementedError
 
-    def _dequantize(self, op: Any, codes: ir.Value, like: ir.Node, old: ir.Value) -> ir.Value:
-        """Emit a DequantizeLinear with the parameters of ``like`` under the name of another.
-
-        Not the value of ``like``: onnxruntime fuses operators with a DequantizeLinear of their
-        own.
-        """
-        name, parameters = producer(old).name, like.inputs[1:]
+    def rewrite(self, op: Any, codes: ir.Value, out: ir.Value, **values: ir.Value) -> ir.Value:
+        """Emit a DequantizeLinear on the codes before the pair."""
+        first, last = producer(values["before"]), producer(out)
+        self._fired(first, producer(values["through"]), codes)
+        # Not the value of the first: onnxruntime fuses operators with a DequantizeLinear of
+        # their own.
+        like = first if self.repeats_first else last
+        name, parameters = last.name, like.inputs[1:]
         value: ir.Value = op.DequantizeLinear(
             codes, *parameters, _domain=like.domain, _name=name, **like.attributes
         )
         # Removed at the end only, and until then names have to be unique.
-        producer(old).name = None
+        last.name = None
         return value
 
+    def _fired(self, first: ir.Node, through: ir.Node, codes: ir.Value) -> None:
+        grid = self._run.grid
+        outcome = self.outcome.format(
+            first=label(first), coarse=grid(first), fine=grid(through), codes=codes.name
+        )
+        self._run.remarks.fired(label(through), outcome)
 
-class _Pair(_Fold):
-    """DQ(Q(DQ(codes, a), b), c)."""
 
-    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        del op  # Unused: the operators of either domain match
-        return _dq(_q(_dq(codes, "before"), "through"), "out")
-
-
-class KeptCodes(_Pair):
+class KeptCodes(_Fold):
     """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, c), where Q gives back every code.
 
     Cases:
@@ -189,23 +198,15 @@ class KeptCodes(_Pair):
         4. A code moves, or its type changes.
     """
 
+    outcome = "gives back each code of {first!r}: folded"
+
     def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
         grid = self._run.grid
         grid(last)  # where it has no zero point, its type has to be known
         return None if grid(before).keeps_codes(grid(through)) else "codes move"
 
-    def rewrite(
-        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
-    ) -> ir.Value:
-        """Emit the same DequantizeLinear on the codes before the pair."""
-        self._run.remarks.fired(
-            label(producer(through)),
-            f"gives back each code of {label(producer(before))!r}: folded",
-        )
-        return self._dequantize(op, codes, producer(out), out)
 
-
-class KeptValues(_Pair):
+class KeptValues(_Fold):
     """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, a), where ``c`` gives back every value.
 
     Cases:
@@ -220,23 +221,14 @@ class KeptValues(_Pair):
         4. A value moves, or its float type changes.
     """
 
+    outcome = "{fine} gives back each value of {first!r}, {coarse}: folded"
+    repeats_first = True
+
     def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
         coarse, fine = self._run.grid(before), self._run.grid(through)
         if self._run.target == "qnn" and coarse.dtype != fine.dtype:
             return "a Convert on the target"
         return None if coarse.keeps_values(fine, self._run.grid(last)) else "values move"
-
-    def rewrite(
-        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
-    ) -> ir.Value:
-        """Emit the DequantizeLinear before the pair once more."""
-        first, second = producer(before), producer(through)
-        self._run.remarks.fired(
-            label(second),
-            f"{self._run.grid(second)} gives back each value of {label(first)!r}, "
-            f"{self._run.grid(first)}: folded",
-        )
-        return self._dequantize(op, codes, first, out)
 
 
 class BareCodes(_Fold):
@@ -252,6 +244,8 @@ class BareCodes(_Fold):
         4. A code moves, or its type changes.
     """
 
+    outcome = KeptCodes.outcome
+
     def pattern(self, op, codes):  # type: ignore[no-untyped-def]
         del op  # Unused
         return _q(_dq(codes, "before"), "out")
@@ -263,12 +257,10 @@ class BareCodes(_Fold):
         grid = self._run.grid
         return None if grid(before).keeps_codes(grid(last)) else "codes move"
 
-    def rewrite(self, op: Any, codes: ir.Value, before: ir.Value, out: ir.Value) -> ir.Value:
+    def rewrite(self, op: Any, codes: ir.Value, out: ir.Value, **values: ir.Value) -> ir.Value:
         """Emit the Identity."""
         node = producer(out)
-        self._run.remarks.fired(
-            label(node), f"gives back each code of {label(producer(before))!r}: folded"
-        )
+        self._fired(producer(values["before"]), node, codes)
         # In place: behind an Identity, no operator would be fused with its DequantizeLinear.
         for reader, index in [*out.uses()]:
             if is_dequantize_linear(reader):
@@ -289,6 +281,8 @@ class Bridge(_Fold):
         2. The grids of the two regions, or those of a pair, differ.
     """
 
+    outcome = "reads {codes!r}, which stayed in 16 bits"
+
     def pattern(self, op, codes):  # type: ignore[no-untyped-def]
         del op  # Unused
         narrow = _dq(_q(_dq(codes, "before"), "narrow"), "narrowed")
@@ -304,12 +298,3 @@ class Bridge(_Fold):
             last
         )
         return "grids differ" if pairs_differ or grid(through) != wide else None
-
-    def rewrite(
-        self, op: Any, codes: ir.Value, through: ir.Value, out: ir.Value, **_: ir.Value
-    ) -> ir.Value:
-        """Emit the same DequantizeLinear on the codes of the first region."""
-        self._run.remarks.fired(
-            label(producer(through)), f"reads {codes.name!r}, which stayed in 16 bits"
-        )
-        return self._dequantize(op, codes, producer(out), out)

@@ -27,8 +27,7 @@ from collections.abc import Iterator, Mapping
 import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,

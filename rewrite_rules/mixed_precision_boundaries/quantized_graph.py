@@ -23,8 +23,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.constants import constant, require_constant
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation

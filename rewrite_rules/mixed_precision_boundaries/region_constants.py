@@ -18,8 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.constants import constant, require_constant
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, label
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,

@@ -16,8 +16,7 @@ import onnx_ir.passes.common
 
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.graph.nodes import owner
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear, is_quantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, owner
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.attributes import axes_of, axis_of, int_attribute, ints_attribute
 from rewrite_rules.graph.constants import constant_ints, require_constant, source_of
 from rewrite_rules.graph.lazy_tensors import packed_bytes
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.weights.bit_packing import unpack
 from rewrite_rules.weights.block_quantized_weight import (

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from rewrite_rules.graph.quantize_linear import is_quantize_linear
+from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid

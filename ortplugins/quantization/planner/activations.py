@@ -25,7 +25,7 @@ from ortplugins.quantization.planner.loop import Plan, PlannerRun
 from ortplugins.quantization.planner.search import Search, Unit
 from ortplugins.quantization.planner.switches import add_switches
 from ortplugins.samples.sources import CalibrationSource
-from rewrite_rules.graph.quantize_linear import is_quantize_linear
+from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,

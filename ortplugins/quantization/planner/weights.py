@@ -29,8 +29,7 @@ from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.quantize_linear import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, label
 
 _FEW, _MANY = 4, 8
 
