@@ -164,6 +164,41 @@ def test_norms_that_stay(old: str, new: str, left: str):
     assert left in op_types(result)
 
 
+def test_norms_share_what_they_read():
+    """One sum and one mean under two norms, and the sum read before them."""
+    model = rms_norm("power", "division", "behind", ("mean =", "early = Relu(x)\nmean ="))
+    again = onnx.helper.make_node("Mul", ["weight", "normal"], ["again"])
+    twice = onnx.helper.make_node("Mul", ["y", "again"], ["both"])
+    model.graph.node.extend([again, twice])
+    for name in ("early", "both"):
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, 1, None))
+    result, _ = fused(model)
+    assert sorted(op_types(result)) == [
+        *("Mul", "Relu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+    ]
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((2, 3, 8)).astype(np.float32) for name in "ab"}
+    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64])
+def test_norms_of_other_types(kind: type):
+    model = rms_norm("power", "reciprocal", "behind")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if tensor.name != "last":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(kind), tensor.name))
+    result, _ = fused(model)
+    assert "ReduceMean" not in op_types(result)
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((2, 3, 8)).astype(kind) for name in "ab"}
+    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-2 if kind is np.float16 else 1e-7)
+
+
 # Activations.
 
 POWERS = {

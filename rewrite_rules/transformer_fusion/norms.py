@@ -26,6 +26,12 @@ from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Remarks
 
 _MICROSOFT = "com.microsoft"
+# Types of SimplifiedLayerNormalization on a CPU, and whether there is one with a sum, too.
+_KERNELS: dict[ir.DataType | None, bool] = {
+    ir.DataType.FLOAT: True,
+    ir.DataType.FLOAT16: True,
+    ir.DataType.DOUBLE: False,
+}
 
 
 class RmsNorm(RewriteRuleClassBase):
@@ -70,8 +76,8 @@ class RmsNorm(RewriteRuleClassBase):
         axes = [*(stored or ())] if attribute is None else [*attribute.as_ints()]
         if axes != [-1] or not int_attribute(reduce, "keepdims", 1):
             return result.fail("the mean is not over the last axis", reduce)
-        if _source(x, out) is None:
-            return result.fail("the type is not known", x)
+        if _source(x, out) is None or out.dtype not in _KERNELS:
+            return result.fail("no kernel has its type", x)
         return result
 
     def rewrite(
@@ -136,6 +142,8 @@ class SkipNorm(RewriteRuleClassBase):
         """Check that the kernel takes the sizes, and that only the norm is read."""
         del context  # Unused
         result, node = MatchResult(), producer(normal)
+        if not _KERNELS.get(normal.dtype):
+            return result.fail("no kernel has its type", node)
         if int_attribute(node, "axis", -1) != -1 or int_attribute(node, "stash_type", 1) != 1:
             return result.fail("the norm is not over the last axis in float32", node)
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
