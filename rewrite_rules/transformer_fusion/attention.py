@@ -56,7 +56,9 @@ from rewrite_rules.transformer_fusion.repeated_heads import (
     read_repeated_heads,
     scaled_input,
 )
+from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
+_KERNELS = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
 _LOWEST = float(np.finfo(np.float32).min)
 _MAX_BETWEEN = 4
 # Half of what lies between float32 numbers of such size is far above any score.
@@ -74,12 +76,12 @@ class FuseAttention(RewriteRuleClassBase):
         remarks: Remarks,
         standard: bool,
         joined: list[tuple[ir.Value, ir.Value]],
-        total: ir.Value | None = None,
+        shared: SharedCache | None = None,
     ) -> None:
         """Take what is known.
 
-        ``joined`` gets each new cache, and what replaces it; ``total`` is T where the cache is
-        in buffers of the caller (:mod:`.shared_cache`).
+        ``joined`` gets each new cache, and what replaces it; ``shared`` is there where the
+        cache is in buffers of the caller.
         """
         super().__init__(remove_nodes=False)
         self._facts = facts
@@ -88,7 +90,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._remarks = remarks
         self._standard = standard
         self._joined = joined
-        self._total = total
+        self._cache = shared
         self._found: tuple[Attention, _Added] | None = None
         self._shared: dict[object, ir.Value] = {}
         self._places: dict[ir.Node, int] = {}
@@ -169,7 +171,8 @@ class FuseAttention(RewriteRuleClassBase):
             ),
             "keys and values are not known to have heads of one size": size is None
             or (size, k.groups) != (other, v.groups),
-            f"how many heads {query.name!r} has is not known": heads is None,
+            f"how many heads {query.name!r} has is not known": heads is None
+            or self._rank(query) != len(SPLIT_HEADS),
             "the result is laid out in another way": not self._keeps_heads(
                 out, query, heads, layout
             ),
@@ -183,6 +186,10 @@ class FuseAttention(RewriteRuleClassBase):
             not out.is_graph_output() and all(map(self._reorders, out.consumers())),
         )  # fmt: skip
         return found, self._added(found, masks, layout, bool(guarded))
+
+    def _rank(self, value: ir.Value) -> int | None:
+        shape = self._facts.shape(value)
+        return len(shape) if isinstance(shape, tuple) else None
 
     def _number(self, value: ir.Value, axis: int) -> int | None:
         shape = self._facts.shape(value)
@@ -248,7 +255,7 @@ class FuseAttention(RewriteRuleClassBase):
         if not cached and found.read_keys.merge is not None:
             raise Refusal("the batch of its heads is not known to be their own")
         added = _Added(masks, tuple(shapes), tuple(sights), layout, cached)
-        if cached and self._total is not None and not self._is_prompt(found, added):
+        if cached and self._cache is not None and not self._is_prompt(found, added):
             raise Refusal("GroupQueryAttention, which kv_cache=shared needs, can't compute it")
         return added
 
@@ -285,37 +292,55 @@ class FuseAttention(RewriteRuleClassBase):
         if not added.cached:
             self._remarks.fired(label(node), f"attention: Attention; {kind}")
             return [found.whole(op)]
-        if self._total is not None:
+        if self._cache is not None:
             self._remarks.fired(label(node), f"attention: GroupQueryAttention; {kind}")
-            return dataclasses.replace(found, joins=True).by_kernel(op, self._total)
-        shape = self._facts.shape(found.query)
-        length = found.query if isinstance(shape, int) else shape[2]
-        if length not in self._shared:
-            self._shared[length] = found.is_one_token(op)
-        rest, forms = self._branch(found.any_tokens), "grouped queries"
+            return dataclasses.replace(found, joins=True).by_kernel(op, self._cache)
+        forms, outputs = "grouped queries", 3 if found.joins else 1
+        build: Callable[[Any], Sequence[ir.Value]] = found.any_tokens
         if self._is_prompt(found, added):
-            past, chunk = producer(found.keys).inputs[0], rest
-            prompt, forms = self._branch(found.by_kernel), f"{forms}, GroupQueryAttention"
+            past, forms = producer(found.keys).inputs[0], f"{forms}, GroupQueryAttention"
 
-            def without_cache(op: Any) -> Any:
-                # The kernel divides by the number of rows.
-                rows = op.Cast(op.Shape(past, start=0, end=1), to=ir.DataType.BOOL)
-                empty = op.And(rows, op.Equal(op.Shape(past, start=2, end=3), ints(op, 0)))
-                branches = {"then_branch": prompt, "else_branch": chunk}
-                made = op.If(empty, **branches, _outputs=3 if found.joins else 1)
-                return made if found.joins else [made]
+            def build(op: Any) -> Sequence[ir.Value]:
+                # The kernel divides by the number of rows and wants tokens.
+                new = op.Mul(op.Shape(past, start=0, end=1), found.length(op))
+                cached = op.Shape(past, start=2, end=3)
+                empty = op.Less(cached, op.Min(new, ints(op, 1)))
+                return self._either(op, empty, (found.by_kernel, found.any_tokens), outputs)
 
-            rest = self._branch(without_cache)
         self._remarks.fired(label(node), f"attention: {forms}; {kind}")
-        one = self._branch(found.one_token)
-        made = op.If(
-            self._shared[length],
-            then_branch=one,
-            else_branch=rest,
-            _outputs=3 if found.joins else 1,
-            _name=node.name,
-        )
-        return made if found.joins else [made]
+        tokens = self._number(found.query, 2)
+        if tokens is not None:
+            return found.one_token(op) if tokens == 1 else build(op)
+        is_one = self._is_one_token(op, found)
+        return self._either(op, is_one, (found.one_token, build), outputs, node.name)
+
+    def _is_one_token(self, op: Any, found: Attention) -> ir.Value:
+        """Emit whether scores have one row, and so has the mask; layers share the answer."""
+        sizes = {self._facts.shape(found.query)[2]: found.length}  # type: ignore[index]
+        if found.mask is not None:
+            rows = self._facts.shape(found.mask)[2]  # type: ignore[index]
+            if rows != (1, ()):
+                sizes.setdefault(rows, lambda op: op.Shape(found.mask, start=2, end=3))
+        key = frozenset(sizes)
+        if key not in self._shared:
+            length, *others = (size(op) for size in sizes.values())
+            count = op.Mul(length, *others) if others else length
+            self._shared[key] = op.Equal(count, ints(op, 1))
+        return self._shared[key]
+
+    def _either(
+        self,
+        op: Any,
+        condition: ir.Value,
+        forms: Sequence[Callable[[Any], Sequence[ir.Value]]],
+        outputs: int,
+        name: str | None = None,
+    ) -> Sequence[ir.Value]:
+        """Emit an If of two forms."""
+        then, other = map(self._branch, forms)
+        branches = {"then_branch": then, "else_branch": other, "_name": name}
+        made = op.If(condition, **branches, _outputs=outputs)
+        return made if outputs > 1 else [made]
 
     def _depends(self, read: Iterable[ir.Value | None], found: Attention) -> bool:
         """Whether what a form reads is computed from the new cache."""
@@ -399,6 +424,13 @@ class _Added:
     sights: tuple[MaskSight | None, ...]
     layout: GroupedLayout
     cached: bool
+
+
+def note_kernels(model: ir.Model, remarks: Remarks) -> None:
+    """Note attention that is one node already."""
+    for node in model.graph.all_nodes():
+        if node.op_type in _KERNELS:
+            remarks.note(label(node), f"attention: {node.op_type} already")
 
 
 def multiplied_weights(model: ir.Model) -> dict[ir.Node, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
+from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _MICROSOFT = "com.microsoft"
 # Where nodes of opset 23 wait until the rest of the model has been converted.
@@ -66,10 +67,6 @@ class Attention:
         """The values, as they are read."""
         return self.read_values.source
 
-    def is_one_token(self, op: Any) -> Any:
-        """Emit the comparison of S with 1."""
-        return op.Equal(self.length(op), ints(op, 1))
-
     def length(self, op: Any) -> Any:
         """Emit S; of what was split, so that nothing is split for it."""
         split = unsplit(self.query)
@@ -101,30 +98,35 @@ class Attention:
             return self._results(op.Transpose(mixed, perm=SPLIT_HEADS), held, values)
         keys, tokens = op.Shape(held, start=2, end=3), self.length(op)
         count = op.Mul(tokens, ints(op, heads // groups))
-        # Where the batch is empty, no other size can be inferred.
-        rows = op.Reshape(query, ints(op, -1, groups, count, self.size))
-        each = op.Reshape(self._scores(op, rows, held), ints(op, -1, heads, tokens, keys))
-        grouped = op.Reshape(self._weights(op, each), ints(op, -1, groups, count, keys))
-        each = op.Reshape(op.MatMul(grouped, values), ints(op, -1, heads, tokens, self.size))
+        # Where there are no tokens, or no rows of them, no size can be inferred.
+        rows = op.Reshape(query, ints(op, 0, groups, count, self.size))
+        each = op.Reshape(self._scores(op, rows, held), ints(op, 0, heads, tokens, keys))
+        grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, count, keys))
+        each = op.Reshape(op.MatMul(grouped, values), ints(op, 0, heads, tokens, self.size))
         return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
 
-    def by_kernel(self, op: Any, total: ir.Value | None = None) -> list[Any]:
+    def by_kernel(self, op: Any, shared: SharedCache | None = None) -> list[Any]:
         """Emit ``[B, S, H, D]`` by GroupQueryAttention.
 
         Args:
             op: Makes the nodes.
-            total: T, where the kernel reads the cache; else new tokens are by themselves.
+            shared: Where the kernel reads the cache; else new tokens are by themselves.
         """
         query = self._rows(op, self.query, self.heads)
         joins = [producer(whole).inputs for whole in (self.keys, self.values)]
-        length = op.Shape(query, start=1, end=2) if total is None else total
-        last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
+        if shared is None:
+            length = op.Shape(query, start=1, end=2)
+            last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
+            last = op.Expand(last, op.Shape(query, start=0, end=1))
+            total = op.Cast(length, to=ir.DataType.INT32)
+        else:
+            last, total = shared.last, shared.total
         attended, keys, values = op.GroupQueryAttention(
             query,
             *(self._rows(op, new, self.groups) for _, new in joins),
-            *(None if total is None else past for past, _ in joins),
-            op.Expand(last, op.Shape(query, start=0, end=1)),
-            op.Cast(length, to=ir.DataType.INT32),
+            *(None if shared is None else past for past, _ in joins),
+            last,
+            total,
             None,
             None,
             None,

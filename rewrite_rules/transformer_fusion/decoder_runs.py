@@ -7,6 +7,7 @@ The same runs serve to see what a mask computes, and to try the result beside th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shapes.declared_names import DeclaredNames
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.trials import Trial
 
 # Sizes of float inputs that a cache or tokens do not explain.
@@ -66,6 +68,16 @@ RUNS = (
 # Long enough that attention shows; longer than some models take.
 _TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"))
 _TIMED_WITH_CACHE = (Run(1, 1, 63),)
+# How far a mask is followed to the scores, and what adds it or hides scores by it.
+_SCORE_AXES, _MAX_FOLLOWED = 4, 64
+_BROADCASTS = frozenset({"Add", "And", "Mul", "Or", "Where"})
+# Axes of inputs whose sizes a model may declare.
+_DECLARED = {
+    "tokens": {0: "batch", 1: "length"},
+    "embeddings": {0: "batch", 1: "length"},
+    "mask": {0: "batch"},
+    "cache": {0: "batch", 2: "past"},
+}
 
 
 class DecoderInputs:
@@ -86,19 +98,39 @@ class DecoderInputs:
         self._model = model
         graph = model.graph
         self._roles: dict[ir.Value, str] = {}
+        # Which axis of scores [B, H, S, T] each axis of a mask is.
+        self._axes: dict[ir.Value, tuple[int, ...]] = {}
+        facts = ProvedShapes(model, on_demand=True)
         for value in graph.inputs:
             if str(value.name) not in graph.initializers:
-                self._roles[value] = _role(value)
+                axes = _axes_of_scores(value, facts) if "mask" in str(value.name) else ()
+                self._roles[value] = _role(value, axes)
+                self._axes[value] = axes or (0, 1, 2, 3)
         self.has_cache = "cache" in self._roles.values()
         self.has_mask = "mask" in self._roles.values()
+        if not self.runs(RUNS):
+            raise Refusal("no made-up run has the sizes that the inputs declare")
 
     def all(self, role: str) -> list[ir.Value]:
         """Return the inputs of a role, for instance ``"tokens"``, ``"mask"``, ``"cache"``."""
         return [value for value, one in self._roles.items() if one == role]
 
-    def takes(self, run: Run) -> bool:
-        """Return whether the inputs can tell what is cached, and what is padding."""
-        return (self.has_cache or not run.past) and (self.has_mask or not run.padding)
+    def runs(self, wanted: Iterable[Run]) -> list[Run]:
+        """Return runs in the sizes that inputs declare; without what no input can tell."""
+        sizes: dict[str, Any] = {
+            field: value.shape[axis]
+            for value, role in self._roles.items()
+            for axis, field in _DECLARED.get(role, {}).items()
+            if value.shape is not None and isinstance(value.shape[axis], int)
+        }
+        found = dict[Run, None]()
+        for run in wanted:
+            if (self.has_cache or not run.past) and (self.has_mask or not run.padding):
+                run = dataclasses.replace(run, **sizes)
+                found[dataclasses.replace(run, padding=run.padding * (run.batch > 1))] = None
+        totals = {value.shape[1] for value in self.all("mask") if value.shape is not None}
+        numbers = {size for size in totals if isinstance(size, int)}
+        return [run for run in found if numbers <= {run.past + run.length}]
 
     def names(self, run: Run) -> DeclaredNames:
         """Return what the names of the inputs' dimensions stand for in a run."""
@@ -141,10 +173,10 @@ class DecoderInputs:
             row_by_row: Whether it takes chunks after a cache in batches of one row only.
         """
         found = []
-        long = _TIMED_WITH_CACHE if self.has_cache else _TIMED
-        for index, run in enumerate(RUNS + long * timed):
-            is_batch = run.batch > 1 and run.length > 1 and run.past > 0
-            if not self.takes(run) or (row_by_row and is_batch):
+        short = self.runs(RUNS)
+        long = self.runs(_TIMED_WITH_CACHE if self.has_cache else _TIMED)
+        for index, run in enumerate(short + long * timed):
+            if row_by_row and run.batch > 1 and run.length > 1 and run.past > 0:
                 continue
             feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
             kept = run.kept()
@@ -155,18 +187,19 @@ class DecoderInputs:
                 # One row for each text may be that of padding.
                 nothing = np.zeros((1,) * (rank or 1), np.bool_)
                 compared[str(output.name)] = by_rank.get(rank, nothing)
-            is_long = index >= len(RUNS)
-            found.append(Trial(str(run), feeds, compared, bound, is_long, is_long))
+            is_long = index >= len(short)
+            found.append(Trial(str(run), feeds, compared, bound, True, is_long))
         return found
 
     def _sizes(self, value: ir.Value, role: str, run: Run) -> list[int]:
+        total = run.past + run.length
         asked = {
             "tokens": (run.batch, run.length),
-            "mask": (run.batch, run.past + run.length),
+            "mask": (run.batch, total),
             "positions": (run.batch, run.length),
             "embeddings": (run.batch, run.length, _OTHER),
             # Whatever a caller adds to scores, or hides of them.
-            "biases": (run.batch, 1, run.length, run.past + run.length),
+            "biases": [(run.batch, 1, run.length, total)[axis] for axis in self._axes[value]],
             "cache": (run.batch, 0, run.past, 0),
         }.get(role, (run.batch, _OTHER, _OTHER, _OTHER))
         assert value.shape is not None
@@ -178,12 +211,40 @@ class DecoderInputs:
         ]
 
 
-def _role(value: ir.Value) -> str:
+def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[int, ...]:
+    """Return which axis of scores ``[B, H, S, T]`` each axis of a mask is.
+
+    Found at the first value of four axes that it becomes, or that it is broadcast to; nothing
+    where there is no such.
+    """
+    dims, followed = facts.shape(mask), [mask]
+    if not isinstance(dims, tuple) or not 0 < len(dims) < _SCORE_AXES:
+        return ()
+    for value in followed:
+        own = facts.shape(value)
+        for node in value.consumers() if len(followed) < _MAX_FOLLOWED else ():
+            made = facts.shape(node.outputs[0])
+            if not isinstance(made, tuple) or not isinstance(own, tuple):
+                continue
+            if len(made) == _SCORE_AXES and node.op_type in _BROADCASTS:
+                made = ((1, ()),) * (_SCORE_AXES - len(own)) + own
+            axes = list[int]()
+            for dim in dims if len(made) == _SCORE_AXES else ():
+                places = (i for i, size in enumerate(made) if size == dim and i not in axes)
+                axes += [*places][:1]
+            if len(axes) == len(dims):
+                return tuple(axes)
+            if dims[0] in made:
+                followed.append(node.outputs[0])
+    return ()
+
+
+def _role(value: ir.Value, axes: tuple[int, ...]) -> str:
     name, shape = str(value.name), value.shape
     if value.dtype is None or shape is None:
         raise Refusal(f"input {name!r} has no declared type and shape")
     rank, encoder = len(shape), "encoder" in name
-    if "mask" in name and rank == 4:
+    if "mask" in name and (rank == _SCORE_AXES or (axes and rank != 2) or axes == (2, 3)):
         return "biases"
     if not value.dtype.is_floating_point():
         if "position" in name and rank in (1, 2):
@@ -195,10 +256,10 @@ def _role(value: ir.Value) -> str:
             return "mask"
     elif rank == 3 and "embeds" in name and not encoder:
         return "embeddings"
-    elif rank == 4 and [isinstance(size, int) for size in shape][1:] == [True, False, True]:
-        return "floats" if encoder else "cache"
-    elif rank <= 4:
-        return "floats"
+    elif rank <= _SCORE_AXES:
+        sizes = [isinstance(size, int) for size in shape][1:]
+        cached = sizes == [True, False, True] or ("past" in name and rank == _SCORE_AXES)
+        return "cache" if cached and not encoder else "floats"
     raise Refusal(f"what input {name!r} of rank {rank} holds is not known")
 
 

@@ -23,6 +23,7 @@ from rewrite_rules.transformer_fusion.activations import fuse_activations
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
     multiplied_weights,
+    note_kernels,
     refuse_the_rest,
 )
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
@@ -83,6 +84,8 @@ def fuse_transformer(
     remarks, opset = context.remarks, model.opset_imports.get("", 0)
     # Looked at only as far as rules ask, and what they made as well.
     shapes = ProvedShapes(model, on_demand=True)
+    if options.attention:
+        note_kernels(model, remarks)
     # Those that attention writes repeat nothing.
     products = {node for node in model.graph.all_nodes() if node.op_type == "MatMul"}
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
@@ -125,14 +128,14 @@ def _fuse_attention(
         run: GraphEvaluator(
             ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), nodes
         )
-        for run in filter(inputs.takes, _MASK_RUNS)
+        for run in inputs.runs(_MASK_RUNS)
     }
 
     def in_main(node: ir.Node) -> bool:
         return node.graph is model.graph
 
     if options.rotary:
-        seen = [runs[run] for run in _ROTARY_RUNS if run in runs]
+        seen = [runs[run] for run in inputs.runs(_ROTARY_RUNS)]
         rules = [each.rule(shapes, seen, remarks) for each in (Rotary, SplitRotary)]
         _apply(model, [variant for rule in rules for variant in rule.commute()], in_main)
     is_shared = options.kv_cache == _SHARED and inputs.has_cache
@@ -141,9 +144,8 @@ def _fuse_attention(
         weighted = multiplied_weights(model)
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
         rule = FuseAttention.rule(
-            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined,
-            None if shared is None else shared.total,
-        )  # fmt: skip
+            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined, shared
+        )
         _apply(model, [rule], in_main)
         if shared is not None and joined:
             shared.replace_sizes(whole for whole, _ in joined)

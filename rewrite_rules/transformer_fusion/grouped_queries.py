@@ -39,6 +39,7 @@ class GroupQueries(RewriteRuleClassBase):
         self._facts = facts
         self._remarks = remarks
         self._heads: RepeatedHeads | None = None
+        self._counts: dict[object, tuple[ir.Value, ir.Value]] = {}
 
     def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
         return op.MatMul(left, right, _outputs=["out"])
@@ -68,10 +69,13 @@ class GroupQueries(RewriteRuleClassBase):
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
-        # One row per query would fit a single head for all as well; its own number does not.
-        proved = number(rows[-3]) == query_heads
-        queries = -1 if proved else op.Shape(left, start=-2, end=-1)
-        grouped = op.Reshape(left, ints(op, *before, heads.groups, -1, inner))
+        # Of something empty, no size can be inferred.
+        key = (node.graph, rows[-2], heads.repeats)
+        if key not in self._counts:
+            queries = op.Shape(left, start=-2, end=-1)
+            self._counts[key] = queries, op.Mul(queries, ints(op, heads.repeats))
+        queries, count = self._counts[key]
+        grouped = op.Reshape(left, ints(op, *before, heads.groups, count, inner))
         product = op.MatMul(grouped, once, _name=node.name)
         self._remarks.fired(
             label(node),

@@ -53,7 +53,11 @@ def in_order(heads: ir.Value) -> ir.Value:
 
 
 def rows(
-    op: Any, heads: ir.Value, facts: ProvedShapes, width: int = -1, are_split: bool = False
+    op: Any,
+    heads: ir.Value,
+    facts: ProvedShapes,
+    width: int | ir.Value,
+    are_split: bool = False,
 ) -> ir.Value:
     """Return ``[B, S, H * D]`` of ``[B, H, S, D]``: what was split, where that is proved.
 
@@ -61,7 +65,7 @@ def rows(
         op: Makes the nodes.
         heads: The heads.
         facts: Proves shapes.
-        width: H * D, where it is known.
+        width: H * D.
         are_split: Whether the heads are ``[B, S, H, D]``.
     """
     split = heads if are_split else unsplit(heads)

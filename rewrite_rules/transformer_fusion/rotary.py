@@ -155,15 +155,20 @@ class Rotary(RewriteRuleClassBase):
         # Layers share the rows: the kernel fails where they are not those of its tokens.
         key = (cos, sin, found.interleaved)
         if key not in self._tables:
-            self._tables[key] = _tables(op, found, cos, sin)
+            sizes = self._facts.shape(cos)
+            one_row = isinstance(sizes, tuple) and sizes[0] == (1, ())
+            self._tables[key] = _tables(op, found, cos, sin, one_row)
         attributes = {"interleaved": int(found.interleaved), "_domain": "com.microsoft"}
         self._remarks.fired(label(node), "RotaryEmbedding")
         if not is_transposed_heads(x):
             return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
-        heads = number(shape[1]) or count_heads(unsplit(x), self._facts, exact=False)
-        flat = rows(op, x, self._facts, -1 if heads is None else heads * found.size)
+        split = unsplit(x)
+        known = number(shape[1]) or count_heads(split, self._facts, exact=False)
+        heads = known or op.Shape(split, start=2, end=3)
+        width = known * found.size if known else op.Mul(heads, ints(op, found.size))
+        flat = rows(op, x, self._facts, width)
         turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes, _name=node.name)
-        split = op.Reshape(turned, ints(op, 0, 0, heads or -1, found.size))
+        split = op.Reshape(turned, ints(op, 0, 0, heads, found.size))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
@@ -227,7 +232,9 @@ def _halves(array: Array, interleaved: bool) -> tuple[Array, Array]:
     return array[..., :half], array[..., half:]
 
 
-def _tables(op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value) -> tuple[ir.Value, ...]:
+def _tables(
+    op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value, one_row: bool
+) -> tuple[ir.Value, ...]:
     """Positions ``[B, S]`` into tables of a row for each token, and the tables."""
     half = found.size // 2
     # The second of each two: the first sine may have the other sign.
@@ -236,9 +243,13 @@ def _tables(op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value) -> tuple[ir
     once = [op.Slice(value, *bounds) if found.doubled else value for value in (cos, sin)]
     flat = ints(op, -1, half)
     tables = [op.Reshape(value, flat) for value in once]
+    if not one_row:
+        # The kernel wants S rows where the batch is empty, too.
+        pads = ints(op, 0, 0, op.Shape(found.x, start=2, end=3), 0)
+        tables = [op.Pad(table, pads) for table in tables]
     own = op.Gather(op.Shape(cos), ints(op, 0, 2))
     count = op.ReduceProd(own, keepdims=0)
     numbers = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     # One row of positions may serve the whole batch.
     wanted = op.Gather(op.Shape(found.x), ints(op, 0, 2))
-    return op.Expand(op.Reshape(numbers, own), wanted), *tables
+    return op.Expand(op.Reshape(numbers, own, allowzero=1), wanted), *tables

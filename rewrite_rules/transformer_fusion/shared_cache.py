@@ -19,6 +19,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs
+from rewrite_rules.transformer_fusion.head_layout import ints
 
 _RANK, _LENGTH = 4, 2
 
@@ -27,7 +28,8 @@ class SharedCache:
     """Says how many tokens a cache holds, whatever the length of its buffers.
 
     Attributes:
-        total: T, cached and new tokens, as a tensor ``[1]``.
+        last: T - 1 for each row, of cached and new tokens, int32 ``[B]``.
+        total: T, int32 ``[1]``.
 
     Raises:
         ValueError: If no input has a column for each of them.
@@ -39,18 +41,23 @@ class SharedCache:
             raise ValueError("kv_cache=shared needs a mask [B, T] and tokens [B, S] as inputs")
         op = TapeBuilder()
         self._graph, self._inputs, self._tokens = model.graph, inputs, tokens[0]
-        self.total = op.Shape(masks[0], start=1, end=2)
+        self._total = op.Shape(masks[0], start=1, end=2)
+        last = op.Cast(op.Sub(self._total, ints(op, 1)), to=ir.DataType.INT32)
+        self.last = op.Expand(last, op.Shape(masks[0], start=0, end=1))
+        # The kernel divides by the number of rows; of none, the first is an error.
+        one = op.Constant(value=ir.tensor([1], ir.DataType.INT32))
+        self.total = op.Add(op.Gather(self.last, ints(op, 0)), one)
         model.graph.insert_before(model.graph[0], op.nodes)
 
     def replace_sizes(self, caches: Iterable[ir.Value]) -> None:
         """Replace Shapes of caches, ``Concat(past, new)``, and of what they held before."""
         op = TapeBuilder()
-        cached = op.Sub(self.total, op.Shape(self._tokens, start=1, end=2))
-        self._graph.insert_after(producer(self.total), op.nodes)
+        cached = op.Sub(self._total, op.Shape(self._tokens, start=1, end=2))
+        self._graph.insert_after(producer(self._total), op.nodes)
         for whole in caches:
             past = producer(whole).inputs[0]
             assert past is not None
-            for value, length in ((past, cached), (whole, self.total)):
+            for value, length in ((past, cached), (whole, self._total)):
                 for node in [node for node in value.consumers() if node.op_type == "Shape"]:
                     _replace(node, past, length)
 

@@ -42,5 +42,6 @@ def greatest_difference(run: Run, actual: list[NDArray], expected: list[NDArray]
         else:
             one, other = (array.swapaxes(1, 2)[kept] for array in (one, other))
         assert np.isfinite(other).all()
-        far = max(far, float(np.abs(one - other).max() / np.abs(other).max()))
+        greatest = np.abs(other).max(initial=1e-30)
+        far = max(far, float(np.abs(one - other).max(initial=0) / greatest))
     return far
