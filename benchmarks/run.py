@@ -10,6 +10,7 @@ stay. Exits with 1 when a bound is missed.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import tempfile
@@ -21,7 +22,12 @@ from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.sessions.exactness import measure_exactness
-from benchmarks.sessions.hints import measure_hints, measure_passes, measure_repeated_tuning
+from benchmarks.sessions.hints import (
+    HINTS,
+    measure_hint,
+    measure_passes,
+    measure_repeated_tuning,
+)
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
 from benchmarks.sessions.layout_times import measure_layout_times
@@ -49,7 +55,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
-    "hints": measure_hints,
+    **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
     "repeated_tuning": measure_repeated_tuning,
     "passes": measure_passes,
     "olive_tuning": measure_olive_tuning,
@@ -69,7 +75,9 @@ TITLES = {
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
-    "hints": "One key, tuned on each model, beside plain onnxruntime with default options",
+    "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
+    "hint_memory": "One key, tuned for memory, beside plain onnxruntime: private memory",
+    "hint_start": "One key, tuned for the start, beside plain onnxruntime: time of a start",
     "repeated_tuning": "One key, tuned ten times on the same model",
     "passes": "Each pass with default options, beside plain onnxruntime",
     "olive_tuning": "One key in a fifth of the time of Olive's OrtSessionParamsTuning",

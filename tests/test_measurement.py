@@ -22,6 +22,7 @@ from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import (
     Candidate,
     Cost,
+    ForkServer,
     MeasureError,
     SessionProcess,
     Spread,
@@ -58,7 +59,7 @@ class Recorded:
         class Process:
             pid, peak_private = os.getpid(), 1000
 
-            def __init__(self, name: str, timeout: float) -> None:
+            def __init__(self, name: str, **_: Any) -> None:
                 self.name = name
                 recorded.alive += 1
                 recorded.most_alive = max(recorded.alive, recorded.most_alive)
@@ -66,8 +67,13 @@ class Recorded:
             def open(self, candidate: Candidate) -> Started:
                 return Started(recorded.take("open", self.name), 1000, None, ())
 
-            def run(self, feed: Path, watched: bool = False, callers: int = 1) -> float:
+            def run(
+                self, feed: Path, *, callers: int, watched: bool = False, **_: Any
+            ) -> float:
                 return recorded.take("warm" if watched else "run", self.name)
+
+            def rest(self) -> None:
+                recorded.log.append(f"rest {self.name}")
 
             def peak_resident(self) -> int:
                 return 2000
@@ -76,7 +82,6 @@ class Recorded:
                 recorded.alive -= 1
 
         monkeypatch.setattr(harness, "SessionProcess", Process)
-        monkeypatch.setattr(harness, "_PAUSE_SECONDS", 0)
 
     def take(self, what: str, name: str) -> float:
         self.log.append(f"{what} {name}")
@@ -90,13 +95,14 @@ A, B, C = (Candidate("m.onnx", name) for name in "ABC")
 def test_candidates_take_turns(lockstep, monkeypatch):
     recorded = Recorded(monkeypatch)
     measure([A, B], FEED, rounds=2, runs=2, lockstep=lockstep)
-    steps = ["open", "warm", "warm", "run", "run"]
+    turns = [["open"], *(["warm", "rest"],) * 2, *(["run", "rest"],) * 2]
     expected = ["open A", "open B"]  # these do not count
     for order in ("AB", "BA"):
         if lockstep:
-            expected += [f"{step} {name}" for step in steps for name in order]
+            pairs = [(turn, name) for turn in turns for name in order]
         else:
-            expected += [f"{step} {name}" for name in order for step in steps]
+            pairs = [(turn, name) for name in order for turn in turns]
+        expected += [f"{step} {name}" for turn, name in pairs for step in turn]
     assert recorded.log == expected
     assert (recorded.most_alive, recorded.alive) == (2 if lockstep else 1, 0)
 
@@ -210,6 +216,22 @@ def test_a_process_that_dies_says_so():
         pytest.raises(MeasureError, match=r"m: .*ended with -9"),
     ):
         process.call("test_measurement:be_killed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+def test_forked_processes_are_apart(model):
+    feed = harness.write_feed(FEED, model.with_name("feed.npz"))
+    with (
+        ForkServer() as server,
+        SessionProcess("first", server=server) as first,
+        SessionProcess("second", server=server) as second,
+    ):
+        started = first.open(Candidate(model))
+        assert {"ortplugins", "onnx"}.isdisjoint(started.modules)
+        with pytest.raises(MeasureError, match="second: the process that measured it ended"):
+            second.call("test_measurement:be_killed")
+        assert first.run(feed) > 0
+    assert process_memory(first.pid).private is None
 
 
 def test_one_that_fails_leaves_the_others_their_figures(model, tmp_path):

@@ -23,7 +23,7 @@ from ortplugins.report import Report
 from ortplugins.tuning.changes import AND
 
 # Hint -> the figure that it aims at, and the bound of the geometric mean.
-_HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
+HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
 _PASSES = (
     "dq_matmulnbits_fusion",
     "transformer_fusion",
@@ -39,27 +39,23 @@ _TIMES, _SECONDS, _ALIKE = 10, 15, 9
 _TOKENS, _LATER_TOKENS = 64, 512
 
 
-def measure_hints(folder: Path, rounds: int) -> list[Figure]:
-    """Tune every net for every hint; measure what was chosen in new processes."""
-    nets = nets_and_feeds(folder)
-    figures = []
-    for hint, (aim, bound) in _HINTS.items():
-        ratios = []
-        for name, (path, feed) in nets.items():
-            tuned, report = tune(name, path, feed, hint, folder / "hints")
-            plain, ours = measure([Candidate(path), tuned], feed, rounds=rounds, lockstep=True)
-            pair = getattr(ours, aim), getattr(plain, aim)
-            if ours.failed or plain.failed or not all(pair):
-                raise RuntimeError(f"{name}: {ours.failed or plain.failed or 'no figure'}")
-            mine, its = (spread.median for spread in pair)
-            ratios.append(mine / its)
-            scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
-            figure = Figure(f"{hint}, {name}", mine * scale, its * scale, unit, bound=1.02)
-            figures.append(figure)
-            print(figure.what, f"{ratios[-1]:.3f}", report.notes, flush=True)
-        mean = statistics.geometric_mean(ratios)
-        figures.append(Figure(f"{hint}, geometric mean of the ratios", mean, bound=bound))
-    return figures
+def measure_hint(hint: str, folder: Path, rounds: int) -> list[Figure]:
+    """Tune every net for a hint; measure what was chosen in new processes."""
+    aim, bound = HINTS[hint]
+    figures, ratios = [], []
+    for name, (path, feed) in nets_and_feeds(folder).items():
+        tuned, report = tune(name, path, feed, hint, folder / "hints")
+        plain, ours = measure([Candidate(path), tuned], feed, rounds=rounds, lockstep=True)
+        pair = getattr(ours, aim), getattr(plain, aim)
+        if ours.failed or plain.failed or not all(pair):
+            raise RuntimeError(f"{name}: {ours.failed or plain.failed or 'no figure'}")
+        mine, its = (spread.median for spread in pair)
+        ratios.append(mine / its)
+        scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
+        figures.append(Figure(name, mine * scale, its * scale, unit, bound=1.02))
+        print(name, f"{ratios[-1]:.3f}", report.notes[-1], flush=True)
+    mean = statistics.geometric_mean(ratios)
+    return [*figures, Figure("geometric mean of the ratios", mean, bound=bound)]
 
 
 def measure_repeated_tuning(folder: Path, rounds: int) -> list[Figure]:
@@ -121,6 +117,8 @@ def measure_passes(folder: Path, rounds: int) -> list[Figure]:
             found: list[Figure] = []
             for count in (rounds, 4 * rounds):
                 found = _costs(f"{item}, {name}", Candidate(path), ours, feed, count)
+                for figure in found:
+                    print(figure.what, f"{figure.compared:.3f}", flush=True)
                 if all(figure.holds for figure in found):
                     break
             figures += found

@@ -22,6 +22,8 @@ import json
 import math
 import os
 import queue
+import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -30,7 +32,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +44,11 @@ from ortplugins.runtime.stock_session import LEVELS
 _SCRIPT = Path(__file__).with_name("session_process.py")
 # Runs of each process that are not counted: buffers are allocated, late weights packed.
 _WARM_UPS = 2
-# A session's threads spin for a while after a run, on the cores of the next one.
-_PAUSE_SECONDS = 0.005
+# A turn of a session: short runs are repeated for so long.
+_TURN_SECONDS = 0.02
+# After a run a session's threads spin, on the cores of the next one: seconds to wait for their
+# end at most, and where the system does not tell of threads.
+_MAX_SPIN_SECONDS, _PAUSE_SECONDS = 0.2, 0.005
 # How often the memory of a process is looked at while it opens a session or warms up.
 _WATCH_SECONDS = 0.002
 _COSTS = (
@@ -211,6 +216,7 @@ class SessionProcess:
         *,
         timeout: float = 900.0,
         environment: Mapping[str, str] | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         """Start the process; it imports numpy and onnxruntime.
 
@@ -218,24 +224,20 @@ class SessionProcess:
             name: In messages.
             timeout: Seconds for one answer; a process that takes longer is killed.
             environment: Variables to set.
+            server: Forks the process, in the environment that it has itself.
 
         Raises:
             MeasureError: If it cannot be started.
         """
         self._name, self._timeout = name, timeout
         self.peak_private: int | None = None
-        if (python := child_python("measure")) is None:
-            raise MeasureError("there is no Python interpreter to start a process with")
-        # -P: the script's own folder has modules of common names.
-        self._process = subprocess.Popen(
-            [python, "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**child_environment("measure"), **(environment or {})},
-            text=True,
-            encoding="utf-8",
-        )
+        self._process: subprocess.Popen[str] | _Forked
+        if server is None:
+            self._process = _start_script(
+                environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        else:
+            self._process = server.fork()
         self.pid = self._process.pid
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -269,16 +271,18 @@ class SessionProcess:
         self,
         feed: Path,
         *,
+        seconds: float = 0.0,
         watched: bool = False,
         callers: int = 1,
         outputs: Path | None = None,
     ) -> float:
-        """Run the session on inputs that :func:`write_feed` wrote; return the seconds.
+        """Run the session on inputs that :func:`write_feed` wrote; return seconds of a run.
 
         Args:
             feed: The file; it is read once.
+            seconds: It is run again for so long; the seconds are the median of the runs.
             watched: Whether the memory is looked at meanwhile, which costs time.
-            callers: Threads that run it at the same time; the seconds are those of all runs,
+            callers: Threads that run it at the same time; the seconds are those of all runs
                 over their number.
             outputs: An .npz file to write: ``output0``, ``output1``, ... in their order.
 
@@ -290,10 +294,19 @@ class SessionProcess:
             watched,
             do="run",
             feed=os.path.abspath(feed),
+            seconds=seconds,
             callers=callers,
             outputs=None if outputs is None else os.path.abspath(outputs),
         )
         return float(answer["seconds"])
+
+    def rest(self) -> None:
+        """Wait until the session's threads sleep."""
+        end = time.monotonic() + _MAX_SPIN_SECONDS
+        states = [Path(folder, "stat") for folder in Path(f"/proc/{self.pid}/task").glob("*")]
+        time.sleep(0 if states else _PAUSE_SECONDS)
+        while any(map(_is_running, states)) and time.monotonic() < end:
+            time.sleep(_WATCH_SECONDS)
 
     def call(self, function: str, **arguments: Any) -> Any:
         """Call a function in the process; return what it returns.
@@ -353,8 +366,8 @@ class SessionProcess:
                 self._process.kill()
                 raise MeasureError(f"{self._name}: took more than {self._timeout:g} s")
         if not text:
-            code = self._process.wait()
-            raise MeasureError(f"{self._name}: the process that measured it ended with {code}")
+            how = "" if (code := self._process.wait()) is None else f" with {code}"
+            raise MeasureError(f"{self._name}: the process that measured it ended{how}")
         answer: dict[str, Any] = json.loads(text)
         if "error" in answer:
             raise MeasureError(f"{self._name}: {what}: {answer['error']}")
@@ -366,6 +379,94 @@ class SessionProcess:
         for line in self._process.stdout:
             self._answers.put(line)
         self._answers.put("")
+
+
+class ForkServer:
+    """A process that has imported onnxruntime, and forks others: Linux only.
+
+    Leaving its context ends it. Those that it has forked are to be ended before.
+    """
+
+    def __init__(self) -> None:
+        """Start it.
+
+        Raises:
+            MeasureError: If it cannot be started.
+        """
+        self._connection, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = _start_script(
+                str(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+
+    def fork(self) -> _Forked:
+        """Return a new process.
+
+        Raises:
+            MeasureError: If the server has ended.
+        """
+        (commands, stdin), (stdout, answers) = os.pipe(), os.pipe()
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError):
+                socket.send_fds(self._connection, [b" "], [commands, answers])
+            for theirs in (commands, answers):
+                os.close(theirs)
+            pid = self._connection.recv(16)
+        process = _Forked(
+            int(pid or 0),
+            os.fdopen(stdin, "w", encoding="utf-8"),
+            os.fdopen(stdout, encoding="utf-8"),
+        )
+        if not pid:
+            raise MeasureError("the process that forks others has ended")
+        return process
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class _Forked(NamedTuple):
+    """What :class:`ForkServer` forks; as ``subprocess.Popen`` has it."""
+
+    pid: int
+    stdin: TextIO
+    stdout: TextIO
+
+    def kill(self) -> None:
+        # One that has ended keeps its number until the server ends.
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """The server is the one that could."""
+
+
+def _start_script(
+    *arguments: str, environment: Mapping[str, str] | None = None, **pipes: Any
+) -> subprocess.Popen[str]:
+    if (python := child_python("measure")) is None:
+        raise MeasureError("there is no Python interpreter to start a process with")
+    # -P: the script's own folder has modules of common names.
+    return subprocess.Popen(
+        [python, "-P", str(_SCRIPT), *arguments],
+        stderr=subprocess.DEVNULL,
+        env={**child_environment("measure"), **(environment or {})},
+        text=True,
+        encoding="utf-8",
+        **pipes,
+    )
+
+
+def _is_running(stat: Path) -> bool:
+    """Return whether a thread runs, or would, by its file ``stat``."""
+    with contextlib.suppress(OSError):  # it has ended
+        return stat.read_bytes().rpartition(b")")[2].split()[0] == b"R"
+    return False
 
 
 def write_feed(feed: Feed, path: Path) -> Path:
@@ -388,6 +489,7 @@ def measure(
     lockstep: bool = False,
     warmed: bool = False,
     timeout: float = 900.0,
+    server: ForkServer | None = None,
 ) -> list[Measurement]:
     """Measure candidates in turn.
 
@@ -397,7 +499,8 @@ def measure(
         feeds: Inputs, one or several; a model is given those that it takes. None to measure
             starts only.
         rounds: Processes of each candidate that count; one more before does not.
-        runs: Timed runs of each process, on each feed.
+        runs: Timed runs of each process, on each feed; short ones are repeated, and their
+            median counts as one.
         least_runs: As many are begun in any case.
         seconds: After so many no further run of a process on a feed is begun.
         callers: Threads that run a session at the same time.
@@ -406,6 +509,7 @@ def measure(
             takes the least memory.
         warmed: Whether all files were read already, so that the first processes count, too.
         timeout: Seconds for one start, or one run.
+        server: Forks the processes.
 
     Returns:
         A measurement for each candidate, in their order.
@@ -419,7 +523,7 @@ def measure(
             write_feed(feed, Path(folder, f"feed{index}.npz"))
             for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
         ]
-        work = _Work(files, runs, least_runs, seconds, callers, timeout)
+        work = _Work(files, runs, least_runs, seconds, callers, timeout, server)
         for number in range(0 if warmed else -1, rounds):
             first = max(number, 0) % max(len(found), 1)
             processes = [
@@ -445,6 +549,7 @@ class _Work(NamedTuple):
     seconds: float
     callers: int
     timeout: float
+    server: ForkServer | None
 
 
 @dataclasses.dataclass
@@ -482,7 +587,9 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
     if figures.failed:
         return
     try:
-        process = SessionProcess(figures.candidate.label, timeout=work.timeout)
+        process = SessionProcess(
+            figures.candidate.label, timeout=work.timeout, server=work.server
+        )
         with contextlib.closing(process):
             yield
             started = process.open(figures.candidate)
@@ -495,12 +602,15 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
                 taken: list[float] = []
                 for run in range(_WARM_UPS + work.runs):
                     yield
-                    if len(taken) >= work.least_runs and sum(taken) >= work.seconds:
+                    passed = sum(max(each, _TURN_SECONDS) for each in taken)
+                    if len(taken) >= work.least_runs and passed >= work.seconds:
                         break
-                    time.sleep(_PAUSE_SECONDS)
-                    warms_up = run < _WARM_UPS
-                    took = process.run(feed, watched=warms_up, callers=work.callers)
-                    taken += [] if warms_up else [took]
+                    if run < _WARM_UPS:
+                        process.run(feed, watched=True, callers=work.callers)
+                    else:
+                        took = process.run(feed, seconds=_TURN_SECONDS, callers=work.callers)
+                        taken.append(took)
+                    process.rest()
                 figures.note(**{f"run{index}": statistics.median(taken)})
             yield
             figures.note(

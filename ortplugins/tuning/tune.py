@@ -13,12 +13,14 @@ that gains less, or whose error is too great, is not taken.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +34,7 @@ import onnx_ir as ir
 from ortplugins.errors import CalibrationError, ModelFileError, PassError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,
+    ForkServer,
     MeasureError,
     Measurement,
     SessionProcess,
@@ -59,8 +62,10 @@ from session_options.plan import plan_from_settings
 # the budget allows. Starts vary most.
 _ROUNDS = {"run": (2, 3, 12), "private": (2, 3, 5), "start": (5, 6, 15)}
 _RUNS = 20
-# Seconds that one process runs one workload, and the fewest runs.
-_RUN_SECONDS, _LEAST_RUNS = 0.3, 1
+# Seconds that one process runs one workload, the share of the budget that it may take, and the
+# fewest runs.
+_RUN_SECONDS = {"run": 0.3, "private": 0.1, "start": 0.0}
+_RUN_SHARE, _LEAST_RUNS = 0.01, 1
 # The share of the machine's memory for processes that live at the same time.
 _MEMORY = 0.5
 # Where onnxruntime's own error is smaller, rounding in another order is no loss.
@@ -163,6 +168,7 @@ class _Search:
         self._began = time.monotonic()
         self._numbers = itertools.count()
         self._workloads: list[Workload] = []
+        self._server: ForkServer | None = None
         self._seconds = math.inf  # to measure a session once
         self.tried: dict[str, Tried] = {}
         change = Change("plain onnxruntime")
@@ -190,22 +196,20 @@ class _Search:
             if self._aim == "private" and process_memory().private is None:
                 raise MeasureError("private memory is not known on this system")
             self._workloads = self._make_workloads(safe.candidate)
-            if fused is not None:
-                self._begin_with(fused)
-            rest = [fused] if fused is not None and self._base is self.plain else []
-            noise, promising = self._promising(self._build_all(changes, rest))
-            if noise > _MAX_NOISE:
-                return self._base, (
-                    f"{self._base.change.name}; two equal sessions differ by {noise:.0%}, the "
-                    "machine is busy, so nothing else is changed"
-                )
-            self._choose_in_pairs(promising)
+            forks = sys.platform == "linux"
+            with ForkServer() if forks else contextlib.nullcontext() as self._server:
+                noise = self._choose_measured(fused, changes)
         except UsageError as error:
             raise PassError(f"hint_dims: {error}") from error
         except (CalibrationError, ModelFileError) as error:
             return safe, f"{unmeasured}: {error}"
         except MeasureError as error:
             return self.plain, f"not measured, so plain onnxruntime runs: {error}"
+        if noise > _MAX_NOISE:
+            return self._base, (
+                f"{self._base.change.name}; two equal sessions differ by {noise:.0%}, the "
+                "machine is busy, so nothing else is changed"
+            )
         if self._base is self.plain:
             return self.plain, f"{self.plain.change.name}; nothing gains"
         ratio = self._base_ratios[self._aim]
@@ -296,6 +300,16 @@ class _Search:
             raise ModelFileError(f"{error} (hint_samples names an .npz file)") from error
 
     # What changes are decided on.
+
+    def _choose_measured(self, fused: _Built | None, changes: Sequence[Change]) -> float:
+        """Take what gains; return the noise, which may be too great to decide anything."""
+        if fused is not None:
+            self._begin_with(fused)
+        rest = [fused] if fused is not None and self._base is self.plain else []
+        noise, promising = self._promising(self._build_all(changes, rest))
+        if noise <= _MAX_NOISE:
+            self._choose_in_pairs(promising)
+        return noise
 
     def _begin_with(self, fused: _Built) -> None:
         """Take the fusion at once where it gains much: all else is measured beside it then.
@@ -416,11 +430,12 @@ class _Search:
             rounds=rounds,
             runs=_RUNS,
             least_runs=_LEAST_RUNS,
-            seconds=_RUN_SECONDS,
+            seconds=min(_RUN_SECONDS[self._aim], self._request.plan.hint_seconds * _RUN_SHARE),
             callers=usable_cores() if self._request.plan.hint == "throughput" else 1,
             lockstep=True,
             warmed=True,
             timeout=max(60.0, self._request.plan.hint_seconds),
+            server=self._server,
         )
 
     def _timed_workloads(self) -> list[Workload]:
@@ -506,7 +521,7 @@ class _Search:
         """Run every workload without padding, where outputs mean something."""
         found: list[npt.NDArray[Any]] = []
         outputs = self._scratch / "outputs.npz"
-        with SessionProcess(candidate.label) as process:
+        with SessionProcess(candidate.label, server=self._server) as process:
             process.open(candidate)
             for number, workload in enumerate(self._workloads):
                 if not workload.has_padding:
