@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from builders.dequantized_models import DequantizedMatMul
 from typer.testing import CliRunner
 
 import ortplugins
+from ortplugins.artifacts.warming import warm
 from ortplugins.cli import app
-from ortplugins.measurement.measure import Candidate, Measurement, Spread
+from ortplugins.measurement import measure as harness
+from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization.request import read_request
 from ortplugins.runtime import hidden_options, process_memory
 from ortplugins.runtime.machine import usable_cores
@@ -216,6 +219,33 @@ def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_without_an_arena_buffers_go_back_to_the_system(tmp_path, measured):
+    path = tmp_path / "large.onnx"
+    onnx.save(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["" : 21]>
+            large (float[1000] x) => (float[1, 1] y)
+            <int64[2] shape = {4000, 1000}> {
+                a = Expand(x, shape) b = Exp(a) c = Add(a, b) y = ReduceSum(c)
+            }"""
+        ),
+        path,
+    )
+    measured({"no arena": 0.5})
+    entries = {"ortplugins.hint": "memory"}
+    warm([path], (), cache_dir=tmp_path / "cache", session_entries=entries)
+    feed = {"x": np.ones(1000, np.float32)}
+    plain, ours = measure(
+        [Candidate(path), Candidate(path, hint="memory", cache_dir=tmp_path / "cache")],
+        feed,
+        rounds=1,
+        runs=1,
+    )
+    assert ours.private is not None and plain.private is not None
+    assert (plain.private.median - ours.private.median) / 1e6 > 30  # of two buffers of 16
+
+
 def test_settings_are_the_sessions_and_the_options_come_back(model, tmp_path, measured):
     measured({BLOCKS: 0.9})
     options = onnxruntime.SessionOptions()
@@ -397,6 +427,19 @@ def test_a_setting_for_an_operator_is_not_tried_without_it():
         "approximate Gelu",
         "sums apart from norms",
     }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+def test_onnxruntime_is_imported_once_for_all_that_is_measured(model, tmp_path, monkeypatch):
+    """A small budget would go by importing it again and again."""
+    started, start = [], harness._start_script
+    monkeypatch.setattr(
+        harness,
+        "_start_script",
+        lambda *args, **how: started.append(how) or start(*args, **how),
+    )
+    session = open_session(model, tmp_path, hint="start", hint_seconds=2)
+    assert len(started) == 1 and any(row.ratios for row in session.ortplugins_report.tried)
 
 
 def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):

@@ -12,6 +12,7 @@ import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
+from ortplugins.runtime.temporary_settings import MALLOC_THRESHOLD_KEY
 from session_options import enable_key
 from session_options.keys import PREFIX
 
@@ -61,7 +62,9 @@ def tune(
     if entries:
         typer.echo("\noptions = onnxruntime.SessionOptions()")
     for key, value in entries.items():
-        if "." in key:
+        if key == MALLOC_THRESHOLD_KEY:
+            typer.echo(f"ctypes.CDLL(None).mallopt(-3, {value})  # M_MMAP_THRESHOLD")
+        elif "." in key:
             typer.echo(f'options.add_session_config_entry("{key}", "{value}")')
         else:
             typer.echo(f"options.{key} = {int(value)}")

@@ -10,6 +10,7 @@ them sees another one's settings.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,10 @@ DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # Names of optimisers that are left out, semicolons between them.
 DISABLED_OPTIMIZERS_KEY = "optimization.disable_specified_optimizers"
 
+# No setting of onnxruntime's: from how many bytes glibc returns memory to the system as soon
+# as it is freed. It holds for the whole process, and stays.
+MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
+
 # What entries that passes and hints set mean where they are not set.
 _DEFAULTS = {
     "mlas.enable_gemm_fastmath_arm64_bfloat16": "0",
@@ -35,6 +40,8 @@ _DEFAULTS = {
     "session.set_denormal_as_zero": "0",
     DATA_FOLDER_KEY: "",
 }
+# Of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -124,6 +131,11 @@ def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:
 
 
 def _set(options: onnxruntime.SessionOptions, name: str, value: str | int | bool) -> None:
+    if name == MALLOC_THRESHOLD_KEY:
+        libc = ctypes.CDLL(None)
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(parameter, int(value))
+        return
     if "." in name:
         options.add_session_config_entry(name, str(value))
         return

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import usable_cores
-from ortplugins.runtime.temporary_settings import DISABLED_OPTIMIZERS_KEY
+from ortplugins.runtime.temporary_settings import (
+    DISABLED_OPTIMIZERS_KEY,
+    MALLOC_THRESHOLD_KEY,
+)
 
 # Between the names of changes that are taken together.
 AND = " + "
@@ -54,6 +57,9 @@ _INT8 = Change(
 _TRIM = _pass("trim_padding")
 # Values that share buffers make attention's products up to 1.4 times as slow.
 _NO_PLAN = _setting("no plan for buffers", "enable_mem_reuse", "0")
+# Without it glibc keeps large buffers that are freed, often more of them than the arena.
+# 128 KiB is what it starts with, and raises.
+_GIVES_BACK = {MALLOC_THRESHOLD_KEY: "131072"} if platform.libc_ver()[0] == "glibc" else {}
 # What onnxruntime's fusion of a sum and its norm starts from, and its approximation of Gelu.
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "ReduceMean")
 _GELUS = ("Erf", "Gelu", "BiasGelu")
@@ -82,7 +88,7 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "memory": (
         _FUSION,
         _pass("prepacked_weights"),
-        _setting("no arena", "enable_cpu_mem_arena", "0"),
+        Change("no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}),
         _setting("no memory pattern", "enable_mem_pattern", "0"),
         _pass("shape_size_reorder"),
     ),
