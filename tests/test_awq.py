@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: MIT
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,14 +107,6 @@ def test_scales_are_never_worse_than_none(seed, stride):
     assert worse.loss == worse.loss_of_nearest
 
 
-def test_tokens_and_gram_agree():
-    weights, mean_abs, x, gram = problem(tokens=30)  # fewer than K, and more
-    for t in (x, np.tile(x, (4, 1))):
-        one = search_scales(weights, mean_abs, t, None)
-        two = search_scales(weights, mean_abs, None, gram)
-        assert one.alpha == two.alpha and one.loss == pytest.approx(two.loss, rel=1e-3)
-
-
 def test_silent_channels_and_extremes_are_safe():
     weights, mean_abs, x, gram = problem()
     quiet = [0, 5, 40]
@@ -192,18 +183,6 @@ def test_clip_without_ratios_or_energy_is_one():
     (weight, _), _, _, gram = problem()
     assert (search_clip(weight, gram, ratios=()) == 1).all()
     assert (search_clip(weight, gram * 0) == 1).all()
-
-
-def test_same_bits_in_any_number_of_threads():
-    weights, mean_abs, x, gram = problem(96, (200, 60))
-
-    def work(_):
-        choice = search_scales(weights, mean_abs, x, gram)
-        return choice.scales.tobytes(), search_clip(weights[0], gram).tobytes()
-
-    expected = work(0)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(result == expected for result in pool.map(work, range(8)))
 
 
 def test_memory_layout_does_not_matter():

@@ -13,8 +13,6 @@ from builders.dequantized_models import run
 from builders.qdq_models import chains, count, grid, place, quantized, refused, serialized
 
 import ortplugins
-from ortplugins import quantize_static_mixed
-from ortplugins.errors import QuantizationError
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -22,7 +20,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
 )
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-from session_options import MixedPrecisionBoundaries, OptionError
+from session_options import MixedPrecisionBoundaries
 
 U8, U16, I16 = ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.INT16
 CHAIN = """
@@ -267,18 +265,6 @@ def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes():
     assert remark.outcome is Outcome.NOTE and "promote" in remark.reason
     assert list(result.model.graph.node) == list(model.graph.node)
     assert list(result.model.graph.initializer) == list(model.graph.initializer)
-
-
-def test_an_overrides_file_and_an_operator_that_are_not_there_are_named(tmp_path):
-    path = tmp_path / "o.json"
-    float_model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 21]> g (float[4] x) => (float[4] y) '
-        "{ y = Sigmoid(x) }"
-    )
-    with pytest.raises(OptionError, match=r"o\.json': the file can't be read"):
-        quantize_static_mixed(float_model, data=[{"x": X}], overrides=f"@{path}")
-    with pytest.raises(QuantizationError, match="no 'sigmoid'; did you mean 'Sigmoid'"):
-        quantize_static_mixed(float_model, data=[{"x": X}], op_types_to_quantize=["sigmoid"])
 
 
 def test_what_is_neither_8_nor_16_bits_changes_nothing():

@@ -235,24 +235,6 @@ MULS = {
 }  # fmt: skip
 
 
-# Whose scales meet a weight that is quantised as well.
-INTO_CODES = [name for name, (_, constants) in FOLDS.items() if "V" in constants]
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_symmetric"),
-    [("QDQ", False), ("QDQ_transposed", True), ("MatMulNBits", False)],
-)
-@pytest.mark.parametrize("name", INTO_CODES)
-def test_scales_of_a_quantised_weight_are_divided(name, layout, is_symmetric):
-    model, _ = FOLDS[name]
-    result, error = scaled(model.build(), quant_format=layout, is_symmetric=is_symmetric)
-    rows = {row.node: row for row in result.report.quantized}
-    assert rows["m"].folded == "folded"
-    assert len(rows) > 1
-    assert error < 2e-2
-
-
 @pytest.mark.parametrize("method", ["awq_lite", "awq_full", "awq_gptq"])
 def test_every_method_that_scales_folds(method):
     model = """

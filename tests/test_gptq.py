@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -189,15 +188,6 @@ def test_one_revisit_of_two_blocks_is_the_best_rounding_given_the_rest():
                 assert loss(weight, h, (codes, *done[1:]), form) > 0.9 * kept
 
 
-def test_ratios_only_help_the_block_they_are_chosen_for():
-    weight, gram = problem(48, 20)
-    form = BlockFormat(4, -1)
-    h = damped(gram)
-    one = gptq(weight, gram, form, ratios=(1.0,))
-    many = gptq(weight, gram, form)
-    assert loss(weight, h, many, form) <= loss(weight, h, one, form)
-
-
 def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
     weight, gram = problem(64, 16)
     dead = [3, 4, 40]
@@ -232,13 +222,6 @@ def test_zero_weights_and_layouts_of_memory():
     assert same(done, gptq(np.asfortranarray(weight), gram))
     nothing = np.zeros((64, 5), np.float32)
     assert not dequantize_blocks(*gptq(nothing, gram), BlockFormat()).any()
-
-
-def test_same_bits_in_any_number_of_threads():
-    weight, gram = problem(96, 200)
-    expected = gptq(weight, gram)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(same(expected, r) for r in pool.map(lambda _: gptq(weight, gram), range(8)))
 
 
 NAN = np.full((64, 64), np.nan, np.float32)

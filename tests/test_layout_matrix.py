@@ -13,7 +13,6 @@ import onnx_ir as ir
 import pytest
 from builders.coverage import pairwise
 from builders.dequantized_models import fuse_weights, relative_error, run
-from builders.exporter_layouts import exporter_cases
 from builders.layout_matrix import LayoutCase, layout_cases
 
 from rewrite_rules.remarks import Outcome, Remark
@@ -60,7 +59,7 @@ def codes_are_constant(node: ir.Node) -> bool:
     return codes is None or codes.op_type != "QuantizeLinear"
 
 
-CASES = [*pairwise(layout_cases(), lambda case: case.name), *exporter_cases()]
+CASES = pairwise(layout_cases(), lambda case: case.name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

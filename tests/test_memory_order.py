@@ -17,7 +17,6 @@ from builders.same_numbers import session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import (
     Dependencies,
@@ -231,17 +230,6 @@ def test_shapes_of_inputs_initializers_and_as_outputs():
     found = ordered(graph)
     assert found.ours.distances == ()
     assert found.ours.order[:2] == (1, 2)
-
-
-def test_a_circle_in_a_body_is_refused():
-    graph = model_of("""
-        g (bool c, float[4] x) => (float[4] y) {
-            y = If (c) <
-                then_branch = t () => (float[4] p) { p = Neg (x) },
-                else_branch = e () => (float[4] q) { r = Add (x, q) q = Neg (r) }>
-        }""")
-    with pytest.raises(Refusal, match="wait for each other"):
-        ordered(graph)
 
 
 def test_concrete_shapes_go_through_what_is_computed_and_fused():

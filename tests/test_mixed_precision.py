@@ -23,10 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewrite_rules.graph.nodes import is_quantize_linear
-from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride
-from rewrite_rules.remarks import Outcome, PassContext
+from rewrite_rules.remarks import Outcome
 
 U8, I8, U16, I16 = (
     ir.DataType.UINT8,
@@ -56,30 +55,6 @@ def test_an_empty_region_changes_nothing(options):
     before = serialized(model)
     assert not list(place(model, **options))
     assert serialized(model) == before
-
-
-# One producer with consumers B and C: who converts, outputs of the graph, and Q and DQ behind
-# place and fold, for "cpu" and "qnn": the smallest graphs known.
-FEWEST = {
-    "all convert": (["B", "C"], "y, z", (4, 4), (5, 5)),
-    "some convert": (["B"], "y, z", (4, 5), (5, 6)),
-    "an output, all convert": (["B", "C"], "a, y, z", (4, 4), (5, 5)),
-    "an output, some convert": (["C"], "a, y, z", (4, 5), (5, 6)),
-}
-
-
-@pytest.mark.parametrize("target", ["cpu", "qnn"])
-@pytest.mark.parametrize("shape", FEWEST)
-def test_no_pair_more_than_needed(shape, target):
-    converting, outputs, *known = FEWEST[shape]
-    declared = ", ".join(f"float[2,3] {name}" for name in outputs.split(", "))
-    nodes = "[A] a = Sigmoid(x) [B] y = Sigmoid(a) [C] z = Sigmoid(a)"
-    model = quantized(f"g (float[2,3] x) => ({declared}) {{ {nodes} }}")
-    remarks = place(model, overrides={"a": entry(U8, U16, *converting)})
-    fold_pairs(model, target, PassContext(remarks))
-    most = known[target == "qnn"]
-    assert count(model, "QuantizeLinear") <= most[0]
-    assert count(model, "DequantizeLinear") <= most[1]
 
 
 def test_new_values_have_types_and_shapes():
@@ -169,25 +144,6 @@ def test_nodes_without_names_and_a_node_that_reads_twice():
         *("x>u8>Sigmoid", "Sigmoid>u8>u16>Mul", "Sigmoid>u8>Neg", "Mul>u16>y", "Neg>u8>z"),
     }
     run(model, {"x": np.ones(4, np.float32)})
-
-
-def test_a_consumer_in_a_body():
-    model = quantized(
-        """g (float[4] x, bool c) => (float[4] y) {
-            [A] a = Sigmoid(x)
-            [D] d = Neg(a)
-            [I] e = If (c) <
-                then_branch = t () => (float[4] p) { [T] p = Mul(a, a) },
-                else_branch = f () => (float[4] q) { [F] q = Abs(a) }
-            >
-            [S] y = Add(e, d)
-        }"""
-    )
-    feeds = {"x": np.linspace(-1, 1, 4, dtype=np.float32), "c": np.array(True)}
-    before = run(model, feeds)
-    place(model, overrides={"a": entry(U8, U16, "T")})
-    assert {"A>u8>u16>T", "A>u8>F", "A>u8>D"} <= chains(model)
-    assert run(model, feeds)[0].tobytes() == before[0].tobytes()
 
 
 def test_quantised_inputs_and_outputs_keep_their_types():

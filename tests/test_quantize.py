@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read, rounded_to_nearest
+from builders.same_numbers import session
 from builders.text_models import Array, matmul_of, model_of, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,6 +144,12 @@ FORMS = {
         {"bias": normal(N, 1)},
         "Gemm",
     ),
+    "gemm, left as it is": product("[m] y = Gemm(W, x)", left, (N, K), (K, 5), "Gemm"),
+    "gemm, left, both transposed": product(
+        "[m] y = Gemm <transA = 1, transB = 1> (W, x)",
+        lambda x, w: w["m"].T @ x.T,
+        op_type="Gemm",
+    ),
     "gather": Form(
         "g (int64[A, B] x) => (float[A, B, C] y) { [m] y = Gather(W, x) }",
         (K, 20),
@@ -248,12 +254,7 @@ def quantised(form: Form, layout: str, dtype: npt.DTypeLike = np.float32, **opti
 
 def run_plain(proto: onnx.ModelProto, x: Array) -> list[Array]:
     """onnxruntime with all its optimisers, activations in float."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
-    return session.run(None, {"x": x})
+    return session(proto, optimised=True, accuracy_level=0).run(None, {"x": x})
 
 
 def run_fused(proto: onnx.ModelProto, x: Array) -> list[Array]:

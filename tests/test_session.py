@@ -309,13 +309,6 @@ def test_an_entry_removed_while_a_session_opens(model_path, cache_dir, monkeypat
         assert [source(model_path) for _ in range(2)] == ["built", "cache"]
 
 
-def test_an_unknown_value_names_key_and_value(model_path):
-    so, key = options(), "ortplugins.dq_matmulnbits_fusion.accuracy_level"
-    so.add_session_config_entry(key, "7")
-    with pytest.raises(ortplugins.OptionError, match=rf"{key} is '7'"):
-        start(model_path, so)
-
-
 # What is imported.
 
 

@@ -165,19 +165,6 @@ def test_an_impossible_value_names_key_and_value(key, text, expected):
     assert expected in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "level"),
-    [
-        ({}, "auto"),
-        ({ONNXRUNTIMES_ACCURACY_LEVEL: "1"}, "auto"),
-        ({ONNXRUNTIMES_ACCURACY_LEVEL: "4", ACCURACY_LEVEL: "1"}, 1),
-    ],
-)
-def test_onnxruntimes_own_key_leaves_ours_as_it_is(content, level):
-    plan = read(with_entries({ENABLE: "1", **content}))
-    assert plan == Plan((DqMatMulNBitsFusion(accuracy_level=level),))
-
-
 # Writing.
 
 
@@ -252,17 +239,6 @@ def test_passes_run_by_position_then_by_name():
     ordered = (a_pass("z", 10), a_pass("a", 20), a_pass("b", 20), a_pass("y", 50))
     for given_order in itertools.permutations(ordered):
         assert make_plan(given_order).passes == ordered
-
-
-def test_settings_of_a_command_line_make_the_same_plan():
-    plan = plan_from_settings(
-        ["dq_matmulnbits_fusion"],
-        {
-            "dq_matmulnbits_fusion.accuracy_level": "4",
-            "ortplugins.dq_matmulnbits_fusion.slow_kernels": "fuse",
-        },
-    )
-    assert plan == Plan((DqMatMulNBitsFusion(4, "fuse"),))
 
 
 def test_a_plan_is_known_by_its_passes_and_their_options():

@@ -70,13 +70,6 @@ def test_types_go_by_any_usual_name(spelling):
     }
 
 
-def test_every_member_of_quant_type_is_known():
-    for member in QuantType:
-        (entry,) = read_overrides({"t": [{"quant_type": member}]})["t"]
-        assert entry.quant_type is not None
-        assert entry.quant_type == member.tensor_type
-
-
 def test_json_and_onnxruntimes_dict_read_alike():
     text = """{"a": [{"quant_type": "QUInt16", "scale": 0.5, "zero_point": 32768, "convert":
         {"quant_type": "QUInt8", "recv_nodes": ["C", "B"], "rmin": -1, "symmetric": false}}],
@@ -397,13 +390,6 @@ def test_the_pass_checks_its_options(options, words):
         MixedPrecisionBoundaries(**options)
 
 
-def test_session_options_hold_the_pass():
-    so = onnxruntime.SessionOptions()
-    chosen = MixedPrecisionBoundaries(overrides={"t": [{"rmax": 3}]}, promote="a, b")
-    ortplugins.configure(so, chosen)
-    assert ortplugins.read(so).passes == (chosen,)
-
-
 def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path):
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides=LONG)
@@ -505,8 +491,3 @@ def test_a_model_that_cannot_follow_is_left_and_says_why(model_path):
     with pytest.warns(ortplugins.OrtpluginsWarning, match=words):
         session = ortplugins.InferenceSession(model_path, so, providers=CPU)
     assert session.ortplugins_report.source == "untouched"
-
-
-def test_the_pass_takes_what_was_read():
-    text = '{"t": [{"quant_type": "QUInt8", "convert": {"quant_type": "QUInt16"}}]}'
-    assert format_overrides(read_overrides(text)) == format_overrides(text)

@@ -35,26 +35,6 @@ def found(text: str, weights: dict[str, np.ndarray], *op_types: str) -> dict[str
 RIGHT, LEFT = {"W": normal(K, N)}, {"W": normal(N, K)}
 
 
-@pytest.mark.parametrize(
-    ("line", "weights", "expected"),
-    [
-        ("MatMul(x, W)", RIGHT, (1, "W", K, N, False)),
-        ("MatMul(W, x)", LEFT, (0, "W", K, N, True)),
-        ("com.microsoft.FusedMatMul(x, W)", RIGHT, (1, "W", K, N, False)),
-        ("com.microsoft.FusedMatMul <transB = 1> (x, W)", LEFT, (1, "W", K, N, True)),
-        ("com.microsoft.FusedMatMul <transA = 1> (W, x)", RIGHT, (0, "W", K, N, False)),
-        ("Gemm(x, W)", RIGHT, (1, "W", K, N, False)),
-        ("Gemm <transB = 1> (x, W)", LEFT, (1, "W", K, N, True)),
-        ("Gemm <transA = 1> (x, W)", RIGHT, (1, "W", K, N, False)),
-        ("Gemm(W, x)", LEFT, (0, "W", K, N, True)),
-        ("Gemm <transA = 1, transB = 1> (W, x)", RIGHT, (0, "W", K, N, False)),
-    ],
-)
-def test_k_and_n_are_read_from_the_node(line, weights, expected):
-    text = f"g (float[P, Q] x) => (float[R, S] y) {{ [m] y = {line} }}"
-    assert found(text, weights) == {"m": expected}
-
-
 ROWS = (0, "W", K, 9, True)
 
 
