@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.session_process import FEED
-from builders.sessions import source, start
+from builders.sessions import CPU, options, source, start
 from builders.text_models import model_of, normal
 
 import ortplugins
@@ -130,15 +130,15 @@ REORDER = "shape_size_reorder"
 
 
 def opened(path: Path, *names: str) -> ortplugins.InferenceSession:
-    options = onnxruntime.SessionOptions()
+    so = onnxruntime.SessionOptions()
     for name in names or (REORDER,):
-        options.add_session_config_entry(enable_key(name), "1")
-    return ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        so.add_session_config_entry(enable_key(name), "1")
+    return start(path, so)
 
 
 def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cache_dir):
     path = float_model(tmp_path / "a")
-    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    plain = onnxruntime.InferenceSession(path, providers=CPU)
     for origin in ("built", "cache"):
         session = opened(path)
         assert session.ortplugins_report.source == origin
@@ -157,11 +157,9 @@ def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cach
 
 def test_sessions_are_compared_wherever_their_data_lies(tmp_path):
     path = float_model(tmp_path / "a")
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
-    plain = onnxruntime.InferenceSession(
-        path.read_bytes(), options, providers=["CPUExecutionProvider"]
-    )
+    so = onnxruntime.SessionOptions()
+    so.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
+    plain = onnxruntime.InferenceSession(path.read_bytes(), so, providers=CPU)
     for session in (opened(path), plain):
         found = ortplugins.compare(path, session, layers=True, runs=1, rounds=1)
         assert found.outputs[0].max_abs == 0
@@ -170,11 +168,10 @@ def test_sessions_are_compared_wherever_their_data_lies(tmp_path):
 
 def test_options_come_back_where_data_stays(tmp_path):
     path, key = float_model(tmp_path / "a"), DATA_FOLDER_KEY
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, ortplugins.ShapeSizeReorder())
-    ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    assert options.get_session_config_entry(key) == ""
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    so = options(ortplugins.ShapeSizeReorder())
+    start(path, so)
+    assert so.get_session_config_entry(key) == ""
+    onnxruntime.InferenceSession(path, so, providers=CPU)
 
 
 def test_a_copy_is_read_where_it_lies(tmp_path, cache_dir):
@@ -223,7 +220,7 @@ def test_data_is_copied_where_it_cannot_stay(reason, tmp_path, cache_dir, monkey
     entry = entry_of(cache_dir, path)
     assert entry.manifest["data"] == {}
     assert entry.size > 1 << 20
-    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    plain = onnxruntime.InferenceSession(path, providers=CPU)
     for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
     shutil.rmtree(path.parent)

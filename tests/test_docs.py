@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from builders.command_line import ortplugins_command
 from builders.decoder_exports import exported_decoder
 from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, run_blocks
 from builders.example_pass import installed
 from builders.text_models import proto_of
-from typer.testing import CliRunner
 
 import ortplugins
 from ortplugins import cli
@@ -205,7 +205,7 @@ def test_most_blocks_run():
 
 
 def test_the_table_of_session_options_is_the_passes_own():
-    table = CliRunner().invoke(cli.app, ["passes", "--format", "markdown"]).output
+    table = ortplugins_command("passes", "--format", "markdown").stdout
     assert table.strip() in (DOCS / "session-options.md").read_text(encoding="utf-8")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
 from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.encoders import encoder
+from builders.same_numbers import session
 from builders.word_tokenizer import write_tokenizer
 
 import ortplugins
@@ -41,14 +41,8 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def plain_session(path: str, level: str = "4") -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
 def predictions(path: str, windows) -> np.ndarray:
-    session = plain_session(path)
+    opened = session(path, optimised=True)
     past = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
     found = []
     for window in windows:
@@ -59,7 +53,7 @@ def predictions(path: str, windows) -> np.ndarray:
             "past_key_values_0_key": past,
             "past_key_values_0_value": past,
         }
-        found.append(log_softmax(session.run(["logits"], feed)[0][0, :-1]))
+        found.append(log_softmax(opened.run(["logits"], feed)[0][0, :-1]))
     return np.concatenate(found)
 
 
@@ -87,7 +81,9 @@ def test_a_language_model_beside_its_float_model():
 
     # A session is judged as it is set.
     given = {"tokenizer": "float/tokenizer.json", "text": "text.txt", "window": 16}
-    exact = ortplugins.evaluate(plain_session("int4.onnx", "0"), tokens=64, **given)
+    exact = ortplugins.evaluate(
+        session("int4.onnx", optimised=True, accuracy_level=0), tokens=64, **given
+    )
     assert exact.model.perplexity != found.model.perplexity
 
     same = ortplugins.evaluate("float", "float", text="text.txt", window=16)
@@ -107,7 +103,7 @@ def test_an_encoder_finds_the_rest_of_its_paragraphs():
     texts = [first + "." for first, _ in halves] + [rest for _, rest in halves]
     vectors = {}
     for path in ("float/model.onnx", "int4.onnx"):
-        session, rows = plain_session(path), []
+        opened, rows = session(path, optimised=True), []
         for text in texts:
             # A word with its full stop is not in the vocabulary.
             words = [WORDS.index(word) if word in WORDS else 2 for word in text.split()]
@@ -116,7 +112,7 @@ def test_an_encoder_finds_the_rest_of_its_paragraphs():
                 "input_ids": np.array([ids]),
                 "attention_mask": np.ones((1, len(ids)), int),
             }
-            pooled = session.run(None, feed)[0][0].astype(np.float64).mean(0)
+            pooled = opened.run(None, feed)[0][0].astype(np.float64).mean(0)
             rows.append(pooled / np.linalg.norm(pooled))
         vectors[path] = np.stack(rows)
     floats, ours = vectors.values()

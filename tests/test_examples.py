@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders.same_numbers import session
+from builders.sessions import CPU, options
 
 import ortplugins
 from examples.smollm2.checkpoint import Checkpoint, load_checkpoint
@@ -61,27 +63,21 @@ def reference(
     path = tmp_path_factory.mktemp("smollm2") / "model.onnx"
     result = quantize(model, path, method="rtn", quant_format=request.param)
     assert len(result.report.quantized) == WEIGHTS
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     prompt = checkpoint.tokenizer.encode(chat_prompt("What is the capital of France?")).ids
-    return Reference(path, prompt, *answer(session, prompt))
+    return Reference(path, prompt, *answer(session(str(path)), prompt))
 
 
 def answer(
-    session: onnxruntime.InferenceSession, prompt: list[int]
+    opened: onnxruntime.InferenceSession, prompt: list[int]
 ) -> tuple[np.ndarray, list[int]]:
     """Logits of the prompt, and the tokens that follow it."""
-    decoder = Decoder(session)
+    decoder = Decoder(opened)
     tokens = decoder.greedy(prompt, TOKENS, stop_ids=()).tokens
     return decoder.prefill(prompt), tokens
 
 
 def start(reference: Reference) -> ortplugins.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(accuracy_level=0))
-    providers = ["CPUExecutionProvider"]
-    return ortplugins.InferenceSession(reference.path, options, providers=providers)
+    return ortplugins.InferenceSession(reference.path, options(), providers=CPU)
 
 
 def test_every_weight_fuses_and_the_numbers_stay(reference):

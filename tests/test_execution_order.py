@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from builders import order_graphs
 
-from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
+from rewrite_rules.graph.nodes import captures, is_constant
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
 
@@ -26,13 +26,6 @@ def priority_order(graph: ir.Graph) -> list[int]:
     return Dependencies.of(graph).priority()
 
 
-def graphs_of(graph: ir.Graph):
-    yield graph
-    for node in graph:
-        for body in subgraphs(node):
-            yield from graphs_of(body)
-
-
 def check_against_profile(model: onnx.ModelProto, folder: Path, *, priority: bool) -> int:
     """Compare each graph that ran; returns how many did."""
     simulate = priority_order if priority else default_order
@@ -42,7 +35,7 @@ def check_against_profile(model: onnx.ModelProto, folder: Path, *, priority: boo
             order_graphs.profile(model, folder, priority=priority, cond=cond)
         )
         place = {name: index for index, name in enumerate(names)}
-        for graph in graphs_of(ir.from_proto(model).graph):
+        for graph in ir.from_proto(model).graphs():
             nodes = list(graph)
             expected = [
                 nodes[index].name for index in simulate(graph) if not is_constant(nodes[index])

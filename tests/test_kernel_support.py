@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.command_line import ortplugins_command
 from builders.layout_matrix import MATMUL, LayoutCase, Quantized
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
-from typer.testing import CliRunner
 
 import ortplugins
-from ortplugins.cli import app
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     NoKernel,
@@ -89,10 +88,9 @@ def inspect(folder: Path, case: LayoutCase, version: str, *arguments: str) -> li
     """Lines of ``ortplugins inspect --onnxruntime VERSION``."""
     path = folder / "model.onnx"
     ir.save(case.build(), path)
-    command = ["inspect", str(path), "--onnxruntime", version, *arguments]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output.splitlines()
+    done = ortplugins_command("inspect", path, "--onnxruntime", version, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def settings(**options: object) -> list[str]:

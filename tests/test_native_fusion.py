@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from builders.coverage import EXHAUSTIVE
 from builders.dequantized_models import DequantizedMatMul, relative_error
 from builders.layout_matrix import layout_cases
+from builders.quantized_files import nodes_of
 
 import ortplugins
 
@@ -21,14 +21,6 @@ import ortplugins
 STEP = 1 if EXHAUSTIVE else 7
 CASES = [case for case in layout_cases() if case.runs or case.expect][::STEP]
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
-
-
-def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from nodes_of(attribute.g)
 
 
 def session(content: bytes, final: Path) -> ort.InferenceSession:
@@ -40,7 +32,7 @@ def session(content: bytes, final: Path) -> ort.InferenceSession:
 
 
 def fused_nodes(path: Path) -> list[onnx.NodeProto]:
-    nodes = nodes_of(onnx.load(path, load_external_data=False).graph)
+    nodes = nodes_of(onnx.load(path, load_external_data=False))
     return [node for node in nodes if node.op_type == "MatMulNBits"]
 
 

@@ -13,12 +13,11 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from typer.testing import CliRunner
+from builders.command_line import ortplugins_command
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.artifacts.find_or_build import find_or_build
-from ortplugins.cli import app
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.live_memory import order_of
 from ortplugins.optimization.request import read_request
@@ -169,10 +168,9 @@ def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
 
 def test_memory_shows_the_orders(path, tmp_path):
     svg = tmp_path / "order.svg"
-    arguments = ["memory", str(path), "--svg", str(svg), "--dims", "rows=64"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    done = ortplugins_command("memory", path, "--svg", svg, "--dims", "rows=64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert [line.split("  ")[0].split(" (")[0] for line in lines[:3]] == [
         "computed",
         "onnxruntime's default",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders.encoders import (
     ADDITIVE,
@@ -19,6 +18,7 @@ from builders.encoders import (
     encoder,
     exported,
 )
+from builders.same_numbers import session
 from builders.sessions import options, start
 
 import ortplugins
@@ -27,18 +27,13 @@ from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.trim_padding import operator_rules
 from rewrite_rules.trim_padding.trim import trim_padding
 
-PROVIDERS = ["CPUExecutionProvider"]
-
 
 def trimmed(model: onnx.ModelProto, **options: object) -> OptimizeResult:
     return ortplugins.optimize(model, passes=[ortplugins.TrimPadding(**options)])
 
 
 def run(model: onnx.ModelProto, feed: dict[str, np.ndarray], *names: str) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, PROVIDERS)
-    return session.run(list(names) or None, feed)
+    return session(model, optimised=True).run(list(names) or None, feed)
 
 
 def computed_length(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> int:
@@ -519,10 +514,10 @@ def test_a_session_is_trimmed(tmp_path, length):
     so = options(ortplugins.TrimPadding())
     if length is not None:
         so.add_free_dimension_override_by_name("sequence", length)
-    session = start(path, so)
+    opened = start(path, so)
     feed = batch("11", "1111", length=12)
-    assert length or session.ortplugins_report.fired
-    (found,), (expected,) = session.run(None, feed), run(model, feed)
+    assert length or opened.ortplugins_report.fired
+    (found,), (expected,) = opened.run(None, feed), run(model, feed)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from .text_models import graphs
+
 Numbers = npt.NDArray[np.float64]
 
 # What quantize() takes as quant_format.
@@ -27,17 +29,8 @@ def read(model: onnx.ModelProto | ir.Model | str | os.PathLike[str]) -> onnx.Mod
     return onnx.load(os.fspath(model))
 
 
-def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and every body in it."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from graphs_of(attribute.g)
-
-
 def nodes_of(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for graph in graphs_of(model.graph):
+    for graph in graphs(model):
         yield from graph.node
 
 
@@ -50,8 +43,8 @@ def arrays_of(model: onnx.ModelProto) -> dict[str, npt.NDArray]:
     """Every initializer by its name; codes as the small integers that they are."""
     return {
         tensor.name: onnx.numpy_helper.to_array(tensor)
-        for graph in graphs_of(model.graph)
-        for tensor in graph.initializer
+        for graph in graphs(model)
+        for tensor in getattr(graph, "initializer", ())
     }
 
 

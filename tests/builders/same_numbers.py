@@ -22,10 +22,22 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3}
 
 
 def session(
-    model: ir.Model | onnx.ModelProto | bytes | str, *, optimised: bool = False
+    model: ir.Model | onnx.ModelProto | bytes | str,
+    *,
+    optimised: bool = False,
+    accuracy_level: int | None = None,
 ) -> ort.InferenceSession:
-    """Open a model as it stands: without onnxruntime's own fusions, where not asked for."""
+    """Open a model as it stands: without onnxruntime's own fusions, where not asked for.
+
+    Args:
+        model: Or the path of one.
+        optimised: Whether onnxruntime's optimisers run.
+        accuracy_level: Of the weights that these fuse; None for their default.
+    """
     options = ort.SessionOptions()
+    if accuracy_level is not None:
+        key = "session.qdq_matmulnbits_accuracy_level"
+        options.add_session_config_entry(key, str(accuracy_level))
     if not optimised:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
