@@ -28,3 +28,16 @@ class FreshNames:
         self._attempts[name] = attempt
         self._taken.add(fresh)
         return fresh
+
+
+def name_apart(model: ir.Model) -> None:
+    """Rename values that nodes make under a name that another value has."""
+    names, seen, graphs = FreshNames(model), set[str](), list(model.graphs())
+    for graph in graphs:
+        seen.update(value.name or "" for value in (*graph.inputs, *graph.outputs))
+        seen.update(graph.initializers)
+    made = (value for graph in graphs for node in graph for value in node.outputs)
+    for value in made:
+        if value.name in seen and value.name and not value.is_graph_output():
+            value.name = names.take(value.name)
+        seen.add(value.name or "")

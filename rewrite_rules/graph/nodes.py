@@ -94,6 +94,19 @@ def remove_node(node: ir.Node) -> None:
     drop_unused_initializers(inputs)
 
 
+def remove_unused(model: ir.Model) -> None:
+    """Remove nodes that nothing reads, and initializers; graph outputs stay."""
+    for graph in reversed(list(model.graphs())):
+        unused = set[ir.Node]()
+        for node in reversed(graph):
+            readers = (use.node for value in node.outputs for use in value.uses())
+            fetched = any(value.is_graph_output() for value in node.outputs)
+            if not fetched and unused.issuperset(readers):
+                unused.add(node)
+        graph.remove(unused, safe=True)
+        drop_unused_initializers(list(graph.initializers.values()))
+
+
 def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
     """Drop initializers that nothing reads any more."""
     for value in values:

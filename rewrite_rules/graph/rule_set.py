@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
+from onnxscript.optimizer import basic_constant_propagation
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter import _pattern_ir as pattern_ir
+
+from rewrite_rules.graph.names import name_apart
+from rewrite_rules.graph.nodes import remove_unused
 
 
 class DispatchingRuleSet(RewriteRuleSet):
@@ -26,6 +30,22 @@ class DispatchingRuleSet(RewriteRuleSet):
         """Build the table of rules, in order of precedence; each pattern ends in one node."""
         super().__init__(rules)
         self.rules = [_Dispatch(rules, is_candidate)]
+
+    def apply_to_model(self, model: ir.Model, **_: Any) -> int:
+        """Apply the rules; return how often.
+
+        The engine's own method looks at every output of the graph for each node that it
+        removes, and copies all names for each subgraph.
+        """
+        basic_constant_propagation(model.graph)
+        count = self._apply_to_graph_or_function(model, model.graph, verbose=None)
+        for function in model.functions.values():
+            count += self._apply_to_graph_or_function(model, function, verbose=None)
+        if self.remove_unused_nodes:
+            remove_unused(model)
+        if count:
+            name_apart(model)
+        return count
 
 
 # An input of a node, and the operators that may make it.

@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.masks.graph_evaluator import GraphEvaluator
@@ -44,6 +45,7 @@ _SHARED = "shared"
 _BOUND = 1e-4
 # Enough to see what a mask does, and what a rotation.
 _MASK_RUNS = (RUNS[1], *RUNS[5:9])
+_MAX_SHARED = 8
 _ROTARY_RUNS = (RUNS[1], RUNS[5])
 
 
@@ -90,6 +92,7 @@ def fuse_transformer(
     products = {node for node in model.graph.all_nodes() if node.op_type == "MatMul"}
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         _drop_copies(model)
+        _share_constants(model)
         CommonSubexpressionEliminationPass()(model)
         _fuse_attention(model, shapes, options, context)
     elif options.kv_cache == _SHARED:
@@ -107,7 +110,7 @@ def fuse_transformer(
         fuse_activations(model, remarks)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
-    RemoveUnusedNodesPass()(model)
+    remove_unused(model)
 
 
 def _fuse_attention(
@@ -153,7 +156,7 @@ def _fuse_attention(
             made.type, made.shape, name = whole.type, whole.shape, whole.name
             whole.replace_all_uses_with(made, replace_graph_outputs=True)
             whole.name, made.name = None, name
-        RemoveUnusedNodesPass()(model)
+        remove_unused(model)
         model.graph.sort()
         refuse_the_rest(model.graph, weighted, remarks)
     if shared is not None:
@@ -204,6 +207,26 @@ def _drop_copies(model: ir.Model) -> None:
             if not target or source.dtype == target:
                 result.replace_all_uses_with(source)
                 model.graph.remove(node, safe=True)
+
+
+def _share_constants(model: ir.Model) -> None:
+    """Let equal small constants be one, so that what layers compute of them alike is found.
+
+    Not those of quantized weights: onnxruntime fuses no two nodes that share a scale.
+    """
+    shared: dict[object, ir.Value] = {}
+    for value in model.graph.initializers.values():
+        tensor = constant(value)
+        if tensor is None or tensor.size > _MAX_SHARED or tensor.dtype.is_string():
+            continue
+        if value.is_graph_output():
+            continue
+        readers = value.consumers()
+        if any(node.domain or node.op_type.endswith("tizeLinear") for node in readers):
+            continue
+        key = tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()
+        if (other := shared.setdefault(key, value)) is not value:
+            value.replace_all_uses_with(other)
 
 
 def _fold_scalars(model: ir.Model, nodes: NodeEvaluator) -> None:
