@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -45,10 +44,6 @@ def quantize_static(
         Literal["MinMax", "Entropy", "Percentile", "Distribution"],
         typer.Option(help="How ranges are found."),
     ] = "MinMax",
-    calibration_cache: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Ranges: read if of this model, or written."),
-    ] = None,
     op_types: Annotated[
         list[str] | None,
         typer.Option("--op-type", help="Operators to quantise; repeatable."),
@@ -77,7 +72,6 @@ def quantize_static(
                 weight_type=weight_type,
                 per_channel=per_channel,
                 calibrate_method=calibrate_method,
-                calibration_cache=calibration_cache,
                 op_types_to_quantize=op_types,
                 nodes_to_quantize=include or (),
                 nodes_to_exclude=exclude or (),

@@ -24,13 +24,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import (
-    LoadedModel,
-    ModelLike,
-    digest_of_files,
-    load_model,
-    same_kind,
-)
+from ortplugins.model_io.loading import LoadedModel, ModelLike, load_model, same_kind
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
@@ -50,7 +44,6 @@ from ortplugins.quantization.activations.eight_bit_graph import (
     converted_tensors,
     quantize_to_eight_bits,
 )
-from ortplugins.quantization.activations.range_cache import RangeCache
 from ortplugins.quantization.activations.ranges import (
     CALIBRATION_METHODS,
     calibrate,
@@ -112,7 +105,6 @@ def quantize_static_mixed(
     nodes_to_quantize: Sequence[Pattern] = (),
     nodes_to_exclude: Sequence[Pattern] = (),
     ranges: Mapping[str, tuple[float, float]] | None = None,
-    calibration_cache: str | os.PathLike[str] | None = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     external_data: bool | None = None,
     overwrite: bool = False,
@@ -148,9 +140,7 @@ def quantize_static_mixed(
         nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
         nodes_to_exclude: Nodes to leave in float, in the same way.
         ranges: Of some activations, instead of calibrated ones; of all of them, no ``data`` is
-            needed.
-        calibration_cache: JSON file with ranges. Read if it is of this model and these
-            settings, so that no ``data`` is needed; else written.
+            needed: those of an earlier result, for instance.
         calibration_providers: Execution providers that run the samples.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
@@ -209,7 +199,7 @@ def quantize_static_mixed(
         path = stage(model_input, loaded, Path(scratch))
         with quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
-            found, note = _ranges(path, loaded, data, ranges or {}, calibration_cache, *how)
+            found, note = _ranges(path, loaded, data, ranges or {}, *how)
             base = quantize_to_eight_bits(
                 path, found, wanted.overrides, converted, activation, weights, **settings
             )
@@ -244,32 +234,20 @@ def _ranges(
     loaded: LoadedModel,
     data: CalibrationSource,
     given: Mapping[str, tuple[float, float]],
-    cache_path: str | os.PathLike[str] | None,
     method: str,
     op_types: Sequence[str],
     providers: Sequence[Any],
 ) -> tuple[dict[str, Any], str]:
-    """Ranges from the cache or else from samples, those given on top; and a note on them."""
-    cache = None
-    if cache_path is not None:
-        data_file = path.with_name(path.name + ".data")
-        digest = digest_of_files([path, *([data_file] if data_file.exists() else ())])
-        cache = RangeCache(Path(cache_path), method, f"{digest} {' '.join(sorted(op_types))}")
-        if (found := cache.read()) is not None:
-            return {**found, **given}, f"ranges of {len(found)} tensors from {cache.path}"
+    """Ranges from samples, those given on top; and a note on them."""
     if data is None:
         if given:
             return dict(given), f"ranges of {len(given)} tensors as given"
-        stale = cache is not None and cache.path.exists()
-        which = f", and {cache_path} is of another model or other settings" if stale else ""
         raise CalibrationError(
-            f"there is no calibration data{which}: give data, samples of inputs as the model "
-            "will see them, or ranges"
+            "there is no calibration data: give data, samples of inputs as the model will see "
+            "them, or ranges"
         )
     samples = KeptSamples(data, loaded.model, scratch=path.parent)
     found = calibrate(path, samples, method, op_types, providers)
-    if cache is not None:
-        cache.write(found)
     note = f"ranges of {len(found)} tensors from {samples.count} samples, {method}"
     return {**found, **given}, note
 
