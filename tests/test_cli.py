@@ -266,7 +266,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
         os.close(mine)
         assert child.stdout is not None
         assert child.stdout.read().decode().startswith("fired 1, refused 0\n")
-    assert b"0/" in shown
+    assert b"0%" in shown
 
 
 def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
@@ -278,7 +278,7 @@ def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
         for stage, total in (("first", 9), ("second", 4)):
             for done in range(3):
                 show(done, total, stage)
-    assert re.search(r"2/4\S* \S*\d:\d\d:\d\d\S* second", out.getvalue())
+    assert re.search(r"50%\S* \S*\d:\d\d:\d\d\S* second", out.getvalue())
 
 
 # inspect

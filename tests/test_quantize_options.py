@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import json
 import re
 from pathlib import Path
@@ -12,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
 from builders.text_models import matmul_of, model_of, normal
 
+import ortplugins
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
 
@@ -491,7 +492,7 @@ def test_a_tied_table_is_counted_as_it_is_stored(head, op_types, layout):
     kept = {tensor.name: len(tensor.raw_data) for tensor in proto.graph.initializer}
     assert result.report.bytes_before == floats
     assert result.report.bytes_after == codes + kept.get("W", 0)
-    assert result.report.bits_per_weight == 5
+    assert result.report.bits_per_weight == 5 + 32 * ("W" in kept)
     assert quantize(tied(head), dry_run=True, **options).report.bytes_after == codes + (
         kept.get("W", 0)
     )
@@ -534,6 +535,36 @@ def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
     assert np.array_equal(matrices["t"], matrices["n"])
 
 
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
+def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
+    x = normal(50, D, seed=9) * np.geomspace(0.1, 10, D, dtype=np.float32)
+    options = {"calibration_data_reader": [{"x": x}], "method": method}
+    options |= {"half_scales": True, "quant_format": layout, "block_size": 16}
+    result = quantize(chain("m"), tmp_path / "out.onnx", **options)
+    proto = read(tmp_path / "out.onnx")
+    onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
+    small = layout != "MatMulNBits"  # whose scales are of the activations' type
+    types = {array.dtype for name, array in arrays_of(proto).items() if "scales" in name}
+    assert (np.dtype(np.float16) in types) == small
+    assert result.report.bits_per_weight == (5 if small else 6)
+    (row,), (found,) = result.report.nodes, run(proto, {"x": x})
+    expected = x @ normal(D, D, seed=0)
+    ratio = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert ratio == pytest.approx(row.output_error, rel=1e-2)
+    if layout != "QDQ_transposed":  # onnxruntime's own fusion, and ours
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        path, cpu = tmp_path / "out.onnx", ["CPUExecutionProvider"]
+        onnxruntime.InferenceSession(path, options, providers=cpu)
+        assert "MatMulNBits" in kinds(onnx.load(tmp_path / "optimized.onnx"))
+    exact = [ortplugins.DqMatMulNBitsFusion(accuracy_level=0)]
+    ortplugins.optimize(tmp_path / "out.onnx", tmp_path / "fused.onnx", passes=exact)
+    fused = read(tmp_path / "fused.onnx")
+    assert "DequantizeLinear" not in kinds(fused)
+    assert relative_error(run(fused, {"x": x})[0], found) < (2e-2 if layout == "QDQ" else 1e-5)
+
+
 def test_the_report_is_json_and_text():
     report = quantize(chain("a", "b"), nodes_to_exclude=["b"]).report
     told = json.loads(report.to_json(), parse_constant=pytest.fail)
@@ -543,7 +574,7 @@ def test_the_report_is_json_and_text():
     assert a["bytes_after"] == D * D // 2 + 4 * D
     assert 0 < a["weight_error"] < 0.2
     assert (b["node"], b["bits"], b["weight_error"]) == ("b", 0, None)
-    assert told["bits_per_weight"] == report.bits_per_weight == 5.0
+    assert told["bits_per_weight"] == report.bits_per_weight == (5 + 32) / 2
     assert "1 quantised, 1 refused" in str(report)
 
 
@@ -558,16 +589,26 @@ def test_errors_in_the_report_are_those_of_the_file():
     assert row.output_error == pytest.approx(ratio, rel=1e-3)
 
 
-def test_progress_goes_forward_to_the_end(tmp_path):
-    calls = []
-    options = {"external_data": True, "progress": lambda *call: calls.append(call)}
-    quantize(chain("a", "b", "c"), tmp_path / "out.onnx", **options)
-    assert all(0 <= done <= total for done, total, _ in calls)
-    assert all(isinstance(name, str) for *_, name in calls)
-    stages = [list(group) for _, group in itertools.groupby(calls, key=lambda call: call[1])]
-    for stage in stages:
-        assert [done for done, *_ in stage] == sorted(done for done, *_ in stage)
-    assert {name for *_, name in calls} >= {"a", "b", "c"}
+@pytest.mark.parametrize("method", ["rtn", "gptq", "paired"])
+def test_progress_is_that_of_the_whole_run_and_goes_on_after_an_interruption(tmp_path, method):
+    ir.save(chain("a", "b", "c"), tmp_path / "m.onnx")
+    options = {"external_data": True, "run_folder": tmp_path / "run", "overwrite": True}
+    if method != "rtn":
+        options |= {"method": "gptq", "calibration_data_reader": [{"x": normal(50, D)}] * 9}
+        options |= {"share_of_8_bits": 0.4, "quantized_inputs": method == "paired"}
+    runs = []
+    for _ in range(2):
+        runs.append([])
+        options["progress"] = lambda *call: runs[-1].append(call)
+        quantize(tmp_path / "m.onnx", tmp_path / "out.onnx", **options)
+        done, totals, names = zip(*runs[-1], strict=True)
+        assert list(done) == sorted(done) and len(set(totals)) == 1
+        assert done[-1] > 0.5 * totals[0]
+        assert set(names) >= {"a", "b", "c"}
+    (first, *_), (again, *_) = runs
+    assert first[0] < 0.4 * first[1]
+    # What is in the run folder is done.
+    assert (again[0] > first[0]) == (method != "rtn")
 
 
 # Opsets and what else a model carries.

@@ -82,7 +82,7 @@ def test_dataclass_file_and_settings_say_the_same(model: ir.Model):
         matrices(model, "recipe.yaml"),
         matrices(model, Recipe(), **settings),
         # What is given beside a recipe wins.
-        matrices(model, "best", **settings, share_of_8_bits=0.0, rules=()),
+        matrices(model, "best", **settings, share_of_8_bits=0.0, half_scales=False, rules=()),
     ):
         for name, matrix in expected.items():
             np.testing.assert_array_equal(found[name], matrix)
@@ -184,6 +184,59 @@ def test_what_means_nothing_is_refused(model: ir.Model, recipe, message):
         quantize(model, blok_size=16)
 
 
+HEADS = {
+    "transposed": "t = Transpose(E) [head] y = MatMul(h, t)",
+    "Gemm": "[head] y = Gemm <transB = 1> (h, E)",
+    "FusedMatMul": "[head] y = com.microsoft.FusedMatMul <transB = 1> (h, E)",
+}
+
+
+def tied_model(head: str, rows: int, k: int) -> dict[str, np.ndarray]:
+    """Write a model whose head reads its table, and samples; return its feed."""
+    text = f"""g (int64[T] i) => (float[T, {rows}] y) {{
+        [table] x = Gather(E, i) [up] h = MatMul(x, W) {HEADS[head]} }}"""
+    # At 4 bits most of the loss is the head's.
+    model = model_of(text, {"E": normal(rows, k), "W": normal(k, k, seed=1)})
+    ir.save(model, "tied.onnx", external_data="tied.data", size_threshold_bytes=1)
+    feed = {"i": np.arange(rows)}
+    np.savez("ids.npz", **feed)
+    return feed
+
+
+def stored_bytes(path: str) -> int:
+    """What a model's tensors take in its files, those of the same place once."""
+    places: dict[object, int] = {}
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        place = entries.get("offset", tensor.name)
+        places[place] = int(entries.get("length", len(tensor.raw_data)))
+    return sum(places.values())
+
+
+@pytest.mark.parametrize("k", [128, 96])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", ["small", "balanced", "best"])
+def test_presets_store_a_table_that_is_the_head_once(name: str, head: str, k: int):
+    rows = 200
+    feed = tied_model(head, rows, k)
+    arguments = ["quantize", "tied.onnx", "--samples", "ids.npz", "--format", "json"]
+    done = ortplugins_command(*arguments, "--recipe", name, "-o", "out.onnx")
+    assert (done.returncode, done.stderr) == (0, "")
+    told, proto = json.loads(done.stdout), onnx.load("out.onnx")
+    operators = [node.op_type for node in proto.graph.node]
+    assert {"GatherBlockQuantized", "MatMulNBits", "DequantizeLinear"} <= set(operators)
+    matrices = dequantised(proto)
+    np.testing.assert_array_equal(matrices["table"], matrices["head"])
+    bits = {row["node"]: row["bits"] for row in told["nodes"]}
+    assert bits["table"] == bits["head"] == (4 if name == "small" else 8)
+    # With 96 columns MatMulNBits' blocks are filled up, so that it has codes of its own.
+    assert told["bytes_after"] == stored_bytes("out.onnx")
+    assert told["bits_per_weight"] == 8 * told["bytes_after"] / (rows * k + k * k)
+    assert told["notes"] == []
+    found, expected = (run(read(path), feed)[0] for path in ("out.onnx", "tied.onnx"))
+    assert relative_error(found, expected) < (0.2 if name == "small" else 0.12)
+
+
 @pytest.mark.parametrize("name", ["small", "balanced", "best"])
 def test_the_command_takes_recipes_and_options_that_change_them(name: str):
     arguments = ["quantize", "model.onnx", "--samples", "samples.npz", "--format", "json"]
@@ -192,7 +245,8 @@ def test_the_command_takes_recipes_and_options_that_change_them(name: str):
     nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
     assert nodes["k"]["method"] in ("gptq", "rtn")
     assert nodes["o"]["bits"] == (4 if name == "small" else 8)
-    assert nodes["k"]["block_size"] == (128 if name == "small" else 32)
+    sizes = {"small": 128, "balanced": 64, "best": 32}
+    assert nodes["k"]["block_size"] == sizes[name]
     changed = ["--recipe", name, "--block-size", "16", "--exclude", "o", "-o", "b.onnx"]
     done = ortplugins_command(*arguments, *changed)
     nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
+import os
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from builders.python_process import python
 from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize
+from ortplugins.quantization.methods.gptq import Gptq
 
 # Processes are started in the middle of these; one worker of pytest-xdist runs them all.
 pytestmark = pytest.mark.xdist_group("scale_out")
@@ -77,6 +81,40 @@ def test_the_default_threads_and_other_processes(floats, expected, tmp_path):
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as executor:
         (tmp_path / "processes").mkdir()
         assert written(executor, floats, tmp_path / "processes") == expected
+
+
+@pytest.mark.parametrize("quantized_inputs", [False, True])
+@pytest.mark.parametrize("layout", ["QDQ", "QDQ_transposed"])
+def test_threads_share_the_columns_of_one_weight(layout, quantized_inputs, monkeypatch):
+    model = model_of(
+        "g (float[T, 40] x) => (float[T, 1200] y) { [m] y = MatMul(x, W) }",
+        {"W": normal(40, 1200)},
+    )
+    options = {"method": "gptq", "block_size": 16, "quantized_inputs": quantized_inputs}
+    options |= {"calibration_data_reader": [{"x": normal(99, 40, seed=1)}]}
+    options["quant_format"] = layout
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        expected = quantize(model, executor=executor, **options)
+    quantize_columns, both, met = Gptq.quantize, threading.Barrier(2), []
+
+    def together(*args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(20)
+            met.append(args)
+            both.abort()  # the third strip need not wait
+        return quantize_columns(*args)
+
+    monkeypatch.setattr(Gptq, "quantize", together)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = quantize(model, **options)
+    for ours, theirs in zip(
+        found.model.graph.initializers.values(),
+        expected.model.graph.initializers.values(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours.const_value.numpy(), theirs.const_value.numpy())
+    assert found.report.to_json() == expected.report.to_json()
+    assert met
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -59,12 +59,13 @@ def print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> N
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """Show a bar on stderr, gone afterwards and absent from pipes; yields its callback.
 
-    The time left is that of the stage that runs: calibration, quantisation, saving.
+    The time left is that of the whole run, where the callback gets steps of it; else that of
+    the stage that runs.
     """
     out = console(stderr=True)
     with Progress(
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[what]}", markup=False),
         console=out,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 __all__ = ["FusionOptions", "fuse"]
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -39,8 +39,16 @@ _WEIGHTS = (
 )
 
 
-def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
-    """Fuse in place; ``context.remarks`` reports every candidate."""
+def fuse(
+    model: ir.Model,
+    options: FusionOptions,
+    context: PassContext,
+    only: Collection[ir.Node] | None = None,
+) -> None:
+    """Fuse in place, constants of some DequantizeLinear nodes only or of all (None).
+
+    ``context.remarks`` reports every candidate.
+    """
     if not any(node.op_type == "DequantizeLinear" for node in _all_nodes(model)):
         return
     if "" not in model.opset_imports:
@@ -51,7 +59,7 @@ def fuse(model: ir.Model, options: FusionOptions, context: PassContext) -> None:
             check_inlined_size(model)
             # Whether a function's parameter is a constant shows only where it is called.
             onnx_ir.passes.common.InlinePass()(model)
-    run = FusionRun(model, options, context)
+    run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
@@ -75,6 +83,8 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     """
     for node in _all_nodes(model):
         if not is_dequantize_linear(node) or len(node.outputs) != 1:
+            continue
+        if run.only is not None and node not in run.only:
             continue
         with run.context.remarks.at(label(node)):
             if (quantize := _quantized_in_the_graph(node)) is not None:

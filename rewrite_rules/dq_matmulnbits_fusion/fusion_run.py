@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import onnx_ir as ir
 
@@ -53,17 +54,25 @@ class FusionRun:
     """One run over one model: its new constants and what became of each candidate.
 
     Attributes:
+        only: The DequantizeLinear nodes whose constants are candidates; None for all.
         made: The MatMulNBits nodes.
         levels: Of each multiplication that became MatMulNBits: its accuracy level, and the one
             at which onnxruntime itself would fuse it, None where it would not.
     """
 
-    def __init__(self, model: ir.Model, options: FusionOptions, context: PassContext) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        options: FusionOptions,
+        context: PassContext,
+        only: Collection[ir.Node] | None = None,
+    ) -> None:
         self.opset = model.opset_imports.get("")
         self.initializers = DerivedInitializers(model)
         self.floats = FloatConstants(self.initializers, options.float_limit_mb)
         self.options = options
         self.context = context
+        self.only = only
         self.made: set[ir.Node] = set()
         self.levels: list[tuple[int, int | None]] = []
         self._fired = 0

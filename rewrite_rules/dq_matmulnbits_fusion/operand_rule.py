@@ -52,7 +52,7 @@ class OperandRule(RewriteRuleClassBase):
         del context  # Unused
         result, node, run = MatchResult(), producer(out), self._run
         chain = dequantize_chain(w)
-        if chain is None:
+        if chain is None or (run.only is not None and chain[0] not in run.only):
             return result.fail("the operand is not a dequantised constant", node)
         with run.context.remarks.at(label(node)):
             try:

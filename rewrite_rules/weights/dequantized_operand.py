@@ -219,7 +219,12 @@ def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
 def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     inputs = [*dq.inputs, None, None, None]
     codes, code_tensor = _input(inputs[0], "weight")
-    scales, scale_tensor = _input(inputs[1], "scale")
+    scales, scale_type = inputs[1], 0
+    cast = None if scales is None else source_of(scales).producer()
+    if cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
+        # Stored in fewer bits than they are used in; onnxruntime folds it at the start.
+        scales, scale_type = cast.inputs[0], int_attribute(cast, "to", 0)
+    scales, scale_tensor = _input(scales, "scale")
     zero_points, zero_point_tensor = None, None
     if inputs[2] is not None:
         zero_points, zero_point_tensor = _input(inputs[2], "zero point")
@@ -240,7 +245,8 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
             f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
             "fuse"
         )
-    dtype = _data_type(int_attribute(dq, "output_dtype", 0) or int(scale_tensor.dtype))
+    scale_type = scale_type or int(scale_tensor.dtype)
+    dtype = _data_type(int_attribute(dq, "output_dtype", 0) or scale_type)
     axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
     if zero_points is not None and zero_point_tensor is not None:
         if zero_point_tensor.dtype != code_tensor.dtype:

@@ -53,6 +53,8 @@ def dequantised(model: onnx.ModelProto) -> dict[str, Numbers]:
     arrays = arrays_of(model)
     found: dict[str, Numbers] = {}
     for node in nodes_of(model):
+        if node.op_type == "Cast" and node.input[0] in arrays:
+            arrays[node.output[0]] = arrays[node.input[0]]
         if node.op_type == "DequantizeLinear" and node.input[0] in arrays:
             for reader in _readers(model, node.output[0]):
                 found[reader.name] = _dequantize_linear(node, arrays)

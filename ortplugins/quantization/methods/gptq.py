@@ -160,12 +160,23 @@ class Gptq:
         self._hessian = _Hessian(gram, options.damping, options.relative_damping)
         self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
 
+    def factor(self, form: BlockFormat) -> tuple[list[Rows], Doubles, Floats]:
+        """Factor H for blocks of this size, unless it was the last one: for any columns.
+
+        Raises:
+            QuantizationError: If H cannot be factored.
+        """
+        size = form.size_along(len(self._hessian.energy))
+        if self._factored is None or self._factored[0] != size:
+            self._factored = None  # before there are two
+            turns = self._turns(size)
+            self._factored = size, turns, *self._hessian.factor(np.concatenate(turns))
+        return self._factored[1:]
+
     def quantize(
         self, weight: npt.NDArray[Any], form: BlockFormat, lacking: Floats | None = None
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
-        """Quantise a weight, or some of its columns.
-
-        H is factored for the first one, and again where the size of blocks changes.
+        """Quantise a weight, or some of its columns; in threads once H is factored.
 
         Args:
             weight: Float ``[K, N]``, of any N.
@@ -185,11 +196,7 @@ class Gptq:
         if not np.isfinite(weight).all():
             raise QuantizationError("the weight holds NaN or infinite values")
         size, ratios = form.size_along(k), self._options.ratios
-        if self._factored is None or self._factored[0] != size:
-            self._factored = None  # before there are two
-            turns = self._turns(size)
-            self._factored = size, turns, *self._hessian.factor(np.concatenate(turns))
-        _, turns, rows, cost = self._factored
+        turns, rows, cost = self.factor(form)
         if lacking is not None:
             weight = weight + self._hessian.solve(np.concatenate(turns), rows, cost, lacking)
         width = max(64, _STRIP // (min(size, k) * len(ratios)))
@@ -419,11 +426,13 @@ def _factor_in_place(hessian: Doubles) -> None:
     k = len(hessian)
     for start in range(0, k, _PANEL):
         stop = min(start + _PANEL, k)
-        panel = hessian[start:, start:stop]
-        panel -= hessian[start:, :start] @ hessian[start:stop, :start].T
-        lower = np.linalg.cholesky(panel[: stop - start])
-        panel[: stop - start] = lower
-        panel[stop - start :] = panel[stop - start :] @ np.linalg.inv(lower).T
+        first, *others = (slice(top, top + _PANEL) for top in range(start, k, _PANEL))
+        panel, done = hessian[:, start:stop], hessian[start:stop, :start].T
+        panel[first] -= hessian[first, :start] @ done
+        panel[first] = lower = np.linalg.cholesky(panel[first])
+        inverse = np.linalg.inv(lower).T
+        for rows in others:
+            panel[rows] = (panel[rows] - hessian[rows, :start] @ done) @ inverse
         hessian[start:stop, stop:] = 0
 
 

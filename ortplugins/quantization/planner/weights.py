@@ -113,7 +113,9 @@ def plan_bits(
             model: ir.Model = result.model
             return model
 
-        many, few = (quantized((), method="rtn", bits=bits) for bits in (_MANY, _FEW))
+        # Switches choose between DequantizeLinear nodes of constants.
+        plain = {"half_scales": False, "fuse_tables": False, "accuracy_level": None}
+        many, few = (quantized((), method="rtn", bits=bits, **plain) for bits in (_MANY, _FEW))
         nodes = len(report.quantized)
         units = _with_switches(few, many, report, isinstance(max_8bit, int))
         switched = run.switched(few, [switch for unit in units for switch in unit.switches])

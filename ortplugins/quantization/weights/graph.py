@@ -8,8 +8,9 @@
                       computes on codes behind MatMul and Gemm only
     Gather(W, i)  ->  Gather(DequantizeLinear(codes[rows, width], ..., axis=1), i)
 
-A weight with one scale per column gets one-dimensional scales and no block_size. MatMulNBits
-and GatherBlockQuantized are made from these by the fusion's own rules.
+Scales of another type than the weight's are cast to it. A weight with one scale per column
+gets one-dimensional scales and no block_size. MatMulNBits and GatherBlockQuantized are made
+from these by the fusion's own rules.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class CodeWriter:
         assert isinstance(graph, ir.Graph)
         form, axis = stored.form, int(stored.k_last)
         code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
-        real = ir.DataType[form.scale_type.upper().replace("32", "")]
+        real, half = site.tensor.dtype, ir.DataType.FLOAT16
+        scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
         shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
         # A weight with one scale per column has no blocks.
         by_column = form.block_size == -1
@@ -70,7 +72,7 @@ class CodeWriter:
         base = self._names.take(f"{base}_transposed" if stored.k_last else base)
         tensors: list[ir.TensorProtocol] = [
             _in_file(stored.codes, code, shape, base),
-            _in_file(stored.scales, real, grid, self._names.take(f"{base}_scales")),
+            _in_file(stored.scales, scale_type, grid, self._names.take(f"{base}_scales")),
         ]
         if stored.zero_points is not None:
             numbers = np.ascontiguousarray(stored.zero_points.map()).reshape(-1)
@@ -82,13 +84,19 @@ class CodeWriter:
                 else ir.PackedTensor(packed, code, shape=ir.Shape(grid), name=name)
             )
         inputs = [new_initializer(graph, tensor) for tensor in tensors]
+        # A reader in a subgraph of If or Loop sees what comes before that node.
+        first = site.node if site.node.graph is graph else graph[0]
+        if scale_type is not real:
+            name = self._names.take(f"{base}_scales.{real.name.lower()}")
+            cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)
+            graph.insert_before(first, cast)
+            inputs[1] = described(cast, real, ir.Shape(grid))
         attributes = {"axis": 1 - axis}
         if not by_column:
             attributes = {"axis": axis, "block_size": form.block_size}
         name = self._names.take(f"{base}.dequantized")
         node = ir.node("DequantizeLinear", inputs, attributes, name=name)
-        # A reader in a subgraph of If or Loop sees what comes before that node.
-        graph.insert_before(site.node if site.node.graph is graph else graph[0], node)
+        graph.insert_before(first, node)
         return described(node, real, ir.Shape(shape))
 
     def _transpose(self, value: ir.Value) -> ir.Value:

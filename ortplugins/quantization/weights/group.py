@@ -8,6 +8,7 @@ which no method mixes, and results go to the files straight away: nothing is eve
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -49,8 +50,9 @@ METHODS = {
 }
 # Float bytes of a strip of columns: with the copies that a method makes, what a worker holds.
 _STRIP_BYTES = 4 << 20
-# GPTQ rounds row by row, and a call of numpy costs more than a narrow row.
-_GPTQ_STRIP_BYTES = 16 << 20
+# GPTQ rounds row by row, and a call of numpy costs more than a narrow row; but the strips of a
+# weight go to several threads.
+_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
 # Tokens that the error of outputs is measured on.
 _ERROR_TOKENS = 128
 
@@ -147,6 +149,7 @@ class GroupTask:
         alphas: Exponents to try for the scales of channels; None for the search's own.
         clip_ratios: Ratios to try for what blocks are clipped to; None likewise.
         gptq: Options of GPTQ.
+        threads: How many may share the columns of a weight; it changes no bit.
     """
 
     weights: tuple[WeightTask, ...]
@@ -160,6 +163,7 @@ class GroupTask:
     alphas: Sequence[float] | None = None
     clip_ratios: Sequence[float] | None = None
     gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
+    threads: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +231,7 @@ def quantize_group(task: GroupTask) -> GroupResult:
     return GroupResult(errors, channel_scales, alpha)
 
 
-def working_bytes(task: GroupTask) -> int:
+def working_bytes(task: GroupTask, threads: int) -> int:
     """Return about how many bytes :func:`quantize_group` allocates at its peak."""
     steps, squares = METHODS[task.method], 0
     if "gptq" in steps:
@@ -236,7 +240,8 @@ def working_bytes(task: GroupTask) -> int:
         # H itself, where it is not mapped as it is.
         squares += 4 * ("scales" in steps or task.gram is None)
     k = task.weights[0].outputs[0].K
-    return squares * k * k + 6 * (_GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES)
+    strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
+    return squares * k * k + 6 * strip * threads
 
 
 def one_blas_thread() -> threadpoolctl.threadpool_limits:
@@ -271,10 +276,10 @@ def _search_scales(
     )
     if (choice.scales == 1).all():
         return None, float("nan")
-    # What the activation is multiplied by is stored in its type, the weights' and so the
-    # scales': the weight gets exactly the inverse of that.
+    # What the activation is multiplied by is stored in its type, the weights': the weight gets
+    # exactly the inverse of that.
     with np.errstate(over="ignore"):
-        inverse = (1 / choice.scales).astype(forms[0].scale_type).astype(np.float32)
+        inverse = (1 / choice.scales).astype(task.weights[0].weight.dtype).astype(np.float32)
     inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
     return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
 
@@ -289,13 +294,16 @@ def _quantize(
 ) -> tuple[WeightErrors, ...]:
     """Quantise one weight, for each of its outputs, strip by strip of the columns."""
     matrix = _matrix(task)
+    if feedback is not None:
+        feedback.factor(task.outputs[0].form)
     sample = None if tokens is None else tokens[:_ERROR_TOKENS]
     sinks = [_Sink(output) for output in task.outputs]
     given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
     hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
     float_tokens = None if group.float_tokens is None else group.float_tokens.map()
     drift = None if group.drift is None else group.drift.map()
-    for columns in _strips(matrix, _STRIP_BYTES if feedback is None else _GPTQ_STRIP_BYTES):
+
+    def quantize_strip(columns: slice) -> npt.NDArray[np.float64]:
         strip = _checked(matrix[:, columns], task.name)
         scaled = strip if channel_scales is None else strip * channel_scales[:, None]
         product = wanted = None if sample is None else sample @ scaled
@@ -304,7 +312,9 @@ def _quantize(
         lacking = None if drift is None else drift @ strip
         if lacking is not None and channel_scales is not None:
             lacking /= channel_scales[:, None]
-        for number, sink in enumerate(sinks):
+        # Squares of: error and weight, error and product for each token; the error added.
+        sums = np.zeros((len(sinks), 5))
+        for number, (sink, row) in enumerate(zip(sinks, sums, strict=True)):
             try:
                 if given:
                     quantized = _columns(given, columns)
@@ -323,15 +333,22 @@ def _quantize(
             difference -= scaled
             if sample is not None and product is not None and wanted is not None:
                 added = _square(sample @ difference + (product - wanted)) / len(sample)
-                sink.sums[2:] += added, _square(wanted) / len(sample)
+                row[2:4] = added, _square(wanted) / len(sample)
                 if hessian is not None:
                     added = float(np.vdot(difference, hessian @ difference))
-                sink.added += added
+                row[4] = added
             if channel_scales is not None:
                 difference /= channel_scales[:, None]
-            sink.sums[0] += _square(difference)
-            sink.sums[1] += _square(strip)
-    return tuple(sink.close(sample is not None) for sink in sinks)
+            row[:2] = _square(difference), _square(strip)
+        return sums
+
+    with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
+        parts = pool.map(quantize_strip, _strips(matrix, "gptq" in METHODS[group.method]))
+        sums = np.sum(list(parts), axis=0)
+    return tuple(
+        sink.close(each, measured=sample is not None)
+        for sink, each in zip(sinks, sums, strict=True)
+    )
 
 
 def _columns(given: Quantized, columns: slice) -> Quantized:
@@ -377,10 +394,11 @@ def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
     return copy
 
 
-def _strips(matrix: npt.NDArray[Any], size: int) -> Iterator[slice]:
+def _strips(matrix: npt.NDArray[Any], by_rows: bool) -> Iterator[slice]:
     k, n = matrix.shape
+    size, columns = (_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS) if by_rows else (_STRIP_BYTES, n + 7)
     # Whole bytes of packed codes in both layouts, whatever the bits: 8 columns at least.
-    width = max(8, size // (4 * k) // 8 * 8)
+    width = max(8, min(size // (4 * k), columns) // 8 * 8)
     for start in range(0, n, width):
         yield slice(start, min(start + width, n))
 
@@ -391,7 +409,7 @@ def _square(array: npt.NDArray[Any]) -> float:
 
 
 class _Sink:
-    """Packs codes into their place on disk as strips of columns come in, and sums up errors.
+    """Packs codes into their place on disk as strips of columns come in, in any order.
 
     ONNX packs codes densely over the flattened tensor, so a strip's place is known only where
     rows start on whole bytes; codes of other shapes are kept, a byte each, to the end.
@@ -399,9 +417,6 @@ class _Sink:
 
     def __init__(self, stored: StoredCodes) -> None:
         self.stored = stored
-        # Squares of: error and weight, error and product for each token.
-        self.sums = np.zeros(4)
-        self.added = 0.0
         aligned = stored.k_last or stored.N * stored.form.bits % 8 == 0
         self._kept = None if aligned else np.empty((stored.K, stored.N), np.uint8)
         self._codes = stored.codes.map("r+")
@@ -429,10 +444,10 @@ class _Sink:
             if target is not None and numbers is not None:
                 (target.T if self.stored.k_last else target)[:, columns] = numbers
 
-    def close(self, measured: bool) -> WeightErrors:
-        """Store what had to be kept; sum up the errors."""
+    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> WeightErrors:
+        """Store what had to be kept; return the errors of these sums of squares."""
         if self._kept is not None:
             self._codes[:] = pack_rows(self._kept.reshape(-1), self.stored.form.bits)
-        ratios = np.sqrt(self.sums[::2] / np.where(self.sums[1::2] > 0, self.sums[1::2], 1))
-        output, added = (ratios[1], self.added) if measured else (np.nan, np.nan)
-        return WeightErrors(float(ratios[0]), float(output), float(added))
+        weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1))
+        output, added = (output, sums[4]) if measured else (np.nan, np.nan)
+        return WeightErrors(float(weight), float(output), float(added))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
 from ortplugins.quantization.weights.group import METHODS
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
-from ortplugins.quantization.weights.sites import WeightSite, find_sites
+from ortplugins.quantization.weights.sites import WeightSite, find_sites, readers_of
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import fitting_block_size
 from rewrite_rules.graph.nodes import label
 
@@ -46,6 +46,11 @@ class Weight:
         return self.sites[0].weight
 
     @property
+    def is_table(self) -> bool:
+        """Whether a Gather reads it."""
+        return any(site.activation is None for site in self.sites)
+
+    @property
     def K(self) -> int:
         """Size along which the blocks run."""
         return self.sites[0].K
@@ -69,6 +74,11 @@ class Group:
     weights: list[Weight]
     activations: list[ir.Value]
     reason: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Of all its weights."""
+        return sum(weight.K * weight.N for weight in self.weights)
 
     @property
     def method(self) -> str:
@@ -119,11 +129,12 @@ def plan_weights(
     names = [node.label if isinstance(node, WeightSite) else node.node for node in nodes]
     sites = [node for node in nodes if isinstance(node, WeightSite)]
     notes = recipe.check_against(sites, names)
+    tables = {site.weight for site in sites if site.activation is None}
     weights: dict[object, Weight] = {}
     for position, site in enumerate(nodes):
         if isinstance(site, NodeReport):
             continue
-        choice = recipe.choose(site)
+        choice = recipe.choose(site, table=site.weight in tables)
         form, method, given = choice.form, choice.method, None
         if checkpoint is not None and not choice.reason:
             given = checkpoint.layer_of(site)
@@ -150,28 +161,20 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
     rows: dict[str, NodeReport] = {}
     for weight in weights:
         site = weight.sites[0]
-        for name, op_type in _readers(site.weight):
+        for node, name in readers_of(site.weight):
             if name not in reported:
+                op_type = "graph output" if node is None else node.op_type
                 reason = f"reads {site.weight.name!r} in float, which stays for it"
                 row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
 
 
-def _readers(value: ir.Value) -> Iterator[tuple[str, str]]:
-    """Name and operator of all that reads a weight, Identity and Transpose looked through."""
-    if value.is_graph_output():
-        yield value.name or "", "graph output"
-    for node in dict.fromkeys(use.node for use in value.uses()):
-        if node.op_type in ("Identity", "Transpose"):
-            yield from _readers(node.outputs[0])
-        else:
-            yield label(node), node.op_type
-
-
 def _without_kernel(recipe: Recipe, site: WeightSite, form: BlockFormat) -> str:
     """Say why codes of a table would have no kernel; empty where they have one."""
-    if recipe.for_kernels and site.activation is None and site.K * form.bits % 8:
+    if not recipe.fuses(table=True) or site.activation is not None:
+        return ""
+    if site.K * form.bits % 8:
         return (
             f"GatherBlockQuantized wants rows of whole bytes, not {site.K} x {form.bits} bits"
         )
@@ -266,16 +269,22 @@ def reported(
 
 def _stored_bytes(recipe: Recipe, weight: Weight, form: BlockFormat) -> int:
     """Return the bytes that codes, scales and zero points take in the model."""
-    if recipe.for_kernels and weight.sites[0].activation is not None:
-        size = fitting_block_size(form.bits, form.size_along(weight.K), weight.K)
-        if size is not None:
-            # MatMulNBits' blocks and rows of zero points are filled up.
-            blocks = -(-weight.K // size)
-            scales = blocks * np.dtype(form.scale_type).itemsize
-            zero_points = 0 if form.is_symmetric else -(-blocks * form.bits // 8)
-            row = blocks * size * form.bits // 8 + scales + zero_points
-            return weight.N * row
-    return form.stored_bytes(weight.K, weight.N)
+    k, table = weight.K, form.stored_bytes(weight.K, weight.N)
+    size = fitting_block_size(form.bits, form.size_along(k), k)
+    multiplied = any(site.activation is not None for site in weight.sites)
+    if size is None or not (multiplied and recipe.fuses(table=weight.is_table)):
+        return table
+    # MatMulNBits' blocks and rows of zero points are filled up.
+    blocks = -(-k // size)
+    codes = blocks * size * form.bits // 8
+    grid = blocks * np.dtype(form.scale_type).itemsize
+    grid += 0 if form.is_symmetric else -(-blocks * form.bits // 8)
+    if not weight.is_table:
+        return weight.N * (codes + grid)
+    # GatherBlockQuantized reads the same tensors, but for what is filled up or repeated.
+    filled = codes if k % size else 0
+    repeated = grid if size != form.size_along(k) else 0
+    return table + weight.N * (filled + repeated)
 
 
 def _report(site: WeightSite, **more: Any) -> NodeReport:

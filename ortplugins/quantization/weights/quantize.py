@@ -36,6 +36,7 @@ from ortplugins.model_io.saving import (
 from ortplugins.quantization.statistics.collect import collect
 from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.checkpoint import put_in
+from ortplugins.quantization.weights.group import METHODS
 from ortplugins.quantization.weights.plan import (
     Weight,
     WeightPlan,
@@ -47,6 +48,7 @@ from ortplugins.quantization.weights.recipe import Recipe, Settings
 from ortplugins.quantization.weights.recipe_file import read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run_folder import RunFolder
+from ortplugins.quantization.weights.stages import Stages
 from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.kept import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
@@ -54,6 +56,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     fitting_block_size,
     slow_kernel,
 )
+from rewrite_rules.graph.nodes import label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
@@ -130,7 +133,8 @@ def quantize(
             and another method need not watch the activations again; it is made, can be deleted
             at any time, and holds K x K floats for each activation. Needs a path as model.
         dry_run: Only report what would be quantised, and to how many bytes.
-        progress: Called while groups are quantised and tensors written: done, total, name.
+        progress: Called as the run goes on, with steps done, steps of the whole run, and what
+            is being done.
         settings: What the recipe is to have instead: fields of :class:`Recipe` by name, such
             as ``method``, ``bits`` and ``block_size``. ``node_config``, ``{pattern: {"bits":
             8}}``, and ``nodes_to_exclude``, patterns of nodes that stay in float, add rules:
@@ -172,6 +176,7 @@ def quantize(
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(scratch_within(_work_dir(work_dir, target))))
         calibration = paired = samples = run = None
+        stages = Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
             samples = KeptSamples(
@@ -184,7 +189,7 @@ def quantize(
                 scratch=scratch,
                 max_calibration_memory=max_calibration_memory,
                 providers=calibration_providers,
-                progress=progress,
+                progress=stages.of("calibration"),
             )
             if chosen.quantized_inputs:
                 paired = functools.partial(
@@ -209,12 +214,12 @@ def quantize(
             executor=executor,
             max_memory=max_calibration_memory,
             run=run,
-            progress=progress,
+            progress=stages.of("codes"),
         )
         notes += _unpacked(report, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
-        if chosen.for_kernels:
-            _to_kernels(loaded.model, chosen.accuracy_level or 0, report)
+        if chosen.for_kernels or chosen.fuse_tables:
+            _to_kernels(loaded.model, chosen, report)
         if target is None:
             _into_memory(loaded.model, scratch)
             return QuantizeResult(None, report, same_kind(model, loaded.model))
@@ -228,7 +233,7 @@ def quantize(
             loaded.model,
             inline=not external_data,
             overwrite=overwrite,
-            progress=progress,
+            progress=stages.of("saving"),
         )
         if folder is None:
             save(target)
@@ -238,6 +243,21 @@ def quantize(
             target = folder.written_model
             _move(loaded.model, staged.parent, target.parent)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
+
+
+def _costs(plan: WeightPlan, recipe: Recipe) -> dict[str, float]:
+    """Return about what stages take, relative to each other: measured on SmolLM2-135M.
+
+    As many samples as are usual are read; each weight is worked on by its own method.
+    """
+    costs = {"calibration": 0.0, "codes": 0.0, "saving": 0.0}
+    for group in plan.groups:
+        steps = METHODS[group.method]
+        costs["calibration"] += group.elements * (8 if steps else 0)
+        rounds = 1 + recipe.quantized_inputs + (recipe.share_of_8_bits > 0)
+        costs["codes"] += group.elements * (10 * rounds if steps else 0.3)
+        costs["saving"] += group.elements * 0.2
+    return costs
 
 
 def _folder_of(
@@ -331,18 +351,16 @@ def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
 
 def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
     """Warn of codes that plain onnxruntime dequantises at every run, and what avoids it."""
-    tables = sum(row.op_type == "Gather" for row in report.quantized)
-    if not recipe.for_kernels:
-        text = (
-            f"plain onnxruntime dequantises the whole table at every run ({tables} Gather): "
-            "the fusion of ortplugins, and quant_format='MatMulNBits', read single rows"
-        )
-        return [text] if tables else []
+    tables = [row.weight for row in report.quantized if row.op_type == "Gather"]
+    if tables and not recipe.fuses(table=True):
+        text = f"plain onnxruntime dequantises the whole table at every run ({len(tables)} "
+        return [f"{text}Gather): fuse_tables, and the fusion of ortplugins, read single rows"]
     reasons: collections.Counter[str | None] = collections.Counter()
     for row in report.quantized:
         along_k = row.K if row.block_size == -1 else row.block_size
         size = fitting_block_size(row.bits, along_k, row.K)
-        if size is not None and row.op_type != "Gather":
+        fused = row.op_type != "Gather" and recipe.fuses(table=row.weight in tables)
+        if size is not None and fused:
             reasons[slow_kernel(row.bits, size, recipe.accuracy_level or 0)] += 1
     return [
         f"onnxruntime dequantises the weights of {count} nodes at every run: {reason}"
@@ -362,11 +380,18 @@ def _expected(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     return reported(plan, recipe, rows)
 
 
-def _to_kernels(model: ir.Model, accuracy_level: int, report: QuantizeReport) -> None:
-    """Fuse what was quantised into MatMulNBits and GatherBlockQuantized."""
+def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None:
+    """Fuse what was quantised, or its tables, into MatMulNBits and GatherBlockQuantized."""
     remarks = Remarks("dq_matmulnbits_fusion")
-    fuse(model, FusionOptions(accuracy_level, "fuse"), PassContext(remarks))
     ours = {node.node for node in report.quantized}
+    only = None
+    if not recipe.for_kernels:
+        gathers = (n for n in model.graph.all_nodes() if n.op_type == "Gather")
+        tables = (node.inputs[0] for node in gathers if label(node) in ours)
+        makers = (None if table is None else table.producer() for table in tables)
+        only = {maker for maker in makers if maker is not None}
+    options = FusionOptions(recipe.accuracy_level or 0, "fuse")
+    fuse(model, options, PassContext(remarks), only)
     for remark in remarks:
         if remark.outcome is Outcome.REFUSED and remark.node in ours:
             raise ModelFileError(

@@ -15,7 +15,7 @@ from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.gptq import GptqOptions
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.quantization.weights.group import METHODS
-from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite
+from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite, readers_of
 from rewrite_rules.closest_name import did_you_mean
 
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
@@ -24,6 +24,7 @@ _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 _FORM = ("bits", "block_size", "is_symmetric")
 # Patterns that no name is needed for.
 _HEAD, _TABLE = ":head", ":table"
+_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # What may stand between the product of a head and the output of the model.
 _BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
 
@@ -35,8 +36,8 @@ class Rule:
     Attributes:
         nodes: The nodes: a name, a glob, or a regular expression (compiled, or text that
             starts with ``re:``; found anywhere in the name); ``":head"`` for the product that
-            the model's output is, ``":table"`` for every Gather. Nodes without a name go by
-            their first output's.
+            the model's output is, and a Gather of the same table; ``":table"`` for every
+            Gather. Nodes without a name go by their first output's.
         method: A method of :class:`Recipe`.
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
@@ -70,7 +71,12 @@ class Rule:
     def means(self, site: WeightSite) -> bool:
         """Whether the rule is for a node."""
         if self.nodes == _HEAD:
-            return site.activation is not None and _is_head(site.node.outputs[0])
+            if site.activation is not None:
+                return _is_head(site.node.outputs[0])
+            readers = (node for node, _ in readers_of(site.weight) if node is not None)
+            return any(
+                node.op_type in _PRODUCTS and _is_head(node.outputs[0]) for node in readers
+            )
         if self.nodes == _TABLE:
             return site.node.op_type == "Gather"
         return matches(self.nodes, site.label)
@@ -96,6 +102,8 @@ class Settings(TypedDict, total=False):
     rules: Sequence[Rule]
     share_of_8_bits: float
     quant_format: str | enum.Enum
+    half_scales: bool
+    fuse_tables: bool
     accuracy_level: int | None
     alphas: Sequence[float] | None
     clip_ratios: Sequence[float] | None
@@ -143,8 +151,15 @@ class Recipe:
         quant_format: ``"QDQ"``, codes ``[K, N]``, blocks along axis 0; ``"QDQ_transposed"``,
             codes ``[N, K]``, and a Transpose; ``"MatMulNBits"``, for onnxruntime alone
             (Gather becomes GatherBlockQuantized). onnxruntime's ``QuantFormat`` is taken, too.
+        half_scales: Whether scales of float32 weights are stored in float16, behind a Cast
+            that onnxruntime folds when a session starts: half a bit less for each weight in
+            blocks of 32. Not where MatMulNBits or GatherBlockQuantized is written, which take
+            scales of the activations' type.
+        fuse_tables: Whether Gather becomes GatherBlockQuantized in the other formats, too, and
+            a MatMul that reads the same codes MatMulNBits: plain onnxruntime dequantises a
+            QDQ table whole at every run.
         accuracy_level: Attribute of MatMulNBits: 0 or 1 computes in float32 (the default), 4
-            with int8 activations. Only for that format.
+            with int8 activations. Only where that is written.
         alphas: Exponents that AWQ tries for the scales of input channels, 0 to 1.
         clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
         fold_scales: Whether those scales may be folded into the constants that an activation
@@ -168,6 +183,8 @@ class Recipe:
     rules: Sequence[Rule] = ()
     share_of_8_bits: float = 0.0
     quant_format: str | enum.Enum = "QDQ"
+    half_scales: bool = False
+    fuse_tables: bool = False
     accuracy_level: int | None = None
     alphas: Sequence[float] | None = None
     clip_ratios: Sequence[float] | None = None
@@ -210,17 +227,17 @@ class Recipe:
         self._check_kernels()
 
     def _check_kernels(self) -> None:
-        if not self.for_kernels:
-            if self.accuracy_level is not None:
-                raise QuantizationError(
-                    "accuracy_level is an attribute of MatMulNBits: give it where "
-                    f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
-                )
-            return
         if self.accuracy_level not in (None, 0, 1, 2, 3, 4):
             raise QuantizationError(
                 f"accuracy_level is {self.accuracy_level!r}: 0 to 4 is expected"
             )
+        if not (self.for_kernels or self.fuse_tables) and self.accuracy_level is not None:
+            raise QuantizationError(
+                "accuracy_level is an attribute of MatMulNBits: give it where "
+                f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
+            )
+        if not self.for_kernels:
+            return
         sizes = {self.block_size, *(rule.block_size or -1 for rule in self.rules)}
         if wrong := sorted(sizes - set(_KERNEL_BLOCK_SIZES)):
             raise QuantizationError(
@@ -257,8 +274,12 @@ class Recipe:
 
     @property
     def for_kernels(self) -> bool:
-        """Whether MatMulNBits and GatherBlockQuantized are made of the codes."""
+        """Whether MatMulNBits and GatherBlockQuantized are made of all codes."""
         return self.quant_format == "MatMulNBits"
+
+    def fuses(self, *, table: bool) -> bool:
+        """Whether they are made of the codes of a weight that Gather reads, or not."""
+        return self.for_kernels or (self.fuse_tables and table)
 
     @property
     def needs_statistics(self) -> bool:
@@ -266,9 +287,10 @@ class Recipe:
         methods = [self.method, *(rule.method or self.method for rule in self.rules)]
         return any(METHODS[name] for name in methods) or self.share_of_8_bits > 0
 
-    def choose(self, site: WeightSite) -> Choice:
-        """Return how a node's weight is quantised."""
+    def choose(self, site: WeightSite, *, table: bool) -> Choice:
+        """Return how a node's weight is quantised, one that a Gather reads or not."""
         half = site.tensor.dtype is ir.DataType.FLOAT16
+        half = half or (self.half_scales and not self.fuses(table=table))
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
         method, reason = self.method, ""
         for rule in self.rules:

@@ -23,15 +23,35 @@ from typing import Any
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.gptq import GptqOptions
 from ortplugins.quantization.weights.recipe import Recipe, Rule
+from ortplugins.quantization.weights.sites import OP_TYPES
 from rewrite_rules.closest_name import did_you_mean
 
-_FINE_HEAD = Rule(":head", bits=8, optional=True)
+# 4 bits cost most in the head. Rows of most models hold whole blocks of 64: of a tied table
+# GatherBlockQuantized and MatMulNBits then read the same codes.
+_FINE = {"bits": 8, "block_size": 64, "method": "rtn", "optional": True}
+_TABLES = Rule.of(":table", _FINE), Rule.of(":head", _FINE)
+_COARSE_HEAD = Rule.of(":head", _FINE | {"bits": 4, "method": "gptq"})
+_BALANCED = Recipe(
+    method="gptq",
+    block_size=64,
+    op_types=OP_TYPES,
+    rules=_TABLES,
+    share_of_8_bits=0.013,
+    half_scales=True,
+    fuse_tables=True,
+    accuracy_level=4,
+    quantized_inputs=True,
+)
 PRESETS = {
-    "small": Recipe(method="gptq", block_size=128),
-    "balanced": Recipe(method="gptq", rules=(_FINE_HEAD,)),
-    "best": Recipe(
-        method="gptq", rules=(_FINE_HEAD,), share_of_8_bits=0.1, quantized_inputs=True
+    "small": dataclasses.replace(
+        _BALANCED,
+        block_size=128,
+        rules=(_TABLES[0], _COARSE_HEAD),
+        share_of_8_bits=0.0,
+        quantized_inputs=False,
     ),
+    "balanced": _BALANCED,
+    "best": dataclasses.replace(_BALANCED, block_size=32, share_of_8_bits=0.1),
 }
 """Recipes by name; all of them look at samples."""
 

@@ -92,10 +92,9 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the quantised weights, scales and zero points included; NaN without any."""
-        done = {node.weight: node.K * node.N for node in self.quantized if node.bytes_after}
-        size = sum(node.bytes_after for node in self.quantized)
-        return 8 * size / sum(done.values()) if done else math.nan
+        """Of all these weights: codes, scales, zero points, floats that stay; NaN for none."""
+        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
+        return 8 * self.bytes_after / sum(sizes.values()) if sizes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON's types; NaN as None."""

@@ -91,6 +91,20 @@ def find_sites(
                 break
 
 
+def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
+    """Yield what reads a weight, Identity and Transpose looked through, with its name.
+
+    None, and the output's name, where it is an output of the graph.
+    """
+    if value.is_graph_output():
+        yield None, value.name or ""
+    for node in dict.fromkeys(use.node for use in value.uses()):
+        if node.op_type in ("Identity", "Transpose"):
+            yield from readers_of(node.outputs[0])
+        else:
+            yield node, label(node)
+
+
 def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightSite | None:
     """Read an operand; None where it is not a constant matrix."""
     root, swapped = _root(operand)

@@ -122,7 +122,7 @@ def quantize_graph(
         max_memory: Bytes that those threads may take together; a group that needs more is
             worked on alone.
         run: Where statistics and codes are kept, and looked for first.
-        progress: Called after each group: done, total, name of a node.
+        progress: Called after each group: elements done, in all, name of a node.
 
     Raises:
         CalibrationError: If a sample or an activation can't be used.
@@ -131,27 +131,28 @@ def quantize_graph(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_blas_thread())
-        quantize = quantize_group
+        quantize, cores = quantize_group, 1
         if executor is None:
             executor = stack.enter_context(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
-            quantize = _WithinMemory(max_memory)
-        work = _Work(recipe, scratch, executor, quantize, run)
+            quantize, cores = _WithinMemory(max_memory), os.cpu_count() or 1
+        work = _Work(recipe, scratch, executor, quantize, cores, run)
         first, second = plan.groups, []
         if paired is not None:
             second = [group for group in plan.groups if _sees_quantized_inputs(group)]
             if not recipe.share_of_8_bits:  # which is decided by what a first round finds
                 first = [group for group in plan.groups if group not in second]
         by_group: dict[Group, _Done] = {}
-        numbers = itertools.count(1)
+        left = total = sum(group.elements for group in (*first, *second))
 
         def take_in(rounds: Iterator[_Done]) -> None:
+            nonlocal left
             for done in rounds:
                 by_group[done.group] = done
+                left -= done.group.elements
                 if progress is not None:
-                    name = done.group.weights[0].sites[0].label
-                    progress(next(numbers), len(first) + len(second), name)
+                    progress(total - left, total, done.group.weights[0].sites[0].label)
 
         take_in(work.run(first, calibration))
         if recipe.share_of_8_bits:
@@ -175,7 +176,11 @@ class _WithinMemory:
 
     def __call__(self, task: GroupTask) -> GroupResult:
         """Wait, if others have taken the memory; a group that needs more than all gets all."""
-        need = min(working_bytes(task), self._size)
+        threads = task.threads
+        while threads > 1 and working_bytes(task, threads) > self._size:
+            threads -= 1
+        task = dataclasses.replace(task, threads=threads)
+        need = min(working_bytes(task, threads), self._size)
         with self._changed:
             self._changed.wait_for(lambda: need <= self._free)
             self._free -= need
@@ -196,12 +201,14 @@ class _Work:
         scratch: Path,
         executor: concurrent.futures.Executor,
         quantize: Callable[[GroupTask], GroupResult],
+        cores: int,
         run: RunFolder | None,
     ) -> None:
         self._recipe = recipe
         self._scratch = scratch
         self._executor = executor
         self._quantize = quantize
+        self._cores = cores  # of threads that groups share
         self._run = run
         self._watched: dict[Group, str] = {}  # the keys of statistics in the run folder
         self._numbers = itertools.count()
@@ -259,7 +266,7 @@ class _Work:
                 forms = [stored.form for _, stored, *_ in found[group].outputs()]
             weights = zip(group.weights, forms, strict=True)
             tasks = tuple(self._task(weight, [form]) for weight, form in weights)
-            task = self._group_task(group.method, tasks, {})
+            task = self._group_task(group.method, tasks, {}, self._cores)
             result = None
             if self._run is not None:
                 # Codes depend on all of those before them.
@@ -274,7 +281,7 @@ class _Work:
                     _SAMPLED_TOKENS,
                     ScratchWriter(path),
                 )
-                watched = self._group_task(group.method, tasks, statistics)
+                watched = self._group_task(group.method, tasks, statistics, self._cores)
                 result = self._executor.submit(self._quantize, watched).result()
                 path.unlink()
                 if self._run is not None:
@@ -364,13 +371,14 @@ class _Work:
         self, groups: Sequence[tuple[Group, dict[str, TensorReference]]]
     ) -> Iterator[_Done]:
         """Quantise groups whose statistics are known; the largest first, or it comes last."""
-        groups = sorted(groups, key=lambda item: -sum(w.K * w.N for w in item[0].weights))
+        groups = sorted(groups, key=lambda item: -item[0].elements)
         futures: dict[concurrent.futures.Future[GroupResult], tuple[Group, GroupTask]] = {}
         try:
             for group, statistics in groups:
                 weights = tuple(self._task(w, self._forms(w)) for w in group.weights)
                 method = group.method if statistics else "rtn"
-                task = self._group_task(method, weights, statistics)
+                threads = max(1, self._cores // len(groups))
+                task = self._group_task(method, weights, statistics, threads)
                 kept = None
                 if self._run is not None:
                     kept = self._run.codes(self._codes_key(group, task, self._run), task)
@@ -395,6 +403,7 @@ class _Work:
         method: str,
         weights: tuple[WeightTask, ...],
         statistics: Mapping[str, TensorReference],
+        threads: int,
     ) -> GroupTask:
         return GroupTask(
             weights,
@@ -404,6 +413,7 @@ class _Work:
             alphas=self._recipe.alphas,
             clip_ratios=self._recipe.clip_ratios,
             gptq=self._recipe.gptq,
+            threads=threads,
         )
 
     def _forms(self, weight: Weight) -> list[BlockFormat]:
