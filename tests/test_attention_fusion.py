@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
 from builders.same_numbers import session
 from builders.small_decoder import ADDED, HALVES, SIGNED, small_decoder
+from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
@@ -62,17 +64,24 @@ def fused(
     return result, found, context
 
 
-def agrees(model: onnx.ModelProto, result: ir.Model, *runs: Run) -> None:
-    """Compare the outputs of both models; of empty runs, those that the original takes."""
+def outputs_of_both(
+    model: onnx.ModelProto, result: ir.Model, runs: Iterable[Run]
+) -> Iterator[tuple[Run, list[NDArray], list[NDArray]]]:
+    """Run both models; of empty runs, those that the original takes."""
     before, after = session(model), session(result)
-    for seed, sizes in enumerate(runs or ALL_RUNS):
+    for seed, sizes in enumerate(runs):
         feeds = decoder_feeds(model, sizes, seed)
         try:
             expected = before.run(None, feeds)
         except Exception:  # onnxruntime's own classes
             assert sizes in EMPTY, sizes
             continue
-        actual = after.run(None, feeds)
+        yield sizes, after.run(None, feeds), expected
+
+
+def agrees(model: onnx.ModelProto, result: ir.Model, *runs: Run) -> None:
+    """Compare the outputs of both models."""
+    for sizes, actual, expected in outputs_of_both(model, result, runs or ALL_RUNS):
         assert greatest_difference(sizes, actual, expected) < 1e-5, sizes
 
 
@@ -517,6 +526,17 @@ def test_a_mask_that_sees_ahead_gets_no_kernel():
     agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
 
 
+@pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -1e9, -np.inf])
+def test_a_token_that_sees_nothing_gets_no_kernel(lowest: float):
+    """Nodes mix all values then, or make NaN; kernels mix none, or earlier ones."""
+    model = small_decoder(("LessOrEqual", "Less"), lowest=lowest)
+    result, remarks, _ = fused(model)
+    assert not counts(result)["GroupQueryAttention"]
+    if lowest == -np.inf:
+        assert remarks["refused"] == ["attention: its mask lets a token see nothing"]
+    agrees(model, result, *(Run(1, 3, 0), Run(2, 1, 4))[lowest == -np.inf :])
+
+
 def test_trials_cover_padding():
     model = exported_decoder("llama-torchscript-sdpa")
     *_, context = fused(model)
@@ -645,6 +665,7 @@ LEFT = ("deberta2",)
 ENCODERS = [name for name in EXPORTS if not name.startswith(("bert-", "roberta", "xlmr"))]
 ENCODERS += [name for name in EXPORTS if name.startswith(("bert-dynamo", "bert-torch"))]
 PADDED = (Run(1, 1, 0), Run(2, 9, 0), Run(3, 7, 0, "left"), Run(4, 13, 0, "right"))
+PADDED += tuple(sizes for sizes in EMPTY if not sizes.past)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -654,11 +675,10 @@ def test_encoders_are_fused_and_right(name: str):
     assert counts(result)["Attention"] == (0 if name.startswith(LEFT) else LAYERS)
     assert counts(result)["Softmax"] == (LAYERS if name.startswith(LEFT) else 0)
     assert any(trial.timed for trial in context.trials) != name.startswith(LEFT)
-    inputs = DecoderInputs(ir.from_proto(model))
-    for seed, sizes in enumerate(PADDED):
-        feeds = {str(v.name): array for v, array in inputs.feeds(sizes, seed).items()}
+    for sizes, *outputs in outputs_of_both(model, result, PADDED):
         kept = sizes.kept()
-        for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+        for actual, expected in zip(*outputs, strict=True):
+            assert actual.shape == expected.shape
             if actual.ndim == 3:
                 actual, expected = actual[kept], expected[kept]
             elif sizes.padding:

@@ -48,7 +48,7 @@ from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout, read_grouped_layout
-from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
+from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, in_order, ints
 from rewrite_rules.transformer_fusion.mask_reading import Mask, MaskReader, MaskSight
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
@@ -250,6 +250,8 @@ class FuseAttention(RewriteRuleClassBase):
         cached = all(map(_is_cache, (found.keys, found.values))) and len(masks) < 2
         if cached and masks and found.heads != found.groups and number(shapes[0][1]) != 1:
             raise Refusal(f"mask {masks[0].value.name!r} may differ from head to head")
+        if any(sight and sight.blind and (sight.infinite or not cached) for sight in sights):
+            raise Refusal("its mask lets a token see nothing")
         if not cached and not self._standard:
             raise Refusal("without a cache it needs the kernel of onnxruntime 1.24")
         if not cached and found.read_keys.merge is not None:
@@ -262,7 +264,9 @@ class FuseAttention(RewriteRuleClassBase):
     def _is_prompt(self, found: Attention, added: _Added) -> bool:
         """Whether GroupQueryAttention may take the new tokens by themselves."""
         sight = added.sights[0] if added.sights else None
-        if sight is None or not sight.causal or not sight.full or found.size % 8:
+        if sight is None or found.size % 8:
+            return False
+        if not sight.causal or not sight.full or sight.blind:
             return False
         # The kernel checks that there are as many new values as keys.
         new = self._facts.shape(producer(found.keys).inputs[1])  # type: ignore[arg-type]
@@ -291,7 +295,8 @@ class FuseAttention(RewriteRuleClassBase):
         kind = kind or "no mask"
         if not added.cached:
             self._remarks.fired(label(node), f"attention: Attention; {kind}")
-            return [found.whole(op)]
+            is_something = self._is_something(op, found)
+            return self._either(op, is_something, (found.whole, found.nothing), 1, node.name)
         if self._cache is not None:
             self._remarks.fired(label(node), f"attention: GroupQueryAttention; {kind}")
             return dataclasses.replace(found, joins=True).by_kernel(op, self._cache)
@@ -326,6 +331,15 @@ class FuseAttention(RewriteRuleClassBase):
             length, *others = (size(op) for size in sizes.values())
             count = op.Mul(length, *others) if others else length
             self._shared[key] = op.Equal(count, ints(op, 1))
+        return self._shared[key]
+
+    def _is_something(self, op: Any, found: Attention) -> ir.Value:
+        """Emit whether there are queries and keys, which the kernel wants."""
+        read = [in_order(value) for value in (found.query, found.keys)]
+        key = tuple(map(self._facts.count, read))
+        if key not in self._shared:
+            count = op.Mul(*(op.Size(value) for value in read))
+            self._shared[key] = op.Cast(count, to=ir.DataType.BOOL)
         return self._shared[key]
 
     def _either(

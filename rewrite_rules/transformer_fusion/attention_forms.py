@@ -139,7 +139,7 @@ class Attention:
         )
         return self._results(op.Reshape(attended, self._sizes(op)), keys, values)
 
-    def whole(self, op: Any) -> Any:
+    def whole(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H, D]`` by the standard operator, whose kernel needs no Transpose."""
         both = (self.read_keys, self.read_values)
         attributes = {"scale": self.scale, "_domain": OPSET_23}
@@ -150,7 +150,7 @@ class Attention:
                 for heads in both
             ]
             mixed = op.Attention(self.query, *stored, self.mask, **attributes)
-            return op.Transpose(mixed, perm=SPLIT_HEADS)
+            return [op.Transpose(mixed, perm=SPLIT_HEADS)]
         width = self.groups * self.size
         mixed = op.Attention(
             self._rows(op, self.query, self.heads),
@@ -160,7 +160,13 @@ class Attention:
             kv_num_heads=self.groups,
             **attributes,
         )
-        return op.Reshape(mixed, self._sizes(op))
+        return [op.Reshape(mixed, self._sizes(op))]
+
+    def nothing(self, op: Any) -> list[Any]:
+        """Emit ``[B, S, H, D]`` of zeros: what no tokens get, and what no keys add up to."""
+        rows = op.Shape(unsplit(self.query), start=0, end=1)
+        sizes = ints(op, rows, self.length(op), self.heads, self.size)
+        return [op.Expand(op.Constant(value_float=0.0), sizes)]
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
         return rows(op, split, self.facts, heads * self.size)

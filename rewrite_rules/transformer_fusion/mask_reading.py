@@ -61,12 +61,14 @@ class MaskSight:
         causal: Whether no token sees a later one.
         full: Whether it has a row for each new token and a column for each key.
         infinite: Whether it holds -inf, of which Softmax makes NaN where nothing is seen.
+        blind: Whether a token sees nothing, so that nodes mix all values, and kernels do not.
     """
 
     kind: str
     causal: bool
     full: bool
     infinite: bool
+    blind: bool = False
 
 
 class MaskReader:
@@ -98,6 +100,7 @@ class MaskReader:
 
 def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
     full = causal = plain = padding = True
+    blind = False
     infinite = any(np.isneginf(array).any() for array in arrays.values())
     windows = set()
     for run, array in arrays.items():
@@ -110,6 +113,7 @@ def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
         kept = run.kept()
         # Rows of padding see whatever the exporter found handy.
         sees = np.asarray(np.all(added > _LOW, axis=1))[kept[:, run.past :]]
+        blind |= not sees.any(axis=1).all()
         key = np.arange(total)[None]
         query = np.broadcast_to(np.arange(run.past, total), (run.batch, run.length))
         query = query[kept[:, run.past :]][:, None]
@@ -128,4 +132,4 @@ def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
         kind = "causal, with a bias"
     else:
         kind = f"sliding window of {longest}" if windowed else "causal"
-    return MaskSight(kind, causal, full, infinite)
+    return MaskSight(kind, causal, full, infinite, blind)
