@@ -678,12 +678,6 @@ def test_a_dequantized_constant_that_nothing_reads(tmp_path):
     runs(proto, tmp_path, "float")
 
 
-def test_an_operator_of_another_domain_by_that_name(tmp_path):
-    proto = linear()
-    proto.graph.node[0].domain = "some.domain"
-    assert not [remark for remark in fused(proto, "float")[1] if remark.outcome == "fired"]
-
-
 @pytest.mark.parametrize("consumer", ["MatMul", "Mul", "Gather"])
 def test_a_long_chain(tmp_path, consumer):
     names = ["d", *(f"n{i}" for i in range(3000)), "e"]
@@ -792,12 +786,6 @@ def test_a_body_with_a_name_that_ours_would_take(tmp_path, slow, name):
     runs(proto, tmp_path, slow)
     ortplugins.optimize(proto)
     assert proto.SerializeToString() == before  # a model from memory is not changed
-
-
-def test_a_body_that_reads_a_computed_weight(tmp_path):
-    text = f"""{DQ}  y = If (c) <then_branch = then () => (a) {{ a = MatMul (x, d) }},
-                                else_branch = other () => (b) {{ b = MatMul (x, d) }}>"""
-    runs(written(text), tmp_path, "fuse")
 
 
 def function(name: str, text: str) -> str:

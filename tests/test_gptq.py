@@ -172,22 +172,6 @@ def test_revisits_only_lower_the_loss():
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses))
 
 
-def test_one_revisit_of_two_blocks_is_the_best_rounding_given_the_rest():
-    weight, gram = problem(4, 3, seed=5)
-    form = BlockFormat(2, 2)
-    done = gptq(weight, gram, form, revisits=20)
-    h = damped(gram)
-    kept = loss(weight, h, done, form)
-    # No single code can be changed for a better one by much: within a block the rows are
-    # rounded one after the other, not jointly.
-    for row in range(4):
-        for column in range(3):
-            for code in range(form.lowest_code, form.highest_code + 1):
-                codes = done[0].copy()
-                codes[row, column] = code
-                assert loss(weight, h, (codes, *done[1:]), form) > 0.9 * kept
-
-
 def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
     weight, gram = problem(64, 16)
     dead = [3, 4, 40]

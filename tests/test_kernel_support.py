@@ -66,13 +66,12 @@ def matmul(storage: str, dtype: type = np.float32, zero_points: str = "none") ->
     return LayoutCase("matmul", MATMUL, w, (3, 64), dtype=dtype)
 
 
-def matmul_in_body(storage: str, zero_points: str, where: str) -> LayoutCase:
-    """``x @ W`` in both branches of an If, W's constants in them or outside."""
+def matmul_in_body(storage: str, zero_points: str, place: str = "graph") -> LayoutCase:
+    """``x @ W`` in both branches of an If, W's constants outside or in them."""
     text = """y = If (condition) <
         then_branch = then () => (a) { V = $v  a = MatMul (x, V) },
         else_branch = other () => (b) { W = $w  b = MatMul (x, W) }>"""
     weights = dict.fromkeys("vw", Quantized((64, 8), storage, zero_points=zero_points))
-    place = "graph" if where == "outside" else "body"
     inputs = {"condition": np.array(True)}
     return LayoutCase("body", text, weights, (3, 64), inputs=inputs, place=place)
 
@@ -106,49 +105,29 @@ ZERO_POINTS_OUTSIDE = (
 )
 EIGHT_BITS_OUTSIDE = f"{NO_KERNEL} 8-bit weights {OUTSIDE}: 1.24 has"
 TABLE = f"{NO_KERNEL} Gather from uint8 tables of"
-REFUSALS = [
-    # model, accuracy level, what the versions before the last one say, the last one
-    ("int2", matmul("int2"), 0, f"{NO_KERNEL} 2-bit weights: 1.24 has", "1.24"),
-    ("uint2", matmul("uint2"), 4, f"{NO_KERNEL} 2-bit weights: 1.24 has", "1.24"),
-    (
-        "int8",
-        matmul("int8"),
-        0,
-        f"{NO_KERNEL} 8-bit weights at accuracy_level 0: 1.24 has",
-        "1.24",
-    ),
-    ("int8-level4", matmul("int8"), 4, "", "1.22"),
-    ("int8-outside", matmul_in_body("int8", "none", "outside"), 4, EIGHT_BITS_OUTSIDE, "1.24"),
-    ("int8-inside", matmul_in_body("int8", "random", "inside"), 4, "", "1.22"),
-    (
-        "int4-outside",
-        matmul_in_body("int4", "random", "outside"),
-        4,
-        ZERO_POINTS_OUTSIDE,
-        "1.29",
-    ),
+TWO_BITS = f"{NO_KERNEL} 2-bit weights: 1.24 has"
+EIGHT_BITS = f"{NO_KERNEL} 8-bit weights at accuracy_level 0: 1.24 has"
+# Model, accuracy level, what the versions before the last one say, the last one.
+REFUSALS = {
+    "int2": (matmul("int2"), 0, TWO_BITS, "1.24"),
+    "uint2": (matmul("uint2"), 4, TWO_BITS, "1.24"),
+    "int8": (matmul("int8"), 0, EIGHT_BITS, "1.24"),
+    "int8-level4": (matmul("int8"), 4, "", "1.22"),
+    "int8-outside": (matmul_in_body("int8", "none"), 4, EIGHT_BITS_OUTSIDE, "1.24"),
+    "int8-inside": (matmul_in_body("int8", "random", "body"), 4, "", "1.22"),
+    "int4-outside": (matmul_in_body("int4", "random"), 4, ZERO_POINTS_OUTSIDE, "1.29"),
     # Unsigned codes without zero points get zeros beside them: captured too.
-    (
-        "uint4-outside",
-        matmul_in_body("uint4", "none", "outside"),
-        4,
-        ZERO_POINTS_OUTSIDE,
-        "1.29",
-    ),
-    ("int4-outside-without", matmul_in_body("int4", "none", "outside"), 4, "", "1.22"),
-    ("int4-outside-level0", matmul_in_body("int4", "random", "outside"), 0, "", "1.22"),
-    ("int4-inside", matmul_in_body("int4", "random", "inside"), 4, "", "1.22"),
-    ("int4", matmul("int4", np.float16, "random"), 0, "", "1.22"),
-    ("table8", gather("int8"), 0, f"{TABLE} 8-bit codes: 1.24 has", "1.24"),
-    ("table4", gather("int4"), 0, f"{TABLE} 4-bit codes: 1.24 has", "1.24"),
-]
+    "uint4-outside": (matmul_in_body("uint4", "none"), 4, ZERO_POINTS_OUTSIDE, "1.29"),
+    "int4-outside-without": (matmul_in_body("int4", "none"), 4, "", "1.22"),
+    "int4-outside-level0": (matmul_in_body("int4", "random"), 0, "", "1.22"),
+    "int4-inside": (matmul_in_body("int4", "random", "body"), 4, "", "1.22"),
+    "int4": (matmul("int4", np.float16, "random"), 0, "", "1.22"),
+    "table8": (gather("int8"), 0, f"{TABLE} 8-bit codes: 1.24 has", "1.24"),
+    "table4": (gather("int4"), 0, f"{TABLE} 4-bit codes: 1.24 has", "1.24"),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "level", "words", "first"),
-    [item[1:] for item in REFUSALS],
-    ids=[item[0] for item in REFUSALS],
-)
+@pytest.mark.parametrize(("case", "level", "words", "first"), REFUSALS.values(), ids=REFUSALS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_refusal(tmp_path, case, level, words, first, version):
     options = settings(accuracy_level=level, slow_kernels="fuse")

@@ -17,10 +17,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
-from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, decoder
+from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.dequantized_models import DequantizedMatMul, run
 
 from ortplugins import DqMatMulNBitsFusion
+from ortplugins.quantization import quantize
 
 CASE = DequantizedMatMul(64, 48, 32)
 CPU = ["CPUExecutionProvider"]
@@ -52,27 +53,6 @@ CONFIG: dict[str, Any] = {
 Change = Callable[[dict[str, Any]], object]  # of a genai_config.json
 
 
-def quantised_decoder() -> onnx.ModelProto:
-    """A decoder whose head is dequantised as onnxruntime fuses it."""
-    model = decoder("genai")
-    head = next(item for item in model.graph.initializer if item.name == "head")
-    codes = np.random.default_rng(0).integers(-8, 8, (WIDTH, VOCABULARY))
-    model.graph.initializer.remove(head)
-    model.graph.initializer.extend([
-        onnx.helper.make_tensor(
-            "head_codes", onnx.TensorProto.INT4, codes.shape, codes.reshape(-1)
-        ),
-        onnx.numpy_helper.from_array(
-            np.full((1, VOCABULARY), 0.25, np.float32), "head_scales"
-        ),
-    ])  # fmt: skip
-    node = onnx.helper.make_node(
-        "DequantizeLinear", ["head_codes", "head_scales"], ["head"], axis=0, block_size=16
-    )
-    model.graph.node.insert(0, node)
-    return model
-
-
 @pytest.fixture(autouse=True)
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hold ``given``, a folder of onnxruntime-genai whose data has a name of its own."""
@@ -80,7 +60,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path("given")
     folder.mkdir()
     options = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
-    onnx.save(quantised_decoder(), folder / "model.onnx", **options)
+    # Of weights, the head alone is dequantised.
+    head = {"nodes_to_include": ["logits"], "block_size": 16}
+    model = quantize(decoder("genai"), **head).model
+    onnx.save(model, folder / "model.onnx", **options)
     (folder / "genai_config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
         (folder / name).write_text("{}")

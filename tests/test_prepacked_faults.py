@@ -337,9 +337,6 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
     assert files(warm.cache) == before
 
 
-# Models that change.
-
-
 # Children.
 
 

@@ -241,13 +241,6 @@ def test_passes_run_by_position_then_by_name():
         assert make_plan(given_order).passes == ordered
 
 
-def test_a_plan_is_known_by_its_passes_and_their_options():
-    plans = [Plan((DqMatMulNBitsFusion(level),)) for level in (0, 4)]
-    assert plans[0].fingerprint() != plans[1].fingerprint()
-    # Where the result is kept changes nothing about it.
-    assert Plan(plans[0].passes, cache_dir="x").fingerprint() == plans[0].fingerprint()
-
-
 # Passes of other packages.
 
 # Takes the source of a module ``acme``, and entry points by name.

@@ -66,31 +66,21 @@ def assert_same(
         np.testing.assert_allclose(found, expected, **{"rtol": 0, **near})
 
 
-@pytest.mark.parametrize(
-    ("rows", "length", "computed"),
-    [
-        (["1"], 9, 1),
-        (["111", "11111"], 9, 5),
-        (["111111111"], 9, 9),
-        (["1", "1101", "00101"], 9, 5),
-        (["000111", "111111"], 6, 6),
-        (["000000", "110000"], 6, 2),
-        (["000000"], 6, 6),
-        ([], 6, 0),
-        (["", ""], 0, 0),
-    ],
-    ids=[
-        "one",
-        "odd",
-        "full",
-        "holes",
-        "left",
-        "empty row",
-        "all zero",
-        "no batch",
-        "length 0",
-    ],
-)
+# Masks, the length that they are padded to, and how many positions are computed.
+MASKS = {
+    "one": (["1"], 9, 1),
+    "odd": (["111", "11111"], 9, 5),
+    "full": (["111111111"], 9, 9),
+    "holes": (["1", "1101", "00101"], 9, 5),
+    "left": (["000111", "111111"], 6, 6),
+    "empty row": (["000000", "110000"], 6, 2),
+    "all zero": (["000000"], 6, 6),
+    "no batch": ([], 6, 0),
+    "length 0": (["", ""], 0, 0),
+}
+
+
+@pytest.mark.parametrize(("rows", "length", "computed"), MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("mask", [ADDITIVE, BOOLEAN], ids=["additive", "boolean"])
 def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, computed):
     model = encoder(mask)
