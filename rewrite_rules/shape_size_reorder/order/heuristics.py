@@ -9,7 +9,6 @@ segments     as net, but whole chains of nodes are compared: first those that en
 subtrees     depth first, of the inputs of a node first the one whose making needs most
              beyond what is left of it (Sethi and Ullman, J. ACM 17, 1970: best for
              trees)
-beam         for small graphs: the most promising sets of executed nodes, step by step
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependenci
 
 # Nodes that a chain is looked through for where it falls below its start.
 _LOOK_AHEAD = 64
-# States times nodes that the beam may look at: some tenths of a second.
-_BEAM_NODES = 200
-_BEAM_STATES = 4000
 
 
 def candidate_orders(
@@ -35,8 +31,6 @@ def candidate_orders(
     yield "segments", _greedy(tensors, _segment)
     yield "net", _greedy(tensors, _single)
     yield "subtrees", subtrees(tensors)
-    if len(dependencies.nodes) <= _BEAM_NODES:
-        yield "beam", _beam(tensors)
 
 
 class HeuristicBytes:
@@ -246,52 +240,3 @@ def default_files(
         # Branches of one beginning are all as early: the shorter way first.
         keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
         yield dependencies.smallest_last(ranks(keys))
-
-
-# The last node, and how one got there.
-_Way = tuple["_Way | None", int]
-# Peak, bytes held, ready nodes, how one got there; by the set of executed nodes.
-_BeamState = tuple[int, int, list[int], _Way | None]
-
-
-def _beam(tensors: HeuristicBytes) -> list[int]:
-    """Go on from the best sets of executed nodes of each size; exact if none is dropped."""
-    dependencies = tensors.dependencies
-    nodes = sorted(set(range(len(dependencies.nodes))).difference(dependencies.constants))
-    width = max(_BEAM_STATES // max(len(nodes), 1), 8)
-    needs = [sum(1 << p for p in producers) for producers in dependencies.producers]
-    readers = [sum(1 << node for node in found) for found in tensors.readers]
-    grows = tensors.grows
-    states: dict[int, _BeamState] = {
-        0: (0, 0, [node for node in nodes if not needs[node]], None)
-    }
-    for _ in nodes:
-        following: dict[int, _BeamState] = {}
-        for executed, (peak, held, ready, way) in states.items():
-            for node in ready:
-                after = executed | 1 << node
-                freed = sum(
-                    tensors.size[v]
-                    for v in tensors.reads[node]
-                    if not tensors.kept[v] and not readers[v] & ~after
-                )
-                over = min(grows[node], freed) if tensors.overwrites[node] else 0
-                highest = max(peak, held + grows[node] - over + tensors.inner[node])
-                known = following.get(after)
-                if known is None or highest < known[0]:
-                    rest = [other for other in ready if other != node]
-                    rest += [
-                        other
-                        for other in dependencies.consumers[node]
-                        if not needs[other] & ~after
-                    ]
-                    left = held + grows[node] - freed
-                    following[after] = highest, left, rest, (way, node)
-        best = sorted(following.items(), key=lambda item: item[1][:2])[:width]
-        states = dict(best)
-    result: list[int] = []
-    walk = next(iter(states.values()))[3]
-    while walk is not None:
-        walk, last = walk
-        result.append(last)
-    return [*dependencies.constants, *reversed(result)]
