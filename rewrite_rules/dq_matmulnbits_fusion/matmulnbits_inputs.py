@@ -26,10 +26,7 @@ from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
 from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows
-from rewrite_rules.weights.block_quantized_weight import (
-    BlockQuantizedWeight,
-    ScaleLayout,
-)
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight
 from rewrite_rules.weights.repacking import repack
 
 # What the kernels take (anything else fails when the session is created), with what a weight
@@ -37,8 +34,8 @@ from rewrite_rules.weights.repacking import repack
 # codes have a fast kernel in three of them only.
 _COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
 _COST_2_BIT = {16: 160.0, 32: 2.9, 64: 1.6, 128: 1.0, 256: 160.0}
-# Scales made at a time, in bytes: those of a large weight take a quarter of its codes' space.
-_CHUNK_BYTES = 4 << 20
+# Scales made at a time: those of a large weight take a quarter of its codes' space.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,8 +133,8 @@ def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: f
     stored = weight.operand.stored_scales()
     element = dtype.numpy()
     limits = np.finfo(element)
-    for start in range(0, stored.size, _CHUNK_BYTES):
-        product = stored[start : start + _CHUNK_BYTES].astype(np.float64) * factor
+    for start in range(0, stored.size, _CHUNK_ELEMENTS):
+        product = stored[start : start + _CHUNK_ELEMENTS].astype(np.float64) * factor
         size = np.abs(product[product != 0])
         if size.size and (size.max() > limits.max or size.min() < limits.tiny):
             return False
@@ -193,25 +190,13 @@ def write_scales(
     Their new type is as wide as the stored one at least.
     """
     source = weight.operand.scale_tensor
-    blocks = weight.blocks(block_size)
-    shape = (weight.N, blocks)
-    grid, repeat = weight.grid, weight.cuts(block_size)
-    in_order = (
-        repeat == 1
-        and grid.offset == 0
-        and grid.column_block == 1
-        and (blocks == 1 or grid.block_step == 1)
-        and (weight.N == 1 or grid.column_step == blocks)
-        and source.size == weight.N * blocks
-    )
-    unchanged = in_order and factor == 1.0 and dtype == source.dtype
+    shape = (weight.N, weight.blocks(block_size))
+    unchanged = _in_order(weight, block_size) and factor == 1.0 and dtype == source.dtype
     if unchanged and tuple(source.shape.numpy()) == shape:
         return weight.operand.scales
 
     def chunks() -> Iterator[npt.NDArray[Any]]:
-        stored = weight.operand.stored_scales()
-        for start, stop in _columns(weight.N, blocks * dtype.bitwidth // 8):
-            scales = grid.expand(stored, blocks, repeat, start, stop)
+        for scales in _grid_rows(weight, block_size, weight.operand.stored_scales()):
             if factor != 1.0:
                 scales = scales.astype(np.float64) * factor
             yield scales.astype(dtype.numpy())
@@ -220,7 +205,7 @@ def write_scales(
         initializers,
         weight.operand.scales,
         ".nbits" if weight.k_axis else ".T.nbits",
-        (shape, grid, repeat, factor, dtype),
+        (shape, weight.grid, weight.cuts(block_size), factor, dtype),
         chunks,
         dtype,
         shape,
@@ -256,27 +241,18 @@ def write_zero_points(
     if (operand.stored_zero_points() == middle).all():
         return None
 
-    grid, repeat = weight.grid, weight.cuts(block_size)
     flip = np.uint8(SIGN_BITS[bits] & ((1 << bits) - 1) if operand.signed else 0)
 
     def chunks() -> Iterator[Bytes]:
-        stored = operand.stored_zero_points()
-        for start, stop in _columns(weight.N, blocks):
-            rows = grid.expand(stored, blocks, repeat, start, stop)
+        for rows in _grid_rows(weight, block_size, operand.stored_zero_points()):
             yield pack_rows(rows ^ flip, bits)
 
-    fits = (
-        not operand.signed
-        and repeat == 1
-        and grid == ScaleLayout(0, 1, blocks)
-        and blocks * bits % 8 == 0
-        and source.size == weight.N * blocks
-    )
+    fits = not operand.signed and blocks * bits % 8 == 0 and _in_order(weight, block_size)
     return _register(
         initializers,
         operand.zero_points,
         ".nbits" if weight.k_axis else ".T.nbits",
-        (shape, grid, repeat),
+        (shape, weight.grid, weight.cuts(block_size)),
         chunks,
         ir.DataType.UINT8,
         shape,
@@ -304,7 +280,25 @@ def _register(
     return initializers.get(anchor, suffix, make, key)
 
 
-def _columns(columns: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, columns, step):
-        yield start, min(start + step, columns)
+def _in_order(weight: BlockQuantizedWeight, block_size: int) -> bool:
+    """Whether scales or zero points are stored as ``[N, blocks]``, and nothing else is."""
+    grid, blocks = weight.grid, weight.blocks(block_size)
+    return (
+        weight.cuts(block_size) == 1
+        and grid.offset == 0
+        and grid.column_block == 1
+        and (blocks == 1 or grid.block_step == 1)
+        and (weight.N == 1 or grid.column_step == blocks)
+        and weight.operand.scale_tensor.size == weight.N * blocks
+    )
+
+
+def _grid_rows(
+    weight: BlockQuantizedWeight, block_size: int, stored: npt.NDArray[Any]
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield scales or zero points ``[columns, blocks]`` of successive columns."""
+    blocks = weight.blocks(block_size)
+    step = max(1, _CHUNK_ELEMENTS // blocks)
+    for start in range(0, weight.N, step):
+        stop = min(start + step, weight.N)
+        yield weight.grid.expand(stored, blocks, weight.cuts(block_size), start, stop)
