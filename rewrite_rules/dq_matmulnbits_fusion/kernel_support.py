@@ -41,24 +41,27 @@ def matmulnbits_unsupported(
     Codes and zero points, be they given or written, are captured where the node lies in a
     body (If, Loop, Scan) and they in a graph around it.
     """
-    version = context.onnxruntime
-    if version is None:
-        return
-    if _CUDA in context.providers and bits == 2 and version < (1, 31):
-        raise _from((1, 31), version, "2-bit weights on CUDA")
-    if not context.cpu_only:
-        return
-    if bits == 2 and version < (1, 24):
-        raise _from((1, 24), version, "2-bit weights")
-    if bits == 2 and float16 and version < (1, 29):
-        raise _from((1, 29), version, "2-bit weights under float16 activations")
-    if bits == 8 and accuracy_level != 4 and version < (1, 24):
-        raise _from((1, 24), version, f"8-bit weights at accuracy_level {accuracy_level}")
-    if bits == 8 and captured_codes and version < (1, 24):
+    version, cpu = context.onnxruntime, context.cpu_only
+    _refuse_missing(
+        version,
+        ((1, 31), bits == 2 and _CUDA in context.providers, "2-bit weights on CUDA"),
+        ((1, 24), cpu and bits == 2, "2-bit weights"),
+        ((1, 29), cpu and bits == 2 and float16, "2-bit weights under float16 activations"),
+        (
+            (1, 24),
+            cpu and bits == 8 and accuracy_level != 4,
+            f"8-bit weights at accuracy_level {accuracy_level}",
+        ),
         # It runs 8-bit codes only once they are packed, and packs them only in the body or
         # right around it: two graphs out the run fails.
-        raise _from((1, 24), version, "8-bit weights outside the subgraph of If, Loop or Scan")
-    if captured_zero_points and accuracy_level == 4 and version < (1, 29):
+        (
+            (1, 24),
+            cpu and bits == 8 and captured_codes,
+            "8-bit weights outside the subgraph of If, Loop or Scan",
+        ),
+    )
+    outside = cpu and captured_zero_points and accuracy_level == 4
+    if outside and version is not None and version < (1, 29):
         raise NoKernel(
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
             "zero points outside the subgraph of If, Loop or Scan: 1.29 is right, and so is "
@@ -71,24 +74,22 @@ def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -
 
     ``odd_blocks``: there are zero points, for an odd number of blocks in a row.
     """
-    if version is None:
-        return
     what = f"Gather from uint8 tables of {bits}-bit codes"
-    if version < (1, 24):
-        raise _from((1, 24), version, what)
-    if version < (1, 27) and bits == 2:
-        raise _from((1, 27), version, what)
-    if version < (1, 27) and bits == 4 and odd_blocks:
+    _refuse_missing(version, ((1, 24), True, what), ((1, 27), bits == 2, what))
+    if version is not None and version < (1, 27) and bits == 4 and odd_blocks:
         raise NoKernel(
             f"onnxruntime {_text(version)} computes wrong numbers at {what} with zero points "
             "for an odd number of blocks: 1.27 is right"
         )
 
 
-def _from(first: Version, version: Version, what: str) -> NoKernel:
-    return NoKernel(
-        f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has"
-    )
+def _refuse_missing(version: Version | None, *kernels: tuple[Version, bool, str]) -> None:
+    """Refuse the first kernel that is needed, and that only a later version has."""
+    for first, needed, what in kernels:
+        if needed and version is not None and version < first:
+            raise NoKernel(
+                f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has"
+            )
 
 
 def _text(version: Version) -> str:
