@@ -17,11 +17,7 @@ import onnx_ir.passes.common
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
-from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
-    AddBias,
-    LeftOperand,
-    RightOperand,
-)
+from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, LeftOperand, RightOperand
 from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.functions import check_inlined_size
 from rewrite_rules.graph.nodes import is_dequantize_linear, label

@@ -7,21 +7,50 @@
 A table that the operator takes in no form becomes a float constant, unpacked once; so does a
 small one of 2 or 4 bits. A batch may hold more indices than it has rows, and the kernel takes
 up to 3 times as long for a row as onnxruntime takes to unpack it (1.32).
+
+The operator (onnxruntime's docs/ContribOperators.md) takes
+
+    data         int4 or uint4 codes of any shape, blocks along any axis; or uint8, unsigned
+                 codes packed along the last axis, for whole rows (gather_axis 0) only
+    scales       rank of data, one for each block; their type is the output's
+    zero_points  int4 and uint4: as scales; uint8: packed along the last axis. Left out they
+                 are 0 for int4 and uint4, 2**(bits - 1) for uint8
+
+in blocks of any power of 2 from 16 on, longer than the axis too. The uint8 form is
+MatMulNBits' order: a tied embedding and head share their bytes. Its attribute ``bits`` is
+known from onnxruntime 1.23 on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.dq_matmulnbits_fusion.gather_block_quantized_inputs import table_writer
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
-from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import Emit, OperandRule, check_type
+from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel, table_unsupported
+from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
+    KernelInputs,
+    fitting_block_size,
+    repacked,
+    write_codes,
+    write_scales,
+    write_zero_points,
+)
 from rewrite_rules.graph.attributes import axis_of, int_attribute
+from rewrite_rules.graph.initializers import DerivedInitializers
+from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, packed_bytes
 from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.weights.bit_packing import Bytes, pack_rows, unpack
+from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Unrepresentable
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
+from rewrite_rules.weights.strided_axes import offsets
 
 
 class GatherToGatherBlockQuantized(OperandRule):
@@ -45,12 +74,7 @@ class GatherToGatherBlockQuantized(OperandRule):
         tied = _is_tied(operand)
         if operand.bits < 8 and not tied and self._run.is_small(operand):
             raise NoKernel("a small table is read faster as floats")
-        write, note = table_writer(
-            operand,
-            axis,
-            self._run.context.onnxruntime,
-            tied=tied,
-        )
+        write, note = table_writer(operand, axis, self._run.context.onnxruntime, tied=tied)
 
         def emit(op: Any) -> tuple[ir.Value, str]:
             table = write(self._run.initializers)
@@ -90,3 +114,192 @@ def _is_tied(operand: DequantizedOperand) -> bool:
             elif use.node.op_type not in ("Gather", "GatherBlockQuantized"):
                 return True
     return False
+
+
+_SMALLEST_BLOCK = 16
+_CHUNK_ELEMENTS = 1 << 20
+
+_Writer = Callable[[DerivedInitializers], KernelInputs]
+
+
+def table_writer(
+    operand: DequantizedOperand, axis: int, version: Version | None, *, tied: bool
+) -> tuple[_Writer, str]:
+    """Return what registers the inputs, and what to remark on them; refuse what no form takes.
+
+    Where a MatMul reads the same codes (``tied``), the packed form is preferred.
+    """
+    if len(operand.shape) < 2:
+        raise NoKernel(
+            f"table {operand.codes.name!r} has rank {len(operand.shape)}: 2 has one"
+        )
+    packed: _Writer | None = None
+    try:
+        packed = functools.partial(_write_packed, operand, _rows(operand, axis, version))
+    except (NoKernel, Unrepresentable) as reason:
+        refusal = reason
+    if operand.bits == 4 and not operand.renamed and not (tied and packed):
+        note = f" (its codes not shared with the MatMul beside it: {refusal})" if tied else ""
+        block_size = operand.dequantize.attributes.get_int("block_size", 0)
+        if block_size >= _SMALLEST_BLOCK and not block_size & (block_size - 1):
+            return functools.partial(_write_stored, operand, axis), note
+        # The last axis along which the scale stays the same.
+        for whole in reversed(range(len(operand.axes))):
+            if all(run.scales == 0 for run in operand.axes[whole]):
+                return functools.partial(_write_whole, operand, axis, whole), note
+    if packed is None:
+        raise refusal
+    return packed, ""
+
+
+def _rows(
+    operand: DequantizedOperand, axis: int, version: Version | None
+) -> BlockQuantizedWeight:
+    """Describe the table for the packed form: its rows are the columns of ``W[K, N]``."""
+    name = operand.codes.name
+    if axis != 0:
+        raise NoKernel(
+            f"table {name!r} of {operand.bits}-bit codes is gathered along axis {axis}: axis "
+            "0 has a kernel"
+        )
+    leading = tuple(run for axis_runs in operand.axes[:-1] for run in axis_runs)
+    rows = dataclasses.replace(operand, axes=(leading, operand.axes[-1]))
+    weight = rows.matrix(k_axis=1)
+    if weight.K * operand.bits % 8:
+        raise NoKernel(
+            f"table {name!r} has {weight.K} columns: its rows of {operand.bits}-bit codes "
+            "don't fill bytes"
+        )
+    if not weight.one_block and weight.block_size < _SMALLEST_BLOCK:
+        raise NoKernel(
+            f"blocks of {weight.block_size} in the rows of table {name!r} have no kernel: "
+            f"{_SMALLEST_BLOCK} and more have one"
+        )
+    odd_blocks = operand.zero_points is not None and weight.blocks(weight.block_size) % 2 == 1
+    table_unsupported(version, bits=operand.bits, odd_blocks=odd_blocks)
+    return weight
+
+
+def _write_stored(
+    operand: DequantizedOperand, axis: int, initializers: DerivedInitializers
+) -> KernelInputs:
+    """4-bit codes, scales and zero points as they are."""
+    attributes = operand.dequantize.attributes
+    source, dtype, scales = operand.scale_tensor, operand.dtype, operand.scales
+    if source.dtype.bitwidth < dtype.bitwidth:
+
+        def chunks() -> Iterator[npt.NDArray[Any]]:
+            stored = operand.stored_scales()
+            for start in range(0, stored.size, _CHUNK_ELEMENTS):
+                yield stored[start : start + _CHUNK_ELEMENTS].astype(dtype.numpy())
+
+        def make(name: str) -> ir.TensorProtocol:
+            return ChunkedTensor(chunks, dtype, tuple(source.shape.numpy()), name)
+
+        scales = initializers.get(scales, f".{dtype.name.lower()}", make)
+    return KernelInputs(
+        operand.codes,
+        scales,
+        operand.zero_points,
+        {
+            "gather_axis": axis,
+            "quantize_axis": attributes.get_int("axis", 1) % len(operand.shape),
+            "block_size": attributes.get_int("block_size", 0),
+        },
+    )
+
+
+def _write_whole(
+    operand: DequantizedOperand, axis: int, whole: int, initializers: DerivedInitializers
+) -> KernelInputs:
+    """4-bit codes as they are, one block along an axis on which the scale stays the same."""
+    axes = [() if i == whole else runs for i, runs in enumerate(operand.axes)]
+    shape = tuple(1 if i == whole else size for i, size in enumerate(operand.shape))
+    _, at = offsets(axes)
+    dtype = max(operand.dtype, operand.scale_tensor.dtype, key=lambda item: item.bitwidth)
+    array = operand.stored_scales()[at].astype(dtype.numpy()).reshape(shape)
+    key = (operand.axes, whole, dtype)
+    zero_points = None
+    if operand.zero_points is not None and operand.zero_point_tensor is not None:
+        source = operand.zero_point_tensor
+        packed = pack_rows(unpack(packed_bytes(source), operand.bits, at), operand.bits)
+        zero_points = initializers.get(
+            operand.zero_points,
+            ".whole",
+            lambda name: ir.PackedTensor(
+                packed, source.dtype, shape=ir.Shape(shape), name=name
+            ),
+            key,
+        )
+    scales = initializers.get(
+        operand.scales, ".whole", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
+    )
+    return KernelInputs(
+        operand.codes,
+        scales,
+        zero_points,
+        {
+            "gather_axis": axis,
+            "quantize_axis": whole,
+            "block_size": _covering_block(operand.shape[whole]),
+        },
+    )
+
+
+def _write_packed(
+    operand: DequantizedOperand,
+    weight: BlockQuantizedWeight,
+    initializers: DerivedInitializers,
+) -> KernelInputs:
+    """Unsigned codes, row by row, in MatMulNBits' order."""
+    block_size = _covering_block(weight.K) if weight.one_block else weight.block_size
+    zero_points = write_zero_points(initializers, weight, block_size)
+    scales = write_scales(initializers, weight, block_size, weight.lossless_dtype)
+
+    def with_axes(rows: ir.Value) -> ir.Value:
+        """The same bytes with separate axes for the rows again."""
+        if len(operand.shape) == 2:
+            return rows
+        assert rows.const_value is not None
+        dtype, width = rows.const_value.dtype, int(rows.const_value.shape.numpy()[-1])
+        shape = (*operand.shape[:-1], width)
+        return initializers.get(
+            rows, ".axes", lambda name: AliasTensor(rows, dtype, shape, name), shape
+        )
+
+    return KernelInputs(
+        with_axes(_write_data(initializers, weight)),
+        with_axes(scales),
+        None if zero_points is None else with_axes(zero_points),
+        {
+            "gather_axis": 0,
+            "quantize_axis": len(operand.shape) - 1,
+            "block_size": block_size,
+            "bits": operand.bits,
+        },
+    )
+
+
+def _write_data(initializers: DerivedInitializers, weight: BlockQuantizedWeight) -> ir.Value:
+    """Register the packed codes, uint8 ``[N, K * bits / 8]``."""
+    row_bytes = weight.K * weight.operand.bits // 8
+    shape = (weight.N, row_bytes)
+    # That of MatMulNBits, whose codes are the same bytes where no row is padded.
+    block_size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
+
+    def chunks() -> Iterator[Bytes]:
+        for rows in repacked(weight, 8):
+            yield rows[:, :row_bytes]
+
+    def make(name: str) -> ir.TensorProtocol:
+        if block_size is not None and weight.K % block_size == 0:
+            codes = write_codes(initializers, weight, block_size)
+            return AliasTensor(codes, ir.DataType.UINT8, shape, name)
+        return ChunkedTensor(chunks, ir.DataType.UINT8, shape, name)
+
+    key = (weight.K, weight.N, weight.k_axis)
+    return initializers.get(weight.operand.codes, ".rows", make, key)
+
+
+def _covering_block(size: int) -> int:
+    return max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())

@@ -8,7 +8,7 @@
     MatMul(x[G,M,K], W[G,K,N])       -> G times MatMulNBits, between Split and Concat
     Add(MatMulNBits(x), bias[N])     -> MatMulNBits(x, bias)
 
-where W is what :mod:`.operand_rule` says: the same codes and the same scales, so that with
+where W is what :mod:`.fusion_run` says: the same codes and the same scales, so that with
 ``accuracy_level`` 0 the numbers stay. Where the CPU has no fast kernel for the bits, block and
 accuracy level, or no kernel at all, W becomes a float constant:
 
@@ -32,7 +32,12 @@ from rewrite_rules.dq_matmulnbits_fusion.column_bias import (
     read_column_bias,
     write_column_bias,
 )
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionRun
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
+    Emit,
+    FusionRun,
+    OperandRule,
+    check_type,
+)
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     NoKernel,
     matmulnbits_unsupported,
@@ -50,7 +55,6 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
     choose_accuracy_level,
     native_block_size,
 )
-from rewrite_rules.dq_matmulnbits_fusion.operand_rule import Emit, OperandRule, check_type
 from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.nodes import is_dequantize_linear, label, owner, producer
 from rewrite_rules.graph.refusal import Refusal

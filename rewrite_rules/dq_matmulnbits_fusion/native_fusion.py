@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionOptions
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
 from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.nodes import is_dequantize_linear, owner
@@ -26,15 +26,6 @@ from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 # What onnxruntime cuts columns with a single scale into.
 _ONE_SCALE_BLOCK = 32
 _REDUNDANT = ("Clip", "Relu")
-# Execution providers whose nodes onnxruntime's optimizer fuses.
-_PROVIDERS = frozenset(
-    {
-        "AzureExecutionProvider",
-        "CPUExecutionProvider",
-        "CUDAExecutionProvider",
-        "DmlExecutionProvider",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +54,7 @@ def choose_accuracy_level(
     stock, reason = context.native_accuracy_level, "auto: as onnxruntime fuses it"
     if stock is None:
         reason = "auto: onnxruntime's optimizer is off"
-    elif not _PROVIDERS.issuperset(context.providers):
+    elif not NATIVE_PROVIDERS.issuperset(context.providers):
         stock, reason = None, "auto: onnxruntime does not fuse for these providers"
     elif why := why_not_native(product, chain, operand, context.onnxruntime):
         stock, reason = None, f"auto: onnxruntime would not fuse it, {why}"
