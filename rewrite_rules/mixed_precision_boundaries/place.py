@@ -307,9 +307,7 @@ def _as_float(entry: TensorOverride) -> TensorOverride:
 
 
 def _changes(
-    tensor: QuantizedTensor,
-    plan: TensorPlan,
-    grids: Mapping[ir.DataType, object],
+    tensor: QuantizedTensor, plan: TensorPlan, grids: Mapping[ir.DataType, object]
 ) -> Iterator[str]:
     """What happens to a tensor, in words; nothing where it stays as it is."""
     own = tensor.grid.dtype

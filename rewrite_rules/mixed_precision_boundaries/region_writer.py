@@ -323,9 +323,7 @@ def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
     )
 
 
-def _dequantized_before(
-    node: ir.Node,
-) -> tuple[ir.Node, ir.Value, QuantizationGrid] | None:
+def _dequantized_before(node: ir.Node) -> tuple[ir.Node, ir.Value, QuantizationGrid] | None:
     """The first node of the data movement that ends in one, and the value that it reads."""
     while node.op_type in _PASSED_OPERATORS and node.inputs:
         value = node.inputs[0]

@@ -64,8 +64,7 @@ def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: i
     expected = 2.2 * before / 1e6
     if limit_mb and expected > limit_mb:
         remarks.refused(
-            name,
-            f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}",
+            name, f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}"
         )
         return
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:

@@ -138,17 +138,13 @@ def _may_be_held(order: GraphOrder) -> bool:
 
 
 def _write_default_order(
-    model: ir.Model,
-    order: GraphOrder,
-    shapes: ConcreteShapes,
-    context: PassContext,
+    model: ir.Model, order: GraphOrder, shapes: ConcreteShapes, context: PassContext
 ) -> None:
     file = memory_order(model.graph, shapes, for_default_order=True)
     if file.ours.peak < order.default.peak:
         file.apply()
         context.remarks.fired(
-            _GRAPH,
-            f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}",
+            _GRAPH, f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}"
         )
     else:
         context.remarks.refused(

@@ -159,8 +159,7 @@ def _broadcast(
         for group in zip(*(p.flat for p in places), strict=True)
     )
     return Integers(
-        tuple(None if None in group else compute(*group) for group in numbers),
-        places[0].shape,
+        tuple(None if None in group else compute(*group) for group in numbers), places[0].shape
     )
 
 

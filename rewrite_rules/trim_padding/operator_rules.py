@@ -29,13 +29,7 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     split_axes,
 )
-from rewrite_rules.trim_padding.token_flow import (
-    Choice,
-    Evaluated,
-    Rule,
-    Site,
-    flagged,
-)
+from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, Rule, Site, flagged
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"

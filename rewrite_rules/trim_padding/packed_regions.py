@@ -22,7 +22,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.constants import constant_ints
 from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.trim_padding.new_nodes import NewNodes
+from rewrite_rules.trim_padding.padding_nodes import NewNodes
 from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
 from rewrite_rules.trim_padding.token_flow import Evaluated, TokenFlow
 

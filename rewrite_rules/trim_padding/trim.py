@@ -40,10 +40,7 @@ _PADDED_TYPES = _MASK_TYPES | {
 }  # fmt: skip
 # Rows of masks without their padding, and the length with it. Positions beyond 128 show what
 # windows of local attention do; shorter ones do for models that end before.
-_SHORT_PAIRS = (
-    (("1" * 8, "111", "00111111", "1001001"), 13),
-    (("1", "1"), 9),
-)
+_SHORT_PAIRS = ((("1" * 8, "111", "00111111", "1001001"), 13), (("1", "1"), 9))
 _LONG_PAIR = (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150)
 _MIDDLE_PAIR = (("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43)
 # Sizes of other dimensions, unlike each other.

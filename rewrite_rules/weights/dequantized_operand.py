@@ -48,9 +48,7 @@ _CODE_TYPES = frozenset(
         *(ir.DataType.UINT2, ir.DataType.UINT4, ir.DataType.UINT8),
     }
 )
-_RENAMING = frozenset(
-    {"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"},
-)
+_RENAMING = frozenset({"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 _CHUNK_ELEMENTS = 1 << 20
 _MOST_AXES = 8
 # More nodes in a row rename nothing that a fewer could not; and a cycle must end.

@@ -156,10 +156,7 @@ class MemoryModel:
         return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
 
     def timeline(
-        self,
-        order: Sequence[int],
-        inner: Mapping[int, int] | None = None,
-        reuse: bool = True,
+        self, order: Sequence[int], inner: Mapping[int, int] | None = None, reuse: bool = True
     ) -> Timeline:
         """Simulate the plan that onnxruntime makes for an order.
 
