@@ -20,7 +20,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.command_line import ortplugins_command
-from builders.dequantized_models import DequantizedMatMul, make_model
+from builders.dequantized_models import DequantizedMatMul
 from builders.installed_passes import install_passes
 from builders.sessions import CPU, check, files, save
 from builders.text_models import normal, proto_of
@@ -314,12 +314,9 @@ def test_inspect_finds_out_what_packing_would_do(main, tmp_path, case):
 
 def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     # Brackets and colons are markup to rich, and stand in many exporters' names.
-    case = FUSED
-    values, x = case.initializers(), case.input()
-    nodes = case.dequantize(values)
-    name = "/layers[0]/[red]mlp:smile:" + "x" * 200
-    nodes.append(ir.node("MatMul", [x, nodes[-1].outputs[0]], name=name))
-    ir.save(make_model([x], nodes, values, {"y": nodes[-1].outputs[0]}), tmp_path / "m.onnx")
+    model, name = FUSED.model(), "/layers[0]/[red]mlp:smile:" + "x" * 200
+    model.graph.node("matmul").name = name
+    ir.save(model, tmp_path / "m.onnx")
     assert name not in main("inspect", "m.onnx").stdout
     fired = main("inspect", "m.onnx", "-v").stdout.splitlines()[1]
     assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")

@@ -15,13 +15,12 @@ import pytest
 from builders.dequantized_models import (
     STORAGE,
     DequantizedMatMul,
-    make_model,
     op_types,
     relative_error,
     run,
 )
 from builders.sessions import EXACT, files
-from builders.text_models import model_of, normal, proto_of
+from builders.text_models import model_of, normal, proto_of, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,13 +54,9 @@ def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path):
 
 def tied(case: DequantizedMatMul) -> ir.Model:
     """A table for Gather whose rows are the columns of a head's weight."""
-    values, x = case.initializers(), case.input()
-    ids = ir.val("ids", ir.DataType.INT64, ["ids"])
-    dq, transpose = case.dequantize(values)
-    gather = ir.node("Gather", [dq.outputs[0], ids], name="embed")
-    head = ir.node("MatMul", [x, transpose.outputs[0]], name="head")
-    outputs = {"rows": gather.outputs[0], "y": head.outputs[0]}
-    return make_model([x, ids], [dq, transpose, gather, head], values, outputs)
+    nodes = "[embed] rows = Gather (dq_rows, ids)  [head] y = MatMul (x, dq_out)"
+    ids = onnx.TensorProto.INT64, ["ids"]
+    return case.model_of(nodes, ("rows", "y"), ids=ids)
 
 
 @pytest.mark.parametrize("zero_points", ["none", "random"])
@@ -99,14 +94,14 @@ def test_a_tied_embedding_and_head_are_stored_once(elsewhere, storage, zero_poin
 def test_float_constants_end_at_the_limit(tmp_path):
     # 0.39 MB as float; a second one does not fit beside it.
     cases = [DequantizedMatMul(256, 384, 32, "int8", seed=i) for i in range(2)]
-    x = cases[0].input()
-    nodes, values, outputs = [], [], {}
+    nodes, tensors = "", []
     for i, case in enumerate(cases):
-        values += (own := case.initializers(f"w{i}"))
-        nodes += case.dequantize(own, f"dq{i}")
-        nodes.append(ir.node("MatMul", [x, nodes[-1].outputs[0]], name=f"matmul{i}"))
-        outputs[f"y{i}"] = nodes[-1].outputs[0]
-    model = make_model([x], nodes, values, outputs)
+        nodes += (
+            f"{case.dequantize(f'w{i}', f'dq{i}')} [matmul{i}] y{i} = MatMul (x, dq{i}_out) "
+        )
+        tensors += case.tensors(f"w{i}")
+    inputs = {"x": (onnx.TensorProto.FLOAT, ["rows", 256])}
+    model = text_model(nodes, tensors, inputs, ["y0", "y1"])
     for limit, fired in ((0, 0), (1, 2)):
         fusion = DqMatMulNBitsFusion(accuracy_level="0", float_limit_mb=limit)
         report = ortplugins.optimize(model, passes=[fusion]).report

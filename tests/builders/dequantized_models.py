@@ -16,16 +16,17 @@ from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks
 
 from .same_numbers import session
+from .text_models import text_model
 
 CPU = ("CPUExecutionProvider",)
 EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")
 STORAGE = {
-    "int4": (4, True, ir.DataType.INT4, ml_dtypes.int4),
-    "uint4": (4, False, ir.DataType.UINT4, ml_dtypes.uint4),
-    "int8": (8, True, ir.DataType.INT8, np.int8),
-    "uint8": (8, False, ir.DataType.UINT8, np.uint8),
-    "int2": (2, True, ir.DataType.INT2, ml_dtypes.int2),
-    "uint2": (2, False, ir.DataType.UINT2, ml_dtypes.uint2),
+    "int4": (4, True, ml_dtypes.int4),
+    "uint4": (4, False, ml_dtypes.uint4),
+    "int8": (8, True, np.int8),
+    "uint8": (8, False, np.uint8),
+    "int2": (2, True, ml_dtypes.int2),
+    "uint2": (2, False, ml_dtypes.uint2),
 }
 
 
@@ -51,7 +52,7 @@ class DequantizedMatMul:
 
     def arrays(self) -> tuple[npt.NDArray, npt.NDArray, npt.NDArray | None]:
         """codes [K, N], scales [blocks, N], zero points [blocks, N], as plain numbers."""
-        bits, signed, _, _ = STORAGE[self.storage]
+        bits, signed, _ = STORAGE[self.storage]
         low = -(1 << (bits - 1)) if signed else 0
         rng = np.random.default_rng(self.seed)
         codes = rng.integers(low, low + (1 << bits), (self.k, self.n))
@@ -73,42 +74,45 @@ class DequantizedMatMul:
         offset = 0 if zero_points is None else zero_points[block]
         return (codes - offset) * scales.astype(np.float64)[block]
 
-    def initializers(self, prefix: str = "w") -> list[ir.Value]:
-        codes, scales, zero_points = self.arrays()
-        _, _, dtype, numpy_dtype = STORAGE[self.storage]
-        values = [
-            _initializer(f"{prefix}", self._stored(codes).astype(numpy_dtype), dtype),
-            _initializer(f"{prefix}_scale", self._stored(scales)),
-        ]
-        if zero_points is not None:
-            stored = self._stored(zero_points).astype(numpy_dtype)
-            values.append(_initializer(f"{prefix}_zero_point", stored, dtype))
-        return values
-
-    def dequantize(self, values: list[ir.Value], name: str = "dq") -> list[ir.Node]:
-        """DequantizeLinear, and Transpose where the layout has one."""
-        axis = 0 if self.layout == "axis0" else 1
-        attributes = {"axis": axis, "block_size": self.block_size}
-        nodes = [ir.node("DequantizeLinear", values, attributes, name=name)]
-        if self.layout == "transposed":
-            nodes.append(
-                ir.node(
-                    "Transpose", nodes[-1].outputs, {"perm": [1, 0]}, name=f"{name}_transpose"
-                )
+    def tensors(self, name: str = "w") -> list[onnx.TensorProto]:
+        """Codes, scales and zero points as they are stored."""
+        dtype = STORAGE[self.storage][2]
+        arrays = zip(self.arrays(), ("", "_scale", "_zero_point"), strict=True)
+        return [
+            onnx.numpy_helper.from_array(
+                self._stored(array).astype(array.dtype if part == "_scale" else dtype),
+                f"{name}{part}",
             )
-        nodes[-1].outputs[0].name = f"{name}_out"
-        return nodes
+            for array, part in arrays
+            if array is not None
+        ]
+
+    def dequantize(self, name: str = "w", node: str = "dq") -> str:
+        """Return the nodes that make ``{node}_out``, W[K, N], as text."""
+        read = ", ".join(tensor.name for tensor in self.tensors(name))
+        call = "DequantizeLinear <axis = {}, block_size = {}> ({})"
+        if self.layout == "axis0":
+            return f"[{node}] {node}_out = {call.format(0, self.block_size, read)}  "
+        return f"""[{node}] {node}_rows = {call.format(1, self.block_size, read)}
+            [{node}_transpose] {node}_out = Transpose <perm = [1, 0]> ({node}_rows)  """
 
     def model(self) -> ir.Model:
-        values = self.initializers()
-        x = self.input()
-        nodes = self.dequantize(values)
-        nodes.append(ir.node("MatMul", [x, nodes[-1].outputs[0]], name="matmul"))
-        return make_model([x], nodes, values, {"y": nodes[-1].outputs[0]})
+        return self.model_of("[matmul] y = MatMul (x, dq_out)")
 
-    def input(self) -> ir.Value:
-        dtype = ir.DataType.from_numpy(np.dtype(self.scale_dtype))
-        return ir.val("x", dtype, ["rows", self.k])
+    def model_of(
+        self, nodes: str, outputs: Sequence[str] = ("y",), **inputs: tuple[int, list[str]]
+    ) -> ir.Model:
+        """Return the model of nodes behind the weight, with more inputs than x."""
+        kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(self.scale_dtype))
+        proto = text_model(
+            self.dequantize() + nodes,
+            self.tensors(),
+            {"x": (kind, ["rows", self.k]), **inputs},
+            outputs,
+            opset=25 if self.storage.endswith("2") else 21,
+            output_type=kind,
+        )
+        return ir.from_proto(proto)
 
     def feed(self, rows: int = 3) -> npt.NDArray:
         rng = np.random.default_rng(self.seed + 1)
@@ -119,44 +123,6 @@ class DequantizedMatMul:
 
     def _stored(self, array: npt.NDArray) -> npt.NDArray:
         return np.ascontiguousarray(array if self.layout == "axis0" else array.T)
-
-
-def _initializer(name: str, array: npt.NDArray, dtype: ir.DataType | None = None) -> ir.Value:
-    tensor = ir.Tensor(array, dtype=dtype, name=name)
-    return ir.Value(
-        name=name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
-
-
-def make_model(
-    inputs: list[ir.Value],
-    nodes: list[ir.Node],
-    initializers: list[ir.Value],
-    outputs: dict[str, ir.Value],
-    opset: int | None = None,
-) -> ir.Model:
-    """A checked model; 2-bit types need opset 25."""
-    if opset is None:
-        two_bit = any(
-            value.dtype in (ir.DataType.INT2, ir.DataType.UINT2) for value in initializers
-        )
-        opset = 25 if two_bit else 21
-    for name, value in outputs.items():
-        value.name = name
-        if value.dtype is None:
-            value.dtype = inputs[0].dtype
-    graph = ir.Graph(
-        inputs,
-        list(outputs.values()),
-        nodes=nodes,
-        initializers=initializers,
-        opset_imports={"": opset},
-        name="test",
-    )
-    return ir.Model(graph, ir_version=13 if opset == 25 else 10)
 
 
 def run(

@@ -84,7 +84,7 @@ class Quantized:
 
     def tensors(self, name: str, rng: np.random.Generator) -> list[onnx.TensorProto]:
         """Draw codes, scales and zero points; scales such that the weights are about 1."""
-        bits, signed, _, numpy_dtype = STORAGE[self.storage]
+        bits, signed, numpy_dtype = STORAGE[self.storage]
         low = -(1 << (bits - 1)) if signed else 0
         middle = low + (1 << (bits - 1))
         shape = self.scale_shape
