@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -279,8 +280,25 @@ class FuseAttention(RewriteRuleClassBase):
         assert self._found is not None
         found = self._found[0]
         self._facts.replace(out, attended)
+        kernel = producer(producer(attended).inputs[0])
+        if kernel.op_type == "GroupQueryAttention":
+            self._merge_heads(out, kernel.outputs[0])
         self._joined += zip((found.keys, found.values), cache, strict=False)
         return attended
+
+    def _merge_heads(self, out: ir.Value, rows: ir.Value) -> None:
+        """Give Reshapes of the result to ``[B, S, H * D]`` what the kernel wrote."""
+        _, length, width = self._facts.shape(rows)  # type: ignore[misc]
+        for node in out.consumers():
+            target = node.inputs[1] if node.op_type == "Reshape" else None
+            asked = None if target is None else self._facts.integers(target)
+            if asked is None or len(asked.numbers) != 3 or node.outputs[0].is_graph_output():
+                continue
+            # The batch of another input counts as this one's; a number does not.
+            batch, *rest = asked.numbers
+            wanted = (length, (0, ())), (width, (-1, ()))
+            if number(batch) in (None, 0) and all(map(operator.contains, wanted, rest)):
+                node.outputs[0].replace_all_uses_with(rows)
 
     def _emit(self, op: Any, mixed: ir.Value) -> Sequence[ir.Value]:
         assert self._found is not None
