@@ -17,14 +17,7 @@ _ANY = "..."
 
 
 class Reason(NamedTuple):
-    """One cause.
-
-    Attributes:
-        code: Such as ``"ORP101"``.
-        section: What it is about.
-        advice: What to do, one line.
-        texts: Reasons of remarks, and warnings, that have it.
-    """
+    """One cause."""
 
     code: str
     section: str

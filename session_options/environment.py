@@ -25,11 +25,7 @@ GENERAL = {spec.name: f"{VARIABLE}_{spec.name.upper()}" for spec in GENERAL_OPTI
 
 
 def plan_entries() -> dict[str, str] | None:
-    """Return the session entries of the passes in ``ORTPLUGINS``; None where it is not set.
-
-    Raises:
-        OptionError: If the text is wrong; names the variable and the closest match.
-    """
+    """Return the session entries of the passes in ``ORTPLUGINS``; None where it is not set."""
     text = os.environ.get(VARIABLE)
     if text is None or not text.strip():
         return None
@@ -44,9 +40,6 @@ def general_entries() -> dict[str, str]:
 
     ``ORTPLUGINS_CACHE_DIR`` and ``ORTPLUGINS_CACHE_LIMIT`` are not among them: they hold for
     every session that sets none, as they do without this module.
-
-    Raises:
-        OptionError: If a value is wrong; names the variable.
     """
     entries = {}
     for spec in GENERAL_OPTIONS:
@@ -61,9 +54,6 @@ def entries_of(names: Sequence[str], settings: Mapping[str, str]) -> dict[str, s
     """Return the session entries of passes, by name, and of ``{"<pass>.<option>": value}``.
 
     What is not set gets no entry, so that onnxruntime's own keys of the same meaning count.
-
-    Raises:
-        OptionError: As for ``session_options.plan.plan_from_settings``.
     """
     plan_from_settings(names, settings)
     options = {f"{PREFIX}.{key.removeprefix(f'{PREFIX}.')}": v for key, v in settings.items()}

@@ -79,12 +79,7 @@ def option(
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
-    """Return the options of a pass class in the order of its fields.
-
-    Raises:
-        TypeError: If a field was not declared with :func:`option`, or its default is not a
-            bool, int, float or str.
-    """
+    """Return the options of a pass class in the order of its fields."""
     import dataclasses
 
     result = []
@@ -117,11 +112,7 @@ _SIZE_UNITS = {"": 1, "b": 1} | {
 
 
 def parse_size(key: str, text: str) -> int:
-    """Read a size in bytes: 500MB and 10GB are powers of 1000, 1GiB is a power of 1024.
-
-    Raises:
-        OptionError: If it is none; names the key.
-    """
+    """Read a size in bytes: 500MB and 10GB are powers of 1000, 1GiB is a power of 1024."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _SIZE_UNITS:
         raise OptionError(f"{key} is {text!r}: a size such as 500MB, 10GB or 1GiB is expected")
@@ -129,11 +120,7 @@ def parse_size(key: str, text: str) -> int:
 
 
 def parse_dims(key: str, text: str) -> dict[str, int]:
-    """Read sizes of dimensions: ``batch=1,seq=512``.
-
-    Raises:
-        OptionError: If a part is not a name and a size; names the key.
-    """
+    """Read sizes of dimensions: ``batch=1,seq=512``."""
     sizes = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, size = (piece.strip() for piece in part.rpartition("="))
@@ -151,22 +138,14 @@ def format_value(value: Scalar) -> str:
 
 
 def parse_bool(key: str, text: str) -> bool:
-    """Read a boolean entry.
-
-    Raises:
-        OptionError: If it is neither ``"0"`` nor ``"1"``.
-    """
+    """Read a boolean entry."""
     if text not in ("0", "1"):
         raise OptionError(f'{key} is {text!r}: "0" or "1" is expected')
     return text == "1"
 
 
 def parse_value(key: str, text: str, spec: Option) -> Scalar:
-    """Read an entry as the option's type.
-
-    Raises:
-        OptionError: If the text is not such a value or none of the choices; names the key.
-    """
+    """Read an entry as the option's type."""
     value: Scalar
     if isinstance(spec.default, bool):
         value = parse_bool(key, text)
@@ -185,11 +164,7 @@ def parse_value(key: str, text: str, spec: Option) -> Scalar:
 
 
 def check_choice(key: str, value: object, spec: Option) -> None:
-    """Check a value of an option.
-
-    Raises:
-        OptionError: If its type is not the default's, or it is none of the choices.
-    """
+    """Check a value of an option."""
     if type(value) is not type(spec.default):
         raise OptionError(f"{key} is {value!r}: a {type(spec.default).__name__} is expected")
     if spec.choices and value not in spec.choices:
@@ -207,11 +182,7 @@ def stored(options: SessionConfig, key: str) -> str | None:
 
 
 def check_length(key: str, text: str, *, may_name_file: bool) -> None:
-    """Check that an entry is not too long for onnxruntime.
-
-    Raises:
-        OptionError: If it is.
-    """
+    """Check that an entry is not too long for onnxruntime."""
     if (size := len(text.encode())) > _LONGEST_VALUE:
         advice = ': put the text into a file and give "@file.json"' if may_name_file else ""
         raise OptionError(

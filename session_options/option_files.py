@@ -22,11 +22,7 @@ _LARGEST = 16 << 20
 
 
 def read_plan(options: SessionConfig | None) -> Plan:
-    """Read the plan that the entries of ``SessionOptions`` describe, and the files they name.
-
-    Raises:
-        OptionError: If an ortplugins entry, or a file, has a value that it can't have.
-    """
+    """Read the plan that entries of ``SessionOptions`` describe, and the files they name."""
     return read_option_files(read(options))
 
 
@@ -34,9 +30,6 @@ def read_option_files(plan: Plan) -> Plan:
     """Replace the options that name a file by the file's text.
 
     Relative paths are relative to the working directory.
-
-    Raises:
-        OptionError: If a file can't be read, is larger than 16 MiB, or holds no such option.
     """
     return plan._replace(passes=tuple(map(_with_files_read, plan.passes)))
 
@@ -57,11 +50,7 @@ def _with_files_read(item: Pass) -> Pass:
 
 
 def file_text(name: str, what: str) -> str:
-    """Return the text of an option that lies in a file; ``what`` is the option in messages.
-
-    Raises:
-        OptionError: If the file can't be read, is larger than 16 MiB, or holds no such option.
-    """
+    """Return the text of an option that lies in a file; ``what`` is the option in messages."""
     try:
         with open(os.path.expanduser(name), "rb") as file:
             content = file.read(_LARGEST + 1)

@@ -51,13 +51,6 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
             names (``"QUInt16"``, ``"uint16"``), or members of onnxruntime's QuantType or
             onnx_ir's DataType; numbers may be numpy arrays of one element, consumers a list or
             a set. None counts as left out.
-
-    Returns:
-        The overrides; whether a model can follow them,
-        :func:`.check_overrides` says.
-
-    Raises:
-        OverrideError: If it is not JSON, or not of this schema; says where.
     """
     import onnx_ir as ir
 
@@ -95,15 +88,7 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
 
 
 def read_quant_type(value: object, where: str) -> str:
-    """Return ONNX's name of a quantised type, ``"UINT16"`` for instance.
-
-    Args:
-        value: Its name in any usual spelling, or an enumeration's member.
-        where: What messages call it.
-
-    Raises:
-        OverrideError: If there is no such type.
-    """
+    """Return ONNX's name of a quantised type, ``"UINT16"`` for instance."""
     if isinstance(name := getattr(value, "name", value), str):
         # QuantType.QUInt16, TensorProto.UINT16, uint16, u16
         short = name.rpartition(".")[2].upper().removeprefix("Q")
@@ -117,11 +102,7 @@ def read_quant_type(value: object, where: str) -> str:
 
 
 def quant_type_name(quant_type: ir.DataType) -> str:
-    """Return what onnxruntime's QuantType calls a type: ``"QUInt16"``.
-
-    Raises:
-        OverrideError: If it has no such type.
-    """
+    """Return what onnxruntime's QuantType calls a type: ``"QUInt16"``."""
     return _QUANT_TYPES[read_quant_type(quant_type, "quant_type")]
 
 

@@ -143,12 +143,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
-    """Order passes into a plan.
-
-    Raises:
-        OptionError: If a pass comes twice or beside a hint, the limit of the cache is not a
-            size, or ``hint_dims`` is not a list of sizes.
-    """
+    """Order passes into a plan."""
     if limit := general.get("cache_limit"):
         parse_size(f"{PREFIX}.cache_limit", limit)
     parse_dims(f"{PREFIX}.hint_dims", general.get("hint_dims", ""))
@@ -246,11 +241,7 @@ def settings_of(plan: Plan) -> dict[str, str]:
 
 
 def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
-    """Make a plan from pass names and ``{"<pass>.<option>": value}``.
-
-    Raises:
-        OptionError: If a pass or an option is unknown, or a setting is for a pass not named.
-    """
+    """Make a plan from pass names and ``{"<pass>.<option>": value}``."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise OptionError(f"pass {twice[0]!r} is given {names.count(twice[0])} times")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -269,11 +260,7 @@ def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Pla
 
 
 def plan_from_json(content: Mapping[str, Any]) -> Plan:
-    """Read what :meth:`Plan.as_json` returned.
-
-    Raises:
-        OptionError: If a pass or an option is unknown here.
-    """
+    """Read what :meth:`Plan.as_json` returned."""
     plan = plan_from_settings(content["passes"], content["settings"])
     return make_plan(plan.passes, **content["general"])
 

@@ -53,11 +53,7 @@ def registered_passes() -> dict[str, type[Pass]]:
 
 
 def resolve(name: str) -> type[Pass]:
-    """Return a pass class by its name.
-
-    Raises:
-        OptionError: If there is none of that name, or it cannot be used.
-    """
+    """Return a pass class by its name."""
     if name not in pass_names():
         raise OptionError(f"unknown pass {name!r}: {closest(name, pass_names())}")
     if (cls := find(name)) is None:

@@ -36,13 +36,7 @@ _RETRY_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """Where an entry is.
-
-    Attributes:
-        folder: Its files.
-        origin: ``"built"``; ``"cache"`` where another process was quicker.
-        is_temporary: Whether it is in the folder for what the cache cannot take.
-    """
+    """Where an entry is."""
 
     folder: Path
     origin: str
@@ -50,11 +44,7 @@ class Built:
 
 
 def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
-    """Return the entry of a request; None where there is none yet.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model can't be read.
-    """
+    """Return the entry of a request; None where there is none yet."""
     content = _known_key_content(request, cache)
     return None if content is None else cache.find(content_key(content))
 
@@ -66,11 +56,7 @@ def content_key(content: Mapping[str, Any]) -> str:
 
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
-    """Return everything that the entry of a request depends on; its hash is the key.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be read.
-    """
+    """Return everything that the entry of a request depends on; its hash is the key."""
     content = _known_key_content(request, cache)
     if content is None:  # a new model, or one whose data is missing, which loading reports
         content = _key_content(request, cache, list(request.load().data_files))
@@ -80,11 +66,7 @@ def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str
 
 
 def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | None:
-    """Return the paths of the model and of its data; None where another path may take over.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model can't be read.
-    """
+    """Return the paths of the model and of its data; None where another path may take over."""
     if isinstance(request.source, bytes):
         return None
     locations = cache.data_locations(_digest(request, cache)) or []
@@ -96,22 +78,12 @@ def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | Non
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
-    """Return the cache of a plan's sessions.
-
-    Raises:
-        OptionError: If the environment has a limit that is not a size.
-    """
+    """Return the cache of a plan's sessions."""
     return ArtifactCache(cache_root(plan.cache_dir), cache_limit(plan.cache_limit))
 
 
 def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
-    """Whether a session may open an entry; else it is built again.
-
-    Args:
-        entry: The entry.
-        plan: The session's.
-        warn: Whether to warn of files that changed on disk.
-    """
+    """Whether a session may open an entry; else it is built again."""
     if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
         if warn:
             warn_rebuilt(entry, damaged)
@@ -136,10 +108,6 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
     Args:
         request: What to build.
         spare: An empty folder that gets the entry where the cache cannot be written.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-        PassError: If a pass fails and the plan is strict, or nothing can be written.
     """
     cache = cache_of(request.plan)
     try:

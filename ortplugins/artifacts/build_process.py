@@ -36,10 +36,6 @@ def build_in_child(request: BuildRequest, spare: Path) -> Built | None:
 
     Returns:
         Where the entry is; None where no child can build it, so that this process has to.
-
-    Raises:
-        MissingFileError, ModelFileError, PassError: As the build itself; PassError too when
-            the child was killed, or took too long.
     """
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":

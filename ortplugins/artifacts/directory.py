@@ -67,11 +67,7 @@ def cache_root(chosen: str = "") -> Path:
 
 
 def cache_limit(chosen: str = "") -> int | None:
-    """Return the bytes that the cache may take: as chosen, by ORTPLUGINS_CACHE_LIMIT, or any.
-
-    Raises:
-        OptionError: If the text is not a size.
-    """
+    """Return the bytes that the cache may take: as chosen, or by ORTPLUGINS_CACHE_LIMIT."""
     if chosen:
         return parse_size("ortplugins.cache_limit", chosen)
     variable = "ORTPLUGINS_CACHE_LIMIT"
@@ -100,11 +96,7 @@ class CacheDirectory:
             )
 
     def make(self, name: str) -> Path:
-        """Return a subdirectory, made with mode 0700.
-
-        Raises:
-            OSError: If it can't be made, or the directory is not to be trusted.
-        """
+        """Return a subdirectory, made with mode 0700."""
         folder = self.root / name
         if not folder.is_dir() and (self.is_trusted() or not self.root.exists()):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,10 +117,6 @@ class CacheDirectory:
         Yields:
             Whether it is held. Where the file system has no locks, a warning says so, and
             nobody waits: several processes may build one entry, and one of them publishes.
-
-        Raises:
-            TimeoutError: If another process holds it for longer than ``timeout`` seconds.
-            OSError: If the directory can't be written.
         """
         import filelock
 
@@ -188,11 +176,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def write_json(folder: str | os.PathLike[str], name: str, content: Any) -> None:
-    """Write a file that readers see whole or not at all.
-
-    Raises:
-        OSError: If it can't be written.
-    """
+    """Write a file that readers see whole or not at all."""
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:

@@ -43,12 +43,7 @@ class Artifact(NamedTuple):
 
 
 def find_or_build(request: BuildRequest) -> Artifact:
-    """Find the artifact of a request in the cache, or have it built.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-        PassError: If a pass fails and the plan is strict, or nothing can be built.
-    """
+    """Find the artifact of a request in the cache, or have it built."""
     root, started = cache_folder(request.plan.cache_dir), time.time()
     known = find_known_start(root, request)
     if known is not None:

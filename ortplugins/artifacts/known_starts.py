@@ -53,15 +53,7 @@ def find_known_start(root: str, request: BuildRequest) -> tuple[str, dict[str, A
 def remember_start(
     root: str, request: BuildRequest, key: str, files: Sequence[str], started: float
 ) -> None:
-    """Keep which entry a start took, where a later one may rely on it.
-
-    Args:
-        root: The cache directory; may be read-only.
-        request: What the session asked for.
-        key: Of the entry.
-        files: The model and its data.
-        started: When the first of them was looked at, seconds since the epoch.
-    """
+    """Keep which entry a start took, where a later one may rely on it."""
     if _can_be_known(request):
         remember(root, _text(request), key, files, started)
 
@@ -106,15 +98,7 @@ def remember(
     files: Sequence[str],
     started: float,
 ) -> None:
-    """Keep what was found under a text, until one of the files changes.
-
-    Args:
-        root: The cache directory; may be read-only.
-        text: What :func:`recall` asks by.
-        found: What was found.
-        files: What it was read from.
-        started: When the first of them was looked at, seconds since the epoch.
-    """
+    """Keep what was found under a text, until one of the files changes."""
     with contextlib.suppress(OSError):
         states = {path: _state(path) for path in files}
         if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:

@@ -54,15 +54,7 @@ class EntryInfo:
 
 @dataclasses.dataclass(frozen=True)
 class PruneResult:
-    """What :func:`prune` did.
-
-    Attributes:
-        removed: The least recently used first.
-        left: What should have gone, and why it is still there.
-        abandoned: Bytes that builders left which were killed.
-        kept: How many are in the cache now.
-        size: Bytes that they take.
-    """
+    """What :func:`prune` did."""
 
     removed: tuple[EntryInfo, ...]
     left: tuple[tuple[EntryInfo, str], ...]
@@ -86,18 +78,6 @@ def prune(
     keeps it until it closes. Left alone are those used within the last two minutes, which
     someone may be about to open, and those whose key is being built. On Windows an entry
     that is open anywhere cannot be renamed, and is left.
-
-    Args:
-        cache: The cache.
-        max_size: Bytes that the entries may take together; any number by default.
-        older_than: Seconds without a use after which an entry goes; never by default.
-
-    Returns:
-        What went, and what should have gone and did not.
-
-    Raises:
-        PermissionError: If the directory is not to be trusted, or can't be written.
-        OSError: If something else can't be renamed.
     """
     cache.check_trusted()
     stored = list(_stored(cache))
@@ -154,12 +134,7 @@ def choose(
 
 
 def _remove(cache: ArtifactCache, item: EntryInfo) -> None:
-    """Remove an entry that nobody is about to open.
-
-    Raises:
-        EntryInUse: If somebody is, and it stays.
-        OSError: If it can't be renamed; FileNotFoundError if it is gone.
-    """
+    """Remove an entry that nobody is about to open."""
     try:
         with cache.lock(item.key, timeout=0):
             aside = _remove_unless_used(cache, item)
@@ -202,10 +177,6 @@ def _remove_unless_used(cache: ArtifactCache, item: EntryInfo) -> Path:
 
     Its manifest leaves first. A reader that found the entry before has put its mark
     there, and gets it back without having missed a file; later ones find nothing.
-
-    Raises:
-        EntryInUse: If it was used, and stays.
-        OSError: If it can't be renamed, and stays; FileNotFoundError if it is gone.
     """
     entry = cache.root / "entries" / item.key
     manifest, hidden = entry / MANIFEST, entry / f"{MANIFEST}.hidden"
@@ -237,11 +208,7 @@ def _stored(cache: ArtifactCache) -> Iterator[EntryInfo]:
 
 
 def verify(cache: ArtifactCache) -> Iterator[tuple[EntryInfo, dict[str, str]]]:
-    """Compare every file of every entry with its digest; yield it with what is wrong, by file.
-
-    Raises:
-        PermissionError: If the directory is not to be trusted.
-    """
+    """Compare the files of each entry with their digests; yield it and what is wrong."""
     cache.check_trusted()
     for item in sorted(_stored(cache), key=lambda item: item.key):
         while (path := cache.root / "entries" / item.key).exists():
@@ -263,13 +230,6 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
 
     Entries leave by a rename, so no reader sees half of one; a process that has an entry open
     keeps it until it closes. Another process's build in progress is left alone.
-
-    Returns:
-        Number of entries and bytes removed.
-
-    Raises:
-        PermissionError: If the directory is not to be trusted.
-        OSError: If an entry can't be renamed.
     """
     cache.check_trusted()
     removed = list(_stored(cache))
@@ -289,11 +249,7 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
 
 
 def share(cache: ArtifactCache) -> None:
-    """Let other users read the entries, and none but this one write.
-
-    Raises:
-        OSError: If the modes can't be changed.
-    """
+    """Let other users read the entries, and none but this one write."""
     names = ("entries", "sources", "known")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:

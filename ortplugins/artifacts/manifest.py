@@ -22,12 +22,7 @@ USE_SECONDS = 60.0
 
 
 class Entry(NamedTuple):
-    """A published artifact.
-
-    Attributes:
-        folder: Where its files are.
-        manifest: What its builder wrote about it.
-    """
+    """A published artifact."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -96,11 +91,7 @@ def note_use(folder: str | os.PathLike[str]) -> bool:
 
 
 def is_as_published(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> bool:
-    """Whether files have the sizes that they were published with.
-
-    Raises:
-        OSError: If a file is missing.
-    """
+    """Whether files have the sizes that they were published with."""
     return all(
         os.stat(os.path.join(folder, name)).st_size == size
         for name, size in manifest["files"].items()
@@ -117,11 +108,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Complete a manifest with sizes, digests and time, and write it.
-
-    Raises:
-        OSError: If it can't be written.
-    """
+    """Complete a manifest with sizes, digests and time, and write it."""
     files = sorted(folder.iterdir())
     complete = {
         "data": {},
@@ -143,11 +130,7 @@ def last_use(folder: Path) -> int:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the digest of a file.
-
-    Raises:
-        OSError: If it can't be read.
-    """
+    """Return the digest of a file."""
     import hashlib
 
     with path.open("rb") as file:

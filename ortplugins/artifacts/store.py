@@ -38,12 +38,7 @@ class ArtifactCache(CacheDirectory):
     """The entries of one cache directory."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
-        """Name a directory; nothing is created before something is stored.
-
-        Args:
-            root: The directory.
-            limit: Bytes that the entries may take after one is published; None for any.
-        """
+        """Name a directory; nothing is created before something is stored."""
         super().__init__(root)
         self.limit = limit
         # A cache that cannot be written keeps none on disk.
@@ -66,11 +61,7 @@ class ArtifactCache(CacheDirectory):
         return None
 
     def file_digest(self, path: str | os.PathLike[str]) -> str:
-        """Return the SHA-256 of a file; of a large one seen before, without reading it.
-
-        Raises:
-            OSError: If the file can't be read.
-        """
+        """Return the SHA-256 of a file; of a large one seen before, without reading it."""
         name, started = os.path.realpath(path), time.time()
         text = f"digest of {name}"
         with open(name, "rb") as file:
@@ -94,11 +85,7 @@ class ArtifactCache(CacheDirectory):
         return content
 
     def remember_data_locations(self, digest: str, locations: Sequence[str]) -> None:
-        """Keep the external data locations of a model.
-
-        Raises:
-            OSError: If the directory can't be written.
-        """
+        """Keep the external data locations of a model."""
         write_json(self.make("sources"), f"{digest}.json", sorted(locations))
 
     def entries(self) -> list[Entry]:
@@ -121,9 +108,6 @@ class ArtifactCache(CacheDirectory):
         Yields:
             An entry, or an empty folder that :meth:`publish` turns into one. What is left of
             the folder is removed at the end.
-
-        Raises:
-            OSError: If the directory can't be written.
         """
         import tempfile
 
@@ -142,19 +126,11 @@ class ArtifactCache(CacheDirectory):
                 remove_tree(folder)
 
     def one_at_a_time(self, digest: str) -> contextlib.AbstractContextManager[bool]:
-        """Let one process at a time have an entry of a model built.
-
-        Raises:
-            OSError: If the directory can't be written.
-        """
+        """Let one process at a time have an entry of a model built."""
         return self.lock(f"{digest[:40]}.model")
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
-        """Make a built folder the entry of its key, and keep the cache below its limit.
-
-        Raises:
-            OSError: If it can't be renamed.
-        """
+        """Make a built folder the entry of its key, and keep the cache below its limit."""
         complete = write_manifest(folder, manifest)
         final = self.make("entries") / key
         if final.exists():  # damaged
@@ -168,26 +144,13 @@ class ArtifactCache(CacheDirectory):
         return Entry(final, complete)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
-        """Take an entry out; whoever has it open keeps it until they close it.
-
-        Args:
-            key: Its key.
-            seen: Its manifest, as it was when it was found wanting. An entry that has another
-                one now was built again meanwhile, and stays.
-
-        Raises:
-            OSError: If the directory can't be written.
-        """
+        """Take an entry out; whoever has it open keeps it until they close it."""
         with self.lock(key), contextlib.suppress(FileNotFoundError):
             if read_manifest(self.root / "entries" / key) == seen:
                 remove_tree(self.move_aside(key))
 
     def move_aside(self, key: str) -> Path:
-        """Take an entry out of readers' sight by one rename; return where it is now.
-
-        Raises:
-            OSError: If that can't be done; FileNotFoundError if there is none.
-        """
+        """Take an entry out of readers' sight by one rename; return where it is now."""
         aside = self.make("building") / f"{key}.old.{os.urandom(8).hex()}"
         os.replace(self.root / "entries" / key, aside)
         return aside

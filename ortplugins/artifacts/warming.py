@@ -51,15 +51,7 @@ class WarmResult:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the cache has for a session.
-
-    Attributes:
-        key: Of the entry that the session looks for.
-        is_present: Whether it is there.
-        nearest: The entry that differs least; None in an empty cache.
-        differences: What differs: part of the key, its value here, its value in the entry;
-            None where one of them has no such part.
-    """
+    """What the cache has for a session."""
 
     key: str
     is_present: bool
@@ -68,11 +60,7 @@ class Explanation:
 
 
 def expected_bytes(model: str | os.PathLike[str]) -> int:
-    """Estimate the disk that a model takes in the cache with packed weights.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-    """
+    """Estimate the disk that a model takes in the cache with packed weights."""
     from ortplugins.model_io.loading import load_path
 
     files = {Path(model), *load_path(model).data_files.values()}
@@ -137,11 +125,6 @@ def explain_miss(
     """Find out what of a session's key differs from the nearest entry.
 
     The arguments are those of :func:`warm`.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If a pass, an option or an entry is unknown.
-        UsageError: If the level is.
     """
     prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
     cache = cache_of(plan)

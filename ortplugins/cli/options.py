@@ -51,16 +51,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None:
-    """Refuse options of this call that would be ignored.
-
-    Args:
-        context: Of the command.
-        why: What makes them useless, such as ``"with --dry-run"``.
-        names: Parameters of the command's function.
-
-    Raises:
-        typer.BadParameter: If one of them was given.
-    """
+    """Refuse options of this call that would be ignored."""
     for parameter in context.command.params:
         given = is_given(context, parameter.name or "")
         if given and parameter.name in names:
@@ -68,23 +59,14 @@ def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None
 
 
 def check_absent(*paths: Path | None, force: bool) -> None:
-    """Find out what would fail at the end, before the work.
-
-    Raises:
-        FileExistsError: If a file exists and ``force`` is false.
-    """
+    """Find out what would fail at the end, before the work."""
     for path in paths:
         if path is not None and path.exists() and not force:
             raise FileExistsError(f"{path}: exists; --force overwrites it")
 
 
 def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
-    """Read KEY=VALUE pairs.
-
-    Args:
-        settings: The pairs; None for none.
-        param_hint: Name of the option that they come from, for errors.
-    """
+    """Read KEY=VALUE pairs."""
     pairs = {}
     for item in settings or ():
         key, equals, value = item.partition("=")

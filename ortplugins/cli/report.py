@@ -54,15 +54,7 @@ def write_report(
     force: bool = False,
     **chosen: Any,
 ) -> list[Path]:
-    """Gather the facts and write the page, and the JSON if it has a path.
-
-    Returns:
-        The files written.
-
-    Raises:
-        FileExistsError: If a file exists and ``force`` is false; before anything is done.
-        UsageError: If Jinja2 is not installed; in the same way.
-    """
+    """Gather the facts and write the page, and the JSON if it has a path."""
     from ortplugins.html_report.facts import gather_facts
     from ortplugins.html_report.page import write_page
 

@@ -31,13 +31,7 @@ _STARTUP = Path(__file__).parents[1] / "startup"
 
 @dataclasses.dataclass(frozen=True)
 class RunProgram:
-    """A program to start once typer, whose handlers are not for its errors, is done.
-
-    Attributes:
-        name: Path of a script, of a folder or archive with ``__main__.py``; or a module.
-        arguments: What follows it.
-        is_module: Whether the name is a module's.
-    """
+    """A program to start once typer, whose handlers are not for its errors, is done."""
 
     name: str
     arguments: tuple[str, ...]
@@ -47,9 +41,6 @@ class RunProgram:
         """Run the program as ``python`` does, then print one line on its sessions.
 
         In ``__main__``, with its ``sys.argv``.
-
-        Raises:
-            BaseException: What the program raises; ``SystemExit`` with its exit code.
         """
         from ortplugins.session.run_log import PATH_VARIABLE, summary
 

@@ -120,14 +120,7 @@ def annotations_of(report: Report, model: str | os.PathLike[str]) -> Iterator[st
 
 
 def annotation(level: str, message: str, model: str | os.PathLike[str], title: str) -> str:
-    """Return one command.
-
-    Args:
-        level: ``"error"``, ``"warning"`` or ``"notice"``.
-        message: What it says.
-        model: Path of the model; relative to the checkout if it lies inside it.
-        title: Of the annotation.
-    """
+    """Return one command."""
     file = _escaped_property(_in_checkout(model))
     return f"::{level} file={file},title={_escaped_property(title)}::{_escaped(message)}"
 

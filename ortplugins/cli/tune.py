@@ -71,12 +71,7 @@ def tune(
 
 
 def tuned(model: Path, hint: Aim, **general: Any) -> Tuned:
-    """Choose for a session with default options on the CPU.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model can't be used.
-        OptionError: If an option of the hint has a value that it can't have.
-    """
+    """Choose for a session with default options on the CPU."""
     import onnxruntime
 
     from ortplugins.optimization.request import read_request

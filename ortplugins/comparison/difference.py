@@ -118,18 +118,7 @@ def difference_of(name: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Differ
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
-    """Where an output is further away than it may be.
-
-    Attributes:
-        sample: Number of the sample.
-        count: Elements that are too far away.
-        size: Elements in all.
-        index: Of the one that is furthest beyond its bound.
-        a: The reference's value there, as text.
-        b: The other value.
-        bound: How far they might be apart there.
-        difference: The output's difference in this sample.
-    """
+    """Where an output is further away than it may be."""
 
     sample: int
     count: int
@@ -163,16 +152,6 @@ def find_violation(
     allowed: float = 0.0,
 ) -> Violation | None:
     """Return where ``|b - a| > atol + rtol * |a| + allowed``; None where it does nowhere.
-
-    Args:
-        name: Of the output.
-        sample: Its number.
-        a: The reference.
-        b: The other.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance; None for ``rtol`` times the greatest finite magnitude of a:
-            elements near 0 are sums of greater ones, and have their errors.
-        allowed: What is allowed besides, of outputs that are rounded.
 
     Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
     rtol does not apply to them: without atol they must be equal.

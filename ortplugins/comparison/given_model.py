@@ -41,11 +41,7 @@ class GivenModel:
     """
 
     def __init__(self, model: ModelSource) -> None:
-        """Look at what was given; nothing is read.
-
-        Raises:
-            TypeError: If it is not a model.
-        """
+        """Look at what was given; nothing is read."""
         import onnx
         import onnx_ir as ir
         import onnxruntime
@@ -85,12 +81,6 @@ class GivenModel:
         """Return its file; what lies in memory is written to ``scratch`` first.
 
         So is a model whose data is in another folder, where only a session looks for it.
-
-        Args:
-            scratch: An existing folder, to be kept as long as the file is used.
-
-        Raises:
-            MissingFileError, ModelFileError: If it cannot be used.
         """
         from ortplugins.model_io.saving import save_with_data
 
@@ -105,11 +95,7 @@ class GivenModel:
         return self._file
 
     def graph(self) -> ir.Model:
-        """Return its graph, for the caller to change; tensors stay where they are.
-
-        Raises:
-            MissingFileError, ModelFileError: If it cannot be used.
-        """
+        """Return its graph, for the caller to change; tensors stay where they are."""
         from ortplugins.model_io.loading import from_memory, load_bytes, load_path
 
         source = self._source()
@@ -121,11 +107,7 @@ class GivenModel:
         return from_memory(source).model
 
     def graph_as_written(self) -> ir.Model:
-        """Return the graph with constants as nodes, where they are not initializers yet.
-
-        Raises:
-            MissingFileError, ModelFileError: If it cannot be used.
-        """
+        """Return the graph with constants as nodes, where they are not initializers yet."""
         import onnx
         import onnx_ir as ir
 

@@ -31,23 +31,7 @@ def comparison_feeds(
     samples: int = 1,
     seed: int = 0,
 ) -> KeptSamples:
-    """Return feeds of a model, each checked against its inputs.
-
-    Args:
-        session: A session on the model.
-        inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
-            or None to make them up.
-        scratch: An existing folder, to be kept as long as the feeds are used.
-        dims: As for :class:`.MadeUpInputs`.
-        samples: How many to make up; two feeds each of a model with a cache.
-        seed: Of those that are made up.
-
-    Raises:
-        CalibrationError: If a given input does not fit, when the feeds are read; names it.
-        ModelFileError: If no input of a kind can be made up or given.
-        UsageError: If ``dims`` names no dimension, has a size that is none, or comes with
-            given inputs; if ``samples`` is not positive.
-    """
+    """Return feeds of a model, each checked against its inputs."""
     values = [_value(item) for item in session.get_inputs()]
     if samples < 1:
         raise UsageError(f"samples is {samples}: 1 or more is expected")
@@ -99,11 +83,7 @@ def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
 def fetch(
     session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, what: str
 ) -> list[npt.NDArray[Any]]:
-    """Run a session on those arrays of a feed that it takes; return outputs by name.
-
-    Raises:
-        ModelFileError: If onnxruntime fails, chained; calls the model and the sample ``what``.
-    """
+    """Run a session on those arrays of a feed that it takes; return outputs by name."""
     inputs = (*session.get_inputs(), *session.get_overridable_initializers())
     taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
     try:

@@ -79,18 +79,7 @@ def compare_layers(
     scratch: Path,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> LayerComparison:
-    """Compare what the nodes of the main graphs compute.
-
-    Args:
-        a: The reference.
-        b: The other.
-        feeds: Inputs; each chunk goes through all of them.
-        scratch: An existing folder.
-        providers: Execution providers.
-
-    Raises:
-        MissingFileError, ModelFileError: If a model can't be used.
-    """
+    """Compare what the nodes of the main graphs compute."""
     sides = [_Side(path, scratch, providers) for path in (a, b)]
     made_a, made_b = (side.made(feeds.largest()) for side in sides)
     common = [name for name in made_a if name in made_b]

@@ -18,15 +18,7 @@ from ortplugins.samples.kept import KeptSamples
 
 
 class ModelPair:
-    """Two sessions and the inputs that both are run on.
-
-    Attributes:
-        a: The reference.
-        b: The other.
-        outputs: Names of the outputs that are compared, in a's order.
-        not_compared: The others, and why not.
-        feeds: The inputs.
-    """
+    """Two sessions and the inputs that both are run on."""
 
     def __init__(
         self,
@@ -40,13 +32,7 @@ class ModelPair:
         seed: int = 0,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
-        """Open both; sessions are taken as they are.
-
-        Raises:
-            MissingFileError, ModelFileError: If a model cannot be used, b takes an input that
-                a does not, or no output is left to compare.
-            UsageError: As :func:`comparison_feeds`.
-        """
+        """Open both; sessions are taken as they are."""
         self.a, self.b = (
             model.session or open_model(model.file(scratch), "disable", providers)
             for model in (a, b)
@@ -61,12 +47,7 @@ class ModelPair:
             raise ModelFileError(f"there is no output to compare: {reasons}")
 
     def run(self) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Run each sample through both; yield sample, output, a's array and b's.
-
-        Raises:
-            CalibrationError: If a given input does not fit.
-            ModelFileError: If onnxruntime fails, chained.
-        """
+        """Run each sample through both; yield sample, output, a's array and b's."""
         for index, feed in enumerate(self.feeds):
             found = [
                 fetch(session, self.outputs, feed, f"model {which}, sample {index}")

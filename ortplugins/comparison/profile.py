@@ -44,11 +44,7 @@ def opened(
     providers: Sequence[Any],
     name: str,
 ) -> onnxruntime.InferenceSession:
-    """Open a session on the path or the bytes of a model; messages call it ``name``.
-
-    Raises:
-        ModelFileError: If onnxruntime refuses the model, chained.
-    """
+    """Open a session on the path or the bytes of a model; messages call it ``name``."""
     try:
         return onnxruntime.InferenceSession(
             source, options, providers=list(providers), enable_fallback=0
@@ -65,11 +61,7 @@ def profiled_run(
     *,
     name: str = "the model",
 ) -> list[ProfiledNode]:
-    """Run a model once and return its nodes in the order in which they started.
-
-    Raises:
-        ModelFileError: If onnxruntime refuses the model or fails to run it, chained.
-    """
+    """Run a model once and return its nodes in the order in which they started."""
     before = options.enable_profiling, options.profile_file_prefix
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
         options.enable_profiling = True

@@ -22,13 +22,6 @@ def unfused_in(
         fusion: The fusion with its options.
         final: Whether this is the model that will run: then nodes that the fusion would take,
             had it been run, are named as well.
-
-    Returns:
-        The nodes' names with the reasons.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model cannot be used.
-        PassError: If the fusion fails.
     """
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.optimization.shape_inference import infer_shapes

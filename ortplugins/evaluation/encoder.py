@@ -22,11 +22,7 @@ Embeddings = npt.NDArray[np.float32]
 
 
 def pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
-    """Return first sentences of paragraphs, each with the rest, spread over a text.
-
-    Raises:
-        CalibrationError: If the file cannot be read or has less than two such paragraphs.
-    """
+    """Return first sentences of paragraphs, each with the rest, spread over a text."""
     found = []
     for paragraph in read_text(path).split("\n\n"):
         first, dot, rest = paragraph.partition(". ")
@@ -46,12 +42,7 @@ def embed(
     texts: Sequence[str],
     progress: Progress | None,
 ) -> Embeddings:
-    """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1.
-
-    Raises:
-        CalibrationError: If a token is not a row of the model's table.
-        ModelFileError: If the model fails or gives NaN.
-    """
+    """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1."""
     length = model.feeds.length or _MAX_TOKENS
     rows = []
     ids = [tokenizer.encode(text, length) for text in texts]

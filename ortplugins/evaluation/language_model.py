@@ -78,16 +78,7 @@ def read_windows(
     windows: Sequence[Sequence[int]],
     progress: Progress | None,
 ) -> tuple[Prediction, Prediction | None]:
-    """Let one or two models read windows of a text.
-
-    Returns:
-        What was found of both.
-
-    Raises:
-        CalibrationError: If a token has no logit.
-        ModelFileError: If a model fails or gives NaN; if earlier logits depend on later
-            tokens; if the models' vocabularies differ in size.
-    """
+    """Let one or two models read windows of a text."""
     found, floats = Prediction(), None if against is None else Prediction()
     _check_causal(model, windows[0][:_PROBE])
     for number, window in enumerate(windows):

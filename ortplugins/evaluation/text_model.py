@@ -27,25 +27,10 @@ _STEPS = 32
 
 
 class TextModel:
-    """A session on a model of tokens.
-
-    Attributes:
-        name: What messages call it.
-        bytes: Of the .onnx file and its data.
-        feeds: How it is fed.
-        output: Name of the output that is judged.
-        gives_logits: Whether that holds a number for each token of the vocabulary; else they
-            are hidden states.
-    """
+    """A session on a model of tokens."""
 
     def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
-        """Open the model.
-
-        Raises:
-            MissingFileError, ModelFileError: If it cannot be used, or has no output
-                ``[batch, sequence, vocabulary]`` or ``[batch, sequence, hidden]``.
-            CalibrationError: If it does not take token ids.
-        """
+        """Open the model."""
         path = model.file(scratch)
         loaded = load_path(path)
         graph = loaded.model.graph
@@ -58,12 +43,7 @@ class TextModel:
         self._seconds = [0.0, 0.0]
 
     def run(self, ids: Sequence[int], what: str) -> npt.NDArray[np.float32]:
-        """Return the output for some tokens, ``[tokens, size]``.
-
-        Raises:
-            ModelFileError: If onnxruntime fails; if the output has NaN, or not a row for each
-                token.
-        """
+        """Return the output for some tokens, ``[tokens, size]``."""
         feed = self.feeds.feed(ids)
         start = time.perf_counter()
         (output,) = fetch(self._session, [self.output], feed, f"{self.name}, {what}")
@@ -88,11 +68,7 @@ class TextModel:
         return self._tokens[counted] / self._seconds[counted]
 
     def decode_speed(self, ids: Sequence[int]) -> float:
-        """Return how many tokens per second follow a prompt, one by one; NaN without a cache.
-
-        Raises:
-            ModelFileError: If onnxruntime fails.
-        """
+        """Return tokens per second, one by one after a prompt; NaN without a cache."""
         names = [o.name for o in self._session.get_outputs() if type_of(o) in NUMPY_TYPES]
         rng = np.random.default_rng(0)
         feed, seconds = self.feeds.feed(ids[:_PROMPT]), []

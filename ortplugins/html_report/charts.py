@@ -35,12 +35,7 @@ _FILE_STYLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What one order of the nodes holds in memory.
-
-    Attributes:
-        name: Of the order.
-        live: Bytes that are live in each step.
-    """
+    """What one order of the nodes holds in memory."""
 
     name: str
     live: Sequence[int]
@@ -71,12 +66,7 @@ def memory_bars(curves: Sequence[Curve], width: int = 72) -> list[str]:
 
 
 def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
-    """Return an <svg> of live memory over the steps of a run.
-
-    Args:
-        curves: Without a title no text of theirs is in the picture.
-        title: Of a file of its own, which names the curves.
-    """
+    """Return an <svg> of live memory over the steps of a run."""
     top = max((curve.peak for curve in curves), default=0) or 4
     steps = max((len(curve.live) for curve in curves), default=0) or 1
     scale, unit = next((item for item in _UNITS if top >= item[0]), _UNITS[-1])
@@ -126,15 +116,7 @@ def _y(share: float) -> str:
 def _frame(
     label: str, ticks: Sequence[tuple[float, str]], steps: int, name: str, title: str = ""
 ) -> list[str]:
-    """Return the beginning of a picture: its description, and both scales.
-
-    Args:
-        label: What a reader who does not see it hears, inside a page.
-        ticks: Places on the left, from 0 to 1, and their texts.
-        steps: The scale below goes from 0 to this.
-        name: Stands before its 0.
-        title: Of a file of its own.
-    """
+    """Return the beginning of a picture: its description, and both scales."""
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     if title:
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']

@@ -19,29 +19,14 @@ from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
 
 @dataclasses.dataclass(frozen=True)
 class OrderReport:
-    """Three orders of one graph.
-
-    Attributes:
-        curves: Live bytes of each step: the computed order, onnxruntime's default and its
-            PRIORITY_BASED.
-        notes: Where Shapes run, what was guessed.
-    """
+    """Three orders of one graph."""
 
     curves: tuple[Curve, ...]
     notes: tuple[str, ...]
 
 
 def order_of(model: str | os.PathLike[str], dims: Mapping[str, int]) -> OrderReport:
-    """Simulate the orders of a model as it is; onnxruntime's fusions change it first.
-
-    Args:
-        model: Path of the model.
-        dims: Sizes of its symbolic dimensions, by name; others are assumed.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model can't be used or put in order.
-        UsageError: If no input has a dimension that is given.
-    """
+    """Simulate the orders of a model as it is; onnxruntime's fusions change it first."""
     loaded = load_path(model).model
     infer_shapes(loaded)
     inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]

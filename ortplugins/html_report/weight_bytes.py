@@ -42,9 +42,6 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
 
     Bytes that two initializers share are counted once, for the first.
 
-    Args:
-        model: Its tensors are not read.
-
     Returns:
         Number of tensors and their bytes for each of :data:`KINDS`.
     """
@@ -64,10 +61,6 @@ def packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
 
     Returns:
         Number of initializers with packed forms, and the bytes of these.
-
-    Raises:
-        OSError: If the file can't be read.
-        ValueError: If a record is malformed.
     """
     import onnx
 

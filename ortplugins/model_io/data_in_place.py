@@ -39,11 +39,7 @@ class PlacedData(NamedTuple):
 
 
 def in_place(files: Mapping[str, Path]) -> PlacedData | None:
-    """Return where data files are; None where they are on two drives.
-
-    Args:
-        files: The files, symbolic links resolved, by the location that the model has for them.
-    """
+    """Return where data files are; None where they are on two drives."""
     from pathlib import Path
 
     try:
@@ -55,13 +51,7 @@ def in_place(files: Mapping[str, Path]) -> PlacedData | None:
 
 
 def folder_of(names: Mapping[str, str], model: str, data_folder: str | None) -> str:
-    """Return the folder of a model's data, from the names that :func:`in_place` returned.
-
-    Args:
-        names: Of the files, by location.
-        model: Path of the model.
-        data_folder: Where its options say that the data is; None for beside it.
-    """
+    """Return the folder of a model's data, from the names that :func:`in_place` returned."""
     location, name = next(iter(names.items()))
     folders = [data_folder or os.path.dirname(model)]
     folders += [] if data_folder else [os.path.dirname(os.path.realpath(model))]

@@ -29,13 +29,7 @@ _LIFTED_ELEMENTS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model whose external data was checked; large tensors are still on disk.
-
-    Attributes:
-        model: The model; external tensors carry absolute paths.
-        data_files: The external files by the location that the model has for them.
-        name: How messages call the model.
-    """
+    """A model whose external data was checked; large tensors are still on disk."""
 
     model: ir.Model
     data_files: dict[str, Path]
@@ -43,12 +37,7 @@ class LoadedModel:
 
 
 def read_model_file(path: str | os.PathLike[str]) -> bytes:
-    """Read an .onnx file, without external data.
-
-    Raises:
-        MissingFileError: If there is no such file.
-        ModelFileError: If it can't be read or is empty.
-    """
+    """Read an .onnx file, without external data."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -85,11 +74,6 @@ def load_path(
         folder: Where its external data is; None for beside it.
         map_inline: Whether large tensors within the file count as external data of it. Results
             that point to them must not be saved as such.
-
-    Raises:
-        MissingFileError: If the model or an external file is not there.
-        ModelFileError: If the model can't be parsed, or external data is too short or outside
-            the model's folder.
     """
     folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
     if folder is not None:
@@ -104,22 +88,13 @@ def load_path(
 
 
 def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedModel:
-    """Load a serialized model; ``folder`` holds its external data, None where it has none.
-
-    Raises:
-        MissingFileError, ModelFileError: As :func:`load_path`.
-    """
+    """Load a serialized model; ``folder`` holds its external data, None where it has none."""
     folders = [] if folder is None else [Path(folder).absolute()]
     return _load(content, folders, "model given as bytes")
 
 
 def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
-    """Copy a model from memory; tensors are shared, and nothing is checked on disk.
-
-    Raises:
-        MissingFileError: If a ModelProto has external data: it doesn't know in which folder.
-        ModelFileError: If the model can't be parsed.
-    """
+    """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
     name = "model given as object"
     if isinstance(model, ir.Model):
         copy = model.clone()

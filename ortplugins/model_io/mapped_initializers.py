@@ -36,9 +36,6 @@ def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
 
     None where that gains nothing, or where the file is not such a message: whoever parses it
     whole will say what is wrong.
-
-    Raises:
-        OSError: If the file can't be read.
     """
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < _LEAST_FILE_BYTES:

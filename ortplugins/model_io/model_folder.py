@@ -24,10 +24,6 @@ def model_in(path: str | os.PathLike[str]) -> Path:
     """Return a model's file: the path itself, or the one .onnx file in a folder.
 
     Those that lie in the folder itself go before those of its subfolders.
-
-    Raises:
-        MissingFileError: If a folder holds no .onnx file.
-        ModelFileError: If it holds several; names them.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -84,13 +80,7 @@ class OutputFolder:
         return self.target / self.location
 
     def check(self) -> None:
-        """Raise, before any work is done, where the folder cannot go.
-
-        Raises:
-            FileExistsError, NotADirectoryError: If something else is there, or files that
-                would be lost.
-            ModelFileError: If it is the model's own, or the folder above it does not exist.
-        """
+        """Raise, before any work is done, where the folder cannot go."""
         source, target = (
             Path(os.path.realpath(self.source)),
             Path(os.path.realpath(self.target)),
@@ -126,12 +116,6 @@ class OutputFolder:
         """Yield the file to write a model to; the folder appears when that is done, complete.
 
         What goes along is there already.
-
-        Args:
-            without: Files of the source that do not go along, such as the model's data.
-
-        Raises:
-            OSError: If a file cannot be written; nothing has changed then.
         """
         target = Path(os.path.realpath(self.target))
         left = {os.path.realpath(path) for path in without}

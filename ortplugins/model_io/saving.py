@@ -34,11 +34,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def scratch_within(folder: str | os.PathLike[str] | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder in that of an output; None for the system's own.
-
-    Raises:
-        OSError: If the folder cannot be written to.
-    """
+    """Return a temporary folder in that of an output; None for the system's own."""
     try:
         return tempfile.TemporaryDirectory(prefix=".ortplugins-", dir=folder)
     except OSError as error:
@@ -90,14 +86,6 @@ def save_with_data(
         finish: Called with the saved model, in a folder of its own with all its files, before
             they appear; may change them and add others.
         progress: Called before each tensor.
-
-    Returns:
-        The files written.
-
-    Raises:
-        FileExistsError: If a file exists and ``overwrite`` is false.
-        ModelFileError: If the model holds what ONNX cannot.
-        OSError: If they can't be written; earlier files of that name are as they were.
     """
     folder = Path(os.path.realpath(output.parent))
     data = output_data_path(model, output)
@@ -224,12 +212,7 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
 
 
 def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
-    """Raise, before any work is done, where a model's output cannot go.
-
-    Raises:
-        FileExistsError, IsADirectoryError: As :func:`check_absent`.
-        ModelFileError: If it is the model itself, or its folder does not exist.
-    """
+    """Raise, before any work is done, where a model's output cannot go."""
     if is_path(model) and os.path.realpath(model) == os.path.realpath(output):
         raise ModelFileError(f"{output}: is the model itself; choose another output")
     check_absent([output], overwrite)

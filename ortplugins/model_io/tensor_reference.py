@@ -36,15 +36,7 @@ class TensorReference:
     dtype: str
 
     def map(self, mode: str = "r") -> npt.NDArray[Any]:
-        """Return the tensor, mapped: its pages belong to the file and not to the process.
-
-        Args:
-            mode: ``"r"``, or ``"r+"`` to write.
-
-        Raises:
-            OSError: If the file is gone.
-            ValueError: If it is too short.
-        """
+        """Return the tensor, mapped: its pages belong to the file and not to the process."""
         dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
         if 0 in self.shape:
             return np.empty(self.shape, dtype)
@@ -72,12 +64,7 @@ class ScratchWriter:
         self._end = 0
 
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> TensorReference:
-        """Make room for a tensor, of zeros; fill it through :meth:`TensorReference.map`.
-
-        Raises:
-            OSError: If the disk is full. Writing to a mapping would kill the process then, so
-                the blocks are really allocated here.
-        """
+        """Make room for a tensor, of zeros; fill it through :meth:`TensorReference.map`."""
         reference = TensorReference(str(self._path), self._end, shape, np.dtype(dtype).name)
         size = reference.nbytes
         with open(self._path, "ab") as file:
@@ -89,11 +76,7 @@ class ScratchWriter:
         return reference
 
     def append(self, array: npt.NDArray[Any]) -> TensorReference:
-        """Write an array.
-
-        Raises:
-            OSError: If the disk is full.
-        """
+        """Write an array."""
         array = np.asarray(array, order="C")
         reference = TensorReference(str(self._path), self._end, array.shape, array.dtype.name)
         with open(self._path, "r+b" if self._path.exists() else "wb") as file:
@@ -103,11 +86,7 @@ class ScratchWriter:
         return reference
 
     def refer_to(self, tensor: ir.TensorProtocol) -> TensorReference:
-        """Return where a tensor lies; one that is in memory is written first.
-
-        Raises:
-            OSError: If the disk is full.
-        """
+        """Return where a tensor lies; one that is in memory is written first."""
         shape = tuple(tensor.shape.numpy())
         name = tensor.dtype.numpy().name
         if isinstance(tensor, ir.ExternalTensor):

@@ -37,17 +37,7 @@ from session_options.caller_warnings import warn_caller
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BuildResult:
-    """What :func:`build` made.
-
-    Attributes:
-        model: The model after the last pass that changed it in memory.
-        files: What was written; empty where nothing had to be.
-        baked: Whether onnxruntime's optimisers have run.
-        report: What the passes did.
-        session_settings: What sessions on the result need.
-        provisional: What broke and may work another time.
-        placed: Where the data is that was left where it lies; None where it was copied.
-    """
+    """What :func:`build` made."""
 
     model: ir.Model
     files: tuple[Path, ...]
@@ -80,11 +70,6 @@ def build(
             passes that work on files, and where much of it is new.
         after_pass: Called after each pass on a graph.
         saving: As for :func:`save_with_data`.
-
-    Raises:
-        FailedPass: If a pass raises.
-        ModelFileError: If the result holds what ONNX cannot.
-        OSError: If the output can't be written.
     """
     runs = PassRuns(request, after_pass)
     model, baked = loaded.model, False
@@ -149,11 +134,6 @@ def build_artifact(
     Returns:
         The manifest: whether the model is baked, settings for the session, the report, what
         failed, which data files it reads where they are.
-
-    Raises:
-        PassError: If a pass fails and the plan is strict.
-        MissingFileError, ModelFileError: If the model vanished meanwhile.
-        OSError: If the folder can't be written.
     """
     failed: list[str] = []
     while True:
@@ -204,11 +184,7 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
 def _run_optimizers(
     path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
 ) -> bool:
-    """Replace a saved model by what onnxruntime's optimisers make of it.
-
-    Returns:
-        Whether they did; where onnxruntime refuses, the notes say why.
-    """
+    """Replace a saved model by what onnxruntime's optimisers make of it."""
     from ortplugins.optimization.offline_optimizers import bake
 
     baked = path.with_name("baked.onnx")

@@ -34,17 +34,7 @@ def bake(
     settings: OptimizerSettings,
     data_folder: Path | None = None,
 ) -> None:
-    """Optimise ``source`` into ``target``, both in one folder.
-
-    Args:
-        source: The model.
-        target: The file to write.
-        settings: Which optimisers run, and how.
-        data_folder: Where the external data is; None for beside the models.
-
-    Raises:
-        PassError: If onnxruntime refuses, chained to its exception.
-    """
+    """Optimise ``source`` into ``target``, both in one folder."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(
         onnxruntime.GraphOptimizationLevel, settings.level

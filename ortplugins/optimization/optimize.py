@@ -189,11 +189,7 @@ def _data_beside(output: Path, model: ir.Model) -> list[Path]:
 
 
 def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
-    """Return the plan of passes, objects or names, and options of those given by name.
-
-    Raises:
-        OptionError: If a pass or an option is unknown.
-    """
+    """Return the plan of passes, objects or names, and options of those given by name."""
     names = [item for item in passes if isinstance(item, str)]
     objects = [item for item in passes if not isinstance(item, str)]
     if wrong := [item for item in objects if not isinstance(item, Pass)]:
@@ -204,11 +200,7 @@ def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
 
 
 def checked_version(text: str | None) -> str:
-    """Return the oldest onnxruntime that a result is for: the given one, else the installed.
-
-    Raises:
-        OptionError: If it is not a version, or older than results can be for.
-    """
+    """Return the oldest onnxruntime that a result is for: the installed one by default."""
     if text is None:
         return str(onnxruntime.__version__)
     try:

@@ -131,15 +131,7 @@ class BuildRequest(NamedTuple):
 
     @classmethod
     def from_json(cls, content: dict[str, Any], model: bytes) -> BuildRequest:
-        """Read what :meth:`as_json` returned.
-
-        Args:
-            content: The JSON.
-            model: The serialized model, where it has no path.
-
-        Raises:
-            OptionError: If this process does not know a pass or an option.
-        """
+        """Read what :meth:`as_json` returned."""
         return cls(
             source=model if content["source"] is None else content["source"],
             plan=plan_from_json(content["plan"]),
@@ -157,11 +149,7 @@ class BuildRequest(NamedTuple):
         )
 
     def load(self) -> LoadedModel:
-        """Load and check the model.
-
-        Raises:
-            MissingFileError, ModelFileError: If it or its data can't be used.
-        """
+        """Load and check the model."""
         from ortplugins.model_io.loading import from_memory, is_path, load_bytes, load_path
 
         if isinstance(self.source, bytes):
@@ -173,12 +161,7 @@ class BuildRequest(NamedTuple):
     def data_settings(
         self, names: Mapping[str, str], folder: str | os.PathLike[str]
     ) -> dict[str, str]:
-        """Return what a session on an artifact has to be set to for its external data.
-
-        Args:
-            names: Of the files that it reads where the model has them, by location.
-            folder: Where the artifact is.
-        """
+        """Return what a session on an artifact has to be set to for its external data."""
         if names:
             from ortplugins.model_io.data_in_place import folder_of
 
@@ -199,16 +182,7 @@ def read_request(
     disabled_optimizers: Collection[str] | None,
     provider_options: Mapping[str, Mapping[str, str]] = {},
 ) -> BuildRequest:
-    """Read what a session's artifact depends on; the caller holds the lock of the options.
-
-    Args:
-        source: Path or serialized model, as for ``onnxruntime.InferenceSession``.
-        plan: The passes that the options switch on.
-        options: The session's.
-        providers: Names of its execution providers.
-        disabled_optimizers: The session's argument of that name.
-        provider_options: Options of the providers that have any, by their name.
-    """
+    """Read what a session's artifact depends on; the caller holds the lock of the options."""
     settings = read_optimizer_settings(options, disabled_optimizers)
     final_graph = settings.level == "ORT_DISABLE_ALL"
     on_cpu = are_cpu_only(providers)

@@ -75,9 +75,6 @@ class PassRuns:
             stage: ``"rewrite"``, ``"rearrange"`` or ``"finish"``.
             target: The model, changed in place; for ``"finish"`` the path of the saved one.
             final_graph: Whether no optimiser of onnxruntime will change the graph any more.
-
-        Raises:
-            FailedPass: If a pass raises, chained to its exception.
         """
         for item in self._request.plan.passes:
             if item.takes_part_in(stage):
@@ -130,11 +127,7 @@ class PassRuns:
             self._after_pass(item, target, report)
 
     def needs_of_session(self) -> dict[str, str]:
-        """Return what sessions on the result need, tried on options of our own.
-
-        Raises:
-            FailedPass: If a pass raises, or wants what onnxruntime does not take.
-        """
+        """Return what sessions on the result need, tried on options of our own."""
         needs: dict[str, str] = {}
         for item in self._request.plan.passes:
             try:

@@ -28,14 +28,7 @@ _LEAST_ROUNDS = 5
 def find_failure(
     before: ir.Model, after: ir.Model, trials: Sequence[Trial], providers: Sequence[str]
 ) -> str | None:
-    """Run both models; return what fails the first trial that does, None where they agree.
-
-    Args:
-        before: The model as it was; shares its tensors with ``after``.
-        after: The rewritten model.
-        trials: What to run.
-        providers: Execution providers of the session that the result is for.
-    """
+    """Run both models; return what fails the first trial that does, None where they agree."""
     with tempfile.TemporaryDirectory(prefix="ortplugins-trials-") as name:
         folder = Path(name)
         copies = [before.clone(), after.clone()]

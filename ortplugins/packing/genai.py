@@ -40,17 +40,7 @@ _ATTRIBUTES = ("enable_mem_pattern", "enable_cpu_mem_arena")
 def genai_layout(
     model: Path, target: Path, overwrite: bool
 ) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
-    """Return a folder of onnxruntime-genai, what finishes it, how its sessions optimise.
-
-    Args:
-        model: The folder; or a model in it, which genai_config.json need not name.
-        target: The folder to write.
-        overwrite: Whether that may exist.
-
-    Raises:
-        MissingFileError, ModelFileError: If genai_config.json is missing, is not one, or names
-            a missing file or several models.
-    """
+    """Return a folder of onnxruntime-genai, what finishes it, how its sessions optimise."""
     source = model if model.is_dir() else model.parent
     config = _Config.read(source / _NAME)
     found = source / config.filename if model.is_dir() else model
@@ -75,13 +65,7 @@ def genai_layout(
 
 
 class _Config(NamedTuple):
-    """A genai_config.json.
-
-    Attributes:
-        path: The file, for messages.
-        content: All of it.
-        decoder: ``model.decoder`` of it.
-    """
+    """A genai_config.json."""
 
     path: Path
     content: dict[str, Any]

@@ -41,17 +41,7 @@ _PARAMETERS = {
 def triton_layout(
     model: Path, target: Path, overwrite: bool
 ) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
-    """Return a model's folder in Triton's repository, what finishes it, how it optimises.
-
-    Args:
-        model: A model, or a folder with one. One with a config.pbtxt keeps all that it has.
-        target: The folder to write; its name is the model's.
-        overwrite: Whether that may exist.
-
-    Raises:
-        MissingFileError, ModelFileError: If a folder does not hold one model, or not the one
-            that its config.pbtxt names.
-    """
+    """Return a model's folder in Triton's repository, what finishes it, how it optimises."""
     found, text = model_in(model), ""
     is_triton = model.is_dir() and (model / _NAME).is_file()
     if is_triton:

@@ -20,9 +20,6 @@ def child_python(purpose: str) -> str | None:
     process's own, unless that is a program: one frozen by PyInstaller, or one that embeds
     Python, such as uWSGI. None where there is none, and in a child of the same purpose: that
     is a program which was taken for an interpreter.
-
-    Args:
-        purpose: What the child is for, as for :func:`child_environment`.
     """
     if purpose in _purposes():
         return None
@@ -41,9 +38,6 @@ def child_environment(purpose: str) -> dict[str, str]:
     """Return this process's environment, for a child that imports from the same places.
 
     Its sessions are plain ones, whatever is switched on here.
-
-    Args:
-        purpose: One word; the child's :func:`child_python` refuses it.
     """
     # Under ``ortplugins run`` it would switch passes on in the child, too.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

@@ -36,12 +36,7 @@ def describe_model(model: ir.Model) -> dict[str, Any]:
 def overrides_dimensions(
     session: onnxruntime.InferenceSession, described: Mapping[str, Any]
 ) -> bool:
-    """Whether a free dimension of the model's inputs is overridden in a session.
-
-    Args:
-        session: On the artifact, at any optimisation level.
-        described: What :func:`describe_model` returned.
-    """
+    """Whether a free dimension of the model's inputs is overridden in a session."""
     fixed = described["fixed_dimensions"]
     return any(
         isinstance(size, int) and not was_fixed

@@ -73,11 +73,7 @@ def instruction_sets() -> list[str]:
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return the physical cores of the process's affinity, or its quota if that is less.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """Return the physical cores of the process's affinity, or its quota if that is less."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on Linux

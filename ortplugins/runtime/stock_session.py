@@ -30,11 +30,7 @@ NUMPY_TYPES = frozenset({
 
 
 def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
-    """Return an optimisation level by its key in :data:`LEVELS`.
-
-    Raises:
-        UsageError: If this onnxruntime has no such level.
-    """
+    """Return an optimisation level by its key in :data:`LEVELS`."""
     levels = onnxruntime.GraphOptimizationLevel
     known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
     if name not in known:
@@ -43,11 +39,7 @@ def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
 
 
 def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
-    """Return options of a quiet session.
-
-    Raises:
-        UsageError: If there is no such level.
-    """
+    """Return options of a quiet session."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = optimization_level_of(level)
@@ -61,21 +53,7 @@ def open_model(
     settings: Mapping[str, str | int | bool] | None = None,
     custom_op_libraries: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a file.
-
-    Args:
-        path: The file.
-        level: A key of :data:`LEVELS`.
-        providers: Execution providers.
-        settings: Of its SessionOptions, as ``temporarily_set`` takes them;
-            they go before the level.
-        custom_op_libraries: Paths of libraries to register operators from.
-
-    Raises:
-        MissingFileError: If there is no such file.
-        ModelFileError: If it is a folder, or onnxruntime refuses it, chained.
-        UsageError: If there is no such level.
-    """
+    """Open a session on a file."""
     options, settings = stock_options(level), settings or {}
     if not os.path.isfile(path):
         from ortplugins.model_io.loading import read_model_file

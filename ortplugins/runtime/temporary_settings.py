@@ -90,14 +90,6 @@ def construct_with(
     They come back, and the lock is released, as soon as the native constructor has copied the
     options: onnxruntime makes a set of ``disabled_optimizers`` between that and the slow
     initialisation. A version that does not gets the options for the whole constructor.
-
-    Args:
-        settings: As for :func:`temporarily_set`; empty only to read no other session's.
-        construct: The constructor of ``onnxruntime.InferenceSession``, bound to a session.
-        model: Path or bytes.
-        options: The session's.
-        args: Providers and their options.
-        kwargs: Further arguments of the constructor.
     """
     with contextlib.ExitStack() as until_copied:
         until_copied.enter_context(temporarily_set(options, settings))

@@ -21,11 +21,7 @@ from rewrite_rules.closest_name import did_you_mean
 def checked_sample(
     sample: Any, inputs: Mapping[str, ir.Value], optional: frozenset[str], what: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return a sample whose arrays have the types and shapes of the inputs.
-
-    Raises:
-        CalibrationError: If it does not fit; names sample and input.
-    """
+    """Return a sample whose arrays have the types and shapes of the inputs."""
     if not isinstance(sample, Mapping):
         raise CalibrationError(
             f"{what} is a {type(sample).__name__}: a dict, input name -> array, is expected"

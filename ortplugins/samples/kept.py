@@ -37,19 +37,7 @@ class KeptSamples:
         memory_bytes: int = 64 << 20,
         rewind: bool = False,
     ) -> None:
-        """Check the source's kind; no sample is read.
-
-        Args:
-            source: Where samples come from, see the module.
-            model: The model that they are for.
-            scratch: An existing folder for what ``memory_bytes`` does not hold.
-            memory_bytes: Bytes of arrays to keep in memory.
-            rewind: Read again by ``source.rewind()`` instead of keeping samples.
-
-        Raises:
-            CalibrationError: If the source is not a source of samples, cannot rewind where it
-                is asked to, or the model has inputs that are not tensors.
-        """
+        """Check the source's kind; no sample is read."""
         self._source, self._model = source, model
         self._scratch, self._free = scratch, memory_bytes
         self._fresh: Iterator[Feed] | None = checked_feeds(source, model)
@@ -65,12 +53,7 @@ class KeptSamples:
             )
 
     def __iter__(self) -> Iterator[Feed]:
-        """Yield every sample, in the source's order.
-
-        Raises:
-            CalibrationError: If the source fails, has no samples or a bad one; again at each
-                attempt. In rewinding, if a later round has other samples than the first.
-        """
+        """Yield every sample, in the source's order."""
         if self.rewinds:
             yield from self._from_the_start()
             return
@@ -80,11 +63,7 @@ class KeptSamples:
             index += 1
 
     def read_all(self) -> int:
-        """Read the source to its end and return how many samples it has.
-
-        Raises:
-            CalibrationError: As iterating; also if samples are rewound and not kept.
-        """
+        """Read the source to its end and return how many samples it has."""
         if self.rewinds:
             raise CalibrationError("samples that are rewound cannot be read ahead")
         while self._pull():
@@ -95,9 +74,6 @@ class KeptSamples:
         """Return the sample of most bytes among those read, at least one; for planning memory.
 
         Where samples are rewound it is the first.
-
-        Raises:
-            CalibrationError: As iterating.
         """
         if not self.rewinds and self._kept:
             return self._load(self._largest[1])

@@ -50,11 +50,7 @@ _MAX_ELEMENTS = 1 << 21
 
 
 class MadeUpInputs:
-    """Sizes for the open dimensions of a model's inputs, and feeds of these sizes.
-
-    Attributes:
-        sizes: The size of each named dimension.
-    """
+    """Sizes for the open dimensions of a model's inputs, and feeds of these sizes."""
 
     def __init__(
         self,
@@ -72,9 +68,6 @@ class MadeUpInputs:
                 it has none, or by what it counts: ``"sequence"``, ``"past"``. A sum of named
                 dimensions ("past + seq") follows from its parts.
             length: What ``sequence``, ``source`` and others are by default.
-
-        Raises:
-            UsageError: If no input has such a dimension, or a size is not one.
         """
         self._inputs = [_Input.of(value) for value in inputs]
         self._given = dict(dims or {})
@@ -104,13 +97,7 @@ class MadeUpInputs:
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
     ) -> Iterator[_Feed]:
-        """Yield ``count`` samples; the same ones for the same seed.
-
-        Args:
-            count: How many samples; of a model with a cache, two feeds for each.
-            seed: Seed of numpy's default generator.
-            run: Runs the model, for the past of second feeds; None for first feeds alone.
-        """
+        """Yield ``count`` samples; the same ones for the same seed."""
         rng = np.random.default_rng(seed)
         roles = {item.value.name or "": item.role for item in self._inputs}
         has_cache = any(_is_past(role) for role in roles.values())
@@ -123,12 +110,7 @@ class MadeUpInputs:
                     yield step
 
     def fit(self, run: Run) -> None:
-        """Find sizes that the model runs with, for dimensions of which nothing is known.
-
-        Raises:
-            ModelFileError: If it takes none of the sizes that were tried; names the dimension
-                to give.
-        """
+        """Find sizes that the model runs with, for dimensions of which nothing is known."""
         open_names = self._free_names()
         trials: list[tuple[int, ...]] = [()]
         trials += [(size,) * len(open_names) for size in _CANDIDATES if open_names]

@@ -86,11 +86,7 @@ def is_open(dim: int | ir.SymbolicDim) -> bool:
 
 
 def role_of(value: ir.Value) -> Role:
-    """Find out what an input is.
-
-    Args:
-        value: The input; with its uses, where the graph is at hand.
-    """
+    """Find out what an input is."""
     shape = value.shape or ir.Shape([])
     name = (value.name or "").lower()
     for pattern, kind, named in _BY_NAME:
@@ -175,11 +171,7 @@ def counted_tokens(
 
 
 def cache_sizes(value: ir.Value) -> dict[str, int]:
-    """Return heads and head size of a cache, as far as the nodes that read it say.
-
-    Args:
-        value: An input that is a cache, with its uses.
-    """
+    """Return heads and head size of a cache, as far as the nodes that read it say."""
     for node, index in value.uses():
         if "kv_num_heads" in node.attributes:
             heads = node.attributes["kv_num_heads"].as_int()

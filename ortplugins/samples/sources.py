@@ -53,17 +53,9 @@ CalibrationSource = (
 def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
     """Return the samples of a source, each checked against the model's inputs as it is read.
 
-    Args:
-        source: Where samples come from, see the module. None warns (OrtpluginsWarning).
-        model: The model; inputs that are initializers as well may be left out of a sample.
-
     Returns:
         An iterator of feeds; it raises CalibrationError, which names sample and input, if the
         source fails (chained), has no samples, or one that does not fit the model.
-
-    Raises:
-        CalibrationError: If the source is not a source of samples, or the model has inputs
-            that are not tensors.
     """
     inputs = _tensor_inputs(model)
     if source is None:

@@ -48,17 +48,7 @@ class TextSamples:
     chat: bool = False
 
     def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[_Feed]:
-        """Return a feed for each window; the text is read at once.
-
-        Args:
-            inputs: What must be fed, with types and shapes; with uses where the graph is at
-                hand.
-
-        Raises:
-            CalibrationError: If a file cannot be read, there is no text, the model takes no
-                token ids, or a token is not a row of its table.
-            UsageError: If ``window`` is too small, or a package is missing.
-        """
+        """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         length = feeds.length or self.window
         tokenizer = TextTokenizer(Path(self.tokenizer), self.chat)
@@ -81,11 +71,7 @@ class TokenFeeds:
     """
 
     def __init__(self, inputs: Sequence[ir.Value]) -> None:
-        """Find the input that takes the tokens.
-
-        Raises:
-            CalibrationError: If no input takes token ids, or several do.
-        """
+        """Find the input that takes the tokens."""
         takers = [value for value in inputs if role_of(value).kind is Kind.IDS]
         if len(takers) != 1:
             named = ", ".join(repr(value.name) for value in inputs)
@@ -98,11 +84,7 @@ class TokenFeeds:
         self.roles = {value.name or "": role_of(value) for value in inputs}
 
     def check(self, windows: Sequence[Sequence[int]], tokenizer: TextTokenizer) -> None:
-        """Check that every token is a row of the table.
-
-        Raises:
-            CalibrationError: If one is not.
-        """
+        """Check that every token is a row of the table."""
         largest = max(map(max, windows))
         if self.rows is not None and largest >= self.rows:
             raise CalibrationError(
@@ -127,19 +109,10 @@ class TokenFeeds:
 
 
 class TextTokenizer:
-    """A tokenizer, and what it puts around a text.
-
-    Attributes:
-        path: Of its ``tokenizer.json``.
-    """
+    """A tokenizer, and what it puts around a text."""
 
     def __init__(self, path: Path, chat: bool = False) -> None:
-        """Read the file.
-
-        Raises:
-            CalibrationError: If it cannot be read; if there is no chat template.
-            UsageError: If a package is missing.
-        """
+        """Read the file."""
         self.path = path
         try:
             from tokenizers import Tokenizer
@@ -163,17 +136,7 @@ class TextTokenizer:
         self._render = _chat_template(path) if chat else None
 
     def windows(self, path: Path, length: int, *, closed: bool = True) -> list[list[int]]:
-        """Cut a text into windows of ``length`` tokens; the last one may be shorter.
-
-        Args:
-            path: Of the text, UTF-8.
-            length: Tokens of a window, those around the text included.
-            closed: Whether windows end with what the tokenizer puts after a text.
-
-        Raises:
-            CalibrationError: If the file cannot be read or has no text.
-            UsageError: If ``length`` leaves no room for text.
-        """
+        """Cut a text into windows of ``length`` tokens; the last one may be shorter."""
         text = read_text(path)
         before, after = self._before, self._after if closed else []
         if self._render is not None:
@@ -197,11 +160,7 @@ class TextTokenizer:
 
 
 def read_text(path: Path) -> str:
-    """Read a file as UTF-8.
-
-    Raises:
-        CalibrationError: If it cannot be read.
-    """
+    """Read a file as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -47,27 +47,6 @@ def open_session(
     onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
     tries again on the CPU. So what is ours happens before it is called, and an artifact is
     opened without its fallback; the untouched model is opened with it.
-
-    Args:
-        session: The object that is being constructed.
-        construct: The constructor of onnxruntime, bound to it.
-        read_plan: Reads the passes that the options switch on.
-        path_or_bytes: As the caller gave it, like all that follows.
-        options: Of the session; come back as they went in.
-        providers: Execution providers.
-        provider_options: Their options.
-        kwargs: Further arguments of the constructor.
-        opted_in: Whether the caller chose this. Else no error of ours may reach it unless the
-            plan is strict, and a missing file is left to onnxruntime: the caller may expect
-            its very error.
-
-    Returns:
-        What was done, as ``Report.to_dict`` has it.
-
-    Raises:
-        OptionError: If an ortplugins entry has a value that it can't have.
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-        PassError: If a pass fails and the plan is strict.
     """
     start = time.perf_counter()
 

@@ -62,11 +62,7 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
 
 def enable_entries(entries: Mapping[str, str]) -> None:
-    """Do what :func:`enable` does, with the session entries themselves.
-
-    Raises:
-        OptionError: If an entry has a value that it can't have.
-    """
+    """Do what :func:`enable` does, with the session entries themselves."""
     _patch.set_base(_Switched(_checked({**general_entries(), **entries})))
 
 

@@ -30,11 +30,7 @@ def record(report: Mapping[str, Any], seconds: float) -> None:
 
 
 def summary(path: str) -> str:
-    """Return one line on the sessions of a run: how many, from where, rewrites, seconds.
-
-    Raises:
-        OSError: If the log is gone.
-    """
+    """Return one line on the sessions of a run: how many, from where, rewrites, seconds."""
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     if not rows:
