@@ -93,25 +93,24 @@ if TYPE_CHECKING:
 
 # Imported when first used: a session that comes from the cache needs no onnx, and each module
 # costs a start part of a millisecond.
-_ERRORS = ("MissingFileError", "ModelFileError", "OrtpluginsWarning", "PassError")
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        **dict.fromkeys(__all__, "session_options"),  # all that are not named below
-        **dict.fromkeys(_ERRORS, "ortplugins.errors"),
-        "Comparison": "ortplugins.comparison.compare",
-        "Evaluation": "ortplugins.evaluation.evaluate",
-        "InferenceSession": "ortplugins.session.inference_session",
-        "OptimizeResult": "ortplugins.optimization.optimize",
-        "Report": "ortplugins.report",
-        "WeightOnlyQuantization": "ortplugins.weight_only_quantization",
-        "compare": "ortplugins.comparison.compare",
-        "disable": "ortplugins.session.patching",
-        "enable": "ortplugins.session.patching",
-        "enabled": "ortplugins.session.patching",
-        "evaluate": "ortplugins.evaluation.evaluate",
-        "optimize": "ortplugins.optimization.optimize",
-        "quantize_static_mixed": "ortplugins.quantization.activations.static_mixed",
-        "warm": "ortplugins.artifacts.warming",
+        "session_options": __all__,  # all that are not named below
+        "ortplugins.artifacts.warming": ("warm",),
+        "ortplugins.comparison.compare": ("Comparison", "compare"),
+        "ortplugins.errors": (
+            "MissingFileError",
+            "ModelFileError",
+            "OrtpluginsWarning",
+            "PassError",
+        ),
+        "ortplugins.evaluation.evaluate": ("Evaluation", "evaluate"),
+        "ortplugins.optimization.optimize": ("OptimizeResult", "optimize"),
+        "ortplugins.quantization.activations.static_mixed": ("quantize_static_mixed",),
+        "ortplugins.report": ("Report",),
+        "ortplugins.session.inference_session": ("InferenceSession",),
+        "ortplugins.session.patching": ("disable", "enable", "enabled"),
+        "ortplugins.weight_only_quantization": ("WeightOnlyQuantization",),
     },
 )

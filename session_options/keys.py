@@ -66,16 +66,12 @@ def option(
     may_name_file: bool = False,
 ) -> Any:
     """Declare a field of a pass class; arguments as in :class:`Option`."""
-    metadata = {
-        "help": help,
-        "choices": tuple(choices),
-        "onnxruntime_key": onnxruntime_key,
-        "shapes_result": shapes_result,
-        "may_name_file": may_name_file,
-    }
     import dataclasses
 
-    return dataclasses.field(default=default, metadata=metadata)
+    declared = Option(
+        "", default, help, tuple(choices), onnxruntime_key, shapes_result, may_name_file
+    )
+    return dataclasses.field(default=default, metadata={"option": declared})
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
@@ -85,12 +81,12 @@ def options_of(cls: type) -> tuple[Option, ...]:
     result = []
     for field in dataclasses.fields(cls):
         default: Any = field.default
-        if "help" not in field.metadata or type(default) not in (bool, int, float, str):
+        if "option" not in field.metadata or type(default) not in (bool, int, float, str):
             raise TypeError(
                 f"{cls.__name__}.{field.name}: declare it with session_options.option() and a "
                 "default of type bool, int, float or str"
             )
-        result.append(Option(field.name, default, **field.metadata))
+        result.append(field.metadata["option"]._replace(name=field.name))
     return tuple(result)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str]
+    package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package."""
+    """Return ``__getattr__`` and ``__dir__`` of a package, from the names of each module."""
+    modules = {name: module for module, listed in names.items() for name in listed}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in modules:

@@ -106,12 +106,7 @@ class Pass:
 
     @classmethod
     def validate(cls, name: str) -> None:
-        """Check what the class says of itself, for classes that come from elsewhere.
-
-        Raises:
-            OptionError: If it is not a frozen dataclass, calls itself otherwise, lacks its
-                summary, has a field that is not an option, or can't be made with its defaults.
-        """
+        """Check what the class says of itself, for classes that come from elsewhere."""
         params = getattr(cls, "__dataclass_params__", None)
         if "__dataclass_params__" not in vars(cls) or params is None or not params.frozen:
             raise OptionError(f"{cls.__name__} is not a frozen dataclass")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,63 +31,11 @@ from session_options.registry import find, pass_names, resolve, version_of
 if TYPE_CHECKING:
     from session_options.keys import SessionConfig
 
+# Bytes of an option's file: an override takes about 200, and the largest models have some
+# 10,000 activations.
+_LARGEST = 16 << 20
 HINT_KEY = f"{PREFIX}.hint"
 HINTS = ("latency", "throughput", "memory", "start")
-GENERAL_OPTIONS: tuple[Option, ...] = (
-    Option(
-        "cache_dir",
-        "",
-        "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
-        "else the user's cache directory.",
-    ),
-    Option(
-        "cache_limit",
-        "",
-        "Size that the cache is kept below, 10GB for instance: the least recently used "
-        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
-        "limit.",
-    ),
-    Option(
-        "strict",
-        False,
-        "An exception inside a pass raises; else it warns and the others run.",
-    ),
-    Option(
-        "bake",
-        True,
-        "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
-    ),
-    Option(
-        "retry_failed",
-        False,
-        "Run a pass again that failed when a model was built; else the model stays cached "
-        "without it, until a version changes.",
-    ),
-    Option(
-        "hint",
-        "",
-        "What to optimise for: the first start measures passes and session settings on this "
-        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes.",
-        choices=("", *HINTS),
-    ),
-    Option("hint_seconds", 60, "Seconds that measuring for a hint may take."),
-    Option(
-        "hint_error",
-        0.0,
-        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
-        "accept; 0 for twice plain onnxruntime's own difference.",
-    ),
-    Option(
-        "hint_dims",
-        "",
-        "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones.",
-    ),
-    Option(
-        "hint_samples",
-        "",
-        "An .npz file of inputs to measure with, for a model that runs on no made-up ones.",
-    ),
-)
 
 
 class Plan(NamedTuple):
@@ -142,6 +91,44 @@ class Plan(NamedTuple):
         }
 
 
+_GENERAL_HELP = {
+    "cache_dir": (
+        "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
+        "else the user's cache directory."
+    ),
+    "cache_limit": (
+        "Size that the cache is kept below, 10GB for instance: the least recently used "
+        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
+        "limit."
+    ),
+    "strict": "An exception inside a pass raises; else it warns and the others run.",
+    "bake": "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
+    "retry_failed": (
+        "Run a pass again that failed when a model was built; else the model stays cached "
+        "without it, until a version changes."
+    ),
+    "hint": (
+        "What to optimise for: the first start measures passes and session settings on this "
+        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes."
+    ),
+    "hint_seconds": "Seconds that measuring for a hint may take.",
+    "hint_error": (
+        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
+        "accept; 0 for twice plain onnxruntime's own difference."
+    ),
+    "hint_dims": (
+        "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones."
+    ),
+    "hint_samples": (
+        "An .npz file of inputs to measure with, for a model that runs on no made-up ones."
+    ),
+}
+GENERAL_OPTIONS = tuple(
+    Option(name, Plan._field_defaults[name], help, ("", *HINTS) if name == "hint" else ())
+    for name, help in _GENERAL_HELP.items()
+)
+
+
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     """Order passes into a plan."""
     if limit := general.get("cache_limit"):
@@ -193,6 +180,55 @@ def read(options: SessionConfig | None) -> Plan:
     return make_plan(passes, **general)
 
 
+def read_plan(options: SessionConfig | None) -> Plan:
+    """Read the plan that entries of ``SessionOptions`` describe, and the files they name."""
+    return read_option_files(read(options))
+
+
+def read_option_files(plan: Plan) -> Plan:
+    """Replace options that name a file, ``@file.json``, by the file's text.
+
+    Done once, where a plan enters ``ortplugins``: everything after it, the key of the cache
+    entry above all, sees the content and not the name, so a file that changes is noticed.
+    """
+    return plan._replace(passes=tuple(map(_with_files_read, plan.passes)))
+
+
+def _with_files_read(item: Pass) -> Pass:
+    for spec in options_of(type(item)):
+        value = getattr(item, spec.name)
+        if not spec.may_name_file or not value.startswith("@"):
+            continue
+        text = file_text(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
+        import dataclasses
+
+        try:
+            item = dataclasses.replace(item, **{spec.name: text})  # type: ignore[type-var]
+        except OptionError as error:
+            raise OptionError(f"file {value[1:]!r}: {error}") from None
+    return item
+
+
+def file_text(name: str, what: str) -> str:
+    """Return the text of an option that lies in a file; ``what`` is the option in messages."""
+    try:
+        with open(os.path.expanduser(name), "rb") as file:
+            content = file.read(_LARGEST + 1)
+    except (OSError, RuntimeError, ValueError) as error:  # no home folder; a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{what}: the file can't be read: {reason}") from None
+    if len(content) > _LARGEST:
+        raise OptionError(f"{what}: the file has more than {_LARGEST >> 20} MiB")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{what}: the file is not UTF-8 text: {error.reason}") from None
+    if text.startswith("@") or not text.strip():
+        held = "names another one" if text.strip() else "is empty"
+        raise OptionError(f"{what}: the file {held}; it has to hold the option's text")
+    return text
+
+
 def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
     """Write passes and their options into ``SessionOptions``, checked.
 
@@ -242,8 +278,6 @@ def settings_of(plan: Plan) -> dict[str, str]:
 
 def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
     """Make a plan from pass names and ``{"<pass>.<option>": value}``."""
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise OptionError(f"pass {twice[0]!r} is given {names.count(twice[0])} times")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
     classes = {name: resolve(name) for name in names}
     for key, text in settings.items():
@@ -256,7 +290,7 @@ def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Pla
         if option_name not in specs:
             raise OptionError(f"option {key!r} is unknown: {closest(option_name, specs)}")
         chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
-    return make_plan([cls(**chosen[name]) for name, cls in classes.items()])
+    return make_plan([classes[name](**chosen[name]) for name in names])
 
 
 def plan_from_json(content: Mapping[str, Any]) -> Plan:

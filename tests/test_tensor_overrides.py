@@ -33,9 +33,8 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     check_overrides,
 )
 from session_options import MixedPrecisionBoundaries, OptionError
-from session_options.option_files import read_option_files
 from session_options.override_json import format_overrides, read_overrides
-from session_options.plan import make_plan
+from session_options.plan import make_plan, read_option_files
 
 UINT8, INT8, UINT16, INT16 = (
     ir.DataType.UINT8,

@@ -29,8 +29,7 @@ from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.keys import format_value
-from session_options.option_files import read_option_files
-from session_options.plan import make_plan, plan_from_settings
+from session_options.plan import make_plan, plan_from_settings, read_option_files
 
 _SCRATCH = "ortplugins.optimize.scratch"
 

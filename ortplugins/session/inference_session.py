@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins.session.opening import STOCK, ReportDict, open_session
-from session_options.option_files import read_plan
+from session_options.plan import read_plan
 
 if TYPE_CHECKING:
     from ortplugins.report import Report

@@ -68,11 +68,7 @@ class MixedPrecisionBoundaries(Pass):
     )
 
     def __post_init__(self) -> None:
-        """Check the options; bring overrides into their canonical form.
-
-        Raises:
-            OptionError: If the overrides are not such JSON.
-        """
+        """Check the options; bring overrides into their canonical form."""
         if self.overrides and not self.overrides_file:
             from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
             from session_options.override_json import format_overrides
@@ -94,13 +90,7 @@ class MixedPrecisionBoundaries(Pass):
         return str(self.overrides)[1:] if is_named else ""
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
-        """Place boundaries and fold pairs; see :mod:`.place`.
-
-        Raises:
-            OptionError: If the overrides' file was not read; ``ortplugins`` does that before
-                it runs a plan.
-            OverrideError: If an override does not fit the model.
-        """
+        """Place boundaries and fold pairs; see :mod:`.place`."""
         from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
         from rewrite_rules.mixed_precision_boundaries.place import (
             BoundaryOptions,

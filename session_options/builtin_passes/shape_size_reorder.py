@@ -37,11 +37,7 @@ class ShapeSizeReorder(Pass):
     )
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            OptionError: If ``dims`` is not a list of names and sizes.
-        """
+        """Check the options."""
         super().__post_init__()
         _ = self.sizes
 

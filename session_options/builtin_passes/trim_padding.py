@@ -40,11 +40,7 @@ class TrimPadding(Pass):
     )
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            OptionError: If ``multiple`` is less than 1.
-        """
+        """Check the options."""
         super().__post_init__()
         if self.multiple < 1:
             key = option_key(self.name, "multiple")

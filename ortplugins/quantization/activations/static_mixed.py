@@ -60,8 +60,8 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
-from session_options.option_files import file_text
 from session_options.override_json import read_overrides
+from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
