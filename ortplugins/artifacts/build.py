@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from ortplugins.artifacts.directory import cache_limit, cache_root, remove_tree
 from ortplugins.artifacts.manifest import Entry, write_manifest
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.model_io.data_in_place import in_place
+from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from session_options import Plan
 from session_options.caller_warnings import warn_caller
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
 _FORMAT = 3
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """Where an entry is."""
-
-    folder: Path
-    origin: str
-    is_temporary: bool = False
 
 
 def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
@@ -71,10 +61,11 @@ def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | Non
         return None
     locations = cache.data_locations(_digest(request, cache)) or []
     found = [_data_file(request, location) for location in locations]
-    first = [_data_folders(request)[0] / location for location in locations]
+    folder = data_folders(request.name, request.data_folder)[0]
+    first = [os.path.join(folder, location) for location in locations]
     if [os.path.realpath(path) for path in first] != [str(path) for path in found]:
         return None
-    return [request.name, *map(str, first)]  # links may come to lead elsewhere
+    return [request.name, *first]  # links may come to lead elsewhere
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
@@ -102,19 +93,18 @@ def warn_rebuilt(entry: Entry, damaged: Iterable[str]) -> None:
     warn_caller(text, OrtpluginsWarning)
 
 
-def build_entry(request: BuildRequest, spare: Path) -> Built:
+def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
     """Build the entry of a request, one process at a time for each model.
 
-    Args:
-        request: What to build.
-        spare: An empty folder that gets the entry where the cache cannot be written.
+    ``spare``, an empty folder, gets the entry where the cache cannot be written. Return the
+    entry's folder; and ``"built"``, or ``"cache"`` where another process was quicker.
     """
     cache = cache_of(request.plan)
     try:
         with cache.one_at_a_time(_digest(request, cache)):
             entry = look_up(request, cache)
             if entry is not None and is_usable(entry, request.plan):
-                return Built(entry.folder, "cache")
+                return entry.folder, "cache"
             return _build_in_cache(request, cache)
     except (MissingFileError, PassError):
         raise
@@ -137,10 +127,10 @@ def build_entry(request: BuildRequest, spare: Path) -> Built:
     except OSError as error:
         remove_tree(spare)
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
-    return Built(spare, "built", is_temporary=True)
+    return spare, "built"
 
 
-def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
+def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> tuple[Path, str]:
     digest = _digest(request, cache)
     with _data_read_ahead(request, cache):
         loaded = request.load()
@@ -152,14 +142,12 @@ def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> Built:
     key = content_key(content)
     with cache.build(key, lambda entry: is_usable(entry, request.plan)) as folder:
         if isinstance(folder, Entry):
-            return Built(folder.folder, "cache")
+            return folder.folder, "cache"
         manifest = _build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
         if _key_content(request, cache, locations) != content:
             raise FileNotFoundError("the model changed while it was read")
-        return Built(
-            cache.publish(key, folder, {**manifest, "made_from": content}).folder, "built"
-        )
+        return cache.publish(key, folder, {**manifest, "made_from": content}).folder, "built"
 
 
 @contextlib.contextmanager
@@ -247,13 +235,4 @@ def _key_content(
 
 
 def _data_file(request: BuildRequest, location: str) -> Path:
-    """Where external data lies: beside the model, or beside the file that it links to."""
-    folders = _data_folders(request)
-    found = next((f / location for f in folders if (f / location).exists()), None)
-    return Path(os.path.realpath(found or folders[0] / location))
-
-
-def _data_folders(request: BuildRequest) -> list[Path]:
-    if request.data_folder is None and not isinstance(request.source, bytes):
-        return [Path(request.name).parent, Path(os.path.realpath(request.name)).parent]
-    return [Path(request.data_folder or "")]
+    return Path(data_file(location, data_folders(request.name, request.data_folder)))

@@ -8,7 +8,6 @@ it is, or what went wrong.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -18,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ortplugins.artifacts.build import Built, build_entry
+from ortplugins.artifacts.build import build_entry
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
@@ -31,12 +30,8 @@ _SECONDS = 3600  # where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-def build_in_child(request: BuildRequest, spare: Path) -> Built | None:
-    """Have a child build the entry of a request; arguments as for :func:`.build_entry`.
-
-    Returns:
-        Where the entry is; None where no child can build it, so that this process has to.
-    """
+def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | None:
+    """Have a child do what :func:`.build_entry` does; None where this process has to."""
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":
         return None
@@ -75,7 +70,8 @@ def build_in_child(request: BuildRequest, spare: Path) -> Built | None:
         raise _ERRORS[answer["error"]](answer["text"])
     if answer["built"] is None:
         return None
-    return Built(Path(answer["built"].pop("folder")), **answer["built"])
+    folder, origin = answer["built"]
+    return Path(folder), origin
 
 
 def main() -> None:
@@ -89,9 +85,7 @@ def main() -> None:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
             built = _build(json.loads(header), content)
-            if built is not None:
-                folder = os.fspath(built.folder)
-                answer["built"] = {**dataclasses.asdict(built), "folder": folder}
+            answer["built"] = built and (os.fspath(built[0]), built[1])
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
             answer.update(error=kind, text=str(error))
@@ -103,7 +97,7 @@ def main() -> None:
     os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
 
 
-def _build(job: dict[str, Any], content: bytes) -> Built | None:
+def _build(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
     try:
         request = BuildRequest.from_json(job["request"], content)
     except OptionError:

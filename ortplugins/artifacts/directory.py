@@ -112,11 +112,10 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def lock(self, name: str, timeout: float = -1) -> Iterator[bool]:
-        """Hold the lock of a key, or of a model.
+        """Hold the lock of a key, or of a model; yield whether it is held.
 
-        Yields:
-            Whether it is held. Where the file system has no locks, a warning says so, and
-            nobody waits: several processes may build one entry, and one of them publishes.
+        Where the file system has no locks, a warning says so, and nobody waits: several
+        processes may build one entry, and one of them publishes.
         """
         import filelock
 

@@ -21,25 +21,15 @@ if TYPE_CHECKING:
 
 
 class Artifact(NamedTuple):
-    """What a session opens.
+    """What a session opens; ``model`` is None for the one that the user gave."""
 
-    Attributes:
-        report: What was done to the model, as ``Report.to_dict`` has it.
-        model: Path of the model; None for the one that the user gave.
-        baked: Whether onnxruntime's optimisers have run already.
-        settings: What the model needs of its session, see ``Pass.session_settings``.
-        source: What the manifest says of the user's model: ``inputs``, ``initializers``.
-        temporary: Folder to remove after the start, where there is no cache.
-        as_bytes: Whether the model is opened as bytes: its data stays where the user has it.
-    """
-
-    report: Mapping[str, Any]
+    report: Mapping[str, Any]  # as Report.to_dict has it
     model: str | None = None
     baked: bool = False
-    settings: Mapping[str, str] = {}
-    source: Mapping[str, Any] = {}
-    temporary: tempfile.TemporaryDirectory[str] | None = None
-    as_bytes: bool = False
+    settings: Mapping[str, str] = {}  # as Pass.session_settings has them
+    source: Mapping[str, Any] = {}  # what describe_model says of the user's model
+    temporary: tempfile.TemporaryDirectory[str] | None = None  # where there is no cache
+    as_bytes: bool = False  # its data stays where the user has it
 
 
 def find_or_build(request: BuildRequest) -> Artifact:
@@ -65,11 +55,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
 
 
 def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
-    """Take an artifact that cannot be opened out of the cache, if its files changed on disk.
-
-    Returns:
-        Whether the next :func:`find_or_build` of the request builds it again.
-    """
+    """Take an artifact that changed on disk out of the cache; return whether that was so."""
     from pathlib import Path
 
     from ortplugins.artifacts.build import cache_of, warn_rebuilt
@@ -110,16 +96,13 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     keep = False
     try:
         spare = Path(temporary.name)
-        built = build_in_child(request, spare) or build_entry(request, spare)
-        if built.is_temporary:
-            entry, manifest = None, read_manifest(built.folder)
-        else:
-            entry = cache.find(built.folder.name)
-            manifest = None if entry is None else entry.manifest
+        folder, origin = build_in_child(request, spare) or build_entry(request, spare)
+        entry = None if folder == spare else cache.find(folder.name)
+        manifest = read_manifest(spare) if folder == spare else entry and entry.manifest
         if manifest is None:
-            raise PassError(f"{built.folder}: was removed as soon as it was built")
-        artifact = _artifact(built.folder, manifest, built.origin, request)
-        keep = built.is_temporary and artifact.model is not None
+            raise PassError(f"{folder}: was removed as soon as it was built")
+        artifact = _artifact(folder, manifest, origin, request)
+        keep = folder == spare and artifact.model is not None
         return artifact._replace(temporary=temporary if keep else None), entry
     finally:
         if not keep:

@@ -98,7 +98,11 @@ def remember(
     files: Sequence[str],
     started: float,
 ) -> None:
-    """Keep what was found under a text, until one of the files changes."""
+    """Keep what was found under a text, until one of the files changes.
+
+    Not of files that changed just before ``started``, seconds since the epoch, when the first
+    of them was looked at; nor in a cache that is read-only.
+    """
     with contextlib.suppress(OSError):
         states = {path: _state(path) for path in files}
         if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:

@@ -14,7 +14,14 @@ from typing import Any
 
 from ortplugins.artifacts.directory import disk_size, remove_tree
 from ortplugins.artifacts.known_starts import is_current
-from ortplugins.artifacts.manifest import MANIFEST, USE_SECONDS, Entry, last_use, read_manifest
+from ortplugins.artifacts.manifest import (
+    KEY_CHARACTERS,
+    MANIFEST,
+    USE_SECONDS,
+    Entry,
+    last_use,
+    read_manifest,
+)
 from ortplugins.artifacts.store import ArtifactCache
 
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
@@ -32,12 +39,8 @@ _INDEX = ("sources", "known", "locks")
 class EntryInfo:
     """What lies in the place of an entry, whether or not a session would take it.
 
-    Attributes:
-        key: Its key.
-        manifest: Its manifest; None where it has none that can be used.
-        size: Bytes that it takes.
-        last_used: As :attr:`Entry.last_used`, but ahead of a clock that was set back.
-        stamp: Changes with every use that is written down.
+    ``last_used`` is that of :class:`Entry`, but ahead of a clock that was set back; ``stamp``
+    changes with every use that is written down.
     """
 
     key: str
@@ -46,19 +49,18 @@ class EntryInfo:
     last_used: float
     stamp: int
 
-    @property
-    def model(self) -> str:
-        """The model that it was made from; empty where the manifest does not tell."""
-        return str(self.manifest.get("model", "")) if self.manifest else ""
+    def __str__(self) -> str:
+        """Return the beginning of the key, and the model, where the manifest has it."""
+        return f"{self.key[:KEY_CHARACTERS]} {(self.manifest or {}).get('model', '')}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
 class PruneResult:
-    """What :func:`prune` did."""
+    """What :func:`prune` did; sizes in bytes."""
 
     removed: tuple[EntryInfo, ...]
-    left: tuple[tuple[EntryInfo, str], ...]
-    abandoned: int
+    left: tuple[tuple[EntryInfo, str], ...]  # what should have gone, and why it has not
+    abandoned: int  # bytes that builders left which were killed
     kept: int
     size: int
 
@@ -72,12 +74,12 @@ def prune(
     max_size: int | None = None,
     older_than: float | None = None,
 ) -> PruneResult:
-    """Remove what was not used for long, and the least recently used above a size.
+    """Remove what is unused for ``older_than`` seconds, and what is too much for ``max_size``.
 
-    Entries leave by a rename and are unlinked afterwards, so a process that has one open
-    keeps it until it closes. Left alone are those used within the last two minutes, which
-    someone may be about to open, and those whose key is being built. On Windows an entry
-    that is open anywhere cannot be renamed, and is left.
+    The least recently used go first. Entries leave by a rename and are unlinked afterwards, so
+    a process that has one open keeps it until it closes. Left alone are those used within the
+    last two minutes, which someone may be about to open, and those whose key is being built.
+    On Windows an entry that is open anywhere cannot be renamed, and is left.
     """
     cache.check_trusted()
     stored = list(_stored(cache))
@@ -111,11 +113,7 @@ def choose(
     older_than: float | None,
     now: float,
 ) -> tuple[list[EntryInfo], list[EntryInfo]]:
-    """Choose the entries to remove, the least recently used first.
-
-    Returns:
-        Those to remove; those that should go, but may be about to be opened.
-    """
+    """Choose what to remove, least recently used first; and what someone may be opening."""
     ordered = sorted(stored, key=lambda item: item.last_used)
     size = sum(item.size for item in ordered)
     chosen: list[EntryInfo] = []
@@ -226,7 +224,7 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[EntryInfo, dict[str, str]]]:
 
 
 def clean(cache: ArtifactCache) -> tuple[int, int]:
-    """Remove everything that the cache has put into its directory.
+    """Remove all that the cache has put into its directory; return number and bytes.
 
     Entries leave by a rename, so no reader sees half of one; a process that has an entry open
     keeps it until it closes. Another process's build in progress is left alone.

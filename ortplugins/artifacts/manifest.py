@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
+KEY_CHARACTERS = 12  # of a key, to people
 # A use is written down if the last one is longer ago than this.
 USE_SECONDS = 60.0
 

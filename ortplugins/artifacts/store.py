@@ -105,9 +105,7 @@ class ArtifactCache(CacheDirectory):
     ) -> Iterator[Path | Entry]:
         """Become the builder of a key, or get the entry that another one has built meanwhile.
 
-        Yields:
-            An entry, or an empty folder that :meth:`publish` turns into one. What is left of
-            the folder is removed at the end.
+        Yields an entry, or an empty folder for :meth:`publish`, removed at the end.
         """
         import tempfile
 
@@ -144,7 +142,7 @@ class ArtifactCache(CacheDirectory):
         return Entry(final, complete)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
-        """Take an entry out; whoever has it open keeps it until they close it."""
+        """Take an entry out, unless it was built again since its manifest was ``seen``."""
         with self.lock(key), contextlib.suppress(FileNotFoundError):
             if read_manifest(self.root / "entries" / key) == seen:
                 remove_tree(self.move_aside(key))

@@ -27,7 +27,7 @@ from ortplugins.runtime.stock_session import optimization_level_of
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.environment import entries_of
 from session_options.keys import PREFIX, format_value
-from session_options.option_files import read_plan
+from session_options.plan import read_plan
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
@@ -55,7 +55,8 @@ class Explanation:
 
     key: str
     is_present: bool
-    nearest: Entry | None
+    nearest: Entry | None  # the entry that differs least
+    # Part of the key, its value here and there; None where one has no such part.
     differences: tuple[tuple[str, Any, Any], ...]
 
 
@@ -116,24 +117,13 @@ def warm(
 def explain_miss(
     model: str | os.PathLike[str],
     passes: Sequence[Pass | str] = DEFAULT_PASSES,
-    *,
-    options: Mapping[str, Any] | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    session_entries: Mapping[str, str] | None = None,
-    optimization_level: str = "all",
+    **start: Any,
 ) -> Explanation:
-    """Find out what of a session's key differs from the nearest entry.
-
-    The arguments are those of :func:`warm`.
-    """
-    prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
+    """Find out what of a session's key differs from the nearest entry; arguments as `warm`."""
+    prepared, plan = _prepare(passes, **start)
     cache = cache_of(plan)
     request = read_request(model, plan, prepared, ["CPUExecutionProvider"], ())
-    return _explain(cache, session_key_content(request, cache))
-
-
-def _explain(cache: ArtifactCache, content: Mapping[str, Any]) -> Explanation:
-    """Compare a key with those of the entries in a cache."""
+    content = session_key_content(request, cache)
     key = content_key(content)
     here = dict(_flatten(json.loads(json.dumps(content))))
     compared = [
@@ -178,10 +168,10 @@ def _flatten(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _prepare(
     passes: Sequence[Pass | str],
-    options: Mapping[str, Any] | None,
-    session_entries: Mapping[str, str] | None,
-    optimization_level: str,
-    cache_dir: str | os.PathLike[str] | None,
+    options: Mapping[str, Any] | None = None,
+    session_entries: Mapping[str, str] | None = None,
+    optimization_level: str = "all",
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[onnxruntime.SessionOptions, Plan]:
     """Return the options of the sessions to come, and their plan."""
     names = [item for item in passes if isinstance(item, str)]
@@ -226,8 +216,5 @@ def _warm_one(
     if artifact.temporary is not None:
         artifact.temporary.cleanup()
         return WarmResult(name, error=f"not kept: {cache.root} could not be written")
-    size = 0
-    if artifact.model is not None:
-        folder = Path(artifact.model).parent
-        size = disk_size(folder)
+    size = 0 if artifact.model is None else disk_size(Path(artifact.model).parent)
     return WarmResult(name, Report.from_dict(artifact.report), size)

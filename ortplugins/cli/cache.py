@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
+from ortplugins.artifacts.manifest import KEY_CHARACTERS
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
@@ -30,7 +31,6 @@ cache = typer.Typer(
 )
 
 _WARM_PASSES = [DqMatMulNBitsFusion.name, PrepackedWeights.name]
-_KEY_CHARACTERS = 12
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -110,7 +110,8 @@ def list_entries(
         fired = f"{report['fired']}/{report['refused']}"
         age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
         size = decimal(entry.size)
-        rows.append((_name(entry), entry.manifest["model"], size, age, used, fired))
+        key = entry.folder.name[:KEY_CHARACTERS]
+        rows.append((key, entry.manifest["model"], size, age, used, fired))
     headings = ("Key", "Model", "Size", "Age", "Last use", "Fired/refused")
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
@@ -138,17 +139,17 @@ def explain_miss(model: opt.Model, start: SessionStart) -> None:
 
     found = explain_miss(model, **start)
     if found.is_present and found.nearest is not None:
-        typer.echo(f"{model}: found as {found.key[:_KEY_CHARACTERS]}")
+        typer.echo(f"{model}: found as {found.key[:KEY_CHARACTERS]}")
         report = Report.from_dict(found.nearest.manifest["report"])
         for line in (report, *report.tried):
             typer.echo(f"  {line}")
         return
-    typer.echo(f"{model}: not found as {found.key[:_KEY_CHARACTERS]}")
+    typer.echo(f"{model}: not found as {found.key[:KEY_CHARACTERS]}")
     if found.nearest is None:
         typer.echo("the cache is empty")
     else:
-        name, source = _name(found.nearest), found.nearest.manifest["model"]
-        typer.echo(f"nearest: {name}, made from {source}")
+        name, source = found.nearest.folder.name, found.nearest.manifest["model"]
+        typer.echo(f"nearest: {name[:KEY_CHARACTERS]}, made from {source}")
         for part, here, there in found.differences:
             typer.echo(f"  {part}: {json.dumps(here)} here, {json.dumps(there)} there")
         if not found.differences:
@@ -169,9 +170,8 @@ def verify_entries(
         if not damage:
             continue
         damaged += 1
-        name = f"{item.key[:_KEY_CHARACTERS]} {item.model}".rstrip()
         what = "; ".join(f"{file}: {text}" for file, text in damage.items())
-        typer.echo(f"damaged: {name}: {what}")
+        typer.echo(f"damaged: {item}: {what}")
     typer.echo(f"{number} checked, {damaged} damaged, in {store.root}")
     if damaged:
         raise typer.Exit(1)
@@ -194,20 +194,16 @@ def prune_entries(
     ] = None,
 ) -> None:
     """Remove what was not used for long, and the least recently used above a size."""
-    from ortplugins.artifacts.maintenance import EntryInfo, prune
+    from ortplugins.artifacts.maintenance import prune
 
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
     result = prune(store, max_size, older_than)
-
-    def described(item: EntryInfo) -> str:
-        name = f"{item.key[:_KEY_CHARACTERS]} {item.model}".rstrip()
-        return f"{name}, {decimal(item.size)}"
-
     for item in result.removed:
-        typer.echo(f"removed: {described(item)}, last used {_since(item.last_used)} ago")
+        used = _since(item.last_used)
+        typer.echo(f"removed: {item}, {decimal(item.size)}, last used {used} ago")
     for item, reason in result.left:
-        typer.echo(f"left: {described(item)}: {reason}")
+        typer.echo(f"left: {item}, {decimal(item.size)}: {reason}")
     if result.abandoned:
         size = decimal(result.abandoned)
         typer.echo(f"removed: what builders left that were killed, {size}")
@@ -268,10 +264,6 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "fired": report["fired"],
         "refused": report["refused"],
     }
-
-
-def _name(entry: Entry) -> str:
-    return entry.folder.name[:_KEY_CHARACTERS]
 
 
 def _since(moment: float) -> str:

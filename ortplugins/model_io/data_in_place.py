@@ -10,7 +10,7 @@ own tools.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,19 +27,14 @@ NEW_BYTES = 10_000_000
 
 
 class PlacedData(NamedTuple):
-    """Where the data of a model lies.
-
-    Attributes:
-        folder: Holds all its files.
-        names: Of the files there, by the location that the model has for them.
-    """
+    """The folder of a model's data files, and their names there by the model's locations."""
 
     folder: Path
     names: dict[str, str]
 
 
 def in_place(files: Mapping[str, Path]) -> PlacedData | None:
-    """Return where data files are; None where they are on two drives."""
+    """Return where data files are, by location, links resolved; None if on two drives."""
     from pathlib import Path
 
     try:
@@ -53,11 +48,21 @@ def in_place(files: Mapping[str, Path]) -> PlacedData | None:
 def folder_of(names: Mapping[str, str], model: str, data_folder: str | None) -> str:
     """Return the folder of a model's data, from the names that :func:`in_place` returned."""
     location, name = next(iter(names.items()))
-    folders = [data_folder or os.path.dirname(model)]
-    folders += [] if data_folder else [os.path.dirname(os.path.realpath(model))]
-    paths = [os.path.join(folder, location) for folder in folders]
-    path = os.path.realpath(next(filter(os.path.exists, paths), paths[0]))
+    path = data_file(location, data_folders(model, data_folder))
     return path.removesuffix(os.path.join("", name)).rstrip(os.sep)
+
+
+def data_folders(model: str, data_folder: str | None) -> list[str]:
+    """Return where a model's data may be: beside it, or beside the file that it links to."""
+    if data_folder is not None:
+        return [data_folder]
+    return [os.path.dirname(model), os.path.dirname(os.path.realpath(model))]
+
+
+def data_file(location: str, folders: Sequence[str]) -> str:
+    """Return the path of external data, links resolved, whether it is there or not."""
+    paths = [os.path.join(folder, location) for folder in folders]
+    return os.path.realpath(next(filter(os.path.exists, paths), paths[0]))
 
 
 def new_bytes(model: ir.Model, placed: PlacedData) -> int:
