@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from ortplugins._version import __version__
 from ortplugins.errors import ModelFileError, PassError, QuantizationError, UsageError
@@ -27,9 +28,6 @@ except ModuleNotFoundError as missing:
         raise
     print("The command line needs: pip install 'ortplugins[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
-
-if TYPE_CHECKING:
-    from ortplugins.cli.run import RunProgram
 
 COMMANDS = {
     "inspect": "Print what would fire on a model, what would not, and why; write nothing.",
@@ -91,7 +89,7 @@ def main() -> None:
     """Run the command line; leaves by SystemExit."""
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    programs: list[RunProgram] = []  # of `ortplugins run`
+    programs: list[Callable[[], None]] = []  # of `ortplugins run`
     try:
         app(obj=programs)
     except SystemExit:
@@ -108,7 +106,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     warnings.formatwarning = formatwarning
-    programs[0].start()  # here, where none of our handlers catches what it raises
+    programs[0]()  # here, where none of our handlers catches what it raises
     sys.exit()
 
 

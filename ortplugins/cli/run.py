@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,45 +30,29 @@ from session_options.plan import HINT_KEY
 _STARTUP = Path(__file__).parents[1] / "startup"
 
 
-@dataclasses.dataclass(frozen=True)
-class RunProgram:
-    """A program to start once typer, whose handlers are not for its errors, is done."""
+def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
+    """Run a program as ``python`` does, then print one line on its sessions.
 
-    name: str
-    arguments: tuple[str, ...]
-    is_module: bool
+    In ``__main__``, with its ``sys.argv``; what it raises is raised here.
+    """
+    from ortplugins.session.run_log import PATH_VARIABLE, summary
 
-    def start(self) -> None:
-        """Run the program as ``python`` does, then print one line on its sessions.
-
-        In ``__main__``, with its ``sys.argv``.
-        """
-        from ortplugins.session.run_log import PATH_VARIABLE, summary
-
-        file, path = tempfile.mkstemp(prefix="ortplugins-run-")
-        os.close(file)
-        os.environ[PATH_VARIABLE] = path
-        own = os.getpid()
-        try:
-            self._run()
-        finally:
-            if os.getpid() == own:  # a worker that the program has forked ends here, too
-                print(f"ortplugins: {summary(path)}", file=sys.stderr)
-                os.remove(path)
-
-    def _run(self) -> None:
-        sys.argv = [self.name, *self.arguments]
-        if self.is_module:
-            self._come_first(os.getcwd())
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            return
-        self._come_first(os.path.dirname(os.path.realpath(self.name)))
-        runpy.run_path(self.name, run_name="__main__")
-
-    def _come_first(self, folder: str) -> None:
-        """Search modules in the program's folder, instead of in that of our command."""
-        if not sys.flags.safe_path:
-            sys.path[0] = folder
+    file, path = tempfile.mkstemp(prefix="ortplugins-run-")
+    os.close(file)
+    os.environ[PATH_VARIABLE] = path
+    own = os.getpid()
+    sys.argv = [name, *arguments]
+    if not sys.flags.safe_path:  # modules beside the program, instead of beside our command
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    finally:
+        if os.getpid() == own:  # a worker that the program has forked ends here, too
+            print(f"ortplugins: {summary(path)}", file=sys.stderr)
+            os.remove(path)
 
 
 def run(
@@ -99,7 +84,7 @@ def run(
     os.environ[VARIABLE] = plan_text(entries)
     paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
-    context.obj.append(RunProgram(program[0], tuple(program[1:]), module))
+    context.obj.append(functools.partial(start, program[0], program[1:], module))
 
 
 def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:

@@ -57,13 +57,10 @@ def options_lock(options: onnxruntime.SessionOptions) -> threading.RLock:
 def temporarily_set(
     options: onnxruntime.SessionOptions, settings: Mapping[str, str | int | bool]
 ) -> Iterator[None]:
-    """Hold the lock of the options and change them; they come back as they were.
+    """Hold the lock of the user's options and change them; they come back as they were.
 
-    Args:
-        options: The user's.
-        settings: As ``Pass.session_settings`` returns them: a key with a dot is an entry, one
-            without an attribute, whose value may be the name of an enumeration's member, or
-            "0" or "1" for a bool, digits for an int.
+    In ``settings`` a key with a dot is an entry, one without an attribute, whose value may be
+    the name of an enumeration's member, or "0" or "1" for a bool, digits for an int.
     """
     with options_lock(options):
         before = {name: _get(options, name) for name in settings}
@@ -93,25 +90,18 @@ def construct_with(
     """
     with contextlib.ExitStack() as until_copied:
         until_copied.enter_context(temporarily_set(options, settings))
-        disabled = _CalledWhenRead(kwargs.get("disabled_optimizers"), until_copied.close)
-        construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled})
+
+        def disabled() -> Iterator[str]:
+            until_copied.close()
+            yield from kwargs.get("disabled_optimizers") or ()
+
+        construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled()})
 
 
 def given_entry(options: onnxruntime.SessionOptions, name: str) -> str | None:
     """Return a session entry; None where it was never set, or has been set back by us."""
     text = stored(options, name)
     return None if text == _DEFAULTS.get(name) else text
-
-
-class _CalledWhenRead:
-    """An iterable of names that calls a function before it is read."""
-
-    def __init__(self, names: Any, function: Callable[[], None]) -> None:
-        self._names, self._function = tuple(names or ()), function
-
-    def __iter__(self) -> Iterator[str]:
-        self._function()
-        return iter(self._names)
 
 
 def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:

@@ -13,7 +13,6 @@ and those that our modules and passes open while they work.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -21,7 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnxruntime
 
@@ -31,12 +30,8 @@ from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
 from session_options.environment import general_entries, plan_entries
 from session_options.keys import PREFIX, stored
-from session_options.option_files import read_plan
-from session_options.plan import HINT_KEY
+from session_options.plan import HINT_KEY, read_plan
 from session_options.registry import pass_names
-
-if TYPE_CHECKING:
-    from session_options.keys import SessionConfig
 
 # Whose sessions are never caught: one rule for the modules that there are and will be.
 _OURS = ("ortplugins", "rewrite_rules", "session_options")
@@ -58,12 +53,12 @@ def enable(*passes: Pass, **general: bool | str) -> None:
         OptionError: If a pass or an option, here or in the environment, can't be used. What
             was in force before stays in force then.
     """
-    _patch.set_base(_Switched(_checked(_entries(passes, general))))
+    _patch.set_base(_switched(passes, general))
 
 
 def enable_entries(entries: Mapping[str, str]) -> None:
     """Do what :func:`enable` does, with the session entries themselves."""
-    _patch.set_base(_Switched(_checked({**general_entries(), **entries})))
+    _patch.set_base(_checked(_Entries({**general_entries(), **entries})))
 
 
 def disable() -> None:
@@ -87,7 +82,7 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
     Raises:
         OptionError: As for :func:`enable`.
     """
-    switched = _Switched(_checked(_entries(passes, general)))
+    switched = _switched(passes, general)
     _patch.push(switched)
     try:
         yield
@@ -99,7 +94,7 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
 
 
 class _Entries(dict[str, str]):
-    """Session entries by key, as ``session_options`` writes and reads them."""
+    """What one call has switched on: entries as ``session_options`` writes and reads them."""
 
     def add_session_config_entry(self, key: str, value: str, /) -> None:
         self[key] = value
@@ -109,11 +104,18 @@ class _Entries(dict[str, str]):
             raise RuntimeError(key)
         return self[key]
 
+    def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
+        """Plan of a session: one that names a pass or a hint itself gets what it names."""
+        own = bool(stored(options, HINT_KEY)) or any(
+            stored(options, enable_key(name)) is not None for name in pass_names()
+        )
+        return read_plan(options if own else _Layered(options, self))
+
 
 class _Layered:
     """Reads a session's own entry first, then what is switched on."""
 
-    def __init__(self, options: onnxruntime.SessionOptions, below: SessionConfig) -> None:
+    def __init__(self, options: onnxruntime.SessionOptions, below: _Entries) -> None:
         self._options, self._below = options, below
 
     def add_session_config_entry(self, key: str, value: str, /) -> None:
@@ -124,7 +126,7 @@ class _Layered:
         return self._below.get_session_config_entry(key) if own is None else own
 
 
-def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entries:
+def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entries:
     entries = _Entries(general_entries())
     if wrong := [item for item in passes if not isinstance(item, Pass)]:
         raise OptionError(
@@ -137,34 +139,13 @@ def _entries(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entr
         default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
         entries.update(plan_entries() or default)
     session_options.configure(entries, *passes, **general)
-    return entries
+    return _checked(entries)
 
 
-def _checked(entries: Mapping[str, str]) -> _Entries:
+def _checked(entries: _Entries) -> _Entries:
     """Return entries that give a plan: errors are reported now, not deep inside a library."""
-    found = _Entries(entries)
-    read_plan(found)
-    return found
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # blocks with equal passes are two blocks
-class _Switched:
-    """What one call has switched on."""
-
-    entries: _Entries
-
-    @property
-    def strict(self) -> bool:
-        """Whether errors raise, for sessions that say nothing else."""
-        return self.entries.get(f"{PREFIX}.strict") == "1"
-
-    def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
-        """Plan of a session: one that names a pass or a hint itself gets what it names."""
-        own = bool(stored(options, HINT_KEY)) or any(
-            stored(options, enable_key(name)) is not None for name in pass_names()
-        )
-        config = options if own else _Layered(options, self.entries)
-        return read_plan(config)
+    read_plan(entries)
+    return entries
 
 
 # The replaced constructor.
@@ -181,22 +162,22 @@ class _Patch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._base: _Switched | None = None
-        self._blocks: tuple[_Switched, ...] = ()
+        self._base: _Entries | None = None
+        self._blocks: tuple[_Entries, ...] = ()
         # Read by constructors without the lock.
-        self.in_force: _Switched | None = None
+        self.in_force: _Entries | None = None
 
-    def set_base(self, switched: _Switched | None) -> None:
+    def set_base(self, switched: _Entries | None) -> None:
         with self._lock:
             self._base = switched
             self._update()
 
-    def push(self, switched: _Switched) -> None:
+    def push(self, switched: _Entries) -> None:
         with self._lock:
             self._blocks = (*self._blocks, switched)
             self._update()
 
-    def remove(self, switched: _Switched) -> None:
+    def remove(self, switched: _Entries) -> None:
         """Remove a block; threads leave theirs in any order."""
         with self._lock:
             self._blocks = tuple(item for item in self._blocks if item is not switched)
@@ -245,7 +226,7 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             try:
                 return switched.plan_for(options)
             except OptionError as error:  # the session's own entry; a file that is gone
-                if switched.strict:
+                if switched.get(f"{PREFIX}.strict") == "1":
                     raise
                 problems.append(untouched_report(str(error)))
                 return Plan()
