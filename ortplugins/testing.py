@@ -33,11 +33,14 @@ from typing import Any, NoReturn
 import onnxruntime
 
 from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.given_model import GivenModel, ModelSource, operator_counts
-from ortplugins.comparison.inputs import Inputs, comparison_feeds
-from ortplugins.comparison.model_pair import ModelPair
+from ortplugins.comparison.given_model import (
+    GivenModel,
+    ModelSource,
+    operator_counts,
+    unfused_in,
+)
+from ortplugins.comparison.model_pair import Inputs, ModelPair, comparison_feeds
 from ortplugins.comparison.profile import ProfiledNode, profiled_run
-from ortplugins.comparison.unfused_weights import unfused_in
 from ortplugins.errors import ModelFileError, PassError, UsageError
 from ortplugins.runtime.stock_session import open_model, stock_options
 from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_set

@@ -26,7 +26,7 @@ from ortplugins.comparison import compare as comparison
 from ortplugins.comparison import difference as value_difference
 from ortplugins.comparison import layers as layer_comparison
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.inputs import comparison_feeds
+from ortplugins.comparison.model_pair import comparison_feeds
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.testing import assert_same_outputs
 

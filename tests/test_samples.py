@@ -14,7 +14,7 @@ from builders.command_line import ortplugins_command
 from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 
 import ortplugins
-from ortplugins.comparison.inputs import comparison_feeds
+from ortplugins.comparison.model_pair import comparison_feeds
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.samples.made_up import MadeUpInputs
 

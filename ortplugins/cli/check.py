@@ -118,9 +118,8 @@ def _check(
         far away; outputs that have no arrays on both sides, and why.
     """
     from ortplugins.comparison.difference import difference_of, find_violation
-    from ortplugins.comparison.given_model import GivenModel
+    from ortplugins.comparison.given_model import GivenModel, unfused_in
     from ortplugins.comparison.model_pair import ModelPair
-    from ortplugins.comparison.unfused_weights import unfused_in
     from ortplugins.optimization.optimize import optimize
     from ortplugins.runtime.stock_session import open_model
     from session_options.plan import plan_from_settings

@@ -22,17 +22,13 @@ def memory(
     from ortplugins.html_report.live_memory import order_of
 
     opt.check_absent(svg, force=force)
-    order = order_of(model, opt.parse_dims(dims))
+    curves, notes = order_of(model, opt.parse_dims(dims))
     if format == "json":
-        curves = [
-            {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
-            for curve in order.curves
-        ]
-        content = {"model": str(model), "curves": curves, "notes": list(order.notes)}
-        typer.echo(json.dumps(content, indent=1))
+        content = {"model": str(model), "curves": [curve.to_dict() for curve in curves]}
+        typer.echo(json.dumps({**content, "notes": notes}, indent=1))
     else:
-        for line in (*memory_bars(order.curves), *order.notes):
+        for line in (*memory_bars(curves), *notes):
             typer.echo(line)
     if svg is not None:
-        svg.write_text(memory_chart(order.curves, str(model)), encoding="utf-8")
+        svg.write_text(memory_chart(curves, str(model)), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=format == "json")

@@ -13,9 +13,8 @@ from typing import Any
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.given_model import GivenModel, ModelSource
-from ortplugins.comparison.inputs import Inputs
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
-from ortplugins.comparison.model_pair import ModelPair
+from ortplugins.comparison.model_pair import Inputs, ModelPair
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,

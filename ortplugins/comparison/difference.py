@@ -121,9 +121,9 @@ class Violation:
     """Where an output is further away than it may be."""
 
     sample: int
-    count: int
+    count: int  # of elements that are too far away, of this size
     size: int
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # of the one that is furthest beyond its bound
     a: str
     b: str
     bound: float
@@ -152,6 +152,9 @@ def find_violation(
     allowed: float = 0.0,
 ) -> Violation | None:
     """Return where ``|b - a| > atol + rtol * |a| + allowed``; None where it does nowhere.
+
+    Without atol that is ``rtol`` times the greatest finite magnitude of a: elements near 0 are
+    sums of greater ones, and have their errors.
 
     Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
     rtol does not apply to them: without atol they must be equal.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ortplugins.errors import ModelFileError
 from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
+from rewrite_rules.remarks import Outcome
+from session_options import DqMatMulNBitsFusion
 from session_options.keys import stored
 
 if TYPE_CHECKING:
@@ -34,9 +36,8 @@ class GivenModel:
         name: What messages call it.
         session: The session, where one was given. It stands for the model that it opened:
             before onnxruntime's own fusions.
-        report: Of what ``optimize`` returned, or of a session with passes; None of all else.
-        settings: What sessions on it are set to: as the given session is, or as what
-            ``optimize`` returned asks for.
+        report: Of what ``optimize`` returned, or of a session with passes.
+        settings: What the given session is set to, or what ``optimize`` asks sessions for.
         is_final: Whether it is what will run: a session, or what ``optimize`` returned.
     """
 
@@ -78,7 +79,7 @@ class GivenModel:
         self.is_final = isinstance(model, onnxruntime.InferenceSession | OptimizeResult)
 
     def file(self, scratch: Path) -> Path:
-        """Return its file; what lies in memory is written to ``scratch`` first.
+        """Return its file; what lies in memory is written to ``scratch``, which has to stay.
 
         So is a model whose data is in another folder, where only a session looks for it.
         """
@@ -134,6 +135,34 @@ class GivenModel:
                 "cache, or the cache was emptied since"
             )
         return path
+
+
+def unfused_in(
+    model: GivenModel, fusion: DqMatMulNBitsFusion | None = None, *, final: bool = True
+) -> dict[str, str]:
+    """Run the fusion on a copy; return nodes whose dequantised weights would stay, and why.
+
+    In a ``final`` model, the one that will run, these are also the nodes that the fusion would
+    take, had it been run.
+    """
+    from ortplugins.optimization.request import BuildRequest
+    from ortplugins.optimization.shape_inference import infer_shapes
+    from ortplugins.optimization.stages import PassRuns
+    from session_options.plan import make_plan
+
+    copy = model.graph()
+    infer_shapes(copy)
+    runs = PassRuns(BuildRequest(copy, make_plan([fusion or DqMatMulNBitsFusion()])))
+    runs.run("rewrite", copy)
+    found: dict[str, list[str]] = {}
+    for remark in (remark for report in runs.reports() for remark in report.remarks):
+        if remark.outcome is Outcome.REFUSED:
+            found.setdefault(remark.node, []).append(remark.reason)
+        elif final and remark.outcome is Outcome.FIRED:
+            found.setdefault(remark.node, []).append(
+                f"would fuse, but the fusion was not run ({remark.reason})"
+            )
+    return {node: "; ".join(reasons) for node, reasons in found.items()}
 
 
 def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:

@@ -22,11 +22,11 @@ import onnxruntime
 
 from ortplugins.comparison.difference import Difference, DifferenceSum
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.inputs import fetch
-from ortplugins.comparison.profile import opened, profiled_run
+from ortplugins.comparison.model_pair import fetch
+from ortplugins.comparison.profile import profiled_run
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
-from ortplugins.runtime.stock_session import NUMPY_TYPES, stock_options
+from ortplugins.runtime.stock_session import NUMPY_TYPES, opened, stock_options
 from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import label

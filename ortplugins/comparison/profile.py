@@ -19,6 +19,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError
+from ortplugins.runtime.stock_session import opened
 from ortplugins.samples.sources import Feed
 
 _SUFFIX = "_kernel_time"
@@ -26,31 +27,12 @@ _SUFFIX = "_kernel_time"
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledNode:
-    """A node that ran, in a subgraph or not.
-
-    Attributes:
-        name: Of the node.
-        outputs: Type, in onnxruntime's word, and bytes of each output that is a tensor; the
-            bytes of all where its type has none of numpy's.
-    """
+    """A node that ran, in a subgraph or not."""
 
     name: str
+    # Type, in onnxruntime's word, and bytes of each output that is a tensor; the bytes of all
+    # where its type has none of numpy's.
     outputs: tuple[tuple[str, int], ...]
-
-
-def opened(
-    source: str | bytes,
-    options: onnxruntime.SessionOptions,
-    providers: Sequence[Any],
-    name: str,
-) -> onnxruntime.InferenceSession:
-    """Open a session on the path or the bytes of a model; messages call it ``name``."""
-    try:
-        return onnxruntime.InferenceSession(
-            source, options, providers=list(providers), enable_fallback=0
-        )
-    except Exception as error:  # onnxruntime's own classes, none of which is documented
-        raise ModelFileError(f"{name}: onnxruntime refuses it: {error}") from error
 
 
 def profiled_run(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.inputs import fetch
+from ortplugins.comparison.model_pair import fetch
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import load_path
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _FILE_STYLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What one order of the nodes holds in memory."""
+    """What one order of the nodes holds in memory: live bytes in each step."""
 
     name: str
     live: Sequence[int]
@@ -44,6 +44,10 @@ class Curve:
     def peak(self) -> int:
         """Bytes."""
         return max(self.live, default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the curve as JSON."""
+        return {"name": self.name, "peak": self.peak, "live": list(self.live)}
 
 
 def thinned(live: Sequence[int], points: int = _POINTS) -> list[int]:
@@ -66,7 +70,7 @@ def memory_bars(curves: Sequence[Curve], width: int = 72) -> list[str]:
 
 
 def memory_chart(curves: Sequence[Curve], title: str = "") -> str:
-    """Return an <svg> of live memory over the steps of a run."""
+    """Return an <svg> of live memory over the steps of a run; with a title it names curves."""
     top = max((curve.peak for curve in curves), default=0) or 4
     steps = max((len(curve.live) for curve in curves), default=0) or 1
     scale, unit = next((item for item in _UNITS if top >= item[0]), _UNITS[-1])
@@ -116,7 +120,11 @@ def _y(share: float) -> str:
 def _frame(
     label: str, ticks: Sequence[tuple[float, str]], steps: int, name: str, title: str = ""
 ) -> list[str]:
-    """Return the beginning of a picture: its description, and both scales."""
+    """Return the beginning of a picture: its description, and both scales.
+
+    ``ticks`` are places on the left, from 0 to 1, and their texts; the scale below goes from
+    0, with ``name`` before it, to ``steps``.
+    """
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     if title:
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ortplugins.comparison.compare import compare, plain
 from ortplugins.comparison.given_model import operator_counts
-from ortplugins.comparison.inputs import Inputs, comparison_feeds
+from ortplugins.comparison.model_pair import Inputs, comparison_feeds
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.html_report.live_memory import order_of
@@ -60,12 +60,10 @@ def gather_facts(
         model: Path of an .onnx file.
         passes: Names of passes, at least one.
         options: ``{"<pass>.<option>": value}``.
-        inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
-            or None for made-up ones.
-        dims: Sizes of the inputs' symbolic dimensions; others are chosen as
-            :mod:`.made_up` says.
-        samples: How many samples to make up.
-        seed: Of those that are made up.
+        inputs: As for :func:`.compare`, like the three that follow.
+        dims: Sizes of symbolic dimensions.
+        samples: How many to make up.
+        seed: Of these.
         measure: Whether to start and run sessions, on the largest sample.
         layers: Whether to compare the values of both models, layer by layer, on all samples.
         rounds: How many processes of each kind are measured.
@@ -252,10 +250,9 @@ def _memory(
     path: Path, result: OptimizeResult, sizes: Mapping[str, int], passes: Sequence[str]
 ) -> dict[str, Any]:
     try:
-        order = order_of(path, sizes)
+        curves, notes = order_of(path, sizes)
     except ModelFileError as error:
         return {"failed": str(error)}
-    curves, notes = list(order.curves), list(order.notes)
     try:
         shapes = concrete_shapes(result.model, sizes)
         after = memory_order(result.model.graph, shapes)
@@ -266,13 +263,7 @@ def _memory(
         name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
         live = (after.priority if reordered else after.default).timeline.live
         curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
-    return {
-        "curves": [
-            {"name": curve.name, "peak": curve.peak, "live": list(curve.live)}
-            for curve in curves
-        ],
-        "notes": notes,
-    }
+    return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
 
 
 def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
@@ -17,12 +17,11 @@ from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory
 from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
 
 
-@dataclasses.dataclass(frozen=True)
-class OrderReport:
-    """Three orders of one graph."""
+class OrderReport(NamedTuple):
+    """The computed order, onnxruntime's default and its PRIORITY_BASED; what was guessed."""
 
-    curves: tuple[Curve, ...]
-    notes: tuple[str, ...]
+    curves: list[Curve]
+    notes: list[str]
 
 
 def order_of(model: str | os.PathLike[str], dims: Mapping[str, int]) -> OrderReport:
@@ -48,7 +47,7 @@ def order_of(model: str | os.PathLike[str], dims: Mapping[str, int]) -> OrderRep
     if counted:
         listed = ", ".join(f"{name}={size}" for name, size in counted.items())
         notes.append(f"dimensions without a number, counted as {listed}")
-    return OrderReport(tuple(curves), tuple(notes))
+    return OrderReport(curves, notes)
 
 
 def _distance(order: SimulatedOrder) -> str:

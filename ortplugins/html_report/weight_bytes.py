@@ -38,12 +38,9 @@ _SMALL_INTEGERS = frozenset({
 
 
 def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
-    """Count the constants of a model, subgraphs and functions included.
+    """Return number and bytes of constants for each of :data:`KINDS`; no tensor is read.
 
     Bytes that two initializers share are counted once, for the first.
-
-    Returns:
-        Number of tensors and their bytes for each of :data:`KINDS`.
     """
     counts = dict.fromkeys(KINDS, (0, 0))
     seen: set[object] = set()
@@ -57,11 +54,7 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
 
 
 def packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Count the packed weights that a file of ``PrepackedWeights`` has.
-
-    Returns:
-        Number of initializers with packed forms, and the bytes of these.
-    """
+    """Return how many initializers of a file have packed forms, and the bytes of these."""
     import onnx
 
     from rewrite_rules.prepacked_weights.records import read_records

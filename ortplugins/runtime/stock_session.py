@@ -53,26 +53,36 @@ def open_model(
     settings: Mapping[str, str | int | bool] | None = None,
     custom_op_libraries: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a file."""
+    """Open a session on a file; ``settings`` of its options go before the level."""
     options, settings = stock_options(level), settings or {}
     if not os.path.isfile(path):
         from ortplugins.model_io.loading import read_model_file
 
         read_model_file(path)
+    model: str | bytes = os.fspath(path)
+    if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
+        with open(path, "rb") as file:
+            model = file.read()
+    for library in custom_op_libraries:
+        options.register_custom_ops_library(library)
+    with temporarily_set(options, settings):
+        return opened(model, options, providers, os.fspath(path))
+
+
+def opened(
+    source: str | bytes,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[Any],
+    name: str,
+) -> onnxruntime.InferenceSession:
+    """Open a session on the path or the bytes of a model; messages call it ``name``."""
     try:
-        model: str | bytes = os.fspath(path)
-        if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
-            with open(path, "rb") as file:
-                model = file.read()
-        for library in custom_op_libraries:
-            options.register_custom_ops_library(library)
-        with temporarily_set(options, settings):
-            return onnxruntime.InferenceSession(
-                model, options, providers=list(providers), enable_fallback=0
-            )
+        return onnxruntime.InferenceSession(
+            source, options, providers=list(providers), enable_fallback=0
+        )
     except Exception as error:  # onnxruntime's own classes, none of which is documented
         text = " ".join(str(error).split())
-        raise ModelFileError(f"{os.fspath(path)}: onnxruntime refuses it: {text}") from error
+        raise ModelFileError(f"{name}: onnxruntime refuses it: {text}") from error
 
 
 def quiet_runner(
