@@ -12,14 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ortplugins.comparison.given_model import GivenModel, ModelSource
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.evaluation.encoder import embed, pairs_of, retrieval_accuracy
 from ortplugins.evaluation.language_model import read_windows
 from ortplugins.evaluation.text_model import TextModel
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
-from ortplugins.samples.text import TextTokenizer
+from ortplugins.samples.text import TextTokenizer, read_text
+
+# Tokens of a text that an encoder gets.
+_MAX_TOKENS = 128
+# Shorter sentences, and rests of paragraphs, are too much alike (in characters).
+_SENTENCE, _REST = 40, 120
+
+Embeddings = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +133,9 @@ def evaluate(
         UsageError: If an argument is out of range, no tokenizer is given or found, or a
             package is missing.
     """
-    for name, value, least in (
-        ("tokens", tokens, 2),
-        ("window", window, 2),
-        ("pairs", pairs, 2),
-    ):
-        if value < least:
-            raise UsageError(f"{name} is {value}: {least} or more is expected")
+    for name, value in (("tokens", tokens), ("window", window), ("pairs", pairs)):
+        if value < 2:
+            raise UsageError(f"{name} is {value}: 2 or more is expected")
     if tokenizer is None:
         paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
@@ -204,14 +209,14 @@ def _encoder(
     pairs: int,
     progress: Progress | None,
 ) -> Evaluation:
-    found = pairs_of(text, pairs)
+    found = _pairs_of(text, pairs)
     texts = [first for first, _ in found] + [rest for _, rest in found]
-    vectors = [embed(item, tokenizer, texts, progress) for item in models]
+    vectors = [_embed(item, tokenizer, texts, progress) for item in models]
     figures = [
         ModelFigures(
             item.name,
             item.bytes,
-            retrieval_accuracy=retrieval_accuracy(rows),
+            retrieval_accuracy=_retrieval_accuracy(rows),
             prefill_tokens_per_second=item.tokens_per_second,
         )
         for item, rows in zip(models, vectors, strict=True)
@@ -225,3 +230,48 @@ def _encoder(
         )
     cosine = float((vectors[0] * vectors[1]).sum(1).mean())
     return Evaluation(figures[0], figures[1], len(found), cosine=cosine)
+
+
+def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
+    """Return first sentences of paragraphs, each with the rest, spread over a text."""
+    found = []
+    for paragraph in read_text(path).split("\n\n"):
+        first, dot, rest = paragraph.partition(". ")
+        if dot and len(first) > _SENTENCE and len(rest) > _REST:
+            found.append((first + ".", rest))
+    if len(found) < 2:
+        raise CalibrationError(
+            f"{path}: {len(found)} of its paragraphs (between empty lines) have a first "
+            f"sentence of {_SENTENCE} characters and {_REST} more: two are needed at least"
+        )
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def _embed(
+    model: TextModel,
+    tokenizer: TextTokenizer,
+    texts: Sequence[str],
+    progress: Progress | None,
+) -> Embeddings:
+    """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1."""
+    length = model.feeds.length or _MAX_TOKENS
+    rows = []
+    ids = [tokenizer.encode(text, length) for text in texts]
+    model.feeds.check(ids, tokenizer)
+    for number, tokens in enumerate(ids):
+        if progress is not None:
+            progress(number, len(ids), model.name)
+        rows.append(model.run(tokens, f"text {number}").mean(0))
+    vectors = np.stack(rows)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors
+
+
+def _retrieval_accuracy(vectors: Embeddings) -> float:
+    """Return how often a first text is nearest to its own second one.
+
+    Args:
+        vectors: ``[2 * pairs, hidden]``: all first texts, then all second ones.
+    """
+    first, second = np.split(vectors, 2)
+    return float(((first @ second.T).argmax(1) == np.arange(len(first))).mean())

@@ -29,19 +29,12 @@ _PROBE = 8
 
 @dataclasses.dataclass
 class Prediction:
-    """Sums over the tokens of a text.
-
-    Attributes:
-        tokens: How many were predicted.
-        surprise: Sum of -log q(t).
-        divergence: Sum of the KL divergence to the float model.
-        agreed: How often both models have the same first choice.
-    """
+    """Sums over the tokens of a text."""
 
     tokens: int = 0
-    surprise: float = 0.0
-    divergence: float = 0.0
-    agreed: int = 0
+    surprise: float = 0.0  # of -log q(t)
+    divergence: float = 0.0  # from the float model
+    agreed: int = 0  # both models have the same first choice
 
     @property
     def perplexity(self) -> float:
@@ -54,13 +47,7 @@ class Prediction:
         targets: npt.NDArray[np.int64],
         log_p: npt.NDArray[np.float32] | None,
     ) -> None:
-        """Add some predictions.
-
-        Args:
-            log_q: Logarithms of probabilities, ``[tokens, vocabulary]``.
-            targets: The tokens that followed.
-            log_p: Those of the float model; None if there is none.
-        """
+        """Add predictions; logarithms, the float model's last, ``[tokens, vocabulary]``."""
         right = log_q[np.arange(len(log_q)), targets]
         self.surprise -= float(right.sum(dtype=np.float64))
         if log_p is not None:

@@ -22,10 +22,6 @@ class KeptSamples:
     up half-way costs nothing: the next one replays and reads on from there.
 
     With ``rewind`` nothing is kept: each new iteration calls the reader's ``rewind()``.
-
-    Attributes:
-        count: How many samples there are; None until the source has come to its end.
-        rewinds: Whether samples come from the source every time.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class KeptSamples:
         self._kept: list[Feed | _SpooledFeed] = []
         self._largest = (-1, 0)  # bytes, index
         self._failure: CalibrationError | None = None
-        self.count: int | None = None
+        self.count: int | None = None  # until the source has come to its end
         self.rewinds = rewind
         if rewind and not callable(getattr(source, "rewind", None)):
             raise CalibrationError(

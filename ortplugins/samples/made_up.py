@@ -97,7 +97,7 @@ class MadeUpInputs:
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
     ) -> Iterator[_Feed]:
-        """Yield ``count`` samples; the same ones for the same seed."""
+        """Yield ``count`` samples, the same for a seed; second feeds if there is ``run``."""
         rng = np.random.default_rng(seed)
         roles = {item.value.name or "": item.role for item in self._inputs}
         has_cache = any(_is_past(role) for role in roles.values())
@@ -264,11 +264,7 @@ def next_step(
     roles: Mapping[str, Role],
     rng: np.random.Generator,
 ) -> _Feed | None:
-    """Return the feed of one more token, with the past that the model returned.
-
-    Returns:
-        The feed; None where the outputs hold no past of the right length.
-    """
+    """Return the feed of one more token, with the past that the model returned if it fits."""
     new = dict(feed)
     returned = {_cache_key(name): array for name, array in outputs.items()}
     lengths = set()

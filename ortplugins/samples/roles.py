@@ -37,13 +37,10 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """An input's part in the model.
+    """An input's part in the model: what values it takes, and what each axis counts.
 
-    Attributes:
-        kind: What values it takes.
-        axes: What each axis counts: ``batch``, ``sequence`` (the new tokens), ``past``,
-            ``total`` (past and new ones), ``source`` (what an encoder reads), ``heads``,
-            ``head_size``; ``""`` where nothing is known.
+    That is ``batch``, ``sequence`` (the new tokens), ``past``, ``total`` (past and new ones),
+    ``source`` (what an encoder reads), ``heads``, ``head_size``; ``""`` if not known.
     """
 
     kind: Kind
@@ -86,7 +83,7 @@ def is_open(dim: int | ir.SymbolicDim) -> bool:
 
 
 def role_of(value: ir.Value) -> Role:
-    """Find out what an input is."""
+    """Find out what an input is, also by its uses where the graph is at hand."""
     shape = value.shape or ir.Shape([])
     name = (value.name or "").lower()
     for pattern, kind, named in _BY_NAME:
@@ -151,11 +148,7 @@ def _rows(table: ir.Value | None) -> int | None:
 def counted_tokens(
     inputs: Sequence[ir.Value], feed: Mapping[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return which new tokens of a feed the attention mask counts, ``[batch, sequence]``.
-
-    Returns:
-        True for each token that is not padding; None where all count, or nothing says so.
-    """
+    """Return which new tokens are not padding, ``[batch, sequence]``; None where none is."""
     mask, length = None, None
     for value in inputs:
         role, array = role_of(value), feed.get(value.name or "")

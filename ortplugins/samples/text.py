@@ -63,12 +63,7 @@ class TextSamples:
 
 
 class TokenFeeds:
-    """How a model is fed tokens.
-
-    Attributes:
-        length: Tokens that it always takes; 0 where any number will do.
-        rows: Of the table that they are looked up in; None if it is not known.
-    """
+    """How a model is fed tokens: ``length`` of them, 0 for any, of a table of ``rows``."""
 
     def __init__(self, inputs: Sequence[ir.Value]) -> None:
         """Find the input that takes the tokens."""
@@ -136,7 +131,10 @@ class TextTokenizer:
         self._render = _chat_template(path) if chat else None
 
     def windows(self, path: Path, length: int, *, closed: bool = True) -> list[list[int]]:
-        """Cut a text into windows of ``length`` tokens; the last one may be shorter."""
+        """Cut a text into windows of ``length`` tokens; the last one may be shorter.
+
+        What the tokenizer puts around a text counts; windows that are not closed have no end.
+        """
         text = read_text(path)
         before, after = self._before, self._after if closed else []
         if self._render is not None:
