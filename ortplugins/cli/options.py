@@ -165,11 +165,11 @@ Count = Annotated[
 ]
 Include = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
+    typer.Option("--include", metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
+    typer.Option("--exclude", metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
 ]
 Providers = Annotated[
     list[str],

@@ -27,6 +27,28 @@ if TYPE_CHECKING:
 
 
 _OP_TYPES = ["MatMul", "Gemm"]
+# Options that are settings of a recipe.
+_RECIPE_SETTINGS = (
+    "method", "bits", "block_size", "op_types", "nodes_to_include", "nodes_to_exclude",
+    "node_config", "share_of_8_bits", "quant_format", "accuracy_level",
+)  # fmt: skip
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    """Read --node-config."""
+    if text.startswith("@"):
+        text = Path(text.removeprefix("@")).read_text(encoding="utf-8")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"is not JSON: {error}", param_hint="--node-config") from None
+    values = config.values() if isinstance(config, dict) else [None]
+    if not all(isinstance(value, dict) for value in values):
+        raise typer.BadParameter(
+            """an object such as {"*down_proj*": {"bits": 8}} is expected""",
+            param_hint="--node-config",
+        )
+    return dict(config)
 
 
 def quantize(
@@ -67,15 +89,16 @@ def quantize(
         list[str],
         typer.Option("--op-type", help="MatMul, Gemm or Gather; repeatable."),
     ] = _OP_TYPES,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
+    nodes_to_include: opt.Include = None,
+    nodes_to_exclude: opt.Exclude = None,
     node_config: Annotated[
-        str,
+        dict[str, Any],
         typer.Option(
+            parser=_read_config,
             metavar="JSON",
             help="""{"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.""",
         ),
-    ] = "{}",
+    ] = "{}",  # type: ignore[assignment]
     share_of_8_bits: Annotated[
         float,
         typer.Option(
@@ -126,22 +149,12 @@ def quantize(
 
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
-    settings: dict[str, tuple[str, Any]] = {
-        "method": ("method", method),
-        "bits": ("bits", bits),
-        "block_size": ("block_size", block_size),
-        "asymmetric": ("is_symmetric", not asymmetric),
-        "op_types": ("op_types", op_types),
-        "include": ("nodes_to_include", include),
-        "exclude": ("nodes_to_exclude", exclude),
-        "node_config": ("node_config", _read_config(node_config)),
-        "share_of_8_bits": ("share_of_8_bits", share_of_8_bits),
-        "quant_format": ("quant_format", quant_format),
-        "accuracy_level": ("accuracy_level", accuracy_level),
-    }
     if recipe is None and quant_format != "MatMulNBits":
         refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
-    given: Any = dict(pair for name, pair in settings.items() if opt.is_given(context, name))
+    given: Any = {
+        name: context.params[name] for name in _RECIPE_SETTINGS if opt.is_given(context, name)
+    }
+    given |= {"is_symmetric": False} if asymmetric else {}
     chosen = read_recipe(recipe).with_settings(given)
     _refuse_ignored(context, needs_samples=chosen.needs_statistics)
     # What an evaluation takes beside the rest, as measured on SmolLM2-135M.
@@ -181,11 +194,7 @@ def quantize(
 
 
 def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress) -> Any:
-    """Judge what was written beside its float model, on the text of the samples.
-
-    Returns:
-        An Evaluation, or text that says why there is none.
-    """
+    """Return an Evaluation beside the float model, on the text of the samples, or why not."""
     from ortplugins.evaluation.evaluate import evaluate
 
     try:
@@ -243,23 +252,6 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
         raise OSError(f"{scheduler}: no scheduler answers: {error}") from error
     with client, client.get_executor() as executor:  # type: ignore[no-untyped-call]
         yield executor
-
-
-def _read_config(text: str) -> dict[str, Any]:
-    """Read --node-config."""
-    if text.startswith("@"):
-        text = Path(text.removeprefix("@")).read_text(encoding="utf-8")
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"is not JSON: {error}", param_hint="--node-config") from None
-    values = config.values() if isinstance(config, dict) else [None]
-    if not all(isinstance(value, dict) for value in values):
-        raise typer.BadParameter(
-            """an object such as {"*down_proj*": {"bits": 8}} is expected""",
-            param_hint="--node-config",
-        )
-    return dict(config)
 
 
 def _print(report: QuantizeReport, all_nodes: bool) -> None:
