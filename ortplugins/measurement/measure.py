@@ -187,14 +187,7 @@ def side_by_side(a: Measurement, b: Measurement) -> list[Cost]:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a process says of the session that it has opened.
-
-    Attributes:
-        seconds: To create the session.
-        private: Bytes of private memory then.
-        report: As in :class:`Measurement`.
-        modules: Names of the packages that the process has imported.
-    """
+    """What a process says of the session that it has opened, and its memory then."""
 
     seconds: float
     private: int | None
@@ -220,14 +213,8 @@ class SessionProcess:
     ) -> None:
         """Start the process; it imports numpy and onnxruntime.
 
-        Args:
-            name: In messages.
-            timeout: Seconds for one answer; a process that takes longer is killed.
-            environment: Variables to set.
-            server: Forks the process, in the environment that it has itself.
-
-        Raises:
-            MeasureError: If it cannot be started.
+        ``timeout`` is in seconds, for one answer; a process that takes longer is killed. A
+        ``server`` forks the process, in the environment that it has itself.
         """
         self._name, self._timeout = name, timeout
         self.peak_private: int | None = None
@@ -249,11 +236,7 @@ class SessionProcess:
             raise
 
     def open(self, candidate: Candidate) -> Started:
-        """Open the session.
-
-        Raises:
-            MeasureError: If that fails, or takes too long.
-        """
+        """Open the session."""
         cache = candidate.cache_dir
         job = {
             **vars(candidate),
@@ -278,16 +261,9 @@ class SessionProcess:
     ) -> float:
         """Run the session on inputs that :func:`write_feed` wrote; return seconds of a run.
 
-        Args:
-            feed: The file; it is read once.
-            seconds: It is run again for so long; the seconds are the median of the runs.
-            watched: Whether the memory is looked at meanwhile, which costs time.
-            callers: Threads that run it at the same time; the seconds are those of all runs
-                over their number.
-            outputs: An .npz file to write: ``output0``, ``output1``, ... in their order.
-
-        Raises:
-            MeasureError: If that fails, or takes too long.
+        That is run again for as many ``seconds``, and their median returned; of several
+        ``callers`` at the same time it is over their number. Watching the memory costs time.
+        ``outputs`` is an .npz file to write: ``output0``, ``output1``, ... in their order.
         """
         answer = self._ask(
             "onnxruntime failed to run it",
@@ -309,14 +285,9 @@ class SessionProcess:
             time.sleep(_WATCH_SECONDS)
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """Call a function in the process; return what it returns.
+        """Call ``"module:name"`` in the process with the session, or None; return its result.
 
-        Args:
-            function: ``"module:name"``. Its first argument is the session, or None.
-            **arguments: The others; they and the result can be written as JSON.
-
-        Raises:
-            MeasureError: If that fails, or takes too long.
+        Arguments and result can be written as JSON.
         """
         answer = self._ask(function, do="call", function=function, arguments=arguments)
         return answer["result"]

@@ -32,7 +32,7 @@ class LoadedModel:
     """A model whose external data was checked; large tensors are still on disk."""
 
     model: ir.Model
-    data_files: dict[str, Path]
+    data_files: dict[str, Path]  # by the location that the model has for them
     name: str
 
 
@@ -69,11 +69,8 @@ def load_path(
     A path that is a symbolic link (as in Hugging Face's cache) may have its data beside the
     link or beside the file that it points to, as onnxruntime allows.
 
-    Args:
-        path: The file.
-        folder: Where its external data is; None for beside it.
-        map_inline: Whether large tensors within the file count as external data of it. Results
-            that point to them must not be saved as such.
+    With ``map_inline``, large tensors within the file count as external data of it; results
+    that point to them must not be saved as such.
     """
     folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
     if folder is not None:
@@ -135,7 +132,7 @@ def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
 
 
 def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
-    if any(graph.sparse_initializer for graph in _proto_graphs(proto.graph)):
+    if any(graph.sparse_initializer for graph in proto_graphs(proto.graph)):
         raise ModelFileError(f"{name}: has sparse initializers; make them dense first")
     try:
         model = ir.from_proto(proto)
@@ -145,7 +142,10 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
     return model
 
 
-def _proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+def proto_graphs(
+    graph: onnx.GraphProto | onnx.FunctionProto,
+) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """Yield a graph, or a function, and its subgraphs."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -153,7 +153,7 @@ def _proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 *attribute.graphs,
                 *([attribute.g] if attribute.HasField("g") else ()),
             ):
-                yield from _proto_graphs(body)
+                yield from proto_graphs(body)
 
 
 def _check_parsed(model: ir.Model, name: str) -> None:

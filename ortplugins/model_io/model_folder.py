@@ -49,25 +49,15 @@ def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class OutputFolder:
-    """A folder for another form of the model of a folder.
-
-    Attributes:
-        source: The folder that the model is in.
-        model: The model's .onnx file.
-        target: The folder to write.
-        overwrite: Whether that may exist; what is in it goes.
-        given_location: Where the .onnx file goes within the target; None for as in the source.
-        companions: Whether what belongs to the model goes along.
-        added: Files that the caller writes beside, relative to the target.
-    """
+    """A folder for another form of the model of a folder."""
 
     source: Path
     model: Path
     target: Path
-    overwrite: bool = False
-    given_location: Path | None = None
-    companions: bool = True
-    added: tuple[str, ...] = ()
+    overwrite: bool = False  # what is in the target goes
+    given_location: Path | None = None  # of the .onnx file there; None for as in the source
+    companions: bool = True  # what belongs to the model goes along
+    added: tuple[str, ...] = ()  # what the caller writes beside
 
     @property
     def location(self) -> Path:

@@ -72,7 +72,7 @@ def save_with_data(
 ) -> list[Path]:
     """Save a model and its tensors; the files appear only when they are complete.
 
-    The model's tensors point to the new files afterwards.
+    The model's tensors point to the new files, which are returned, afterwards.
 
     Args:
         model: The model to save.

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from ortplugins.model_io.loading import LoadedModel, ModelLike, is_path
+from ortplugins.model_io.loading import LoadedModel, ModelLike, is_path, proto_graphs
 from ortplugins.model_io.saving import save_with_data
 
 
@@ -36,22 +36,11 @@ def stage(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    graphs = [proto.graph]
-    nodes = [
-        *proto.graph.node,
-        *(node for function in proto.functions for node in function.node),
-    ]
-    yield from proto.graph.initializer
-    while nodes or graphs:
-        if graphs:
-            graph = graphs.pop()
-            if graph is not proto.graph:
-                yield from graph.initializer
-                nodes += graph.node
-            continue
-        for attribute in nodes.pop().attribute:
-            yield from (attribute.t, *attribute.tensors)
-            graphs += [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())]
+    for owner in (proto.graph, *proto.functions):
+        for graph in proto_graphs(owner):
+            yield from getattr(graph, "initializer", ())
+            for attribute in (item for node in graph.node for item in node.attribute):
+                yield from (attribute.t, *attribute.tensors)
 
 
 def _read_data(tensor: onnx.TensorProto, files: Mapping[str, Path]) -> None:

@@ -21,19 +21,12 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class TensorReference:
-    """Numbers in a file: small enough to send to another process.
+    """Numbers in a file: small enough to send to another process."""
 
-    Attributes:
-        path: Absolute path of the file.
-        offset: Bytes before the first number.
-        shape: Shape, row-major.
-        dtype: Name of the numpy type; ``"bfloat16"`` included.
-    """
-
-    path: str
-    offset: int
+    path: str  # absolute
+    offset: int  # bytes
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # numpy's name, or bfloat16
 
     def map(self, mode: str = "r") -> npt.NDArray[Any]:
         """Return the tensor, mapped: its pages belong to the file and not to the process."""
@@ -68,6 +61,7 @@ class ScratchWriter:
         reference = TensorReference(str(self._path), self._end, shape, np.dtype(dtype).name)
         size = reference.nbytes
         with open(self._path, "ab") as file:
+            # Writing to a mapping of a full disk would kill the process.
             if hasattr(os, "posix_fallocate") and size:
                 os.posix_fallocate(file.fileno(), self._end, size)
             else:

@@ -37,15 +37,15 @@ from session_options.caller_warnings import warn_caller
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BuildResult:
-    """What :func:`build` made."""
+    """What :func:`build` made; no files where nothing had to be written."""
 
-    model: ir.Model
+    model: ir.Model  # after the last pass that changed it in memory
     files: tuple[Path, ...]
     baked: bool
     report: Report
     session_settings: Mapping[str, str]
-    provisional: tuple[str, ...]
-    placed: PlacedData | None = None
+    provisional: tuple[str, ...]  # what broke and may work another time
+    placed: PlacedData | None = None  # of data that was left where it lies
 
 
 def build(
@@ -58,18 +58,11 @@ def build(
     after_pass: AfterPass | None = None,
     **saving: Any,
 ) -> BuildResult:
-    """Take a model through all stages.
+    """Take a loaded model, which is changed, through all stages.
 
-    Args:
-        request: What to do.
-        loaded: The model; changed.
-        output: File to write; None to leave the model in memory. Optimisers of onnxruntime,
-            and passes that work on files, need one.
-        only_if_modified: Write nothing where no pass modified anything.
-        placed: Where the model's data is, if it may stay there; it is copied all the same for
-            passes that work on files, and where much of it is new.
-        after_pass: Called after each pass on a graph.
-        saving: As for :func:`save_with_data`.
+    Without ``output`` it stays in memory; optimisers of onnxruntime, and passes that work on
+    files, need one. Data stays where ``placed`` says, unless passes work on files, or much of
+    it is new. What else may be given is for :func:`save_with_data`.
     """
     runs = PassRuns(request, after_pass)
     model, baked = loaded.model, False
@@ -129,12 +122,7 @@ def build_artifact(
     *,
     only_if_modified: bool = True,
 ) -> dict[str, Any]:
-    """Make the files of a cache entry; a pass that fails is left out.
-
-    Returns:
-        The manifest: whether the model is baked, settings for the session, the report, what
-        failed, which data files it reads where they are.
-    """
+    """Make the files of a cache entry; a pass that fails is left out. Return its manifest."""
     failed: list[str] = []
     while True:
         described = describe_model(loaded.model)
@@ -154,7 +142,7 @@ def build_artifact(
             text = f"{error}; the model is optimised without this pass"
             warn_caller(text, OrtpluginsWarning)
             failed.append(text)
-            request = request.without(error.name)
+            request = request._replace(plan=request.plan.without(error.name))
             # It may have left the model half rewritten, and files.
             loaded = request.load()
             for path in folder.iterdir():
@@ -184,7 +172,7 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
 def _run_optimizers(
     path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
 ) -> bool:
-    """Replace a saved model by what onnxruntime's optimisers make of it."""
+    """Replace a saved model by what onnxruntime's optimisers make of it, if they do."""
     from ortplugins.optimization.offline_optimizers import bake
 
     baked = path.with_name("baked.onnx")

@@ -34,7 +34,7 @@ def bake(
     settings: OptimizerSettings,
     data_folder: Path | None = None,
 ) -> None:
-    """Optimise ``source`` into ``target``, both in one folder."""
+    """Optimise ``source`` into ``target``; both, and the data without a folder, are in one."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(
         onnxruntime.GraphOptimizationLevel, settings.level

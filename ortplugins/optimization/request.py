@@ -161,17 +161,16 @@ class BuildRequest(NamedTuple):
     def data_settings(
         self, names: Mapping[str, str], folder: str | os.PathLike[str]
     ) -> dict[str, str]:
-        """Return what a session on an artifact has to be set to for its external data."""
+        """Return what a session on the artifact in ``folder`` is set to for its external data.
+
+        ``names`` are those of the files that it reads where the model has them, by location.
+        """
         if names:
             from ortplugins.model_io.data_in_place import folder_of
 
             return {DATA_FOLDER_KEY: folder_of(names, self.name, self.data_folder)}
         # onnxruntime looks in the user's folder for the data of any model, ours too.
         return {} if self.data_folder is None else {DATA_FOLDER_KEY: os.fspath(folder)}
-
-    def without(self, pass_name: str) -> BuildRequest:
-        """Return the request without one of its passes."""
-        return self._replace(plan=self.plan.without(pass_name))
 
 
 def read_request(
@@ -207,8 +206,8 @@ def _session_settings(
 ) -> tuple[tuple[str, str], ...]:
     """Return what of a session's options decides how fast it is."""
     found = {}
-    for name in filter(options.__class__.__dict__.__contains__, _ATTRIBUTES):
-        value = getattr(options, name)  # execution_order is new in 1.19
+    for name in _ATTRIBUTES:
+        value = getattr(options, name)
         found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
     entries = ((key, given_entry(options, key)) for key in _SPEED_ENTRIES)
     given = {key: text for key, text in entries if text is not None}

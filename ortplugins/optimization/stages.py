@@ -35,20 +35,14 @@ class FailedPass(PassError):
 
 
 class PassRuns:
-    """The passes of one request over one model.
-
-    Attributes:
-        modified: Whether a pass changed the model, or what sessions on it need.
-        provisional: What broke and may work another time.
-        session_settings: What passes found that sessions on this model need.
-    """
+    """The passes of one request over one model."""
 
     def __init__(self, request: BuildRequest, after_pass: AfterPass | None = None) -> None:
         self._request = request
         self._after_pass = after_pass
         self._reports: dict[str, PassReport] = {}
-        self.modified = False
-        self.provisional: list[str] = []
+        self.modified = False  # the model, or what sessions on it need
+        self.provisional: list[str] = []  # what broke and may work another time
         self.session_settings: dict[str, str] = {}
 
     def reports(self) -> tuple[PassReport, ...]:
@@ -69,12 +63,9 @@ class PassRuns:
         )
 
     def run(self, stage: str, target: ir.Model | Path, *, final_graph: bool = False) -> None:
-        """Run every pass that takes part in a stage.
+        """Run the passes of a stage on the model; for ``"finish"``, on the path of the file.
 
-        Args:
-            stage: ``"rewrite"``, ``"rearrange"`` or ``"finish"``.
-            target: The model, changed in place; for ``"finish"`` the path of the saved one.
-            final_graph: Whether no optimiser of onnxruntime will change the graph any more.
+        With ``final_graph``, no optimiser of onnxruntime will change it any more.
         """
         for item in self._request.plan.passes:
             if item.takes_part_in(stage):

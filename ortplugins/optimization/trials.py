@@ -93,13 +93,9 @@ def _share(original: Any, result: Any, trial: Trial) -> float:
 
 
 def save_both(before: ir.Model, after: ir.Model, folder: Path) -> tuple[Path, Path]:
-    """Save two models, weights that both have once; return their paths.
+    """Save two models, weights of one name once; return their paths.
 
-    Args:
-        before: The model as it was; its tensors, and those of the other, point to the folder
-            afterwards.
-        after: What it became; tensors of the same name are the same.
-        folder: Where to save them.
+    The tensors of both point to the folder afterwards.
     """
     paths = folder / "before.onnx", folder / "after.onnx"
     save_with_data(before, paths[0])

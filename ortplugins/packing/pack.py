@@ -70,14 +70,6 @@ def pack(
         onnxruntime_version: Oldest onnxruntime that the result has to run on.
         overwrite: Whether the folder may exist.
         progress: Called while tensors are written: done, total, name.
-
-    Raises:
-        FileExistsError, NotADirectoryError: If something is where the folder goes.
-        MissingFileError, ModelFileError: If the model, its data or a configuration cannot be
-            used, if they disagree, or if onnxruntime does not load the result.
-        OptionError: If a pass, an option or the version is unknown.
-        OSError: If a file can't be read or written.
-        PassError: If a pass fails, or needs a setting that the server cannot have.
     """
     layout_of = {"genai": genai_layout, "triton": triton_layout, "plain": _plain_layout}
     folder, finish, optimizers = layout_of[server](Path(model), Path(output), overwrite)

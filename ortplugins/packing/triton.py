@@ -41,7 +41,10 @@ _PARAMETERS = {
 def triton_layout(
     model: Path, target: Path, overwrite: bool
 ) -> tuple[OutputFolder, Callable[..., None], OptimizerSettings]:
-    """Return a model's folder in Triton's repository, what finishes it, how it optimises."""
+    """Return a model's folder in Triton's repository, what finishes it, how it optimises.
+
+    A folder with a config.pbtxt keeps all that it has.
+    """
     found, text = model_in(model), ""
     is_triton = model.is_dir() and (model / _NAME).is_file()
     if is_triton:

@@ -41,13 +41,7 @@ _QDQ = "QDQSelectorActionTransformer"
 
 
 class OptimizerSettings(NamedTuple):
-    """How to run the optimisers.
-
-    Attributes:
-        level: Name of the graph optimisation level.
-        disabled: Names of the optimisers to leave out.
-        entries: Session entries that change what the optimisers do, ``(key, value)``.
-    """
+    """How to run the optimisers: level, names of those to leave out, session entries."""
 
     level: str
     disabled: tuple[str, ...] = ()

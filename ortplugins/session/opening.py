@@ -47,6 +47,9 @@ def open_session(
     onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
     tries again on the CPU. So what is ours happens before it is called, and an artifact is
     opened without its fallback; the untouched model is opened with it.
+
+    No error of ours reaches a caller that has not ``opted_in``, unless the plan is strict; a
+    missing file is left to onnxruntime: the caller may expect its very error.
     """
     start = time.perf_counter()
 
@@ -105,9 +108,7 @@ def _find_and_open(
 ) -> tuple[Artifact, ReportDict]:
     """Open the artifact of a request; one that was damaged in the cache is built again, once.
 
-    Returns:
-        The artifact, and the report; its source is "untouched" where the user's model has to
-        run.
+    The report's source is "untouched" where the user's model has to run.
     """
     from ortplugins.artifacts.find_or_build import discard_if_damaged
 
@@ -130,11 +131,7 @@ def _open_artifact(
     artifact: Artifact,
     construct_on: Callable[..., None],
 ) -> ReportDict:
-    """Open an artifact, and give way to options that it was made without.
-
-    Returns:
-        The report; its source is "untouched" where the user's model has to run.
-    """
+    """Open an artifact, and give way to options that it was made without."""
     from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
 
     report = artifact.report
