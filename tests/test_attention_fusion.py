@@ -24,6 +24,7 @@ from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
 from builders.same_numbers import session
 from builders.small_decoder import ADDED, HALVES, SIGNED, small_decoder
+from builders.text_models import proto_of
 from numpy.typing import NDArray
 
 import ortplugins
@@ -723,32 +724,15 @@ def test_a_result_that_is_slower_is_withdrawn():
 
 def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:
     """Two MatMulNBits of one input, 32 -> 16 and 32 -> 8."""
-    rng = np.random.default_rng(2)
-    nodes, tensors = [], []
+    rng, lines, weights = np.random.default_rng(2), [], {}
     for name, n, level in (("a", 16, levels[0]), ("b", 8, levels[1])):
-        codes = rng.integers(0, 256, (n, 1, 16)).astype(np.uint8)
-        scales = rng.standard_normal(n).astype(np.float32)
-        tensors += [
-            onnx.numpy_helper.from_array(codes, f"{name}_codes"),
-            onnx.numpy_helper.from_array(scales, f"{name}_scales"),
-        ]
-        nodes.append(
-            onnx.helper.make_node(
-                "MatMulNBits", ["x", f"{name}_codes", f"{name}_scales"], [f"{name}_product"],
-                domain="com.microsoft", K=32, N=n, bits=4, block_size=32, accuracy_level=level,
-            )
-        )  # fmt: skip
-        nodes.append(onnx.helper.make_node("Neg", [f"{name}_product"], [name]))
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        nodes,
-        "projections",
-        [value("x", onnx.TensorProto.FLOAT, ["B", "S", 32])],
-        [value(name, onnx.TensorProto.FLOAT, None) for name in "ab"],
-        tensors,
-    )
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        weights[f"{name}_codes"] = rng.integers(0, 256, (n, 1, 16)).astype(np.uint8)
+        weights[f"{name}_scales"] = rng.standard_normal(n).astype(np.float32)
+        form = f"<K = 32, N = {n}, bits = 4, block_size = 32, accuracy_level = {level}>"
+        call = f"com.microsoft.MatMulNBits {form} (x, {name}_codes, {name}_scales)"
+        lines.append(f"{name}_product = {call}  {name} = Neg ({name}_product)")
+    text = f"projections (float[B, S, 32] x) => (float[] a, float[] b) {{ {' '.join(lines)} }}"
+    return proto_of(text, weights)
 
 
 def test_projections_of_one_input_are_one():

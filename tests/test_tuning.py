@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
-from typer.testing import CliRunner
+from builders.sessions import CPU, save, start
 
 import ortplugins
 from ortplugins.artifacts.warming import warm
-from ortplugins.cli import app
 from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization.request import read_request
@@ -42,15 +41,17 @@ Ratios = Mapping[str, float | Sequence[float] | str]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    ir.save(DequantizedMatMul(64, 32, 32).model(), path)
-    return path
+    return save(DequantizedMatMul(64, 32, 32), tmp_path / "model.onnx", external=False)
+
+
+def hinted(cache: Path, **general: Any) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    ortplugins.configure(options, cache_dir=str(cache), **{"hint": "latency", **general})
+    return options
 
 
 def open_session(model: Path, cache: Path, **general: Any) -> ortplugins.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, cache_dir=str(cache), **{"hint": "latency", **general})
-    return ortplugins.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return start(model, hinted(cache, **general))
 
 
 def taken(session: ortplugins.InferenceSession) -> list[str]:
@@ -212,9 +213,7 @@ def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     # Plain onnxruntime fuses these weights at level 4 itself, so both have that error.
     measured({FUSION: 0.5}, exact=False)
     assert taken(open_session(model, tmp_path / "cache")) == [FUSION]
-    exact = onnxruntime.SessionOptions()
-    ortplugins.configure(exact, hint="latency", hint_error=1e-9, cache_dir=str(tmp_path / "b"))
-    session = ortplugins.InferenceSession(model, exact, providers=["CPUExecutionProvider"])
+    session = open_session(model, tmp_path / "b", hint_error=1e-9)
     assert taken(session) == []
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
@@ -248,12 +247,9 @@ def test_without_an_arena_buffers_go_back_to_the_system(tmp_path, measured):
 
 def test_settings_are_the_sessions_and_the_options_come_back(model, tmp_path, measured):
     measured({BLOCKS: 0.9})
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
+    options = hinted(tmp_path / "cache")
     for origin in ("built", "cache"):
-        session = ortplugins.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"]
-        )
+        session = start(model, options)
         report = session.ortplugins_report
         assert (report.source, report.artifact) == (origin, "")
         own = session.get_session_options()
@@ -289,15 +285,11 @@ def test_plain_onnxruntime_is_measured_under_the_options_of_the_user(
         return [Measurement(failed="seen")] * len(candidates)
 
     monkeypatch.setattr(tuning, "measure", measure)
-    options = onnxruntime.SessionOptions()
+    options = hinted(tmp_path / "cache")
     options.add_session_config_entry(level, "0")  # not onnxruntime's default
-    ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
     options.add_session_config_entry(left_out, "GeluFusion")
     ortplugins.InferenceSession(
-        model,
-        options,
-        providers=["CPUExecutionProvider"],
-        disabled_optimizers=["ConstantFolding"],
+        model, options, providers=CPU, disabled_optimizers=["ConstantFolding"]
     )
     assert set(seen) == {("0", "GeluFusion;ConstantFolding")}
 
@@ -314,16 +306,13 @@ def test_options_of_providers_are_measured_with(model, tmp_path, monkeypatch):
     cpu = "CPUExecutionProvider"
     given = {"use_arena": 0, "user_compute_stream": 4711}
     for number, arguments in enumerate((([(cpu, given)], None), ([cpu], [given]))):
-        options = onnxruntime.SessionOptions()
-        ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / str(number)))
-        ortplugins.InferenceSession(model, options, *arguments)
+        ortplugins.InferenceSession(model, hinted(tmp_path / str(number)), *arguments)
         assert seen and all(each == [(cpu, {"use_arena": "0"})] for each in seen)
         seen.clear()
 
 
 def test_providers_that_the_options_do_not_tell(model, tmp_path):
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, hint="latency", cache_dir=str(tmp_path / "cache"))
+    options = hinted(tmp_path / "cache")
     options.set_provider_selection_policy(
         onnxruntime.OrtExecutionProviderDevicePolicy.PREFER_CPU
     )
@@ -395,12 +384,9 @@ def test_custom_operators(found, library, tmp_path, monkeypatch):
         monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
     else:
         monkeypatch.setattr(hidden_options, "custom_op_libraries", tuple)
-    options = onnxruntime.SessionOptions()
+    options = hinted(tmp_path / "cache", hint_seconds=4)
     options.register_custom_ops_library(library)
-    ortplugins.configure(
-        options, hint="latency", hint_seconds=4, cache_dir=str(tmp_path / "cache")
-    )
-    session = ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = start(path, options)
     assert session.run(None, {"x": np.zeros(2, np.float32)})[0] == [6]
     note = session.ortplugins_report.notes[-1]
     unmeasured = "only what is safe is taken: measuring processes cannot open it"
@@ -551,11 +537,11 @@ def test_usable_cores(files, cores, tmp_path, monkeypatch):
 
 def test_the_command_prints_what_to_set(model, measured, monkeypatch):
     measured({FUSION: 0.5, BLOCKS: 0.9})
-    done = CliRunner().invoke(app, ["tune", str(model)])
-    assert done.exit_code == 0, done.output
-    assert f'("ortplugins.enable_{FUSION}", "1")' in done.output
-    assert f'("{DYNAMIC_BLOCKS}", "4")' in done.output
-    done = CliRunner().invoke(app, ["tune", str(model), "--format", "json"])
+    done = ortplugins_command("tune", model)
+    assert done.returncode == 0, done.stderr
+    assert f'("ortplugins.enable_{FUSION}", "1")' in done.stdout
+    assert f'("{DYNAMIC_BLOCKS}", "4")' in done.stdout
+    done = ortplugins_command("tune", model, "--format", "json")
     content = json.loads(done.stdout)
     assert content["settings"] == {f"ortplugins.enable_{FUSION}": "1", DYNAMIC_BLOCKS: "4"}
     assert {row["name"] for row in content["tried"] if row["taken"]} == {FUSION, BLOCKS}
@@ -564,8 +550,7 @@ def test_the_command_prints_what_to_set(model, measured, monkeypatch):
 def test_optimize_writes_what_the_hint_chose(model, tmp_path, measured):
     measured({FUSION: 0.5, BLOCKS: 0.9})
     output = tmp_path / "out.onnx"
-    command = ["optimize", str(model), "--hint", "latency", "-o", str(output)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done = ortplugins_command("optimize", model, "--hint", "latency", "-o", output)
+    assert done.returncode == 0, done.stderr
     assert "MatMulNBits" in {node.op_type for node in onnx.load(output).graph.node}
-    assert f"set for its sessions: {DYNAMIC_BLOCKS} = 4" in done.output
+    assert f"set for its sessions: {DYNAMIC_BLOCKS} = 4" in done.stdout
