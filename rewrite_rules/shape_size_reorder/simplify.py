@@ -32,7 +32,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer, subgraphs
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
@@ -64,7 +64,9 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         facts = ProvedShapes(model)
         better = Readings(model, facts).better
     if better:
-        _shape_rules(better, context.remarks).apply_to_model(model)
+        op_types = dict.fromkeys(node.op_type for node in better)
+        rules = [_BetterReading.rule(kind, better, context.remarks) for kind in op_types]
+        DispatchingRuleSet(rules, better.__contains__).apply_to_model(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
     merged = _Merge(facts, context)
@@ -76,26 +78,15 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
 class _BetterReading(RewriteRuleClassBase):
     """A node of one operator -> the same numbers, constant or read from the first value."""
 
-    def __init__(
-        self, kind: type, op_type: str, better: dict[ir.Node, Reading], remarks: Remarks
-    ) -> None:
-        self._kind = kind
+    def __init__(self, op_type: str, better: dict[ir.Node, Reading], remarks: Remarks) -> None:
         self._op_type = op_type
         self._better = better
         self._remarks = remarks
         # The nodes before it may have other consumers.
-        super().__init__(name=f"{kind.__name__}Of{op_type}", remove_nodes=False)
+        super().__init__(name=f"BetterReadingOf{op_type}", remove_nodes=False)
 
     def pattern(self, op, x):  # type: ignore[no-untyped-def]
         return getattr(op, self._op_type)(x, _allow_other_inputs=True, _outputs=["out"])
-
-    def check(self, context: MatchContext, out: ir.Value, **_: object) -> MatchResult:  # type: ignore[override]
-        """Look whether the node is to become this."""
-        del context  # Unused
-        result, node = MatchResult(), producer(out)
-        if not isinstance(self._better.get(node), self._kind):
-            return result.fail("what it reads is the first value of these sizes", node)
-        return result
 
     def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
         """Emit the reading."""
@@ -105,16 +96,6 @@ class _BetterReading(RewriteRuleClassBase):
         value.type = ir.TensorType(ir.DataType.INT64)
         self._remarks.fired(label(node), str(reading))
         return value
-
-
-def _shape_rules(better: dict[ir.Node, Reading], remarks: Remarks) -> DispatchingRuleSet:
-    """Return the rules that have something to do."""
-    wanted = {(type(reading), node.op_type) for node, reading in better.items()}
-    rules = [
-        _BetterReading.rule(kind, op_type, better, remarks)
-        for kind, op_type in sorted(wanted, key=str)
-    ]
-    return DispatchingRuleSet(rules, better.__contains__)
 
 
 class _Merge:
