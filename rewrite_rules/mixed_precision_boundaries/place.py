@@ -85,12 +85,9 @@ class BoundaryOptions:
 
     def __post_init__(self) -> None:
         """Check mode and target."""
-        if self.target not in _TARGETS:
-            raise OverrideError(
-                f"target is {self.target!r}; it is one of {', '.join(_TARGETS)}"
-            )
-        if self.mode not in _MODES:
-            raise OverrideError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
+        for field, known in (("target", _TARGETS), ("mode", _MODES)):
+            if (found := getattr(self, field)) not in known:
+                raise OverrideError(f"{field} is {found!r}; it is one of {', '.join(known)}")
 
 
 def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
@@ -107,7 +104,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     as_float = options.mode == "float"
     entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
     for name, override in overrides.items():
-        for tensor in graph.called(name):
+        for tensor in graph.by_name.get(name, ()):
             entries[tensor, override.quant_type or tensor.grid.dtype] = override
             if (convert := override.convert) is not None and convert.quant_type is not None:
                 entries[tensor, convert.quant_type] = convert
@@ -253,7 +250,7 @@ def _checked_overrides(
         if (reason := graph.refused.get(name)) is not None:
             context.remarks.refused(name, reason)
             del asked[name]
-    check_overrides(asked, activations, initializers, graph.labels())
+    check_overrides(asked, activations, initializers, graph.by_label)
     for name in list(asked):
         if name in activations:
             continue
@@ -268,8 +265,8 @@ def _checked_promotions(
     found = []
     constants = model.graph.initializers
     for name in sorted(options.promote):
-        nodes = graph.labelled(name)
-        if graph.called(name) or not all(map(_is_pairs, nodes)):
+        nodes = graph.by_label.get(name, ())
+        if graph.by_name.get(name, ()) or not all(map(_is_pairs, nodes)):
             found.append(name)
         elif nodes:
             context.remarks.refused(
@@ -280,7 +277,7 @@ def _checked_promotions(
         elif name in constants and not constants[name].is_graph_input():
             context.remarks.refused(name, _CONSTANT)
         else:
-            hint = did_you_mean(name, graph.names())
+            hint = did_you_mean(name, [*graph.by_name, *graph.by_label])
             raise OverrideError(
                 f"the model has no quantised tensor and no node {name!r} to promote{hint}"
             )

@@ -169,14 +169,15 @@ class QuantizedGraph:
         self.tensors: list[QuantizedTensor] = []
         self.refused: dict[str, str] = {}
         self.opset = model.opset_imports.get("", 0)
-        self._by_name: dict[str, list[QuantizedTensor]] = defaultdict(list)
+        # Several where a float tensor is quantised twice.
+        self.by_name: dict[str, list[QuantizedTensor]] = {}
         self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
         self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)
         self._grid = functools.cache(read_grid)
-        self._nodes: dict[str, list[ir.Node]] = defaultdict(list)
+        self.by_label: dict[str, list[ir.Node]] = {}
         for graph in model.graphs():
             for node in graph:
-                self._nodes[label(node)].append(node)
+                self.by_label.setdefault(label(node), []).append(node)
         for codes, dequantizes in _quantized_values(model).items():
             self._read(codes, tuple(dequantizes))
 
@@ -210,19 +211,11 @@ class QuantizedGraph:
             readings = tensor
             self.tensors.append(tensor)
             for called in tensor.names():
-                self._by_name[called].append(tensor)
+                self.by_name.setdefault(called, []).append(tensor)
         for node in dequantizes:
             self._by_value[node.outputs[0]] = readings
         if source is not None:
             self._written[source].append(readings)
-
-    def called(self, name: str) -> list[QuantizedTensor]:
-        """The activations of a name: several where a float tensor is quantised twice."""
-        return self._by_name.get(name, [])
-
-    def labelled(self, name: str) -> list[ir.Node]:
-        """The nodes of a label: several where a model repeats a name."""
-        return self._nodes.get(name, [])
 
     def read_by(self, node: ir.Node) -> list[QuantizedTensor]:
         """The activations that a node reads, each once; refused if one has no description."""
@@ -237,7 +230,7 @@ class QuantizedGraph:
     def activations(self) -> dict[str, Activation]:
         """What overrides are checked against, by each name."""
         found = {}
-        for name, tensors in self._by_name.items():
+        for name, tensors in self.by_name.items():
             types = {tensor.grid.dtype for tensor in tensors}
             consumers = frozenset(
                 label(node)
@@ -248,14 +241,6 @@ class QuantizedGraph:
             own = types.pop() if len(types) == 1 else None
             found[name] = Activation(tensors[0].name, own, consumers)
         return found
-
-    def names(self) -> list[str]:
-        """All names of activations and nodes."""
-        return [*self._by_name, *self._nodes]
-
-    def labels(self) -> set[str]:
-        """The labels of all nodes."""
-        return set(self._nodes)
 
 
 def _described(

@@ -87,7 +87,8 @@ def _shared_grid(
         return own
     if dtype.bitwidth > own.bits:
         span = span or _known_range(own)
-        if any(_converts(tensor, dtype, region) for tensor in group):
+        # A pair of Q and DQ leads from or to another type of the tensor.
+        if any(t.codes_are_read or region.plans[t].types() - {dtype} for t in group):
             span = None
     if dtype.bitwidth == own.bits or (span is None and dtype.bitwidth > own.bits):
         return own.refine(dtype)
@@ -97,11 +98,6 @@ def _shared_grid(
             "'zero_point', or 'rmin' and 'rmax'"
         )
     return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
-
-
-def _converts(tensor: QuantizedTensor, dtype: ir.DataType, region: Region) -> bool:
-    """Whether a pair of Q and DQ leads from or to another type of the tensor."""
-    return tensor.codes_are_read or bool(region.plans[tensor].types() - {dtype})
 
 
 def _known_range(grid: QuantizationGrid) -> tuple[float, float] | None:

@@ -208,17 +208,17 @@ def find_regions(
     seeds: dict[Hashable, str] = {}
 
     for name, override in overrides.items():
-        for tensor in graph.called(name):
+        for tensor in graph.by_name.get(name, ()):
             seeds[tensor] = name
             _ask_override(requests, tensor, name, override)
     for name in promote:
         by = f"the promotion of {name!r}"
-        if tensors := graph.called(name):
+        if tensors := graph.by_name.get(name, ()):
             for tensor in tensors:
                 seeds[tensor] = name
                 requests.produce(tensor, _Request(promoted, by))
             continue
-        for node in graph.labelled(name):
+        for node in graph.by_label.get(name, ()):
             if not is_quantize_linear(node):
                 seeds[node] = name
                 requests.unify(node, _Request(promoted, by, _NAMED))
