@@ -96,7 +96,8 @@ def remove_node(node: ir.Node) -> None:
 
 def remove_unused(model: ir.Model) -> None:
     """Remove nodes that nothing reads, and initializers; graph outputs stay."""
-    for graph in reversed(list(model.graphs())):
+    functions = (function.graph for function in model.functions.values())
+    for graph in reversed([*functions, *model.graphs()]):
         unused = set[ir.Node]()
         for node in reversed(graph):
             readers = (use.node for value in node.outputs for use in value.uses())
