@@ -25,15 +25,6 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op
 
-_WEIGHTS = (
-    ir.DataType.INT2,
-    ir.DataType.UINT2,
-    ir.DataType.INT4,
-    ir.DataType.UINT4,
-    ir.DataType.INT8,
-    ir.DataType.UINT8,
-)
-
 
 def fuse(
     model: ir.Model,
@@ -105,7 +96,7 @@ def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:
 def _explain(node: ir.Node, run: FusionRun) -> None:
     codes = source_of(node.inputs[0]) if node.inputs[0] is not None else None
     tensor = None if codes is None else ir.convenience.get_const_tensor(codes)
-    is_weight = tensor is None or tensor.dtype in _WEIGHTS
+    is_weight = tensor is None or (tensor.dtype.is_integer() and tensor.dtype.bitwidth <= 8)
     for reason in _uses(node, run):
         if is_weight:
             run.context.remarks.refused(label(node), f"{reason}; it runs at every inference")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx.helper
 import onnx_ir as ir
 
 from rewrite_rules.graph.refusal import Refusal
@@ -11,17 +12,6 @@ from rewrite_rules.graph.refusal import Refusal
 _MICROSOFT = "com.microsoft"
 # Longer lists are not shapes or axes.
 _MAX_INTS = 64
-# Where TensorProto stores numbers that are not raw bytes; those of all other types are in
-# int32_data (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
-_WIDE_FIELDS = {
-    ir.DataType.FLOAT: "float_data",
-    ir.DataType.COMPLEX64: "float_data",
-    ir.DataType.DOUBLE: "double_data",
-    ir.DataType.COMPLEX128: "double_data",
-    ir.DataType.INT64: "int64_data",
-    ir.DataType.UINT32: "uint64_data",
-    ir.DataType.UINT64: "uint64_data",
-}
 
 
 def source_of(value: ir.Value) -> ir.Value:
@@ -109,7 +99,7 @@ def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
                 f"takes {tensor.nbytes}"
             )
         return
-    stored = getattr(proto, _WIDE_FIELDS.get(tensor.dtype, "int32_data"))
+    stored = getattr(proto, onnx.helper.tensor_dtype_to_field(tensor.dtype.value))
     # Codes of less than a byte are packed, several to each number; complex ones take two.
     expected = tensor.size if bits >= 8 else tensor.nbytes
     if tensor.dtype in (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):

@@ -47,6 +47,7 @@ from rewrite_rules.mixed_precision_boundaries.regions import (
     TensorPlan,
     find_regions,
     sharing_groups,
+    type_name,
 )
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
@@ -203,8 +204,8 @@ def _check_sharing(
             if same and written not in (read, ir.DataType.FLOAT):
                 raise Refusal(
                     f"node {label(node)!r} moves data by one grid, but would read "
-                    f"{tensor.name!r} as {_name(read)} and write {other.name!r} as "
-                    f"{_name(written)}; give both one type"
+                    f"{tensor.name!r} as {type_name(read)} and write {other.name!r} as "
+                    f"{type_name(written)}; give both one type"
                 )
 
 
@@ -308,13 +309,13 @@ def _changes(
 ) -> Iterator[str]:
     """What happens to a tensor, in words; nothing where it stays as it is."""
     own = tensor.grid.dtype
-    produced = _name(plan.produced)
+    produced = type_name(plan.produced)
     if plan.produced == ir.DataType.FLOAT:
         read = set(plan.reads.values()) | ({plan.output} if tensor.is_output else set())
         if plan.produced not in read:
             return  # all that read it read what is there
     if plan.produced != own:
-        yield f"{_name(own)} -> {produced}"
+        yield f"{type_name(own)} -> {produced}"
     elif grids.get(own, tensor.grid) != tensor.grid:
         yield f"{tensor.grid} -> {grids[own]}"
     others: dict[ir.DataType, list[str]] = {}
@@ -325,8 +326,4 @@ def _changes(
     if tensor.is_output and plan.output not in (plan.produced, ir.DataType.FLOAT):
         others.setdefault(plan.output, []).append("the output")
     for dtype, nodes in others.items():
-        yield f"{produced} -> {_name(dtype)} for {', '.join(nodes)}"
-
-
-def _name(dtype: ir.DataType) -> str:
-    return dtype.name.lower()
+        yield f"{produced} -> {type_name(dtype)} for {', '.join(nodes)}"

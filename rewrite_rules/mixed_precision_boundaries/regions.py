@@ -135,8 +135,8 @@ class _Requests:
 def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
     if one.dtype != other.dtype:
         raise OverrideError(
-            f"{what} {_name(one.dtype)} by {one.by} and {_name(other.dtype)} by {other.by}; "
-            f"{advice}"
+            f"{what} {type_name(one.dtype)} by {one.by} and {type_name(other.dtype)} by "
+            f"{other.by}; {advice}"
         )
 
 
@@ -335,5 +335,6 @@ def _gathered(
     return list(found.values())
 
 
-def _name(dtype: ir.DataType) -> str:
+def type_name(dtype: ir.DataType) -> str:
+    """What messages call a type."""
     return dtype.name.lower()

@@ -38,22 +38,20 @@ from rewrite_rules.shape_size_reorder.order.arena import touched_bytes
 from rewrite_rules.shape_size_reorder.order.onnxruntime_orders import Dependencies
 from rewrite_rules.shapes.concrete_shapes import ConcreteShapes
 
-_MICROSOFT = "com.microsoft"
-
 _ALIASES = frozenset({
     "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze",
 })  # fmt: skip
 
 # Operator -> input that the first output may be written over.
-_IN_PLACE = dict.fromkeys([
+_IN_PLACE = dict.fromkeys([("", op_type) for op_type in (
     "Cast", "Celu", "Clip", "Elu", "HardSigmoid", "LeakyRelu", "LogSoftmax", "Relu",
     "ScatterElements", "Selu", "Shrink", "Sigmoid", "Softmax", "Softplus", "Softsign", "Tanh",
     "ThresholdedRelu", "Trilu",
-], 0)  # fmt: skip
+)], 0)  # fmt: skip
+# The tensor that is added.
+_IN_PLACE |= {("com.microsoft", "FusedConv"): 3, ("com.microsoft.nchwc", "Conv"): 3}
 # Their float64 kernels do not.
 _IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
-# The tensor that is added; com.microsoft.nchwc.Conv has it at the same place.
-_SUM_OF_CONV = 3
 
 _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
@@ -259,18 +257,10 @@ class MemoryModel:
 
 
 def _overwritten_input(node: ir.Node) -> int | None:
-    if node.domain == "":
-        if node.op_type in _IN_PLACE_FLOAT_ONLY and (
-            node.inputs[0] is None or node.inputs[0].dtype is ir.DataType.DOUBLE
-        ):
-            return None
-        return _IN_PLACE.get(node.op_type)
-    if (node.domain, node.op_type) in (
-        (_MICROSOFT, "FusedConv"),
-        ("com.microsoft.nchwc", "Conv"),
-    ):
-        return _SUM_OF_CONV
-    return None
+    if node.domain == "" and node.op_type in _IN_PLACE_FLOAT_ONLY:
+        first = node.inputs[0]
+        return None if first is None or first.dtype is ir.DataType.DOUBLE else 0
+    return _IN_PLACE.get((node.domain, node.op_type))
 
 
 def _is_unchanged_state(node: ir.Node, graph: ir.Graph, parent: ir.Node | None) -> bool:
