@@ -237,16 +237,17 @@ class Readings:
         if integers is None or dims is None:
             unranked = node.op_type == "Shape" and now.source is not None
             return self._find_unranked(node, now) if unranked else None
-        if node.op_type not in _REREAD or integers.rank > 1:
+        scalar = not integers.shape
+        if node.op_type not in _REREAD or len(integers.shape) > 1:
             return None
-        sources = [] if integers.scalar else [self._earliest.first("shape", dims, node)]
+        sources = [] if scalar else [self._earliest.first("shape", dims, node)]
         sources += [self._earliest.first("dim", dim, node) for dim in dims]
         sources.append(now.source)
         readings = [
             reading
             for source in dict.fromkeys(sources)
             if source is not None
-            for reading in self._forms(source, dims, integers.scalar, self._shapes.opset(node))
+            for reading in self._forms(source, dims, scalar, self._shapes.opset(node))
         ]
         best = min(readings, key=self._order, default=None)
         return (

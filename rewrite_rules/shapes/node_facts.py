@@ -27,16 +27,6 @@ class Integers:
         return cls(tuple(numbers), (len(numbers),))
 
     @property
-    def rank(self) -> int:
-        """The number of dimensions of the tensor."""
-        return len(self.shape)
-
-    @property
-    def scalar(self) -> bool:
-        """Whether the tensor has rank 0."""
-        return not self.shape
-
-    @property
     def known(self) -> Dims | None:
         """The numbers, if something is known of each."""
         dims = tuple(number for number in self.numbers if number is not None)

@@ -23,6 +23,7 @@ A proof does not start from
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -155,13 +156,18 @@ class ProvedShapes:
             return  # looked at where it is needed
         site = Site(node, self, opsets.get(node.domain))
         before = self.unknowns.count
-        shapes = self._output_shapes(site)
+        shapes: list[Shape | None] = []
+        with contextlib.suppress(*_MALFORMED):
+            is_if = node.op_type == "If" and node.domain == ""
+            shapes = self._joined(node) if is_if else list(output_shapes(site))
         if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
             shapes = self._keep_count(node, shapes)
         for i, value in enumerate(node.outputs):
             self._define(value, shapes[i] if i < len(shapes) else None, before)
         if node.outputs:
-            self._integers[node.outputs[0]] = self._output_integers(site)
+            self._integers[node.outputs[0]] = None
+            with contextlib.suppress(*_MALFORMED):
+                self._integers[node.outputs[0]] = output_integers(site)
 
     def _define(self, value: ir.Value, shape: Shape | None, before: int) -> None:
         """Note the shape of a value, made of unknowns of which ``before`` are older."""
@@ -190,21 +196,6 @@ class ProvedShapes:
             known(dim) if isinstance(dim, int) and dim >= 0 else self.unknowns.fresh_dim()
             for dim in value.shape
         )
-
-    def _output_shapes(self, site: Site) -> list[Shape | None]:
-        node = site.node
-        if node.op_type == "If" and node.domain == "":
-            return self._joined(node)
-        try:
-            return list(output_shapes(site))
-        except _MALFORMED:
-            return []
-
-    def _output_integers(self, site: Site) -> Integers | None:
-        try:
-            return output_integers(site)
-        except _MALFORMED:
-            return None
 
     def _joined(self, node: ir.Node) -> list[Shape | None]:
         """The shapes of an If, where both of its branches agree."""

@@ -108,7 +108,7 @@ def _concat(site: Site) -> Integers | None:
     for i in range(len(site.node.inputs)):
         part = _input(site, i)
         some = some or part is not None
-        if part is not None and part.rank != 1:
+        if part is not None and len(part.shape) != 1:
             return None
         numbers += site.numbers(i) if part is None else part.numbers
     return Integers.list(numbers) if some else None
@@ -132,7 +132,7 @@ def _reshape(site: Site) -> Integers | None:
 
 def _product_of_all(site: Site) -> Integers | None:
     data = _input(site)
-    dims = None if data is None or data.rank != 1 else data.known
+    dims = None if data is None or len(data.shape) != 1 else data.known
     if dims is None or site.axes(1) not in (None, (0,), (-1,)):
         return None
     if site.integer("noop_with_empty_axes", 0):
