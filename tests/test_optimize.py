@@ -273,10 +273,11 @@ def test_what_is_saved_is_what_was_meant(tmp_path_factory, external, slow_kernel
 
 
 def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr("rewrite_rules.weights.repacking._TILE_BYTES", 1 << 10)
+    monkeypatch.setattr("rewrite_rules.weights.bit_packing._TILE_BYTES", 1 << 10)
+    monkeypatch.setattr("rewrite_rules.weights.bit_packing._BLOCK_ROWS", 1 << 6)
     monkeypatch.setattr("rewrite_rules.weights.dequantized_operand._CHUNK_ELEMENTS", 1 << 9)
     monkeypatch.setattr(
-        "rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs._CHUNK_BYTES", 1 << 6
+        "rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs._CHUNK_ELEMENTS", 1 << 4
     )
     for storage in ("int4", "uint8", "int2"):
         for layout in ("axis0", "transposed"):

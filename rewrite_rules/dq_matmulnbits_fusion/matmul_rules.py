@@ -27,11 +27,6 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.column_bias import (
-    ColumnBias,
-    read_column_bias,
-    write_column_bias,
-)
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     Emit,
     FusionRun,
@@ -43,7 +38,13 @@ from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
     matmulnbits_unsupported,
     takes_bias,
 )
-from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
+    ColumnBias,
+    Product,
+    read_column_bias,
+    read_product,
+    write_column_bias,
+)
 from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
     fold_into_scales,
     kernel_block_size,

@@ -25,9 +25,8 @@ import onnx_ir as ir
 from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
-from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows
+from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows, repack
 from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight
-from rewrite_rules.weights.repacking import repack
 
 # What the kernels take (anything else fails when the session is created), with what a weight
 # costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit

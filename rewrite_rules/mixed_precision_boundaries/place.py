@@ -38,13 +38,14 @@ from rewrite_rules.mixed_precision_boundaries.region_constants import (
     bias_changes,
     constant_changes,
 )
-from rewrite_rules.mixed_precision_boundaries.region_grids import Grids, choose_grids
 from rewrite_rules.mixed_precision_boundaries.region_writer import RegionWriter, feeds_a_body
 from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
+    Grids,
     Groups,
     Region,
     TensorPlan,
+    choose_grids,
     find_regions,
     sharing_groups,
     type_name,

@@ -26,8 +26,7 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedTensor,
     read_grid,
 )
-from rewrite_rules.mixed_precision_boundaries.region_grids import Grids
-from rewrite_rules.mixed_precision_boundaries.regions import Region
+from rewrite_rules.mixed_precision_boundaries.regions import Grids, Region
 
 BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Float32 products of two scales, and Gemm's beta of 1, are this close.
