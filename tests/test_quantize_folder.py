@@ -17,6 +17,7 @@ from builders.decoders import decoder
 from builders.word_tokenizer import write_tokenizer
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.evaluation import evaluate as evaluation
 from ortplugins.quantization import quantize
 
 WORDS = ["[BOS]", "[EOS]", "[UNK]", *(f"w{number}" for number in range(20))]
@@ -109,7 +110,7 @@ def test_folders_that_cannot_be_are_refused(source):
     assert sorted(os.listdir()) == ["float", "text.txt"]
 
 
-def test_the_command_ends_with_figures_where_there_is_a_text(source):
+def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch):
     arguments = ["quantize", source, "--block-size", "16", "--text", "text.txt", "-o"]
     done = ortplugins_command(*arguments, "int4")
     assert (done.returncode, done.stderr) == (0, "")
@@ -117,6 +118,18 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source):
     done = ortplugins_command(*arguments, "more", "--format", "json", "--method", "gptq")
     found = json.loads(done.stdout)["evaluation"]
     assert found["count"] == 2 * 511 and found["kl_divergence"] > 0
+    # A tokenizer in a subfolder does as well, as some exports have it.
+    (source / "hf").mkdir()
+    (source / "tokenizer.json").rename(source / "hf/tokenizer.json")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluate", interrupted)
+        done = ortplugins_command(*arguments, "stopped")
+    assert done.returncode != 0 and "wrote stopped/onnx/model.onnx" in done.stdout
+    (source / "hf/tokenizer.json").rename(source / "tokenizer.json")
     Path("text.txt").write_text("w1 w2 w3 w4")
     done = ortplugins_command(*arguments, "short")
     assert done.returncode == 0 and Path("short/tokenizer.json").exists()

@@ -177,17 +177,18 @@ def quantize(
             dry_run=dry_run,
             progress=stages.of("quantise"),
         )
-        judged = None
-        if result.path is not None and isinstance(source, TextSamples):
-            judged = _evaluate(result.path, model, source, stages.of("evaluate"))
+    if format == "text":  # before the evaluation, which may be interrupted
+        _print(result.report, verbose or dry_run)
+        if result.path is not None:
+            typer.echo(f"wrote {result.path}")
+    judged = None
+    if result.path is not None and isinstance(source, TextSamples):
+        with progress_bar() as bar:
+            judged = _evaluate(result.path, model, source, bar)
     if format == "json":
         evaluation = judged if judged is None or isinstance(judged, str) else judged.to_dict()
         typer.echo(json.dumps({**result.report.to_dict(), "evaluation": evaluation}))
-        return
-    _print(result.report, verbose or dry_run)
-    if result.path is not None:
-        typer.echo(f"wrote {result.path}")
-    if isinstance(judged, str):
+    elif isinstance(judged, str):
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)

@@ -41,10 +41,13 @@ def model_in(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
-    """Return the ``tokenizer.json`` of a model, or of a folder; None if there is none."""
+    """Return the ``tokenizer.json`` beside a model, or the one in a folder; None without."""
     folder = Path(path) if os.path.isdir(path) else Path(path).parent
     tokenizer = folder / "tokenizer.json"
-    return tokenizer if tokenizer.is_file() else None
+    if tokenizer.is_file():
+        return tokenizer
+    below = list(folder.glob("*/tokenizer.json")) if os.path.isdir(path) else []
+    return below[0] if len(below) == 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
