@@ -12,19 +12,19 @@ from rewrite_rules.graph.refusal import Refusal
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
-    """Read an attribute; refuse one that is no int."""
+    """Read an attribute; refuse one that is not an int."""
     attribute = _attribute(node, name, ir.AttributeType.INT)
     return default if attribute is None else attribute.as_int()
 
 
 def ints_attribute(node: ir.Node, name: str) -> list[int] | None:
-    """Read an attribute, None where it is left out; refuse one that is no list of ints."""
+    """Read an attribute, None where it is left out; refuse what is not a list of ints."""
     attribute = _attribute(node, name, ir.AttributeType.INTS)
     return None if attribute is None else list(attribute.as_ints())
 
 
 def float_attribute(node: ir.Node, name: str, default: float) -> float:
-    """Read an attribute; refuse one that is no finite float."""
+    """Read an attribute; refuse one that is not a finite float."""
     attribute = _attribute(node, name, ir.AttributeType.FLOAT)
     number = default if attribute is None else attribute.as_float()
     if not math.isfinite(number):

@@ -268,7 +268,8 @@ def _checked_promotions(
     constants = model.graph.initializers
     for name in sorted(options.promote):
         nodes = graph.by_label.get(name, ())
-        if graph.by_name.get(name, ()) or not all(map(_is_pairs, nodes)):
+        pairs = (is_quantize_linear(node) or is_dequantize_linear(node) for node in nodes)
+        if name in graph.by_name or not all(pairs):
             found.append(name)
         elif nodes:
             context.remarks.refused(
@@ -284,10 +285,6 @@ def _checked_promotions(
                 f"the model has no quantised tensor and no node {name!r} to promote{hint}"
             )
     return found
-
-
-def _is_pairs(node: ir.Node) -> bool:
-    return is_quantize_linear(node) or is_dequantize_linear(node)
 
 
 def _wide_type(graph: QuantizedGraph) -> ir.DataType:

@@ -29,13 +29,10 @@ from rewrite_rules.mixed_precision_boundaries.quantization_grid import Quantizat
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation
 
 # Their constants are quantised like activations; those of others are weights.
-ELEMENTWISE_OPERATORS = frozenset(
-    {
-        *("Add", "Concat", "Div", "Equal", "Greater", "GreaterOrEqual", "Less"),
-        *("LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "PRelu", "Sub", "Sum"),
-        "Where",
-    }
-)
+ELEMENTWISE_OPERATORS = frozenset({
+    "Add", "Concat", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max",
+    "Mean", "Min", "Mod", "Mul", "Pow", "PRelu", "Sub", "Sum", "Where",
+})  # fmt: skip
 # What onnxruntime's quantiser appends to the name of a graph output's float producer.
 _RENAMED = "_QuantizeLinear_Input"
 

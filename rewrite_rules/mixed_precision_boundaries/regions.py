@@ -45,14 +45,11 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 
 # Their output has its input's parameters: onnxruntime's quantiser sees to it, and its CPU
 # kernels run on the codes, without Q and DQ, as long as it is so.
-SHARING_OPERATORS = frozenset(
-    {
-        *("AveragePool", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements"),
-        *("Identity", "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Reshape", "Resize"),
-        *("Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK", "Transpose"),
-        "Unsqueeze",
-    }
-)
+SHARING_OPERATORS = frozenset({
+    "AveragePool", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity",
+    "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Reshape", "Resize", "Slice", "SpaceToDepth",
+    "Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze",
+})  # fmt: skip
 
 
 @dataclasses.dataclass

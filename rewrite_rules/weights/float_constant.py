@@ -18,7 +18,7 @@ from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 
 class FloatConstants:
-    """The float constants of one run over one model; what was made once is free again."""
+    """The float constants of one run over one model; what exists costs nothing."""
 
     def __init__(self, initializers: DerivedInitializers, limit_mb: int) -> None:
         self._initializers = initializers

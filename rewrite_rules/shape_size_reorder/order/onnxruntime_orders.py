@@ -99,7 +99,7 @@ class Dependencies:
         return result
 
     def priority(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a session with ``ExecutionOrder.PRIORITY_BASED``, as above."""
+        """Return the order of a session with ``PRIORITY_BASED``; ``file_order`` as before."""
         rank = ranks(file_order or range(len(self.nodes)))
         late = len(rank)
         first = self.shape_readers
