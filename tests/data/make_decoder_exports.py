@@ -5,17 +5,9 @@ usage: make_decoder_exports.py [OUT.zip]
 Needs torch 2.13, transformers 5.23, onnxscript 0.7 and onnx, as make_encoder_exports.py does.
 """
 
-import io
-import sys
-import tempfile
-import warnings
-import zipfile
-from pathlib import Path
-
-import onnx
 import torch
 import transformers as tf
-from make_encoder_exports import made, without_notes
+from make_encoder_exports import made, write_archive, written
 
 LAYERS = 2
 SIZES = {
@@ -77,7 +69,7 @@ class Wrapped(torch.nn.Module):
 def exported(
     prefix: str, sizes: dict, heads: int, exporter: str = "dynamo", attention: str = "sdpa"
 ) -> bytes:
-    """Export one model; strip what exporters note beside the graph."""
+    """Export one model."""
     count = sizes.get("num_hidden_layers", LAYERS)
     model = made(prefix, LM.get(prefix, "ForCausalLM"), sizes, attention)
     config = model.config
@@ -93,45 +85,16 @@ def exported(
         "input_names": tokens + [f"past_key_values.{layer}" for layer in layers],
         "output_names": ["logits"] + [f"present.{layer}" for layer in layers],
     }
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        path = str(Path(folder, "model.onnx"))
-        if exporter == "dynamo":
-            dynamic = torch.export.Dim.DYNAMIC
-            shapes = [{0: dynamic, 1: dynamic}] * 3 + [[{0: dynamic, 2: dynamic}] * len(past)]
-            program = torch.onnx.export(
-                Wrapped(model), arguments, dynamo=True, opset_version=21,
-                dynamic_shapes=tuple(shapes), verbose=False, **names,
-            )  # fmt: skip
-            program.save(path, external_data=False)
-        else:
-            axes = {key: {0: "batch", 1: "sequence"} for key in (*tokens, "logits")}
-            axes["attention_mask"] = {0: "batch", 1: "total"}
-            axes |= {f"past_key_values.{key}": {0: "batch", 2: "past"} for key in layers}
-            axes |= {f"present.{key}": {0: "batch", 2: "total"} for key in layers}
-            torch.onnx.export(
-                Wrapped(model), arguments, path, dynamo=False, opset_version=17,
-                dynamic_axes=axes, **names,
-            )  # fmt: skip
-        return without_notes(onnx.load(path))
-
-
-def main() -> None:
-    """Write the archive."""
-    warnings.simplefilter("ignore")
-    target = (
-        sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("decoder_exports.zip")
-    )
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, configuration in MODELS.items():
-            for exporter in ("dynamo", "torchscript"):
-                for attention in ("eager", "sdpa"):
-                    info = zipfile.ZipInfo(f"{name}-{exporter}-{attention}.onnx")
-                    model = exported(*configuration, exporter, attention)
-                    archive.writestr(info, model, zipfile.ZIP_DEFLATED, 9)
-                    print(info.filename, len(model), flush=True)
-    Path(target).write_bytes(content.getvalue())
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = [{0: dynamic, 1: dynamic}] * 3 + [[{0: dynamic, 2: dynamic}] * len(past)]
+    axes = {key: {0: "batch", 1: "sequence"} for key in (*tokens, "logits")}
+    axes["attention_mask"] = {0: "batch", 1: "total"}
+    axes |= {f"past_key_values.{key}": {0: "batch", 2: "past"} for key in layers}
+    axes |= {f"present.{key}": {0: "batch", 2: "total"} for key in layers}
+    return written(Wrapped(model), arguments, exporter, tuple(shapes), axes, **names)
 
 
 if __name__ == "__main__":
-    main()
+    write_archive(
+        "decoder_exports.zip", MODELS, lambda name, *kind: exported(*MODELS[name], *kind)
+    )

@@ -7,11 +7,13 @@ and scaled-dot-product attention; graphs without the exporter's notes.
 """
 
 import io
+import itertools
 import os
 import sys
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -88,7 +90,7 @@ def made(prefix: str, suffix: str, sizes: dict, attention: str) -> torch.nn.Modu
 
 
 def exported(name: str, exporter: str, attention: str) -> bytes:
-    """Export one model; strip what exporters note beside the graph."""
+    """Export one model."""
     prefix, suffix, sizes, outputs = MODELS[name]
     module = Wrapped(made(prefix, suffix, sizes, attention), outputs.split())
     inputs = ["input_ids", "attention_mask"]
@@ -97,27 +99,36 @@ def exported(name: str, exporter: str, attention: str) -> bytes:
     if sizes.get("type_vocab_size", 0) > 1:
         inputs.append("token_type_ids")
         arguments.append(torch.zeros_like(ids))
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = tuple({0: dynamic, 1: dynamic} for _ in inputs)
+    axes = {key: {0: "batch", 1: "sequence"} for key in (*inputs, *outputs.split())}
+    for pooled in axes.keys() & {"pooler_output", "logits", "mean"}:
+        axes[pooled] = {0: "batch"}
     names = {"input_names": inputs, "output_names": outputs.split()}
+    return written(module, tuple(arguments), exporter, shapes, axes, **names)
+
+
+def written(
+    module: torch.nn.Module,
+    arguments: tuple,
+    exporter: str,
+    shapes: tuple,
+    axes: dict,
+    **names,
+) -> bytes:
+    """Export with dynamic shapes (dynamo) or dynamic axes (torchscript)."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = str(Path(folder, "model.onnx"))
         if exporter == "dynamo":
-            dynamic = torch.export.Dim.DYNAMIC
-            shapes = tuple({0: dynamic, 1: dynamic} for _ in inputs)
             program = torch.onnx.export(
-                module, tuple(arguments), dynamo=True, opset_version=21,
-                dynamic_shapes=shapes, verbose=False, **names,
+                module, arguments, dynamo=True, opset_version=21, dynamic_shapes=shapes,
+                verbose=False, **names,
             )  # fmt: skip
             program.save(path, external_data=False)
         else:
-            axes = {key: {0: "batch", 1: "sequence"} for key in inputs}
-            pooled = ("pooler_output", "logits", "mean")
-            axes |= {
-                key: {0: "batch"} if key in pooled else {0: "batch", 1: "sequence"}
-                for key in outputs.split()
-            }
             torch.onnx.export(
-                module, tuple(arguments), path, dynamo=False, opset_version=17,
-                dynamic_axes=axes, **names,
+                module, arguments, path, dynamo=False, opset_version=17, dynamic_axes=axes,
+                **names,
             )  # fmt: skip
         return without_notes(onnx.load(path))
 
@@ -134,27 +145,31 @@ def without_notes(model: onnx.ModelProto) -> bytes:
     return model.SerializeToString()
 
 
-def main() -> None:
-    """Write the archive."""
+def write_archive(
+    file: str, models: Iterable[str], export: Callable[..., bytes | None]
+) -> None:
+    """Write each model by both exporters to the command line's archive, or to this one."""
     warnings.simplefilter("ignore")
-    target = (
-        sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("encoder_exports.zip")
-    )
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in MODELS:
-            for exporter in ("dynamo", "torchscript"):
-                for attention in ("eager", "sdpa"):
-                    try:
-                        model = exported(name, exporter, attention)
-                    except Exception as error:
-                        print(name, exporter, attention, "not exported:", str(error)[:200])
-                        continue
-                    info = zipfile.ZipInfo(f"{name}-{exporter}-{attention}.onnx")
-                    archive.writestr(info, model, zipfile.ZIP_DEFLATED, 9)
-                    print(info.filename, len(model), flush=True)
-    Path(target).write_bytes(content.getvalue())
+        for kind in itertools.product(models, ("dynamo", "torchscript"), ("eager", "sdpa")):
+            if (model := export(*kind)) is None:
+                continue
+            info = zipfile.ZipInfo(f"{'-'.join(kind)}.onnx")
+            archive.writestr(info, model, zipfile.ZIP_DEFLATED, 9)
+            print(info.filename, len(model), flush=True)
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name(file)
+    target.write_bytes(content.getvalue())
+
+
+def attempted(*kind: str) -> bytes | None:
+    """Export one model; torchscript cannot have them all."""
+    try:
+        return exported(*kind)
+    except Exception as error:
+        print(*kind, "not exported:", str(error)[:200])
+        return None
 
 
 if __name__ == "__main__":
-    main()
+    write_archive("encoder_exports.zip", MODELS, attempted)
