@@ -23,6 +23,7 @@ from builders.decoders import decoder
 from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
 from builders.same_numbers import session
+from builders.sessions import CPU, options, start
 from builders.small_decoder import ADDED, HALVES, SIGNED, small_decoder
 from builders.text_models import proto_of
 from numpy.typing import NDArray
@@ -35,7 +36,6 @@ from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_trans
 from rewrite_rules.trials import Trial
 
 LAYERS = 2
-CPU = ["CPUExecutionProvider"]
 # Sizes that the fusing itself never saw, a caller's single row of positions apart.
 OTHER_RUNS = (
     Run(1, 1, 21),
@@ -647,11 +647,8 @@ def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
 
 def test_a_session_runs_the_fused_decoder():
     model = exported_decoder("gemma3-dynamo-eager")
-    so = onnxruntime.SessionOptions()
-    ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)
-    session = ortplugins.InferenceSession(
-        model.SerializeToString(), so, providers=["CPUExecutionProvider"]
-    )
+    so = options(ortplugins.TransformerFusion(), strict=True)
+    session = start(model.SerializeToString(), so)
     (report,) = session.ortplugins_report.passes
     assert sum("attention" in remark.reason for remark in report.remarks) == LAYERS
     for sizes in (Run(2, 6, 0, "left"), Run(2, 1, 6, "left")):

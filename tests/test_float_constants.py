@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders.dequantized_models import run as run_model
+from builders.sessions import options, start
 from builders.text_models import text_model
 
 import ortplugins
@@ -157,10 +157,8 @@ def quantised_chain(folder: Path) -> Path:
 
 def test_a_session_has_float_weights_in_the_region_only(tmp_path):
     path = quantised_chain(tmp_path)
-    so = onnxruntime.SessionOptions()
     item = ortplugins.MixedPrecisionBoundaries(promote="m1", mode="float")
-    ortplugins.configure(so, item, cache_dir=str(tmp_path / "cache"), strict=True)
-    session = ortplugins.InferenceSession(path, so, providers=["CPUExecutionProvider"])
+    session = start(path, options(item, strict=True))
     artifact = ir.load(session.ortplugins_report.artifact)
     sizes = {
         (tensor.dtype, tensor.size)

@@ -19,12 +19,12 @@ import pytest
 from builders.command_line import ortplugins_command
 from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.dequantized_models import DequantizedMatMul, run
+from builders.sessions import CPU
 
 from ortplugins import DqMatMulNBitsFusion
 from ortplugins.quantization import quantize
 
 CASE = DequantizedMatMul(64, 48, 32)
-CPU = ["CPUExecutionProvider"]
 CONFIG: dict[str, Any] = {
     "model": {
         "context_length": 64,

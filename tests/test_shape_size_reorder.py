@@ -14,6 +14,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
+from builders.sessions import CPU
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
@@ -23,7 +24,6 @@ from ortplugins.html_report.live_memory import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 
-PROVIDERS = ["CPUExecutionProvider"]
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
 # first is read at the very end.
 BRANCHES = range(8)
@@ -57,7 +57,7 @@ def start(path: Path, folder: Path, **options) -> ortplugins.InferenceSession:
     so.enable_profiling = True
     so.profile_file_prefix = str(folder / "profile")
     ortplugins.configure(so, ortplugins.ShapeSizeReorder(**options))
-    return ortplugins.InferenceSession(path, so, providers=PROVIDERS)
+    return ortplugins.InferenceSession(path, so, providers=CPU)
 
 
 def ran(session) -> list[str]:
@@ -77,7 +77,7 @@ def gradient(tmp_path: Path) -> Path:
 
 def test_nodes_run_in_the_order_of_the_artifact(gradient, tmp_path):
     path = gradient
-    plain = onnxruntime.InferenceSession(path, providers=PROVIDERS)
+    plain = onnxruntime.InferenceSession(path, providers=CPU)
     (fed,) = plain.get_inputs()
     feed = {fed.name: np.random.default_rng(0).normal(size=fed.shape).astype(np.float32)}
     expected = plain.run(None, feed)
@@ -250,7 +250,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
 
     def settings_and_peak(arena: bool) -> tuple[dict[str, str], str]:
         so.enable_cpu_mem_arena = arena
-        request = read_request(path, ortplugins.read(so), so, PROVIDERS, None)
+        request = read_request(path, ortplugins.read(so), so, CPU, None)
         artifact = find_or_build(request)
         (graph,) = (
             r.reason for r in Report.from_dict(artifact.report).remarks if r.node == "graph"
@@ -264,7 +264,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
     assert settings_and_peak(arena=True) == (with_arena, "4.9 MB")
     assert settings_and_peak(arena=False) == (without_arena, "4.9 MB")
     assert settings_and_peak(arena=True) == (with_arena, "4.9 MB")
-    session = ortplugins.InferenceSession(path, so, providers=PROVIDERS)
+    session = ortplugins.InferenceSession(path, so, providers=CPU)
     assert not session.get_session_options().enable_mem_pattern
     assert so.enable_mem_pattern
     (y,) = session.run(None, {"x": np.array([[3.0]], np.float32)})

@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
 from builders.qdq_models import Reader
-from builders.sessions import CPU
+from builders.sessions import CPU, options
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import (
@@ -451,8 +451,7 @@ def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_cache_notices_when_the_file_changes(model_path, cache_dir):
-    so, file = onnxruntime.SessionOptions(), Path("o.json")
-    ortplugins.configure(so, MixedPrecisionBoundaries(overrides="@o.json"))
+    so, file = options(MixedPrecisionBoundaries(overrides="@o.json")), Path("o.json")
     for text, expected, entries in (
         ('{"a": [{"quant_type": "uint16"}]}', "built", 1),
         ('{"a": [{"quant_type": "uint16"}]}', "cache", 1),
@@ -483,9 +482,7 @@ def test_the_command_line_reads_the_file(model_path):
 
 
 def test_a_model_that_cannot_follow_is_left_and_says_why(model_path):
-    so = onnxruntime.SessionOptions()
-    chosen = MixedPrecisionBoundaries(overrides={"aa": [{"quant_type": "uint16"}]})
-    ortplugins.configure(so, chosen)
+    so = options(MixedPrecisionBoundaries(overrides={"aa": [{"quant_type": "uint16"}]}))
     words = r"(?s)override of tensor 'aa'.*did you mean 'a'\?"
     with pytest.warns(ortplugins.OrtpluginsWarning, match=words):
         session = ortplugins.InferenceSession(model_path, so, providers=CPU)

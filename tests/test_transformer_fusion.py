@@ -7,10 +7,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common
-import onnxruntime
 import pytest
 from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds, parsed
 from builders.dequantized_models import op_types, run
+from builders.sessions import options, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -263,10 +263,8 @@ def test_other_uses_of_tanh_stay(old: str, new: str):
 
 
 def test_a_session_fuses_and_says_what():
-    so = onnxruntime.SessionOptions()
-    ortplugins.configure(so, ortplugins.TransformerFusion(), strict=True)
-    content = attention().SerializeToString()
-    session = ortplugins.InferenceSession(content, so, providers=["CPUExecutionProvider"])
+    so = options(ortplugins.TransformerFusion(), strict=True)
+    session = start(attention().SerializeToString(), so)
     (report,) = session.ortplugins_report.passes
     assert [remark.reason for remark in report.remarks] == [
         f"{R} query heads share each of {G} heads of {name!r}" for name in ("k", "v")
