@@ -100,7 +100,8 @@ def test_exports_are_fused_and_right(name: str):
     assert kinds == windowed
     assert not remarks["refused"]
     found = counts(result)
-    assert found["GroupQueryAttention"] == LAYERS
+    # Causal masks are left out where no padding is.
+    assert found["GroupQueryAttention"] == LAYERS + kinds.count("causal")
     assert found["RotaryEmbedding"] == (0 if "gpt2" in name else 2 * LAYERS)
     assert not found["ReduceMean"]
     agrees(model, result)
@@ -148,7 +149,7 @@ def test_parts_can_be_switched_off():
     assert not any("rotary and" in text for text in fused(model, **off)[1]["refused"])
     model = exported_decoder("llama-dynamo-eager")
     result, *_ = fused(model, attention=True, rotary=False)
-    assert counts(result)["GroupQueryAttention"] == LAYERS
+    assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
     agrees(model, result, Run(2, 3, 4))
 
 
@@ -184,7 +185,7 @@ def test_rotations_of_other_spellings(rotary: str):
     model = small_decoder(rotary=rotary)
     result, remarks, _ = fused(model)
     assert counts(result)["RotaryEmbedding"] == 2
-    assert counts(result)["GroupQueryAttention"] == 1
+    assert counts(result)["GroupQueryAttention"] == 2
     assert not remarks["refused"]
     agrees(model, result)
 
@@ -248,6 +249,22 @@ def test_masks_may_be_chosen(mask: str, lowest: float):
         "attention: grouped queries, GroupQueryAttention; mask: causal"
     ]
     agrees(model, result, *(sizes for sizes in RUNS if sizes.padding != "left"))
+
+
+def test_a_window_longer_than_any_mask_that_was_computed():
+    """It looks like a causal mask, and the kernel without a mask would see too far."""
+    model = small_decoder(
+        ("before = LessOrEqual(columns, rows)", """not_later = LessOrEqual(columns, rows)
+        end = Add(columns, window)
+        near = Less(rows, end)
+        before = And(not_later, near)"""),
+        ("int64 one = {1}", "int64 one = {1}, int64 window = {20}"),
+    )  # fmt: skip
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == [
+        "attention: grouped queries, GroupQueryAttention; mask: causal"
+    ]
+    agrees(model, result, Run(1, 19, 0), Run(1, 30, 0), Run(2, 40, 0, "right"))
 
 
 def test_a_mask_of_two_axes_and_no_cache():
@@ -399,7 +416,7 @@ def test_two_attentions_read_one_cache():
     model = small_decoder(("y = MatMul(y_rows, o_weight)", again), ("past = Shape", second))
     for kv_cache in ("exported", "shared"):
         result, *_ = fused(model, kv_cache=kv_cache)
-        assert counts(result)["GroupQueryAttention"] == 2
+        assert counts(result)["GroupQueryAttention"] == (2 if kv_cache == "shared" else 4)
         agrees(model, result, Run(2, 1, 14), Run(1, 6, 7), Run(2, 5, 0))
 
 
@@ -511,7 +528,7 @@ def test_another_rotation_stays():
             node.op_type = "Abs"
     result, *_ = fused(model)
     assert not counts(result)["RotaryEmbedding"]
-    assert counts(result)["GroupQueryAttention"] == LAYERS
+    assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
 
 
 def test_a_mask_that_sees_ahead_gets_no_kernel():

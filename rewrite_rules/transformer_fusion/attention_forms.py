@@ -20,7 +20,6 @@ from rewrite_rules.transformer_fusion.head_layout import (
     unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
-from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _MICROSOFT = "com.microsoft"
 # Where nodes of opset 23 wait until the rest of the model has been converted.
@@ -68,12 +67,20 @@ class Attention:
         return self.read_values.source
 
     def length(self, op: Any) -> Any:
-        """Emit S; of what was split, so that nothing is split for it."""
+        """Emit S."""
+        source, axis = self._tokens()
+        return op.Shape(source, start=axis, end=axis + 1)
+
+    def batch(self, op: Any) -> Any:
+        """Emit B."""
+        return op.Shape(self._tokens()[0], start=0, end=1)
+
+    def _tokens(self) -> tuple[ir.Value | None, int]:
+        """What is split into heads, so that nothing is split for its sizes; S's axis."""
         split = unsplit(self.query)
-        axis = 2 if split is self.query else 1
-        if axis == 1 and count_heads(split, self.facts):
-            split = producer(split).inputs[0]  # type: ignore[assignment]
-        return op.Shape(split, start=axis, end=axis + 1)
+        if split is self.query:
+            return split, 2
+        return producer(split).inputs[0] if count_heads(split, self.facts) else split, 1
 
     def one_token(self, op: Any) -> list[Any]:
         """Emit ``[B, 1, H, D]``, where query heads of a group are the rows of one MatMul.
@@ -105,26 +112,23 @@ class Attention:
         each = op.Reshape(op.MatMul(grouped, values), ints(op, 0, heads, tokens, self.size))
         return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
 
-    def by_kernel(self, op: Any, shared: SharedCache | None = None) -> list[Any]:
-        """Emit ``[B, S, H, D]`` by GroupQueryAttention.
+    def by_kernel(
+        self, op: Any, last: ir.Value, total: ir.Value, cached: bool = False
+    ) -> list[Any]:
+        """Emit ``[B, S, H, D]``, or ``[B, S, H * D]``, by GroupQueryAttention.
 
         Args:
             op: Makes the nodes.
-            shared: Where the kernel reads the cache; else new tokens are by themselves.
+            last: T - 1 for each row, int32.
+            total: T, int32.
+            cached: Whether the kernel reads the cache; else new tokens are by themselves.
         """
         query = self._rows(op, self.query, self.heads)
         joins = [producer(whole).inputs for whole in (self.keys, self.values)]
-        if shared is None:
-            length = op.Shape(query, start=1, end=2)
-            last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
-            last = op.Expand(last, op.Shape(query, start=0, end=1))
-            total = op.Cast(length, to=ir.DataType.INT32)
-        else:
-            last, total = shared.last, shared.total
         attended, keys, values = op.GroupQueryAttention(
             query,
             *(self._rows(op, new, self.groups) for _, new in joins),
-            *(None if shared is None else past for past, _ in joins),
+            *(past if cached else None for past, _ in joins),
             last,
             total,
             None,
@@ -137,7 +141,9 @@ class Attention:
             _domain=_MICROSOFT,
             _outputs=3,
         )
-        return self._results(op.Reshape(attended, self._sizes(op)), keys, values)
+        if not self.reshaped:
+            attended = op.Reshape(attended, self._sizes(op))
+        return self._results(attended, keys, values)
 
     def whole(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H, D]`` by the standard operator, whose kernel needs no Transpose."""
