@@ -624,54 +624,6 @@ def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(tmp_path, point)
     assert y[0, 3] == 0
 
 
-def outside(proto: onnx.ModelProto, folder: Path) -> Path:
-    """Saved with every tensor in a file of its own kind."""
-    path = folder / "model.onnx"
-    onnx.save_model(
-        proto, path, save_as_external_data=True, location="model.data", size_threshold=0
-    )
-    return path
-
-
-@pytest.mark.parametrize(
-    ("dims", "entries"),
-    [
-        *[([K, N], {"offset": text}) for text in ("-1", "abc", "", "1e3", str(1 << 70))],
-        *[([K, N], {"length": text}) for text in ("-1", "abc", "", "1e3", str(1 << 70))],
-        *[(dims, {}) for dims in ([-K, -N], [-1, N], [K, N + 1], [1 << 40, N], [K - 1, N])],
-        *[(dims, {"length": None}) for dims in ([-K, -N], [1 << 40, N], [1 << 62, 1 << 62])],
-    ],
-    ids=str,
-)
-def test_external_data_at_odd_places(tmp_path, dims, entries):
-    path = outside(linear(), tmp_path)
-    spoil_external(path, dims, entries)
-    with pytest.raises(ModelFileError, match=r"tensor 'w'|model\.onnx"):
-        optimised(path, tmp_path / "out.onnx", "float")
-
-
-def spoil_external(path: Path, dims: list[int], entries: dict[str, str | None]) -> None:
-    """Give the weight other sizes and other entries of its place; None removes one."""
-    proto = onnx.load(path, load_external_data=False)
-    (w,) = [item for item in proto.graph.initializer if item.name == "w"]
-    w.dims[:] = dims
-    kept = {entry.key: entry.value for entry in w.external_data} | entries
-    del w.external_data[:]
-    for key, value in kept.items():
-        if value is not None:
-            w.external_data.add(key=key, value=value)
-    path.write_bytes(proto.SerializeToString())
-
-
-def test_external_data_without_a_length_is_as_long_as_its_shape(tmp_path):
-    path = outside(linear(), tmp_path)
-    spoil_external(path, [K, N + 1], {"length": None})  # the file goes on with the scales
-    result = optimised(path, tmp_path / "out.onnx", "float")
-    assert_says(result.report.remarks, ["scale 's' has shape [2, 8]", "needs [2, 9]"])
-    spoil_external(path, [K - 1, N], {})
-    assert len(optimised(path, tmp_path / "out.onnx", "float").report.fired) == 1
-
-
 def test_a_dequantized_constant_that_nothing_reads(tmp_path):
     proto = model([dequantize(), node("Relu", ["x"], ["y"], "relu")], [codes(), scales()])
     assert fused(proto, "float")[1] == []

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
@@ -30,17 +30,19 @@ def cut(name: str, size: int) -> Spoil:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - size)
 
 
-def told(**entries: str | int) -> Spoil:
-    """Change what the first external tensor says of its data."""
+def told(dims: Sequence[int] = (), **entries: str | int | None) -> Spoil:
+    """Change the sizes of the first external tensor, and what it says of its data."""
 
     def spoil(folder: Path) -> None:
         proto = onnx.load(folder / "model.onnx", load_external_data=False)
         tensor = next(t for t in proto.graph.initializer if t.external_data)
-        for entry in tensor.external_data:
-            if entry.key in entries:
-                text = str(entries[entry.key]).format(folder=folder)
-                entry.value = text
-        onnx.save(proto, folder / "model.onnx")
+        tensor.dims[:] = dims or tensor.dims
+        given = {entry.key: entry.value for entry in tensor.external_data} | entries
+        del tensor.external_data[:]
+        for key, value in given.items():
+            if value is not None:
+                tensor.external_data.add(key=key, value=str(value).format(folder=folder))
+        (folder / "model.onnx").write_bytes(proto.SerializeToString())
 
     return spoil
 
@@ -86,6 +88,16 @@ BAD: dict[str, tuple[Spoil, str]] = {
         r"tensor 'w': external data is 17 bytes long, but shape",
     ),
     "huge offset": (told(offset=1 << 40), r"tensor 'w': needs bytes 1099511627776"),
+    **{
+        f"{key} {text!r}": (told(**{key: text}), r"model\.onnx: is not a valid ONNX model")
+        for key in ("offset", "length")
+        for text in ("-1", "abc", "", "1e3")
+    },
+    "huge length": (told(length=1 << 70), r"tensor 'w': external data is \d+ bytes long"),
+    **{
+        f"sizes {dims}": (told(dims, length=None), r"tensor 'w': (has shape|needs bytes)")
+        for dims in ((-128, -64), (-1, 64), (1 << 40, 64), (1 << 62, 1 << 62))
+    },
     "parent folder": (
         told(location="../secret"),
         r"location '\.\./secret' leaves the model's folder",
@@ -115,6 +127,11 @@ def test_it_is_refused_and_nothing_is_written(name: str, tmp_path: Path, cache_d
     assert list(output.iterdir()) == []
     assert list(cache_dir.glob("entries/*")) == []
     assert list(cache_dir.glob("building/*")) == []
+
+
+def test_data_without_a_length_is_as_long_as_its_shape(model_path: Path):
+    told(length=None)(model_path.parent)
+    check(start(model_path), CASE)
 
 
 def test_data_that_goes_missing_after_a_hit_is_told(model_path: Path):

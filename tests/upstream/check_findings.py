@@ -12,22 +12,15 @@ from pathlib import Path
 
 import pytest
 from builders.environments import CACHE, python_with
+from reproduce import FINDINGS
 
 REPRODUCE = Path(__file__).with_name("reproduce.py")
 PAGE = Path(__file__).parents[2] / "docs" / "onnxruntime-findings.md"
 # Add the next one here; a version in which one is mended goes.
 VERSIONS = ("1.31.1", "1.32.0")
-NAMES = (
-    "two_bits",
-    "outer_weights",
-    "out_of_range",
-    "transposed_matrix",
-    "relu_behind",
-    "named_variable",
-)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [finding.__name__ for finding in FINDINGS])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_defect_is_there(version: str, name: str, capsys: pytest.CaptureFixture[str]):
     assert f"`{name}`" in PAGE.read_text(encoding="utf-8")

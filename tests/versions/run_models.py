@@ -8,7 +8,7 @@ where each line of ``models`` is ``<subfolder>/<stem>``: FOLDER holds the model 
 with the feeds ("feed:<input>") and the expected outputs ("output:<index>"). Each model runs
 without and with onnxruntime's optimisers, and each time a line of JSON is printed:
 
-    {"model": ..., "level": "plain" | "optimised", "loaded": ..., "error": ..., "off": ...}
+    {"model": ..., "level": "plain" | "optimised", "error": ..., "off": ...}
 
 ``error`` is short, and null where it ran; ``off`` is then the greatest error over the greatest
 expected number, null for a wrong shape, NaN or infinity. A crash shows as a missing line. It
@@ -49,17 +49,15 @@ def _run(path: Path, level: ort.GraphOptimizationLevel) -> dict[str, object]:
     # What is left unfused must not get rounded activations from onnxruntime's own fusion.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     feeds, expected = _numbers(path.parent / "numbers.npz")
-    loaded = False
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        loaded = True
         # Twice: what reads memory that nothing wrote may be lucky at first.
         errors = [_error(session.run(None, feeds), expected) for _ in range(2)]
     except Exception as error:  # each version has kinds of its own
         text = " ".join(str(error).replace(str(path), path.name).split())
-        return {"loaded": loaded, "error": text[-_ERROR_CHARACTERS:], "off": None}
+        return {"error": text[-_ERROR_CHARACTERS:], "off": None}
     off = None if None in errors else max(error for error in errors if error is not None)
-    return {"loaded": loaded, "error": None, "off": off}
+    return {"error": None, "off": off}
 
 
 def _error(outputs: list[np.ndarray], expected: list[np.ndarray]) -> float | None:
