@@ -268,10 +268,6 @@ def _embed(
 
 
 def _retrieval_accuracy(vectors: Embeddings) -> float:
-    """Return how often a first text is nearest to its own second one.
-
-    Args:
-        vectors: ``[2 * pairs, hidden]``: all first texts, then all second ones.
-    """
+    """Return how often a first text, of ``[2 * pairs, hidden]``, is nearest to its second."""
     first, second = np.split(vectors, 2)
     return float(((first @ second.T).argmax(1) == np.arange(len(first))).mean())

@@ -359,11 +359,7 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
-        """Start it.
-
-        Raises:
-            MeasureError: If it cannot be started.
-        """
+        """Start it."""
         self._connection, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
@@ -372,11 +368,7 @@ class ForkServer:
             )
 
     def fork(self) -> _Forked:
-        """Return a new process.
-
-        Raises:
-            MeasureError: If the server has ended.
-        """
+        """Return a new process."""
         (commands, stdin), (stdout, answers) = os.pipe(), os.pipe()
         with self._lock:
             with contextlib.suppress(BrokenPipeError):
