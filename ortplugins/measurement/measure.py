@@ -556,6 +556,7 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
         with contextlib.closing(process):
             yield
             started = process.open(figures.candidate)
+            process.rest()
             figures.report = started.report
             if not counted:
                 figures.first_start = started.seconds

@@ -87,9 +87,8 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),
     "memory": (
         _FUSION,
-        _pass("prepacked_weights"),
         Change("no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}),
-        _setting("no memory pattern", "enable_mem_pattern", "0"),
+        _pass("prepacked_weights"),
         _pass("shape_size_reorder"),
     ),
     "start": (
@@ -98,7 +97,6 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
         Change("optimised graph kept", _FUSION.passes, keeps_graph=True),
         # Giving memory back takes as long as a small net's start.
         _pass("prepacked_weights")._replace(options={"prepacked_weights.trim": "0"}),
-        _setting("no memory pattern", "enable_mem_pattern", "0"),
     ),
 }  # fmt: skip
 
@@ -118,11 +116,11 @@ def changes_for(
     if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
         found += _ARM
     if session.get("intra_op_num_threads", "0") == "0" and hint in ("latency", "throughput"):
-        # onnxruntime's default are the cores of the host.
-        counts = {usable_cores()} - {os.cpu_count()} | ({1} if hint == "throughput" else set())
+        # onnxruntime's default are the cores of the host. One thread hands nothing over, which
+        # is what the shortest runs gain from.
         found += [
-            _setting(f"{count} threads", "intra_op_num_threads", str(count))
-            for count in sorted(counts)
+            _setting(f"threads: {count}", "intra_op_num_threads", str(count))
+            for count in sorted({1, usable_cores()} - {os.cpu_count()})
         ]
     chosen = _chosen(session)
     return [

@@ -60,7 +60,7 @@ from session_options.plan import plan_from_settings
 
 # Rounds in which changes are measured one by one, and the fewest and the most of a pair, as
 # the budget allows. Starts vary most.
-_ROUNDS = {"run": (2, 3, 12), "private": (2, 3, 5), "start": (5, 6, 15)}
+_ROUNDS = {"run": (2, 3, 12), "private": (1, 2, 3), "start": (5, 6, 15)}
 _RUNS = 20
 # Seconds that one process runs one workload, the share of the budget that it may take, and the
 # fewest runs.
