@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from builders.text_models import model_of
 
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization import quantize
+from ortplugins.quantization.methods import gptq as gptq_module
 from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.gptq import Gptq, GptqOptions, gptq
 from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
@@ -196,6 +198,16 @@ def test_the_unit_of_the_gram_changes_nothing(unit):
     done = gptq(weight, gram.astype(np.float64), **PLAIN)
     other = gptq(weight, gram.astype(np.float64) * unit, **PLAIN)
     assert (done[0] != other[0]).mean() < 0.01
+
+
+def test_the_factor_takes_its_own_room_and_a_few_squares(monkeypatch):
+    monkeypatch.setattr(gptq_module, "_PANEL", 64)
+    job = Gptq(np.eye(1024, dtype=np.float32), GptqOptions())
+    tracemalloc.start()
+    job.factor(BlockFormat())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - 8 * 1024**2 < 8 * 1024 * 64  # the columns of a panel
 
 
 def test_zero_weights_and_layouts_of_memory():
