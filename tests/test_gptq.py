@@ -174,6 +174,19 @@ def test_revisits_only_lower_the_loss():
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses))
 
 
+def test_after_many_revisits_no_single_code_has_a_better_one():
+    weight, gram = problem(12, 3, seed=5)
+    form = BlockFormat(2, 4)
+    done = gptq(weight, gram, form, revisits=20)
+    h = damped(gram)
+    kept = loss(weight, h, done, form)
+    for row, column in np.ndindex(weight.shape):
+        for code in range(form.lowest_code, form.highest_code + 1):
+            codes = done[0].copy()
+            codes[row, column] = code
+            assert loss(weight, h, (codes, *done[1:]), form) > kept * (1 - 1e-5)
+
+
 def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
     weight, gram = problem(64, 16)
     dead = [3, 4, 40]

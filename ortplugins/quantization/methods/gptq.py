@@ -28,16 +28,12 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
 * *Order*: whole blocks, from the greatest mean energy down, and so the rows in each. Sorting
   all rows, as the paper's "act-order" does, would break up the blocks: ONNX has no index of
   groups.
-* *More visits*: the first one knows nothing of later blocks' errors. Afterwards each block
-  is quantised again given the errors of all others, with scales near those it has, and each
-  column keeps what costs less. With g = H[block, others] D[others] and the block's own R, the
-  minimum over the block moves by (R R^T)^-1 g, and row k of the terms above by
+* *More visits*: the first one knows nothing of later blocks' errors. Afterwards each code q is
+  chosen again given all others, one row after the other (coordinate descent, as Nair and
+  Suggala, arXiv 2406.17542), and then the scale is fitted to the codes of its block, by least
+  squares. With H_b = H[block, block] and the slope S = H D
 
-      R^-1 g / diag(R)
-
-  Before and after that the scale is fitted to its codes q, by least squares:
-
-      scale = q^T (H_b w - g) / q^T H_b q        H_b = H[block, block]
+      q[k] - S[k] / (H[k, k] scale), rounded        scale - q^T S / q^T H_b q
 
 Outputs other than X W: where X are inputs of the quantised model, and the outputs are to be
 the float model's Y, the weight to round is that of least squares (Li et al., arXiv 2504.02692;
@@ -73,8 +69,6 @@ Rows = npt.NDArray[np.intp]
 # Ranges to try for a block. Above 1, too: the errors of its rows move others beyond the range
 # that they had when its scale was chosen.
 _RATIOS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-# What the scale of a block may be multiplied by at another visit; the first of equals wins.
-_NUDGES = (1.0, 0.96, 1.04, 0.92, 1.08)
 # Floats of the candidates of a strip of columns: 4 MB. Narrower ones cost more calls of numpy
 # for each row than they spare the caches.
 _STRIP = 1 << 20
@@ -106,7 +100,7 @@ class GptqOptions:
     damping: float = 0.01
     relative_damping: float = 1.0
     ratios: Sequence[float] = _RATIOS
-    revisits: int = 2
+    revisits: int = 4
 
     def __post_init__(self) -> None:
         if self.order not in ("energy", "natural"):
@@ -263,42 +257,41 @@ class _Job:
             start = stop
 
     def revisit(self) -> None:
-        """Quantise each block again given all others, with scales near those it has."""
-        nudges = np.array(_NUDGES, np.float32)[:, None]
+        """Choose the codes and the scale of each block again, given all others."""
         for rows in self._turns:
-            block = self._block(rows)
-            hessian, gradient = self._hessian.block(rows, self._errors)
-            sequence, moved = self._hessian.sequence(rows, gradient, self._form)
+            hessian, slope = self._hessian.block(rows, self._errors)
             for columns in self._strips:
-                part, shift = self._part(rows, columns), moved[:, columns]
-                self._fit_scales(rows, columns, hessian, gradient[:, columns])
-                before = sequence.loss(self._errors[rows, columns], shift)
-                # Scales that stay numbers of their type, none 0 or infinite.
-                grids = stored_scales(self.scales[block, columns] * nudges, self._form)
-                zeros = None
-                if self.zero_points is not None:
-                    zeros = np.broadcast_to(self.zero_points[block, columns], grids.shape)
-                done = sequence.quantize(part, part - shift, grids, zeros)
-                self._keep(rows, columns, done, done.losses < before)
-                self._fit_scales(rows, columns, hessian, gradient[:, columns])
+                self._descend(rows, columns, hessian, slope[:, columns])
 
-    def _fit_scales(
-        self, rows: Rows, columns: slice, hessian: Floats, gradient: Floats
-    ) -> None:
-        """Give the columns of a block the scales that cost least with the codes they have."""
-        block = self._block(rows)
-        steps = self.codes[rows, columns].astype(np.float32)
+    def _descend(self, rows: Rows, columns: slice, hessian: Floats, slope: Floats) -> None:
+        """Lower the loss of a block's columns, code by code and then by their scales."""
+        block, form = self._block(rows), self._form
+        scales = self.scales[block, columns]
+        zeros: ZeroPoints | int = 0
         if self.zero_points is not None:
-            steps -= self.zero_points[block, columns]
-        scales, errors = self.scales[block, columns], self._errors[rows, columns]
+            zeros = self.zero_points[block, columns]
+        steps = self.codes[rows, columns].astype(np.float32) - zeros
+        low, high = (np.float32(end) - zeros for end in (form.lowest_code, form.highest_code))
+        moved = np.zeros(steps.shape, np.float32)
+        for k, own in enumerate(np.diagonal(hessian)):
+            step = steps[k] - (slope[k] + hessian[k, :k] @ moved[:k]) / (own * scales)
+            np.rint(step, out=step)
+            np.clip(step, low, high, out=step)
+            moved[k] = (step - steps[k]) * scales
+            steps[k] = step
+        fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
+        self.codes[rows, columns] = steps + zeros
+        self.scales[block, columns] = fitted
+        self._errors[rows, columns] = steps * fitted - self._part(rows, columns)
+
+    def _fitted(self, scales: Floats, steps: Floats, hessian: Floats, slope: Floats) -> Floats:
+        """Return the scales ``[n]`` that cost least with these codes."""
         curve = np.einsum("kn,kn->n", steps, hessian @ steps)
-        slope = np.einsum("kn,kn->n", steps, hessian @ errors + gradient)
+        slope = np.einsum("kn,kn->n", steps, slope)
         fitted = stored_scales(scales - slope / np.where(curve > 0, curve, 1), self._form)
         change = fitted - scales
         # Rounded to its type, a scale may be further from the best than it was.
-        change[change * (2 * slope + change * curve) >= 0] = 0
-        self.scales[block, columns] = np.where(change != 0, fitted, scales)
-        self._errors[rows, columns] = errors + change * steps
+        return np.where(change * (2 * slope + change * curve) < 0, fitted, scales)
 
     def _block(self, rows: Rows) -> int:
         return int(rows[0]) // self._form.size_along(len(self.codes))
@@ -306,23 +299,13 @@ class _Job:
     def _part(self, rows: Rows, columns: slice) -> Floats:
         return np.ascontiguousarray(self._weight[rows, columns], np.float32)
 
-    def _keep(
-        self,
-        rows: Rows,
-        columns: slice,
-        done: _Quantized,
-        where: npt.NDArray[np.bool_] | bool = True,
-    ) -> None:
+    def _keep(self, rows: Rows, columns: slice, done: _Quantized) -> None:
         block = self._block(rows)
-        results: list[tuple[Any, Rows | int, Any]] = [
-            (self.codes, rows, done.codes),
-            (self._errors, rows, done.errors),
-            (self.scales, block, done.scales),
-        ]
-        if self.zero_points is not None:
-            results.append((self.zero_points, block, done.zeros))
-        for array, place, found in results:
-            array[place, columns] = np.where(where, found, array[place, columns])
+        self.codes[rows, columns] = done.codes
+        self.scales[block, columns] = done.scales
+        if self.zero_points is not None and done.zeros is not None:
+            self.zero_points[block, columns] = done.zeros
+        self._errors[rows, columns] = done.errors
 
 
 class _Hessian:
@@ -386,26 +369,11 @@ class _Hessian:
         return solved
 
     def block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
-        """Return H_b, float32 ``[rows, rows]``, and g of the errors D, ``[rows, N]``."""
+        """Return H_b, float32 ``[rows, rows]``, and the slope H D, ``[rows, N]``."""
+        hessian = self._damped(rows).astype(np.float32)
         gram = self._gram[rows]
-        gradient = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
-        return self._damped(rows).astype(np.float32), gradient.astype(np.float32)
-
-    def sequence(
-        self, rows: Rows, gradient: Floats, form: BlockFormat
-    ) -> tuple[_Sequence, Floats]:
-        """Factor a block of the diagonal.
-
-        Returns:
-            What quantises the block, and by how much the errors D of all others move its rows:
-            R^-1 g / diag(R), float32 ``[rows, N]``.
-        """
-        factor, cost = self.factor(rows)
-        feedback = np.ascontiguousarray(factor, np.float32)
-        # R = (A + 1) diag(R), so R^-1 / diag(R) has the cost twice, once on each side.
-        unit = np.linalg.inv(feedback.T.astype(np.float64) + np.eye(len(rows)))
-        inverse = unit / cost.astype(np.float64)[:, None]
-        return _Sequence(feedback, cost, form), inverse.astype(np.float32) @ gradient
+        slope = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
+        return hessian, slope.astype(np.float32) + hessian @ errors[rows]
 
     def _damped(self, rows: Rows) -> Doubles:
         hessian = np.empty((len(rows), len(rows)))
@@ -438,13 +406,12 @@ def _factor_in_place(hessian: Doubles) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Quantized:
-    """A block's columns: codes and D ``[rows, n]``; scales, zero points, losses ``[n]``."""
+    """A block's columns: codes and D ``[rows, n]``; scales and zero points ``[n]``."""
 
     codes: Codes
     scales: Floats
     zeros: ZeroPoints | None
     errors: Floats
-    losses: Floats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -460,14 +427,6 @@ class _Sequence:
     feedback: Floats
     cost: Floats
     form: BlockFormat
-
-    def loss(self, errors: Floats, shift: Floats) -> Floats:
-        """Return the block's terms of the sum, ``[n]``, for errors that it has."""
-        terms = self.feedback @ errors
-        terms += errors
-        terms += shift
-        terms *= terms
-        return np.asarray(self.cost @ terms, np.float32)
 
     def undo_feedback(self, moved: Floats) -> Floats:
         """Return by how much rows move in the end, ``[rows, n]``: (A^T + 1)^-1 moved.
@@ -497,9 +456,9 @@ class _Sequence:
             zeros = None if zeros is None else np.take_along_axis(zeros, best, 0)
         codes = np.empty(weight.shape, self.form.code_dtype)
         # Again, with the best alone: cheaper than to keep the codes of all.
-        errors, losses = self._round(weight, target, scales, zeros, codes)
+        errors, _ = self._round(weight, target, scales, zeros, codes)
         zero = None if zeros is None else zeros[0]
-        return _Quantized(codes, scales[0], zero, errors[:, 0], losses[0])
+        return _Quantized(codes, scales[0], zero, errors[:, 0])
 
     def _round(
         self,
