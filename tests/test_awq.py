@@ -231,3 +231,16 @@ def test_weights_of_different_bits_are_searched_as_what_they_are():
         ).report
         found.append({row.node: (row.alpha, row.weight_error) for row in report.nodes})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [100, 2000])  # all tokens are kept, or second moments
+def test_scales_of_blocks_fit_the_energy_of_their_channels(count):
+    (weight,), mean_abs, x, gram = problem(128, (64,), tokens=count)
+    model = model_of(
+        "g (float[T, 128] x) => (float[T, 64] y) { [a] y = MatMul(x, W) }", {"W": weight}
+    )
+    [row] = quantize(model, method="awq_lite", calibration_data_reader=[{"x": x}]).report.nodes
+    scales = search_scales([weight], mean_abs, None, gram).scales
+    nearest = output_loss(weight, x, BlockFormat(), scales) * count
+    nearest /= np.square(x.astype(np.float64) @ weight).sum()
+    assert row.output_error**2 < 0.9 * nearest

@@ -30,6 +30,11 @@ SmolLM2-135M (perplexity of 20,480 tokens) and MiniLM-L6 (cosine), int4, blocks 
     the formulas above    29.30    32.98      .9675    .9484
     by |w|                28.14    31.44      .9694    .9505
 
+Where samples tell the mean square of each input channel, H[k, k], that takes the place of |w|.
+After AWQ's scales, MiniLM-L6 in blocks of 32: .9795, and .9766 with the formulas above; the KL
+divergence of SmolLM2-135M with two of its layers quantised falls by a third. Without samples,
+norm weights squared do not stand in for it: they tell little of the energy of later layers.
+
 A ratio r < 1 for a block shrinks its range: e, lo and hi become r times as large, and weights
 outside of them are clipped.
 """
@@ -92,13 +97,14 @@ def quantize_blocks(
 
 
 def search_blocks(
-    weight: npt.NDArray[Any], form: BlockFormat
+    weight: npt.NDArray[Any], form: BlockFormat, energy: Floats | None = None
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise a weight as :func:`quantize_blocks`, with searched scales where there are such.
 
     The sum of ``|w| ((codes - zero_points) * scales - w)**2`` is not greater for any block,
-    but for the rounding of scales to their type. Codes need not be the nearest to
-    ``w / scale``.
+    but for the rounding of scales to their type; with ``energy``, the mean square of each
+    input channel ``[K]``, that of ``energy`` in the place of ``|w|``. Codes need not be the
+    nearest to ``w / scale``.
     """
     scales, zero_points = block_grid(weight, form)
     if not form.is_symmetric or form.grid != "extreme" or form.bits == 8:
@@ -112,17 +118,20 @@ def search_blocks(
         for left in range(0, n, width):
             columns = slice(left, left + width)
             part = np.ascontiguousarray(weight[rows, columns], np.float32)
+            importance = np.abs(part) if energy is None else energy[rows, None]
             codes[rows, columns], scales[block, columns] = _best_scales(
-                part, scales[block, columns], form
+                part, scales[block, columns], form, importance
             )
     return codes, stored_scales(scales, form), None
 
 
-def _best_scales(block: Floats, scales: Floats, form: BlockFormat) -> tuple[Floats, Floats]:
+def _best_scales(
+    block: Floats, scales: Floats, form: BlockFormat, importance: Floats
+) -> tuple[Floats, Floats]:
     """Return codes ``[rows, n]`` and scales ``[n]`` of a block, from the scales of ratio 1."""
-    # In steps, so that no square overflows.
+    # In steps, and of the greatest importance, so that no square overflows.
     steps = block / scales
-    importance = np.abs(steps)
+    importance = importance / np.maximum(importance.max(axis=0), _LEAST_SCALE["float32"])
     best, ratios, factors = np.zeros_like(scales), np.ones_like(scales), np.ones_like(scales)
     codes, weighted = np.empty_like(steps), np.empty_like(steps)
     for ratio in _RATIOS:

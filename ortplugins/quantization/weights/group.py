@@ -322,7 +322,7 @@ def _quantize(
                     quantized = search_blocks(scaled, sink.stored.form)
                 else:
                     quantized = _codes(
-                        scaled, sink.stored.form, group, gram, feedback, lacking
+                        scaled, sink.stored.form, group, tokens, gram, feedback, lacking
                     )
             except QuantizationError as error:
                 raise QuantizationError(
@@ -360,19 +360,24 @@ def _codes(
     weight: Floats,
     form: BlockFormat,
     group: GroupTask,
+    tokens: Floats | None,
     gram: Floats | None,
     feedback: Gptq | None,
     lacking: Floats | None,
 ) -> Quantized:
     if feedback is not None:
         return feedback.quantize(weight, form, lacking)
-    if not METHODS[group.method]:
-        return search_blocks(weight, form)
-    ratios = None
     if "clip" in METHODS[group.method]:
         assert gram is not None
         ratios = search_clip(weight, gram, form, ratios=group.clip_ratios)
-    return quantize_blocks(weight, form, ratios)
+        return quantize_blocks(weight, form, ratios)
+    energy = None
+    if METHODS[group.method]:
+        assert tokens is not None
+        if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
+            return quantize_blocks(weight, form)
+        energy = np.square(tokens).mean(axis=0) if gram is None else np.diagonal(gram)
+    return search_blocks(weight, form, energy)
 
 
 def _matrix(task: WeightTask) -> npt.NDArray[Any]:
