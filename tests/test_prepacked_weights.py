@@ -19,9 +19,10 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error
 from builders.python_process import python
+from builders.same_numbers import session as open_model
 from builders.sessions import CPU, EXACT, check, options, start
-from builders.text_models import Array, add_weights, normal, proto_of
-from hypothesis import given, settings
+from builders.text_models import Array, add_weights, graphs, normal, proto_of
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -84,34 +85,6 @@ def test_a_malformed_record(text):
 # The layout.
 
 
-class Source:
-    """A data file in the making; remembers what it holds, for comparison."""
-
-    def __init__(self, folder: Path, name: str = "old.data") -> None:
-        self.folder, self.name, self.content = folder, name, bytearray(b"?")
-        self._random = np.random.default_rng(0)
-
-    def put(self, size: int) -> int:
-        """Append bytes, wherever the file ends; return their offset."""
-        offset = len(self.content)
-        self.content += self._random.bytes(size) + b"?"
-        return offset
-
-    def tensor(
-        self, name: str, size: int = 40, *blobs: int, place: tuple[int, int] | None = None
-    ) -> onnx.TensorProto:
-        """An initializer of bytes in this file, with one record of blobs of these sizes."""
-        offset, size = place or (self.put(size), size)
-        entries = {"location": self.name, "offset": str(offset), "length": str(size)}
-        if blobs:
-            found = tuple((self.put(length), length, "0") for length in blobs)
-            entries["prepacked_0"] = str(Record("prepacked_0", f"MatMul+{name}", found))
-        return external(name, size, entries)
-
-    def save(self) -> None:
-        (self.folder / self.name).write_bytes(self.content)
-
-
 def external(name: str, size: int, entries: dict[str, str]) -> onnx.TensorProto:
     tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=[size])
     tensor.data_location = TensorProto.EXTERNAL
@@ -130,18 +103,13 @@ def model_of(graph: onnx.GraphProto) -> onnx.ModelProto:
     return helper.make_model(graph)
 
 
-def graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    bodies = [a.g for n in graph.node for a in n.attribute if a.HasField("g")]
-    return [graph, *itertools.chain.from_iterable(map(graphs, bodies))]
-
-
 Pieces = list[tuple[str, int, int]]
 
 
 def pieces(model: onnx.ModelProto) -> Pieces:
     """Every tensor and blob: a name for it, offset and length, in the order of the model."""
     found: Pieces = []
-    for number, graph in enumerate(graphs(model.graph)):
+    for number, graph in enumerate(graphs(model)):
         for tensor in graph.initializer:
             name = f"{number}/{tensor.name}"
             entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -155,117 +123,44 @@ def pieces(model: onnx.ModelProto) -> Pieces:
     return found
 
 
-def check_layout(
-    model: onnx.ModelProto, source: Source, same: dict[Any, object] | None = None
-) -> Pieces:
-    """Lay out, compare all bytes and alignments; return the pieces by their new offsets."""
-    source.save()
-    before = pieces(model)
-    size = lay_out(
-        model, source.folder, "new.data", places_of(model) if same is None else same
+def tensors_by_offset(model: onnx.ModelProto) -> list[str]:
+    """Those that have blobs, in their order in the file; each is followed by its blobs."""
+    found = sorted(pieces(model), key=lambda piece: piece[1])
+    names = [name for name, *_ in found]
+    blobs = [name for name in names if "prepacked" in name]
+    assert all(
+        before.partition(".prepacked")[0] == name.partition(".prepacked")[0]
+        for before, name in itertools.pairwise(names)
+        if name in blobs
     )
-    content = (source.folder / "new.data").read_bytes()
-    assert len(content) == size
-    after = pieces(model)
-    assert [piece[0] for piece in after] == [piece[0] for piece in before]
-    for (name, old, length), (_, new, new_length) in zip(before, after, strict=True):
-        assert new_length == length
-        assert content[new : new + length] == source.content[old : old + length], name
-        assert new % (4096 if length >= MIB else 64) == 0, name
-    spans = sorted({(new, length) for _, new, length in after if length})
-    for (first, length), (following, _) in itertools.pairwise(spans):
-        assert first + length <= following, "pieces overlap"
-    return sorted(after, key=lambda piece: (piece[1], piece[2]))
-
-
-def names(found: Pieces) -> list[str]:
-    return [name for name, _, _ in found]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_every_piece_is_aligned_and_holds_what_it_did(tmp_path_factory, data):
-    source = Source(tmp_path_factory.mktemp("layout"))
-    size = st.one_of(st.integers(1, 300), st.sampled_from([MIB - 1, MIB, MIB + 1]))
-    sizes = data.draw(st.lists(st.lists(size, min_size=1, max_size=3), max_size=5))
-    tensors = [source.tensor(f"t{i}", *each) for i, each in enumerate(sizes)]
-    order = data.draw(st.permutations([tensor.name for tensor in tensors]))
-    nodes = [node("Op", [name], [f"out{name}"]) for name in order]
-    found = check_layout(model_of(graph_of(*tensors, nodes=nodes)), source)
-    assert [name for name in names(found) if "." not in name] == [f"0/{n}" for n in order]
-
-
-def test_a_tensor_is_followed_by_its_blobs(tmp_path):
-    source = Source(tmp_path)
-    tensors = [source.tensor("a", 10, 20, 30), source.tensor("b", 10, 20)]
-    nodes = [node("Op", ["b", "", "x"], ["y"]), node("Op", ["a", "b", "a"], ["z"])]
-    found = check_layout(model_of(graph_of(*tensors, nodes=nodes)), source)
-    blobs = ["0/b.prepacked_0.0", "0/a.prepacked_0.0", "0/a.prepacked_0.1"]
-    assert names(found) == ["0/b", blobs[0], "0/a", *blobs[1:]]
+    return list(dict.fromkeys(name.partition(".prepacked")[0] for name in blobs))
 
 
 @pytest.mark.parametrize(
-    ("blobs", "kernels"), [((33,), ["MatMul+a", "Gemm+7"]), ((33, 0), ["MatMul+a"])]
+    ("blobs", "kernels"),
+    [("18;33;0", ["MatMul+a", "Gemm+7"]), ("18;33;0|0;0;0", ["MatMul+a"])],
 )
 def test_several_records_of_one_tensor_but_those_without_bytes(tmp_path, blobs, kernels):
-    source = Source(tmp_path)
-    tensor = source.tensor("a", 10, 20)
-    places = tuple((source.put(size) if size else 0, size, "0") for size in blobs)
-    record = Record("prepacked_1", "Gemm+7", places)
-    tensor.external_data.add(key=record.key, value=str(record))
+    content = bytes(range(51))
+    (tmp_path / "old.data").write_bytes(content)
+    entries = {"location": "old.data", "offset": "0", "length": "10"}
+    entries |= {"prepacked_0": "MatMul+a|10;8;0", "prepacked_1": f"Gemm+7|{blobs}"}
+    # A place that is read twice is written once.
+    twin = {key: text for key, text in entries.items() if "_" not in key}
     inline = numpy_helper.from_array(normal(3), "inline")
-    model = model_of(graph_of(tensor, inline))
-    source.save()
-    lay_out(model, source.folder, "new.data", places_of(model))
+    model = model_of(graph_of(external("a", 10, entries), external("twin", 10, twin), inline))
+    size = lay_out(model, tmp_path, "new.data", places_of(model))
+    laid = (tmp_path / "new.data").read_bytes()
+    assert len(laid) == size
+    places = {name: (offset, length) for name, offset, length in pieces(model)}
+    assert places["0/a"] == places["0/twin"]
+    for name, old in {"0/a": 0, "0/a.prepacked_0.0": 10, "0/a.prepacked_1.0": 18}.items():
+        if name in places:
+            new, length = places[name]
+            assert laid[new : new + length] == content[old : old + length]
     (records,) = read_records(model).values()
     assert [record.kernel for record in records] == kernels
-    kept, left = model.graph.initializer
-    assert ("prepacked_1" in {entry.key for entry in kept.external_data}) == (0 not in blobs)
-    assert left == inline
-
-
-def test_equal_places_are_written_once(tmp_path):
-    source = Source(tmp_path)
-    first = source.tensor("a", 1000)
-    offset = int(first.external_data[1].value)
-    twin, part = (source.tensor(x, place=(offset, n)) for x, n in (("b", 1000), ("c", 900)))
-    model = model_of(graph_of(first, twin, part))
-    offsets = {name: offset for name, offset, _ in check_layout(model, source)}
-    assert offsets["0/a"] == offsets["0/b"] != offsets["0/c"]
-    # Of what is not known to be equal, each has a place of its own.
-    source = Source(tmp_path)
-    model = model_of(graph_of(source.tensor("a", 1000), source.tensor("b", 1000)))
-    assert len({offset for _, offset, _ in check_layout(model, source, {})}) == 2
-
-
-def test_bodies_are_laid_out_at_their_node(tmp_path):
-    source = Source(tmp_path)
-    inner = graph_of(source.tensor("in"), nodes=[node("Op", ["in", "late"], ["o"])])
-    body = graph_of(
-        source.tensor("unused_in_body"),
-        source.tensor("w"),
-        nodes=[node("Op", ["w"], ["p"]), node("Loop", ["m", "c"], ["q"], body=inner)],
-    )
-    model = model_of(
-        graph_of(
-            *(source.tensor(name) for name in ("unused", "w", "late", "first")),
-            nodes=[
-                node("Op", ["first"], ["a"]),
-                node("If", ["c"], ["b"], then_branch=body, else_branch=graph_of()),
-                node("Op", ["late", "w"], ["d"]),
-            ],
-        )
-    )
-    found = check_layout(model, source)
-    assert names(found) == [  # the empty else_branch is body 1
-        "0/first",
-        "2/w",
-        "3/in",
-        "0/late",
-        "2/unused_in_body",
-        "0/w",
-        "0/unused",
-    ]
+    assert model.graph.initializer[-1] == inline
 
 
 @pytest.mark.parametrize(
@@ -339,14 +234,10 @@ def pack(
 
 
 def run_as_is(
-    model: Path | onnx.ModelProto, feeds: dict[str, Any], level: str = "ORT_DISABLE_ALL"
+    model: Path | onnx.ModelProto, feeds: dict[str, Any], *, optimised: bool = False
 ) -> list[Any]:
-    so = ort.SessionOptions()
-    so.intra_op_num_threads = 1
-    so.log_severity_level = 3
-    so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    return ort.InferenceSession(source, so, providers=CPU).run(None, feeds)
+    source = str(model) if isinstance(model, Path) else model
+    return open_model(source, optimised=optimised).run(None, feeds)
 
 
 def assert_equal(actual: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -489,8 +380,10 @@ def test_everything_that_onnxruntime_packs(tmp_path):
     assert sorted(contents(path.parent)) == ["model.onnx", "model.onnx.data"]
     for name, offset, length in pieces(packed):
         assert offset % (4096 if length >= MIB else 64) == 0, name
+    used = dict.fromkeys(name for node in packed.graph.node for name in node.input)
+    assert tensors_by_offset(packed) == [f"0/{name}" for name in used if (name,) in records]
     assert_equal(run_as_is(path, feeds), expected)
-    for actual, wanted in zip(run_as_is(path, feeds, "ORT_ENABLE_ALL"), expected, strict=True):
+    for actual, wanted in zip(run_as_is(path, feeds, optimised=True), expected, strict=True):
         # Other optimisers, other kernels: as close as integers in between allow.
         np.testing.assert_allclose(
             actual.astype(np.float64), wanted.astype(np.float64), rtol=1e-3, atol=1e-3
@@ -512,15 +405,18 @@ LOOP = """g (float[2, 64] x, bool flag) => (float[2, 64] y) {
 }"""
 
 
-@pytest.mark.parametrize(("text", "blobs"), [(BRANCHES, 3), (LOOP, 1)])
-def test_weights_of_bodies_and_of_the_graph_around_them(text, blobs, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "tensors"), [(BRANCHES, ["1/w", "0/shared", "2/w"]), (LOOP, ["1/w"])]
+)
+def test_weights_of_bodies_and_of_the_graph_around_them(text, tensors, tmp_path):
     model = proto_of(text, {"shared": normal(64, 64, seed=3), "times": np.array(3)})
     for seed, attribute in enumerate(model.graph.node[0].attribute):
         add_weights(attribute.g, {"w": normal(64, 64, seed=seed) / 8})
     path = save(model, tmp_path / "m" / "model.onnx")
     outcome, reason = pack(path)
     assert outcome is Outcome.FIRED
-    assert all_in_use(reason) == blobs
+    assert all_in_use(reason) == len(tensors)
+    assert tensors_by_offset(onnx.load(path, load_external_data=False)) == tensors
     for flag in (True, False):
         feeds = {"x": normal(2, 64, seed=9), "flag": np.array(flag)}
         assert_equal(run_as_is(path, feeds), run_as_is(model, feeds))
@@ -598,29 +494,12 @@ def test_without_anything_to_pack_nothing_is_written(
     assert list(cache_dir.rglob("model.onnx*")) == []
 
 
-def test_without_baking_there_is_a_remark(model_path):
-    session = start(model_path, options(*BOTH, bake=False))
-    outcome, reason = said(session)
-    assert outcome is Outcome.REFUSED
-    assert "ortplugins.bake=1" in reason
-    check(session, CASE)
-
-
 @pytest.mark.parametrize("bake", [True, False])
 def test_sessions_that_disable_all_optimisers(model_path, bake):
     so = options(*BOTH, bake=bake)
     so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = start(model_path, so)
     assert all_in_use(said(session)[1]) == 1
-    check(session, CASE)
-
-
-def test_overridden_dimensions(model_path):
-    # onnxruntime optimises again at the start: blobs or not, the numbers are right.
-    so = options(*BOTH)
-    so.add_free_dimension_override_by_name("rows", 3)
-    session = start(model_path, so)
-    assert session.get_inputs()[0].shape == [3, 128]
     check(session, CASE)
 
 
@@ -675,8 +554,8 @@ def test_a_file_says_what_its_sessions_need(model_path, tmp_path, name):
     assert all_in_use(remark.reason) == 1
     assert sorted(contents(output.parent)) == [f"{name}.onnx", f"{name}.onnx.data"]
     feeds = {"x": CASE.feed()}
-    for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
-        (y,) = run_as_is(output, feeds, level)
+    for optimised in (False, True):
+        (y,) = run_as_is(output, feeds, optimised=optimised)
         assert relative_error(y, CASE.reference(feeds["x"])) <= 1e-5
 
 
