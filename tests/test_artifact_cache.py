@@ -48,8 +48,8 @@ def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(model_path, c
     assert list(cache_dir.glob("entries/*")) == []
     victim.kill()
     victim.wait()
-    told = result_of(waiting)
-    assert (told["source"], told["warnings"]) == ("built", [])
+    reported = result_of(waiting)
+    assert (reported["source"], reported["warnings"]) == ("built", [])
     assert list(cache_dir.glob("building/*")) == [], "what the dead one left is cleared"
     assert result_of(spawn(model_path, fusion))["source"] == "cache"
 
@@ -71,8 +71,8 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(model_pat
             artifact = session.ortplugins_report.artifact
             assert not os.path.exists(artifact), "the temporary files are gone"
             check(session, CASE)
-    (told,) = (w for w in caught if w.category is ortplugins.OrtpluginsWarning)
-    assert re.search("works without its cache in .*file", str(told.message))
+    (reported,) = (w for w in caught if w.category is ortplugins.OrtpluginsWarning)
+    assert re.search("works without its cache in .*file", str(reported.message))
 
 
 def test_a_directory_that_others_may_write_to_is_not_trusted(model_path, cache_dir):

@@ -614,8 +614,8 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
             sizes = [3, value.shape[1], 20, value.shape[3]]
             held[value.name] = np.zeros((*sizes[:2], 0, sizes[3]), np.float32)
             # What lies behind the end must not be read.
-            room = np.full(sizes, np.nan, np.float32)
-            buffers.append(onnxruntime.OrtValue.ortvalue_from_numpy(room))
+            buffer = np.full(sizes, np.nan, np.float32)
+            buffers.append(onnxruntime.OrtValue.ortvalue_from_numpy(buffer))
             binding.bind_ortvalue_input(value.name, buffers[-1])
             present = value.name.replace("past_key_values", "present")
             binding.bind_ortvalue_output(present, buffers[-1])

@@ -90,7 +90,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("mode", ["int16", "float"])
 @pytest.mark.parametrize("name", ["y", "N"])
-def test_damaged_nodes_are_told_and_left(case, mode, name):
+def test_damaged_nodes_are_reported_and_left(case, mode, name):
     old, new, words = DAMAGED[case]
     assert (old in CHAIN) != (old in CONSTANTS)
     model = build(CHAIN.replace(old, new, 1), constants=CONSTANTS.replace(old, new))
@@ -134,7 +134,7 @@ def test_all_nodes_of_a_repeated_name_are_promoted():
     ("name", "words"),
     [("Q", "is a QuantizeLinear"), ("DN", "name its tensor"), ("s", "constant")],
 )
-def test_what_is_no_tensor_and_no_operator_is_told(name, words):
+def test_a_name_that_is_neither_tensor_nor_operator_is_reported(name, words):
     model = build()
     refused(model, words, promote=frozenset({name}))
 

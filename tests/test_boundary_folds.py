@@ -276,7 +276,7 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
         ("float k = {-0.5}", "scale is -0.5"),
     ],
 )
-def test_grids_that_cannot_be_read_are_told(scale: str, words: str):
+def test_grids_that_cannot_be_read_are_reported(scale: str, words: str):
     model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21]>
         g (uint8[2] c) => (float[2] y) <{scale}> {{
             d = DequantizeLinear<axis = 0>(c, k)  [second] q = QuantizeLinear<axis = 0>(d, k)
@@ -284,12 +284,12 @@ def test_grids_that_cannot_be_read_are_told(scale: str, words: str):
     before = ir.to_proto(model).SerializeToString()
     remarks = fold(model)
     assert ir.to_proto(model).SerializeToString() == before
-    told = [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
-    assert told
-    assert all(words in remark.reason for remark in told)
+    reported = [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
+    assert reported
+    assert all(words in remark.reason for remark in reported)
 
 
-def test_a_scale_that_is_fed_is_told():
+def test_a_scale_that_is_fed_is_reported():
     text = "d = DequantizeLinear(c, k, z)  q = QuantizeLinear(d, k, z)"
     text += "y = DequantizeLinear(q, k, z)"
     model = graph(text, "uint8[n] c, float k")

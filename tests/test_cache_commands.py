@@ -61,7 +61,7 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 def lines(*arguments: object, code: int = 0) -> list[str]:
     """What a command prints; it ends with this code, and tells no error."""
     done = ortplugins_command("cache", *arguments)
-    # What packing may take of the disk is told before it is taken.
+    # What packing may take of the disk is reported before it is taken.
     errors = [line for line in done.stderr.splitlines() if " may take " not in line]
     assert (done.returncode, errors) == (code, [])
     return done.stdout.splitlines()
@@ -407,8 +407,8 @@ def test_a_session_finds_what_was_warmed(model_path, cache_dir):
     (line,) = lines("warm", model_path)
     assert line.startswith(f"{model_path}: built: fired 2, refused 0; ")
     assert line.endswith(" kB on disk")
-    told = result_of(spawn(model_path))
-    assert (told["source"], told["warnings"]) == ("cache", [])
+    reported = result_of(spawn(model_path))
+    assert (reported["source"], reported["warnings"]) == ("cache", [])
     (line,) = lines("warm", model_path)
     assert line.startswith(f"{model_path}: cache: fired 2, refused 0; ")
     assert len(entries(cache_dir)) == 1
@@ -440,8 +440,8 @@ def test_an_image_is_read_by_another_user_and_written_by_none(image):
     before = files(output)
     prelude = "" if os.geteuid() else AS_NOBODY
     variables = {"ORTPLUGINS_CACHE_DIR": str(output)}
-    told = result_of(spawn(model, prelude=prelude, variables=variables))
-    assert (told["source"], told["warnings"]) == ("cache", [])
+    reported = result_of(spawn(model, prelude=prelude, variables=variables))
+    assert (reported["source"], reported["warnings"]) == ("cache", [])
     done = python("-c", prelude + CHECK_AND_PRUNE, output)
     assert done.stdout == "[{}]\n"
     assert f"PermissionError: {output}: cannot be written" in done.stderr
@@ -493,8 +493,8 @@ def test_warm_goes_on_after_a_model_that_fails(model_path, tmp_path, cache_dir):
     blocked.write_text("not a folder")
     done = ortplugins_command("cache", "warm", model_path, "--cache-dir", blocked / "cache")
     assert (done.returncode, done.stdout) == (1, "")
-    told, line = done.stderr.splitlines()
-    assert told.startswith(f"{model_path}: may take ")
+    reported, line = done.stderr.splitlines()
+    assert reported.startswith(f"{model_path}: may take ")
     assert line.startswith(f"error: {model_path}: not kept: ")
     assert str(blocked) in line
 

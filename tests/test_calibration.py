@@ -319,7 +319,7 @@ def test_bad_samples_are_refused_by_number_and_input(tmp_path, item, message):
             list(samples)
 
 
-def test_a_failing_reader_is_told_from_one_without_data(tmp_path):
+def test_a_failing_reader_differs_from_one_without_data(tmp_path):
     def failing():
         yield sample()
         raise OSError("disk gone")

@@ -156,7 +156,7 @@ UP = next(iter(LAYERS))
     ],
     ids=str,
 )
-def test_what_is_not_read_is_told_by_name(tmp_path, kind, options, error, message):
+def test_what_is_not_read_is_reported_by_name(tmp_path, kind, options, error, message):
     known = {key: options[key] for key in ("config", "tensors") if key in options}
     checkpoint(tmp_path / "c", kind, **known)
     if "file" in options:
@@ -188,7 +188,7 @@ def test_the_command_takes_a_checkpoint(tmp_path):
         np.testing.assert_array_equal(written[node], expected[node])
 
 
-def test_a_folder_without_a_checkpoint_is_told(tmp_path):
+def test_a_folder_without_a_checkpoint_is_reported(tmp_path):
     with pytest.raises(
         MissingFileError, match=r"neither config\.json with quantization_config"
     ):

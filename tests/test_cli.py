@@ -302,9 +302,9 @@ def test_inspect_finds_out_what_packing_would_do(main, tmp_path, case):
     save(case, tmp_path / "m.onnx")
     before = files(tmp_path)
     passes = ["--pass", "dq_matmulnbits_fusion", "--pass", "prepacked_weights"]
-    told = json.loads(main("inspect", "m.onnx", *passes, "--format", "json").stdout)
+    reported = json.loads(main("inspect", "m.onnx", *passes, "--format", "json").stdout)
     (remark,) = next(
-        item["remarks"] for item in told["passes"] if item["name"] == "prepacked_weights"
+        item["remarks"] for item in reported["passes"] if item["name"] == "prepacked_weights"
     )
     fires = case is not REFUSED
     assert remark["outcome"] == ("fired" if fires else "refused")

@@ -154,7 +154,7 @@ def test_two_values_of_one_name_are_refused():
     assert first.outputs[0].name == "a"
 
 
-def test_nodes_of_one_name_are_told_apart():
+def test_nodes_of_one_name_are_kept_apart():
     model = model_of("g (float[4] x) => (float[4] y) { a = Neg (x) b = Neg (a) y = Exp (b) }")
     for node in model.graph:
         node.name = "same"

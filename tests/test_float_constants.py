@@ -128,12 +128,14 @@ def test_a_constant_of_both_serves_both():
          "needs [], [1] or, for axis 0, [2]"),
     ],
 )  # fmt: skip
-def test_what_stays_is_told(change, reason):
+def test_what_stays_is_reported(change, reason):
     _, remarks = unpacked(
         FLOAT_REGION.replace(*change), limit_mb=0 if "above" in reason else 9
     )
-    told = [remark.reason for remark in remarks if remark.outcome == "refused"]
-    assert any(reason in text and "runs at every inference" in text for text in told), told
+    reported = [remark.reason for remark in remarks if remark.outcome == "refused"]
+    assert any(reason in text and "runs at every inference" in text for text in reported), (
+        reported
+    )
 
 
 def quantised_chain(folder: Path) -> Path:

@@ -468,7 +468,7 @@ def test_random_chains(proto: onnx.ModelProto, options: FusionOptions):
 
 
 def check_remarks(proto: onnx.ModelProto, remarks: Sequence[Remark]) -> None:
-    """Each use of a dequantised constant has its fate told."""
+    """Each use of a dequantised constant has its outcome reported."""
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and not node.domain:
             assert any(

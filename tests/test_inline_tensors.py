@@ -16,8 +16,8 @@ from ortplugins.model_io.loading import load_path
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
-    monkeypatch.setattr(inline_tensors, "_LEAST_BYTES", 256)
-    monkeypatch.setattr(inline_tensors, "_LEAST_FILE_BYTES", 0)
+    monkeypatch.setattr(inline_tensors, "_MIN_BYTES", 256)
+    monkeypatch.setattr(inline_tensors, "_MIN_FILE_BYTES", 0)
 
 
 def model(*, raw: bool = True) -> onnx.ModelProto:

@@ -192,7 +192,7 @@ def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
     assert live.peak == file.ours.peak
 
 
-def test_dims_are_used_and_unknown_ones_told():
+def test_dims_are_used_and_unknown_ones_reported():
     graph = model_of(
         "g (float[b, s, 64] x) => (float[b, s, 64] y) { a = Neg (x) y = Sin (a) }"
     )

@@ -30,7 +30,7 @@ def cut(name: str, size: int) -> Spoil:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - size)
 
 
-def told(dims: Sequence[int] = (), **entries: str | int | None) -> Spoil:
+def reported(dims: Sequence[int] = (), **entries: str | int | None) -> Spoil:
     """Change the sizes of the first external tensor, and what it says of its data."""
 
     def spoil(folder: Path) -> None:
@@ -84,25 +84,25 @@ BAD: dict[str, tuple[Spoil, str]] = {
     ),
     "short data": (cut(DATA, 1), r"tensor 'w.*': needs bytes .* is the file complete\?"),
     "wrong length": (
-        told(length=17),
+        reported(length=17),
         r"tensor 'w': external data is 17 bytes long, but shape",
     ),
-    "huge offset": (told(offset=1 << 40), r"tensor 'w': needs bytes 1099511627776"),
+    "huge offset": (reported(offset=1 << 40), r"tensor 'w': needs bytes 1099511627776"),
     **{
-        f"{key} {text!r}": (told(**{key: text}), r"model\.onnx: is not a valid ONNX model")
+        f"{key} {text!r}": (reported(**{key: text}), r"model\.onnx: is not a valid ONNX model")
         for key in ("offset", "length")
         for text in ("-1", "abc", "", "1e3")
     },
-    "huge length": (told(length=1 << 70), r"tensor 'w': external data is \d+ bytes long"),
+    "huge length": (reported(length=1 << 70), r"tensor 'w': external data is \d+ bytes long"),
     **{
-        f"sizes {dims}": (told(dims, length=None), r"tensor 'w': (has shape|needs bytes)")
+        f"sizes {dims}": (reported(dims, length=None), r"tensor 'w': (has shape|needs bytes)")
         for dims in ((-128, -64), (-1, 64), (1 << 40, 64), (1 << 62, 1 << 62))
     },
     "parent folder": (
-        told(location="../secret"),
+        reported(location="../secret"),
         r"location '\.\./secret' leaves the model's folder",
     ),
-    "absolute": (told(location=f"{{folder}}/{DATA}"), "leaves the model's folder"),
+    "absolute": (reported(location=f"{{folder}}/{DATA}"), "leaves the model's folder"),
     "link outside": (
         linked_outside,
         r"is a link to '.*secret', outside the model's folder",
@@ -130,11 +130,11 @@ def test_it_is_refused_and_nothing_is_written(name: str, tmp_path: Path, cache_d
 
 
 def test_data_without_a_length_is_as_long_as_its_shape(model_path: Path):
-    told(length=None)(model_path.parent)
+    reported(length=None)(model_path.parent)
     check(start(model_path), CASE)
 
 
-def test_data_that_goes_missing_after_a_hit_is_told(model_path: Path):
+def test_data_that_goes_missing_after_a_hit_is_reported(model_path: Path):
     start(model_path)
     model_path.with_name("model.onnx.data").unlink()
     with pytest.raises(MissingFileError, match="is missing"):

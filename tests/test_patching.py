@@ -617,8 +617,8 @@ def test_run_a_script_and_a_module_with_options_like_ours(program, tmp_path):
         f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
         "built: fired 1, refused 0",
     ]
-    told = r"ortplugins: 1 session \(1 built\), 1 rewrites, slowest start [0-9.]+ s"
-    assert re.fullmatch(told, done.stderr.strip())
+    reported = r"ortplugins: 1 session \(1 built\), 1 rewrites, slowest start [0-9.]+ s"
+    assert re.fullmatch(reported, done.stderr.strip())
     done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
     assert done.returncode == 0, done.stderr
     first, report = done.stdout.splitlines()
@@ -652,9 +652,9 @@ def test_programs_end_as_they_do_under_python(tmp_path):
         assert found.returncode == expected.returncode, name
         assert found.stdout == expected.stdout, name
         # The last line says what happened; lines of ours may stand in the traceback above.
-        told = found.stderr.splitlines()
-        assert told.count("ortplugins: no session was opened") == 1, name
-        last = [line for line in told if not line.startswith("ortplugins: ")][-1:]
+        reported = found.stderr.splitlines()
+        assert reported.count("ortplugins: no session was opened") == 1, name
+        last = [line for line in reported if not line.startswith("ortplugins: ")][-1:]
         assert last == expected.stderr.splitlines()[-1:], name
 
 
@@ -731,7 +731,7 @@ def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
     assert not list(tmp_path.glob("ortplugins-run-*"))
 
 
-def test_children_without_ortplugins_are_told_and_run(model_path, tmp_path):
+def test_children_without_ortplugins_are_reported_and_run(model_path, tmp_path):
     """Those of another virtual environment."""
     code = """
 import sys

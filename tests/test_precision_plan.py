@@ -163,12 +163,12 @@ def test_a_float_model_may_be_the_reference():
         (feeds(), {"max_16bit": 1, "mode": "int8"}, QuantizationError, "mode is 'int8'"),
     ],
 )
-def test_what_cannot_be_planned_is_told(data, options, error_type, message):
+def test_what_cannot_be_planned_is_reported(data, options, error_type, message):
     with pytest.raises(error_type, match=message):
         plan_precision(chain(), data, **options)
 
 
-def test_models_that_cannot_be_planned_are_told():
+def test_models_that_cannot_be_planned_are_reported():
     plain = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {})
     with pytest.raises(QuantizationError, match="no activation of 8 bits between"):
         plan_precision(plain, feeds(), max_16bit=2)

@@ -82,8 +82,8 @@ class Faults:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             session = ortplugins.InferenceSession(self.path, so, providers=CPU)
-        told = [str(item.message) for item in caught if item.category is OrtpluginsWarning]
-        return session, "\n".join([*told, session.ortplugins_report.to_text()])
+        reported = [str(item.message) for item in caught if item.category is OrtpluginsWarning]
+        return session, "\n".join([*reported, session.ortplugins_report.to_text()])
 
     def check(self, session: ortplugins.InferenceSession) -> None:
         """The output is that of the fused model, or onnxruntime's own of an untouched one."""
@@ -213,9 +213,9 @@ def test_a_process_that_is_killed_while_its_child_works(faults: Faults, module: 
         time.sleep(0.05)
     assert_whole(faults.cache)
     shutil.rmtree(faults.cache / "entries", ignore_errors=True)
-    session, told = faults.start()
+    session, reported = faults.start()
     faults.check(session)
-    assert blobs_in_use(told) == 1
+    assert blobs_in_use(reported) == 1
     assert litter(faults.cache) == []
 
 
@@ -250,9 +250,13 @@ def test_a_full_disk(faults: Faults):
             filler = root / "filler"
             free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
             filler.write_bytes(bytes(max(free - (room << 10), 0)))
-            session, told = faults.start(cache)
+            session, reported = faults.start(cache)
             faults.check(session)
-            assert blobs_in_use(told) or "space left" in told or "packing process" in told
+            assert (
+                blobs_in_use(reported)
+                or "space left" in reported
+                or "packing process" in reported
+            )
             filler.unlink()
             if cache.exists():
                 assert_whole(cache)
@@ -269,9 +273,9 @@ def test_a_disk_that_is_full_everywhere(faults: Faults):
         (root / "tmp").mkdir()
         patch.setenv("TMPDIR", str(root / "tmp"))
         patch.setattr("tempfile.tempdir", None)
-        session, told = faults.start(root / "cache")
+        session, reported = faults.start(root / "cache")
         faults.check(session)
-        assert "space left" in told
+        assert "space left" in reported
 
 
 def flip_blob(cache_dir: Path) -> None:
@@ -295,9 +299,9 @@ def test_a_flipped_bit_is_found(warm: Faults, verify: str):
         assert not np.array_equal(session.run(None, FEED)[0], warm.output)
         return
     for source in ("built", "cache"):
-        session, told = warm.start(verify=verify)
+        session, reported = warm.start(verify=verify)
         assert session.ortplugins_report.source == source
-        assert ("model.onnx.data changed on disk" in told) == (source == "built")
+        assert ("model.onnx.data changed on disk" in reported) == (source == "built")
         warm.check(session)
     assert litter(warm.cache) == []
 
@@ -310,11 +314,11 @@ def test_a_read_only_cache(warm: Faults, damaged: bool):
         shutil.copytree(warm.cache, root / "cache")
         (root / "cache").chmod(0o700)
         subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-        session, told = warm.start(root / "cache", verify="digest")
+        session, reported = warm.start(root / "cache", verify="digest")
         warm.check(session)
-        assert ("changed on disk" in told) == damaged
+        assert ("changed on disk" in reported) == damaged
         assert damaged or session.ortplugins_report.source == "cache"
-        assert damaged or blobs_in_use(told) == 1
+        assert damaged or blobs_in_use(reported) == 1
         del session
 
 
@@ -330,8 +334,8 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
     for path in (warm.cache, *warm.cache.rglob("*")):
         os.chown(path, 12345, 12345)
     before = files(warm.cache)
-    session, told = warm.start()
-    assert "belongs to another user" in told
+    session, reported = warm.start()
+    assert "belongs to another user" in reported
     assert session.ortplugins_report.source == "built"
     warm.check(session)
     assert files(warm.cache) == before
@@ -341,7 +345,7 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
 
 
 @pytest.mark.parametrize(
-    ("module", "action", "told"),
+    ("module", "action", "reported"),
     [
         (PACKING, "os.kill(os.getpid(), 11)", "ended with -11"),
         (PACKING, "time.sleep(600)", "took more than"),
@@ -355,7 +359,7 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
         (BUILDING, "os.write(2, bytes(range(256))); os._exit(3)", "ended with 3"),
     ],
 )
-def test_a_child_that_fails(faults: Faults, module: str, action: str, told: str):
+def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: str):
     if FAULTS < 20 and not action.startswith(("os.kill", "time.sleep")):
         pytest.skip("ORTPLUGINS_FAULTS=20 runs this too")
     faults.sabotage(module, action)
@@ -365,7 +369,7 @@ def test_a_child_that_fails(faults: Faults, module: str, action: str, told: str)
     session, text = faults.start(timeout=2 if "sleep" in action else 60)
     faults.check(session)
     assert not blobs_in_use(text)
-    assert told in text
+    assert reported in text
     assert_whole(faults.cache)
     # What a killed builder leaves is removed by the next one.
     assert [name for name in litter(faults.cache) if not name.startswith("building/")] == []
@@ -374,16 +378,16 @@ def test_a_child_that_fails(faults: Faults, module: str, action: str, told: str)
 
 def test_what_failed_once_is_tried_again(faults: Faults):
     faults.sabotage(PACKING, "os.kill(os.getpid(), 9)")
-    session, told = faults.start()
-    assert "ended with -9" in told
+    session, reported = faults.start()
+    assert "ended with -9" in reported
     faults.check(session)
     (faults.folder / "site" / "sitecustomize.py").unlink()
     (path,) = faults.cache.glob("entries/*/manifest.json")
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "created": manifest["created"] - 100}))
-    session, told = faults.start()
+    session, reported = faults.start()
     faults.check(session)
-    assert blobs_in_use(told) == 1
+    assert blobs_in_use(reported) == 1
     assert litter(faults.cache) == []
 
 

@@ -338,7 +338,7 @@ def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("n", [4, 7, 8])
-def test_two_bits_that_onnxruntime_gets_wrong_are_told(n, layout):
+def test_two_bits_that_onnxruntime_gets_wrong_are_reported(n, layout):
     x, model = normal(5, 40, seed=1), matmul_of(normal(40, n))
     for block_size, is_symmetric in itertools.product((16, 32, -1), (True, False)):
         options = {"block_size": block_size, "is_symmetric": is_symmetric}
@@ -347,6 +347,6 @@ def test_two_bits_that_onnxruntime_gets_wrong_are_told(n, layout):
         expected = x @ dequantised(proto)["m"]
         assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
         # It gets some wrong, or fails to open the session.
-        told = any("plain onnxruntime 1.31" in note for note in result.report.notes)
-        assert told or relative_error(run_plain(proto, x)[0], expected) < 1e-5
-        assert not told or layout == "QDQ_transposed" or (layout == "QDQ" and n == 7)
+        reported = any("plain onnxruntime 1.31" in note for note in result.report.notes)
+        assert reported or relative_error(run_plain(proto, x)[0], expected) < 1e-5
+        assert not reported or layout == "QDQ_transposed" or (layout == "QDQ" and n == 7)

@@ -60,7 +60,7 @@ def into(folder: Path, model, **options):
 
 X = normal(8, D)
 HUGE = np.full((8, D), 1e38, np.float32)
-# What else may be wrong with them is told in test_calibration.py.
+# What else may be wrong with them is reported in test_calibration.py.
 BAD_SAMPLES = {
     "another name": ([{"x": X}, {"X": X}], "sample 1.*'X'.*not an input.*'x'"),
     "no tokens": ([{"x": X[:0]}], "token"),
@@ -70,7 +70,7 @@ BAD_SAMPLES = {
 
 @pytest.mark.parametrize("method", ["rtn", "awq_full"])
 @pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_bad_samples_are_told(folder, name, method):
+def test_bad_samples_are_reported(folder, name, method):
     samples, message = BAD_SAMPLES[name]
     with pytest.raises(CalibrationError, match=f"(?s){message}"):
         into(folder, pair(), method=method, calibration_data_reader=samples)
@@ -89,7 +89,7 @@ class Reader:
         return {"x": X}
 
 
-def test_a_reader_that_raises_half_way_is_told_with_its_error(folder):
+def test_a_reader_that_raises_half_way_is_reported_with_its_error(folder):
     error = KeyError("text")
     with pytest.raises(CalibrationError, match=r"sample 2.*KeyError.*text") as caught:
         into(folder, pair(), method="awq_lite", calibration_data_reader=Reader(2, error))
@@ -100,7 +100,7 @@ def test_a_reader_that_raises_half_way_is_told_with_its_error(folder):
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
-def test_activations_that_overflow_are_told(folder, method):
+def test_activations_that_overflow_are_reported(folder, method):
     model = pair(V=normal(D, D, seed=1) * 1e3)
     with pytest.raises(CalibrationError, match=r"'h'.*(NaN|infinite)"):
         into(folder, model, method=method, calibration_data_reader=[{"x": HUGE}])
@@ -116,7 +116,7 @@ def test_huge_activations_and_nothing_but_zeros_are_fine(method, size):
     assert abs(after - before).max() < 0.03 * abs(before).max()
 
 
-def test_providers_that_do_not_exist_are_told(folder):
+def test_providers_that_do_not_exist_are_reported(folder):
     with pytest.raises((CalibrationError, ValueError), match="NoExecutionProvider"):
         options = {"calibration_providers": ["NoExecutionProvider"], "method": "awq_lite"}
         into(folder, pair(), calibration_data_reader=data(), **options)
@@ -128,7 +128,7 @@ def test_providers_that_do_not_exist_are_told(folder):
 @pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
-def test_a_weight_that_is_no_number_is_told_by_name(folder, number, method, dtype):
+def test_a_weight_that_is_not_a_number_is_reported_by_name(folder, number, method, dtype):
     weight = normal(D, D, dtype=dtype)
     weight[3, 5] = number
     model = matmul_of(weight)
@@ -196,8 +196,8 @@ def test_float16_scales_neither_vanish_nor_overflow():
 def test_progress_that_raises_stops_everything(folder, error, call):
     calls = []
 
-    def progress(*told):
-        calls.append(told)
+    def progress(*reported):
+        calls.append(reported)
         if len(calls) > call:
             raise error
 
@@ -224,7 +224,7 @@ class Broken(concurrent.futures.Executor):
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_worker_that_is_killed_is_told(folder, left):
+def test_a_worker_that_is_killed_is_reported(folder, left):
     with pytest.raises(concurrent.futures.BrokenExecutor, match="killed"):
         into(folder, pair(), executor=Broken(left))
 
@@ -265,7 +265,7 @@ TESTS = os.path.dirname(__file__)
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a tmpfs")
 @pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
 @pytest.mark.parametrize("size", ["600k", "700k", "760k"])
-def test_a_full_disk_is_told(tmp_path, size, method):
+def test_a_full_disk_is_reported(tmp_path, size, method):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

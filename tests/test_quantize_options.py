@@ -140,7 +140,7 @@ def test_one_weight_in_two_forms():
 
 
 @pytest.mark.parametrize("option", ["nodes_to_include", "nodes_to_exclude", "node_config"])
-def test_unknown_names_are_all_told_with_the_closest(option):
+def test_unknown_names_are_all_reported_with_the_closest(option):
     names = ["/l.0/upp", "/lm_haed", "entirely other"]
     given = {name: {"bits": 8} for name in names} if option == "node_config" else names
     where = "nodes_to_include: " if option == "nodes_to_include" else "rules: "
@@ -179,7 +179,7 @@ def test_unknown_names_are_all_told_with_the_closest(option):
     ],
     ids=str,
 )
-def test_a_wrong_option_is_told_by_name(tmp_path, options, message):
+def test_a_wrong_option_is_reported_by_name(tmp_path, options, message):
     output = tmp_path / "out.onnx"
     options = {"calibration_data_reader": [{"x": normal(3, D)}]} | options
     with pytest.raises(ValueError, match=message):
@@ -218,7 +218,7 @@ def test_accuracy_level_is_an_attribute(level):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"quant_format": "MatMulNBits", "bits": 8}, "2 nodes at every run: 8-bit.*level 4"),
         ({"quant_format": "MatMulNBits", "bits": 8, "accuracy_level": 4}, ""),
@@ -231,7 +231,7 @@ def test_accuracy_level_is_an_attribute(level):
     ],
     ids=str,
 )
-def test_codes_that_onnxruntime_dequantises_at_every_run_are_told(options, told):
+def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, reported):
     model = model_of(
         f"""g (int64[A] i) => (float[A, {D}] y) {{
             h = Gather(W0, i) [a] j = MatMul(h, W1) [b] y = MatMul(j, W2)
@@ -240,8 +240,8 @@ def test_codes_that_onnxruntime_dequantises_at_every_run_are_told(options, told)
     )
     data = [{"i": np.arange(D)}]
     notes = quantize(model, calibration_data_reader=data, **options).report.notes
-    assert bool(notes) == bool(told)
-    assert re.search(told, "; ".join(notes))
+    assert bool(notes) == bool(reported)
+    assert re.search(reported, "; ".join(notes))
 
 
 # What was quantised before.
@@ -266,7 +266,7 @@ def test_a_second_round_leaves_what_is_done(layout):
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_nothing_left_is_told(tmp_path, layout):
+def test_nothing_left_is_reported(tmp_path, layout):
     done = quantize(chain("a", "b"), quant_format=layout).model
     for again in FORMATS:
         with pytest.raises(ModelFileError, match="already quantised"):
@@ -567,14 +567,14 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
 
 def test_the_report_is_json_and_text():
     report = quantize(chain("a", "b"), nodes_to_exclude=["b"]).report
-    told = json.loads(report.to_json(), parse_constant=pytest.fail)
-    assert told["quantized"] == told["refused"] == 1
-    a, b = told["nodes"]
+    reported = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert reported["quantized"] == reported["refused"] == 1
+    a, b = reported["nodes"]
     assert (a["node"], a["bits"], a["block_size"], a["bytes_before"]) == ("a", 4, 32, 4096)
     assert a["bytes_after"] == D * D // 2 + 4 * D
     assert 0 < a["weight_error"] < 0.2
     assert (b["node"], b["bits"], b["weight_error"]) == ("b", 0, None)
-    assert told["bits_per_weight"] == report.bits_per_weight == (5 + 32) / 2
+    assert reported["bits_per_weight"] == report.bits_per_weight == (5 + 32) / 2
     assert "1 quantised, 1 refused" in str(report)
 
 
@@ -724,14 +724,14 @@ twice (a) => (b) { b = Add(a, a) }
 
 
 @pytest.mark.parametrize("opset", [17, 21])
-def test_functions_survive_and_are_told(opset):
+def test_functions_survive_and_are_reported(opset):
     proto = onnx.parser.parse_model(FUNCTIONS.replace('"": 21', f'"": {opset}'))
     weight = normal(D, D)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
     x = normal(3, D)
     result = quantize(proto)
     # Where they are converted, functions are inlined.
-    told = any("function" in note for note in result.report.notes)
-    assert told == bool(read(result.model).functions) == (opset == 21)
+    reported = any("function" in note for note in result.report.notes)
+    assert reported == bool(read(result.model).functions) == (opset == 21)
     expected = 2 * x @ dequantised(result.model)["m"]
     assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5

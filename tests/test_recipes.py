@@ -222,17 +222,17 @@ def test_presets_store_a_table_that_is_the_head_once(name: str, head: str, k: in
     arguments = ["quantize", "tied.onnx", "--samples", "ids.npz", "--format", "json"]
     done = ortplugins_command(*arguments, "--recipe", name, "-o", "out.onnx")
     assert (done.returncode, done.stderr) == (0, "")
-    told, proto = json.loads(done.stdout), onnx.load("out.onnx")
+    reported, proto = json.loads(done.stdout), onnx.load("out.onnx")
     operators = [node.op_type for node in proto.graph.node]
     assert {"GatherBlockQuantized", "MatMulNBits", "DequantizeLinear"} <= set(operators)
     matrices = dequantised(proto)
     np.testing.assert_array_equal(matrices["table"], matrices["head"])
-    bits = {row["node"]: row["bits"] for row in told["nodes"]}
+    bits = {row["node"]: row["bits"] for row in reported["nodes"]}
     assert bits["table"] == bits["head"] == (4 if name == "small" else 8)
     # With 96 columns MatMulNBits' blocks are filled up, so that it has codes of its own.
-    assert told["bytes_after"] == stored_bytes("out.onnx")
-    assert told["bits_per_weight"] == 8 * told["bytes_after"] / (rows * k + k * k)
-    assert told["notes"] == []
+    assert reported["bytes_after"] == stored_bytes("out.onnx")
+    assert reported["bits_per_weight"] == 8 * reported["bytes_after"] / (rows * k + k * k)
+    assert reported["notes"] == []
     found, expected = (run(read(path), feed)[0] for path in ("out.onnx", "tied.onnx"))
     assert relative_error(found, expected) < (0.2 if name == "small" else 0.12)
 

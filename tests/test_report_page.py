@@ -162,15 +162,15 @@ def test_numbers_have_three_digits_and_a_unit(value, unit, text):
     assert report_page._shown(value, unit) == text
 
 
-def test_what_fails_is_told_in_its_place(folder):
+def test_what_fails_is_reported_in_its_place(folder):
     text = """g (float[points] x) => (float[m, 77] y) <int64[2] shape = {-1, 77}>
         { y = Reshape(x, shape) }"""
     onnx.save(proto_of(text), folder / "cloud.onnx")
     facts = gather_facts(folder / "cloud.onnx", rounds=1)
     assert "give the size of 'points'" in facts["sessions"]["failed"]
-    told = words(facts)
-    assert "Not measured: made-up inputs do not run" in told
-    assert "nothing to do in this model" in told
+    reported = words(facts)
+    assert "Not measured: made-up inputs do not run" in reported
+    assert "nothing to do in this model" in reported
 
 
 def test_an_unknown_dimension_is_named(facts, folder):
@@ -319,8 +319,8 @@ def test_optimize_reports_what_it_did(folder, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert output.exists() and f"wrote {page}" in done.stdout
     assert done.stderr == "note: sessions: plain onnxruntime: no time\n"
-    told = Page(page.read_text("utf-8")).text
-    assert "written to" in told and "Not measured: plain onnxruntime: no time" in told
+    reported = Page(page.read_text("utf-8")).text
+    assert "written to" in reported and "Not measured: plain onnxruntime: no time" in reported
     inside = "optimize", model, "-o", model, "--force", "--report", folder / "x.html"
     done = ortplugins_command(*inside)
     assert (done.returncode, "another" in done.stderr) == (2, True)
@@ -330,8 +330,8 @@ def test_without_jinja_one_sentence_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.delitem(sys.modules, "ortplugins.html_report.page")
     done = ortplugins_command("report", folder / "model.onnx", "-o", folder / "no.html")
-    told = "error: the page needs: pip install 'ortplugins[report]'\n"
-    assert (done.returncode, done.stdout + done.stderr) == (2, told)
+    reported = "error: the page needs: pip install 'ortplugins[report]'\n"
+    assert (done.returncode, done.stdout + done.stderr) == (2, reported)
 
 
 # In a browser.

@@ -123,7 +123,7 @@ def test_the_report_is_text_and_json(model_path):
     assert ortplugins.Report.from_json(report.to_json()) == report
 
 
-def test_a_refusal_is_told_and_the_original_runs(tmp_path, cache_dir):
+def test_a_refusal_is_reported_and_the_original_runs(tmp_path, cache_dir):
     case = DequantizedMatMul(1024, 8, 24)
     path = save(case, tmp_path / "m.onnx")
     for _ in range(2):

@@ -98,10 +98,10 @@ def test_the_report_tells_the_peaks(gradient, tmp_path):
     assert peaks[0] < 0.5 * min(peaks[1:])
 
 
-def test_a_dimension_without_a_number_is_told(path, tmp_path):
+def test_a_dimension_without_a_number_is_reported(path, tmp_path):
     report = start(path, tmp_path).ortplugins_report
-    told = [r.reason for r in report.remarks if r.outcome.value == "note"]
-    assert any("counted as 128: rows" in reason for reason in told)
+    reported = [r.reason for r in report.remarks if r.outcome.value == "note"]
+    assert any("counted as 128: rows" in reason for reason in reported)
 
 
 def test_tensors_of_unknown_size_are_named(tmp_path):
@@ -134,7 +134,7 @@ def test_a_file_for_others_says_what_sessions_need(path, tmp_path):
 
 
 @pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
-def test_dims_that_are_none_are_told(dims):
+def test_dims_without_a_size_are_reported(dims):
     with pytest.raises(ortplugins.OptionError, match="is not NAME=SIZE, as in batch"):
         ortplugins.ShapeSizeReorder(dims=dims)
 

@@ -389,7 +389,7 @@ def test_the_pass_checks_its_options(options, words):
         MixedPrecisionBoundaries(**options)
 
 
-def test_what_is_too_long_for_an_entry_is_told_to_go_to_a_file(tmp_path):
+def test_what_is_too_long_for_an_entry_belongs_into_a_file(tmp_path):
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides=LONG)
     with pytest.raises(OptionError, match=rf'{KEY} has 1\d,\d+ bytes.*8,192.*"@file.json"'):

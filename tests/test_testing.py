@@ -100,7 +100,7 @@ def test_the_message_says_what_was_not_fused_and_why(made):
     assert "not fused:\n  matmul: " in text and "block_size 24" in text
 
 
-def test_a_model_that_nobody_fused_is_told_so():
+def test_a_model_that_nobody_fused_is_reported():
     with pytest.raises(AssertionError, match="matmul: would fuse, but the fusion was not run"):
         assert_fused(FUSED.model(), {"MatMulNBits": 1})
 
@@ -254,7 +254,7 @@ def test_annotations_escape_what_github_would_read():
     assert line == ("::warning file=/x/m%2C1.onnx,title=node%3A a%2Cb::50 %25%0D%0Aof: a, b")
 
 
-def test_files_of_the_checkout_are_told_relative_to_it(tmp_path, monkeypatch):
+def test_files_of_the_checkout_are_named_relative_to_it(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
     outcomes = {
         "n1": (Outcome.FIRED, "done"),
@@ -302,8 +302,8 @@ def test_check_holds_a_model_to_its_bounds():
     done = ortplugins_command("check", "refused.onnx", "--max-unfused", 0)
     assert done.returncode == 1
     assert "unfused matmul: " in done.stdout
-    told = "failed: 1 nodes keep a dequantised weight, 0 may: matmul"
-    assert told in done.stdout + done.stderr
+    reported = "failed: 1 nodes keep a dequantised weight, 0 may: matmul"
+    assert reported in done.stdout + done.stderr
     done = ortplugins_command("check", "refused.onnx", "--max-unfused", 0, "--format", "json")
     content = json.loads(done.stdout)
     assert (content["ok"], list(content["unfused"])) == (False, ["matmul"])
@@ -318,8 +318,8 @@ def test_check_compares_outputs():
     assert ortplugins_command(*check, "--rtol", 0.1).returncode == 0
     done = ortplugins_command(*check, "--rtol", 1e-5, "--format", "github")
     assert done.returncode == 1
-    told = "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
-    assert done.stdout.startswith(told)
+    reported = "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
+    assert done.stdout.startswith(reported)
     assert ortplugins_command(*check, "--rtol", 0, "--atol", 1e3).returncode == 0
 
 

@@ -311,7 +311,7 @@ def test_options_of_providers_are_measured_with(model, tmp_path, monkeypatch):
         seen.clear()
 
 
-def test_providers_that_the_options_do_not_tell(model, tmp_path):
+def test_providers_that_the_options_do_not_name(model, tmp_path):
     options = hinted(tmp_path / "cache")
     options.set_provider_selection_policy(
         onnxruntime.OrtExecutionProviderDevicePolicy.PREFER_CPU
@@ -461,7 +461,7 @@ def test_a_hint_takes_the_place_of_passes():
         ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
 
 
-def test_memory_that_the_system_does_not_tell(model, tmp_path, monkeypatch):
+def test_memory_that_the_system_does_not_report(model, tmp_path, monkeypatch):
     monkeypatch.setattr(process_memory, "_fields", lambda *_: {})
     session = open_session(model, tmp_path / "cache", hint="memory", hint_seconds=4)
     assert "private memory is not known on this system" in session.ortplugins_report.notes[-1]

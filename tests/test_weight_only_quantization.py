@@ -45,12 +45,12 @@ def operators(session: ortplugins.InferenceSession) -> Counter[str]:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_report_says_how_far_the_numbers_are_from_the_float_models(path, bits):
     session = woq(path, bits=bits)
-    told = str(session.ortplugins_report)
-    assert "vectors stored with the float model are not comparable" in told
+    reported = str(session.ortplugins_report)
+    assert "vectors stored with the float model are not comparable" in reported
     x = normal(32, 64)
     found, expected = session.run(None, {"x": x})[0], run(str(path), {"x": x})[0]
     actual = (found * expected).sum() / np.linalg.norm(found) / np.linalg.norm(expected)
-    cosine = float(re.search(r"cosine ([\d.]+)", told)[1])
+    cosine = float(re.search(r"cosine ([\d.]+)", reported)[1])
     assert abs(cosine - actual) <= (1 - actual) / 2 + 1e-4
     assert cosine < 1 or bits == 8
 
@@ -107,7 +107,7 @@ def test_session_entries_switch_it_on(path):
         assert [node.attributes[name].as_int() for node in products] == [value, value]
 
 
-def test_a_name_that_is_no_node_is_told(path):
+def test_a_name_that_is_not_a_node_is_reported(path):
     chosen = ortplugins.WeightOnlyQuantization(nodes_to_exclude="haed")
     with pytest.raises(ortplugins.PassError, match="called 'haed'; did you mean 'head'"):
         start(path, options(chosen, strict=True))

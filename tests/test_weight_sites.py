@@ -170,7 +170,7 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_what_is_quantised_already_is_told(name):
+def test_what_is_quantised_already_is_reported(name):
     text = f"""g (float[P, 12] x) => (float[P, 5] y) {{
         {QUANTISED[name]}
         [m] h = MatMul(x, w)

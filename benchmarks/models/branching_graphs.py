@@ -80,7 +80,7 @@ class Builder:
 
 
 def unet(size: int = 512, channels: int = 16, depth: int = 4) -> onnx.ModelProto:
-    """A U-Net whose skips are computed anew on both sides, as attention gates do."""
+    """A U-Net whose skips are computed again on both sides, as attention gates do."""
     g = Builder()
     x = g.conv("image", 3, channels)
     skips: list[tuple[str, str, int]] = []

@@ -22,10 +22,10 @@ LEAST_VOCABULARY = 32_768
 class _Text:
     """One sequence; its cache goes round as OrtValues, so that nothing is copied.
 
-    With ``room`` for so many tokens, new keys and values are appended in place.
+    With ``capacity`` for so many tokens, new keys and values are appended in place.
     """
 
-    def __init__(self, session: Any, room: int = 0) -> None:
+    def __init__(self, session: Any, capacity: int = 0) -> None:
         import onnxruntime
 
         self._value = onnxruntime.OrtValue.ortvalue_from_numpy
@@ -35,7 +35,7 @@ class _Text:
         past = [name for name in inputs if name.startswith("past_key_values")]
         present = [name.replace("past_key_values", "present") for name in past]
         self._names, self._outputs = past, ["logits", *present]
-        self._length, self._in_place = 0, room > 0
+        self._length, self._in_place = 0, capacity > 0
         self._cache = []
         for name in past:
             heads, size = (
@@ -44,7 +44,7 @@ class _Text:
                     inputs[name][1::2], (_HEADS, _SIZE), strict=True
                 )
             )
-            empty = np.zeros((1, heads, room, size), np.float32)
+            empty = np.zeros((1, heads, capacity, size), np.float32)
             self._cache.append(self._value(empty))
 
     def append(self, ids: _Ids) -> tuple[Any, float]:

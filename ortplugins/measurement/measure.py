@@ -446,7 +446,7 @@ def measure(
     *,
     rounds: int = 5,
     runs: int = 10,
-    least_runs: int = 3,
+    min_runs: int = 3,
     seconds: float = math.inf,
     callers: int = 1,
     lockstep: bool = False,
@@ -464,7 +464,7 @@ def measure(
         rounds: Processes of each candidate that count; one more before does not.
         runs: Timed runs of each process, on each feed; short ones are repeated, and their
             median counts as one.
-        least_runs: As many are begun in any case.
+        min_runs: As many are begun in any case.
         seconds: After so many no further run of a process on a feed is begun.
         callers: Threads that run a session at the same time.
         lockstep: Whether the processes of a round live at the same time, and run in turn, run
@@ -486,7 +486,7 @@ def measure(
             write_feed(feed, Path(folder, f"feed{index}.npz"))
             for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
         ]
-        work = _Work(files, runs, least_runs, seconds, callers, timeout, server)
+        work = _Work(files, runs, min_runs, seconds, callers, timeout, server)
         for number in range(0 if warmed else -1, rounds):
             first = max(number, 0) % max(len(found), 1)
             processes = [
@@ -508,7 +508,7 @@ class _Work(NamedTuple):
 
     feeds: Sequence[Path]
     runs: int
-    least_runs: int
+    min_runs: int
     seconds: float
     callers: int
     timeout: float
@@ -567,7 +567,7 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
                 for run in range(_WARM_UPS + work.runs):
                     yield
                     passed = sum(max(each, _TURN_SECONDS) for each in taken)
-                    if len(taken) >= work.least_runs and passed >= work.seconds:
+                    if len(taken) >= work.min_runs and passed >= work.seconds:
                         break
                     if run < _WARM_UPS:
                         process.run(feed, watched=True, callers=work.callers)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Smaller tensors stay in the message.
-_LEAST_BYTES = 1 << 16
-_LEAST_FILE_BYTES = 1 << 22
+_MIN_BYTES = 1 << 16
+_MIN_FILE_BYTES = 1 << 22
 
 # Field numbers of onnx.proto.
 _MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
@@ -38,7 +38,7 @@ def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
     whole will say what is wrong.
     """
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < _LEAST_FILE_BYTES:
+        if os.fstat(file.fileno()).st_size < _MIN_FILE_BYTES:
             return None
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
@@ -65,7 +65,7 @@ def _reduced_graph(
     parts, reduced = [], False
     for number, kind, first, value, last in _fields(content, start, stop):
         tensor = None
-        if number == _GRAPH_INITIALIZER and kind == _BYTES and last - value >= _LEAST_BYTES:
+        if number == _GRAPH_INITIALIZER and kind == _BYTES and last - value >= _MIN_BYTES:
             tensor = _reduced_tensor(content, value, last, location)
         if tensor is not None:
             parts.append(_field(_GRAPH_INITIALIZER, tensor))
@@ -87,7 +87,7 @@ def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) ->
             data = (value, last - value)
         else:
             parts.append(content[first:last])
-    if data is None or data[1] < _LEAST_BYTES:
+    if data is None or data[1] < _MIN_BYTES:
         return None
     entries = {"location": location, "offset": str(data[0]), "length": str(data[1])}
     for key, text in entries.items():

@@ -57,7 +57,7 @@ class ScratchWriter:
         self._end = 0
 
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> TensorReference:
-        """Make room for a tensor, of zeros; fill it through :meth:`TensorReference.map`."""
+        """Allocate a tensor of zeros; fill it through :meth:`TensorReference.map`."""
         reference = TensorReference(str(self._path), self._end, shape, np.dtype(dtype).name)
         size = reference.nbytes
         with open(self._path, "ab") as file:

@@ -22,7 +22,7 @@ from rewrite_rules.trials import Trial
 # Of processor time for one timed trial; a few runs of a slow model may take longer. Sessions
 # of one thread, so that what else the machine does hardly counts.
 _SECONDS = 0.5
-_LEAST_ROUNDS = 5
+_MIN_ROUNDS = 5
 
 
 def find_failure(
@@ -82,7 +82,7 @@ def _share(original: Any, result: Any, trial: Trial) -> float:
     """Processor time of a trial as a share of the original's, the middle of runs in turns."""
     shares: list[float] = []
     end = time.process_time() + _SECONDS
-    while len(shares) < _LEAST_ROUNDS or time.process_time() < end:
+    while len(shares) < _MIN_ROUNDS or time.process_time() < end:
         times = {}
         for session in (original, result)[:: 1 if len(shares) % 2 else -1]:
             start = time.process_time()

@@ -152,8 +152,8 @@ class TextTokenizer:
 
     def encode(self, text: str, length: int) -> list[int]:
         """Return the first ``length`` tokens of a text, those around it included."""
-        room = length - len(self._before) - len(self._after)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[: max(room, 0)]
+        available = length - len(self._before) - len(self._after)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[: max(available, 0)]
         return [*self._before, *ids, *self._after]
 
 

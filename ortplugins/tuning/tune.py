@@ -65,7 +65,7 @@ _RUNS = 20
 # Seconds that one process runs one workload, the share of the budget that it may take, and the
 # fewest runs.
 _RUN_SECONDS = {"run": 0.3, "private": 0.1, "start": 0.0}
-_RUN_SHARE, _LEAST_RUNS = 0.01, 1
+_RUN_SHARE, _MIN_RUNS = 0.01, 1
 # The share of the machine's memory for processes that live at the same time.
 _MEMORY = 0.5
 # Where onnxruntime's own error is smaller, rounding in another order is no loss.
@@ -73,7 +73,7 @@ _ROUNDING = 1e-5
 # The greatest of many rounding errors varies by so much between kernels that round alike.
 _LIKE_PLAIN = 2.0
 # A smaller gain is not worth a change, whatever the noise.
-_LEAST_GAIN = 0.02
+_MIN_GAIN = 0.02
 # A gain that one round is enough to believe.
 _MUCH = 0.25
 # Where a session differs from itself by more, nothing can be said.
@@ -364,8 +364,8 @@ class _Search:
         noise, compared = self._compare(built, _ROUNDS[self._aim][0])
         found = []
         for item, ratios in compared:
-            if (median := ratios.median(self._aim)) > 1 - _LEAST_GAIN:
-                self._refuse(item, f"gains less than {_LEAST_GAIN:.0%}")
+            if (median := ratios.median(self._aim)) > 1 - _MIN_GAIN:
+                self._refuse(item, f"gains less than {_MIN_GAIN:.0%}")
             elif not self._is_slower_somewhere(item, ratios, noise):
                 found.append((median, item))
         found.sort(key=lambda pair: pair[0])
@@ -429,7 +429,7 @@ class _Search:
             [workload.feed for workload in self._timed_workloads()],
             rounds=rounds,
             runs=_RUNS,
-            least_runs=_LEAST_RUNS,
+            min_runs=_MIN_RUNS,
             seconds=min(_RUN_SECONDS[self._aim], self._request.plan.hint_seconds * _RUN_SHARE),
             callers=usable_cores() if self._request.plan.hint == "throughput" else 1,
             lockstep=True,
@@ -461,7 +461,7 @@ class _Search:
             self._note(item.change, measured.failed, ratios)
             if ratios is not None:
                 compared.append((item, ratios))
-        return max(noise, _LEAST_GAIN), compared
+        return max(noise, _MIN_GAIN), compared
 
     def _gains(self, item: _Built, ratios: _Ratios, noise: float) -> bool:
         values = sorted(ratios.figures[self._aim])

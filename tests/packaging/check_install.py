@@ -77,8 +77,8 @@ def test_with_onnxruntime_alone_the_command_names_its_extra(
 ):
     install(empty, f"{wheel}[cpu]", cwd=tmp_path)
     run(empty, "-c", "import ortplugins; ortplugins.optimize", cwd=tmp_path)
-    told = run(empty.with_name("ortplugins"), "--version", cwd=tmp_path, status=2)
-    assert told == "The command line needs: pip install 'ortplugins[cli]'\n"
+    reported = run(empty.with_name("ortplugins"), "--version", cwd=tmp_path, status=2)
+    assert reported == "The command line needs: pip install 'ortplugins[cli]'\n"
 
 
 def test_with_its_extras_it_works_and_its_types_are_strict(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Defects of other packages that we work around, on new versions: ``make test-versions``.
 
-A test fails where a defect is mended: drop its workaround, and say so in
+A test fails where a defect is fixed: drop its workaround, and say so in
 docs/onnxruntime-findings.md.
 """
 
@@ -16,7 +16,7 @@ from reproduce import FINDINGS
 
 REPRODUCE = Path(__file__).with_name("reproduce.py")
 PAGE = Path(__file__).parents[2] / "docs" / "onnxruntime-findings.md"
-# Add the next one here; a version in which one is mended goes.
+# Add the next one here; a version in which one is fixed goes.
 VERSIONS = ("1.31.1", "1.32.0")
 
 
@@ -29,8 +29,10 @@ def test_the_defect_is_there(version: str, name: str, capsys: pytest.CaptureFixt
     done = subprocess.run(
         [python, REPRODUCE, name], capture_output=True, text=True, timeout=120
     )
-    told = done.stdout.strip() or f"ends with {done.returncode}: {done.stderr[-500:]}"
-    assert done.returncode == 0, told
+    reported = done.stdout.strip() or f"ends with {done.returncode}: {done.stderr[-500:]}"
+    assert done.returncode == 0, reported
     with capsys.disabled():
-        print(f"\nonnxruntime {version}: {name}: {told}", end=" ")
-    assert told != "mended", f"{name} is mended in onnxruntime {version}: drop the workaround"
+        print(f"\nonnxruntime {version}: {name}: {reported}", end=" ")
+    assert reported != "fixed", (
+        f"{name} is fixed in onnxruntime {version}: drop the workaround"
+    )

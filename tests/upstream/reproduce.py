@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Minimal reproductions of defects of other packages; needs onnxruntime, onnx and numpy only.
 
-python reproduce.py NAME prints what is wrong, or "mended"; docs/onnxruntime-findings.md has
+python reproduce.py NAME prints what is wrong, or "fixed"; docs/onnxruntime-findings.md has
 the names.
 """
 
@@ -62,7 +62,7 @@ def two_bits() -> str:
     x = {"x": RNG.standard_normal((1, K), np.float32)}
     expected, found = run(model, x, LEVELS.ORT_DISABLE_ALL), run(model, x)
     error = np.abs(expected - found).max() / np.abs(expected).max()
-    return f"relative error {error:.2g}" if error > 1e-3 else "mended"
+    return f"relative error {error:.2g}" if error > 1e-3 else "fixed"
 
 
 def outer_weights() -> str:
@@ -85,7 +85,7 @@ def outer_weights() -> str:
         run(model, feeds)
     except Exception as error:  # onnxruntime's own classes
         return " ".join(str(error).split())[-120:]
-    return "mended"
+    return "fixed"
 
 
 def out_of_range() -> str:
@@ -99,7 +99,7 @@ def out_of_range() -> str:
     try:
         found = run(model, {"i": np.array([7])})
     except Exception:  # as Gather does
-        return "mended"
+        return "fixed"
     return f"no error, {sorted(set(found.ravel().tolist()))[:3]}"
 
 
@@ -115,7 +115,7 @@ def transposed_matrix() -> str:
     }
     found, expected = run(parsed(text), feeds), feeds["w"].T @ feeds["x"]
     error = np.abs(expected - found).max() / np.abs(expected).max()
-    return f"relative error {error:.2g}" if error > 1e-3 else "mended"
+    return f"relative error {error:.2g}" if error > 1e-3 else "fixed"
 
 
 def relu_behind() -> str:
@@ -136,7 +136,7 @@ def relu_behind() -> str:
         )
         nodes = onnx.load(options.optimized_model_filepath).graph.node
     kinds = [node.op_type for node in nodes]
-    return "mended" if "MatMulNBits" in kinds else ", ".join(kinds)
+    return "fixed" if "MatMulNBits" in kinds else ", ".join(kinds)
 
 
 def named_variable() -> str:
@@ -150,7 +150,7 @@ def named_variable() -> str:
     variable = pattern.Var("x", check=lambda *_, **__: False)
     rule = pattern.RewriteRule(lambda op, x: op.Neg(variable), lambda op, x: op.Abs(x))
     rule.apply_to_model(model)
-    return "not called" if model.graph.node(0).op_type == "Abs" else "mended"
+    return "not called" if model.graph.node(0).op_type == "Abs" else "fixed"
 
 
 FINDINGS = (

@@ -202,10 +202,10 @@ def run_models(python: Path, folder: Path, models: list[str]) -> Outcomes:
             timeout=600,
         )
         for line in child.stdout.splitlines():
-            told = json.loads(line)
-            off = told["off"] if told["off"] is not None else float("inf")
-            error = told["error"] or ""
-            where = (told["model"], told["level"])
+            reported = json.loads(line)
+            off = reported["off"] if reported["off"] is not None else float("inf")
+            error = reported["error"] or ""
+            where = (reported["model"], reported["level"])
             outcomes[where] = Outcome(None if error else off, error)
         left = [model for model in models if (model, LEVELS[-1]) not in outcomes]
         if child.returncode == 0 and not left:
@@ -251,17 +251,17 @@ class Judge:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
 
-    def add(self, name: str, variant: Variant, told: bool) -> None:
-        """Judge a file; ``told`` if inspect says that this version has no right kernel."""
+    def add(self, name: str, variant: Variant, reported: bool) -> None:
+        """Judge a file; ``reported`` if inspect says that this version has no right kernel."""
         faults = [level for level in LEVELS if not self._agrees(name, variant, level)]
         if not faults:
             self.counts["agree"] += 1
         elif not self._original_runs(name):
             self.counts["original does not run"] += 1
-        elif told:
+        elif reported:
             silent = any(self.here[variant.model, at].off is not None for at in faults)
             what = "would give wrong numbers" if silent else "would not run"
-            self.counts[f"told by inspect ({what})"] += 1
+            self.counts[f"reported by inspect ({what})"] += 1
         elif all(variant.refused and not self._original_right(name, at) for at in faults):
             self.counts["left as it was, original fails alike"] += 1
         else:
@@ -323,7 +323,7 @@ def test_one_file_for_all(judge: Judge, capsys: pytest.CaptureFixture[str]):
     variants = judge.corpus.variants
     inspected = variants[judge.accuracy_level, "fuse", judge.version]
     for name, variant in variants[judge.accuracy_level, "fuse", None].items():
-        judge.add(name, variant, told=inspected[name].names(judge.version))
+        judge.add(name, variant, reported=inspected[name].names(judge.version))
     judge.conclude("one file for all", capsys)
 
 
@@ -332,7 +332,7 @@ def test_file_for_the_version(judge: Judge, policy: str, capsys: pytest.CaptureF
     for name, variant in judge.corpus.variants[
         judge.accuracy_level, policy, judge.version
     ].items():
-        judge.add(name, variant, told=False)
+        judge.add(name, variant, reported=False)
     judge.conclude(f"file for it, slow_kernels={policy}", capsys)
 
 

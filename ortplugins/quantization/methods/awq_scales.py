@@ -47,7 +47,7 @@ ALPHAS = tuple(a / 10 for a in range(11))
 _REFINEMENT = 0.05
 # Of the columns, one in so many is looked at, but not fewer nor more than so many in all: on a
 # wide weight each takes K * K operations for each alpha.
-_COLUMN_STRIDE, _LEAST_COLUMNS, _MAX_COLUMNS = 8, 64, 160
+_COLUMN_STRIDE, _MIN_COLUMNS, _MAX_COLUMNS = 8, 64, 160
 # s is kept within so many times of 1, so that neither x / s nor s W leaves its type.
 _GREATEST_SCALE = 1e4
 # Floats of a strip of columns: 1 MB.
@@ -165,7 +165,7 @@ def _sampled_columns(
 ) -> list[tuple[Floats, BlockFormat]]:
     """Return every stride-th column of each weight, in strips ``[K, n]``, copied; its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
-    step = max(1, min(stride, total // _LEAST_COLUMNS))
+    step = max(1, min(stride, total // _MIN_COLUMNS))
     if stride > 1:
         step = max(step, -(-total // _MAX_COLUMNS))
     width = max(1, _STRIP // k)

@@ -389,7 +389,7 @@ class _Hessian:
 def _factor_in_place(hessian: Doubles) -> None:
     """Turn a matrix into its lower Cholesky factor, zeros above the diagonal.
 
-    numpy's own takes three times the room, 2.9 GB for K = 11,008.
+    numpy's own takes three times the memory, 2.9 GB for K = 11,008.
     """
     k = len(hessian)
     for start in range(0, k, _PANEL):

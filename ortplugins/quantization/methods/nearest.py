@@ -62,7 +62,7 @@ ZeroPoints = npt.NDArray[np.uint8]
 
 # A smaller scale is raised to this: in float32 to the least normal number, below which digits
 # are lost; in float16 to the least number at all, since 0 divides by zero.
-_LEAST_SCALE = {
+_MIN_SCALE = {
     "float32": np.float32(np.finfo(np.float32).tiny),
     "float16": np.float32(np.finfo(np.float16).smallest_subnormal),
 }
@@ -131,7 +131,7 @@ def _best_scales(
     """Return codes ``[rows, n]`` and scales ``[n]`` of a block, from the scales of ratio 1."""
     # In steps, and of the greatest importance, so that no square overflows.
     steps = block / scales
-    importance = importance / np.maximum(importance.max(axis=0), _LEAST_SCALE["float32"])
+    importance = importance / np.maximum(importance.max(axis=0), _MIN_SCALE["float32"])
     best, ratios, factors = np.zeros_like(scales), np.ones_like(scales), np.ones_like(scales)
     codes, weighted = np.empty_like(steps), np.empty_like(steps)
     for ratio in _RATIOS:
@@ -295,5 +295,5 @@ def stored_scales(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
             scales = scales.astype(np.float16).astype(np.float32)
         if np.isinf(scales).any():
             raise QuantizationError("a scale is beyond 65504, float16's greatest number")
-    least = _LEAST_SCALE[form.scale_type]
+    least = _MIN_SCALE[form.scale_type]
     return np.where(abs(scales) < least, least, scales).astype(np.float32, copy=False)

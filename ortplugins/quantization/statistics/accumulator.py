@@ -229,12 +229,12 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
         if item.gram is not None:
             part = item.gram * np.float32(share)
             gram = part if gram is None else np.add(gram, part, out=gram)
-    room = max(len(item.tokens) for item in statistics)
+    capacity = max(len(item.tokens) for item in statistics)
     tokens = []
     for share, item in zip(shares, statistics, strict=True):
         kept = len(item.tokens)
-        count_here = min(kept, max(1, round(room * share)))
+        count_here = min(kept, max(1, round(capacity * share)))
         tokens.append(item.tokens[np.arange(count_here) * kept // count_here])
     return ActivationStatistics(
-        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:room], gram
+        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram
     )

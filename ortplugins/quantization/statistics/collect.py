@@ -54,7 +54,7 @@ class ActivationRequest:
         k: Size of its last axis.
         gram: Whether the Gram matrix is wanted.
         max_tokens: Tokens to keep, at most; all of them where they are fewer than half of K
-            and so take less room than the Gram matrix, which is then left out.
+            and so take less memory than the Gram matrix, which is then left out.
         gram_tokens: About how many tokens the Gram matrix is made of, picked at random; None
             for all.
         group: Activations of one group land in the same batch; None is a group by itself.
@@ -146,7 +146,7 @@ def collect(
                 )
                 for request in batch
             }
-            room = max_calibration_memory - sum(request.nbytes for request in batch)
+            free = max_calibration_memory - sum(request.nbytes for request in batch)
             for index, feed in enumerate(samples):
                 if progress is not None:
                     total = (samples.count or 0) * len(batches)
@@ -154,7 +154,7 @@ def collect(
                 done += 1
                 counted = counted_tokens(model.graph.inputs, feed)
                 growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
-                for names in _runs(batch, sizes, room / growth):
+                for names in _runs(batch, sizes, free / growth):
                     arrays = fetch(names, feed, f"sample {index}")
                     _update_all(accumulators, without_padding(arrays, counted), index)
             # Nothing here may hold what the caller frees, nor memory while the caller works.
@@ -230,7 +230,7 @@ def _batches(
 
 
 def _runs(
-    batch: Sequence[ActivationRequest], sizes: Mapping[str, int], room: float
+    batch: Sequence[ActivationRequest], sizes: Mapping[str, int], free: float
 ) -> Iterator[list[str]]:
     """Divide a batch into runs whose activations fit; more than one for odd samples only.
 
@@ -238,11 +238,11 @@ def _runs(
     larger than the budget.
     """
     names: list[str] = []
-    left = room
+    left = free
     for request in batch:
         if names and sizes[request.name] > left:
             yield names
-            names, left = [], room
+            names, left = [], free
         names.append(request.name)
         left -= sizes[request.name]
     yield names

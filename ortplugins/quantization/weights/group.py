@@ -83,7 +83,7 @@ class StoredCodes:
     def reserve(
         cls, writer: ScratchWriter, k: int, n: int, form: BlockFormat, k_last: bool
     ) -> StoredCodes:
-        """Make room for a weight ``[k, n]`` in a file."""
+        """Allocate space for a weight ``[k, n]`` in a file."""
         blocks = form.blocks(k)
         grid = (n, blocks) if k_last else (blocks, n)
         return cls(

@@ -108,7 +108,7 @@ class RunFolder:
         return self._write(f"statistics-{key}", arrays, {})
 
     def codes(self, key: str, task: GroupTask) -> GroupResult | None:
-        """Copy codes to where a task has room for them; None where there are none."""
+        """Copy codes to where a task has space for them; None where there are none."""
         found = self._read(f"codes-{key}")
         if found is None:
             return None
