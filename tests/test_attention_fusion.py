@@ -24,8 +24,10 @@ from builders.dequantized_models import run
 from builders.encoders import EXPORTS, exported
 from builders.same_numbers import session
 from builders.sessions import CPU, options, start
-from builders.small_decoder import ADDED, HALVES, SIGNED, small_decoder
+from builders.small_decoder import ADDED, HALVES, SIGNED, UNTURNED, small_decoder
 from builders.text_models import proto_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import ortplugins
@@ -180,16 +182,6 @@ def test_weights_that_something_else_reads_stay():
     assert counts(result)["Softmax"] == LAYERS
 
 
-@pytest.mark.parametrize("rotary", [HALVES, SIGNED])
-def test_rotations_of_other_spellings(rotary: str):
-    model = small_decoder(rotary=rotary)
-    result, remarks, _ = fused(model)
-    assert counts(result)["RotaryEmbedding"] == 2
-    assert counts(result)["GroupQueryAttention"] == 2
-    assert not remarks["refused"]
-    agrees(model, result)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -239,32 +231,76 @@ HIDDEN = """unseen = Not(seen)
     masked = Where(unseen, lowest, scaled)"""
 
 
-@pytest.mark.parametrize("mask", [ADDED, WHERE, HIDDEN])
-@pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -np.inf])
-def test_masks_may_be_chosen(mask: str, lowest: float):
-    """Hiding a score by the lowest number is the same as adding that."""
-    model = small_decoder(mask=mask, lowest=lowest)
-    result, remarks, _ = fused(model)
-    assert remarks["fired"] == [
-        "attention: grouped queries, GroupQueryAttention; mask: causal"
-    ]
-    agrees(model, result, *(sizes for sizes in RUNS if sizes.padding != "left"))
+# Which keys a token sees, and whether GroupQueryAttention may know it.
+SEEN = {
+    "earlier ones": (True, ()),
+    "some earlier ones": (
+        True,
+        (
+            (
+                "seen = And(real_columns, before)",
+                """past_limit = Sub(rows, reach)
+                near = Greater(columns, past_limit)
+                near_before = And(near, before)
+                seen = And(real_columns, near_before)""",
+            ),
+            ("int64 zero = {0}", "int64 zero = {0}, int64 reach = {3}"),
+        ),
+    ),
+    "padding as well": (True, (("And(real_columns, before)", "Identity(before)"),)),
+    "all": (False, (("LessOrEqual(columns, rows)", "GreaterOrEqual(columns, zero)"),)),
+}
+# What the projection reads: sizes of the result, or of another value.
+MERGED = (
+    ("flat = {0, 0, 32}", "flat = {0, -1, 32}"),
+    ("flat = {0, 0, 32}", "flat = {0, 0, -1}"),
+    (
+        "y_rows = Reshape(merged, flat)",
+        """texts = Shape<start = 0, end = 2>(input_ids)
+        width = Shape<start = 0, end = 1>(o_weight)
+        sizes = Concat<axis = 0>(texts, width)
+        y_rows = Reshape(merged, sizes)""",
+    ),
+)
 
 
-def test_a_window_longer_than_any_mask_that_was_computed():
-    """It looks like a causal mask, and the kernel without a mask would see too far."""
-    model = small_decoder(
-        ("before = LessOrEqual(columns, rows)", """not_later = LessOrEqual(columns, rows)
-        end = Add(columns, window)
-        near = Less(rows, end)
-        before = And(not_later, near)"""),
-        ("int64 one = {1}", "int64 one = {1}, int64 window = {20}"),
-    )  # fmt: skip
-    result, remarks, _ = fused(model)
-    assert remarks["fired"] == [
-        "attention: grouped queries, GroupQueryAttention; mask: causal"
-    ]
-    agrees(model, result, Run(1, 19, 0), Run(1, 30, 0), Run(2, 40, 0, "right"))
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    mask=st.sampled_from([ADDED, WHERE, HIDDEN]),
+    lowest=st.sampled_from([float(np.finfo(np.float32).min), -1e38, -np.inf]),
+    rotary=st.sampled_from([UNTURNED, HALVES, SIGNED]),
+    seen=st.sampled_from(sorted(SEEN)),
+    merged=st.sampled_from(MERGED),
+    fixed=st.sampled_from([None, Run(1, 3, 4), Run(2, 1, 0)]),
+    kv_cache=st.sampled_from(["exported", "shared"]),
+)
+def test_any_decoder(mask, lowest, rotary, seen, merged, fixed, kv_cache):
+    """Hiding a score by the lowest number is the same as adding that, for instance."""
+    has_kernel, changes = SEEN[seen]
+    sizes = () if fixed is None else declared(fixed)
+    model = small_decoder(merged, *changes, *sizes, mask=mask, rotary=rotary, lowest=lowest)
+    kv_cache = kv_cache if has_kernel else "exported"
+    result, remarks, _ = fused(model, kv_cache=kv_cache)
+    assert not remarks["refused"]
+    found = counts(result)
+    assert found["RotaryEmbedding"] == (0 if rotary == UNTURNED else 2)
+    # A single token that sees all sees earlier ones.
+    assert bool(found["GroupQueryAttention"]) == (has_kernel or fixed == Run(2, 1, 0))
+    runs = ALL_RUNS if fixed is None else (fixed,)
+    if kv_cache == "shared":
+        # The kernel wants rows, tokens, and chunks after a cache one by one.
+        runs = [r for r in runs if r.batch * r.length and 1 in (r.batch, r.length, 1 + r.past)]
+    agrees(model, result, *runs)
+
+
+def declared(sizes: Run) -> tuple[tuple[str, str], ...]:
+    """Changes to a small decoder that declare the sizes of a run."""
+    batch, length, past = sizes.batch, sizes.length, sizes.past
+    return (
+        ("int64[B, S]", f"int64[{batch}, {length}]"),
+        ("int64[B, T]", f"int64[{batch}, {length + past}]"),
+        ("P, 8]", f"{past}, 8]"),
+    )
 
 
 def test_a_mask_of_two_axes_and_no_cache():

@@ -334,9 +334,8 @@ class FuseAttention(RewriteRuleClassBase):
                 return self._either(op, empty, (kernel, found.any_tokens), outputs)
 
         self._remarks.fired(label(node), f"attention: {forms}; {kind}")
-        tokens = self._number(found.query, 2)
-        if tokens is not None:
-            return found.one_token(op) if tokens == 1 else build(op)
+        if self._number(found.query, 2) not in (None, 1):
+            return build(op)
         is_one = self._is_one_token(op, found)
         return self._either(op, is_one, (found.one_token, build), outputs, node.name)
 
