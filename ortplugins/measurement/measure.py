@@ -46,6 +46,8 @@ _SCRIPT = Path(__file__).with_name("session_process.py")
 _WARM_UPS = 2
 # A turn of a session: short runs are repeated for so long.
 _TURN_SECONDS = 0.02
+# Short runs are spread over so many turns at least: a single one may meet a busy moment.
+_MIN_TURNS = 5
 # After a run a session's threads spin, on the cores of the next one: seconds to wait for their
 # end at most, and where the system does not tell of threads.
 _MAX_SPIN_SECONDS, _PAUSE_SECONDS = 0.2, 0.005
@@ -462,8 +464,8 @@ def measure(
         feeds: Inputs, one or several; a model is given those that it takes. None to measure
             starts only.
         rounds: Processes of each candidate that count; one more before does not.
-        runs: Timed runs of each process, on each feed; short ones are repeated, and their
-            median counts as one.
+        runs: Timed runs of each process, on each feed. Short ones share a turn, and their
+            median counts once; they are made in several turns, which may make them more.
         min_runs: As many are begun in any case.
         seconds: After so many no further run of a process on a feed is begun.
         callers: Threads that run a session at the same time.
@@ -568,6 +570,9 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
                     yield
                     passed = sum(max(each, _TURN_SECONDS) for each in taken)
                     if len(taken) >= work.min_runs and passed >= work.seconds:
+                        break
+                    runs = sum(max(1.0, _TURN_SECONDS / each) for each in taken)
+                    if len(taken) >= _MIN_TURNS and runs >= work.runs:
                         break
                     if run < _WARM_UPS:
                         process.run(feed, watched=True, callers=work.callers)
