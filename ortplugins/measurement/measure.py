@@ -49,7 +49,7 @@ _TURN_SECONDS = 0.02
 # Short runs are spread over so many turns at least: a single one may meet a busy moment.
 _MIN_TURNS = 5
 # After a run a session's threads spin, on the cores of the next one: seconds to wait for their
-# end at most, and where the system does not tell of threads.
+# end at most, and without a /proc to see it in.
 _MAX_SPIN_SECONDS, _PAUSE_SECONDS = 0.2, 0.005
 # How often the memory of a process is looked at while it opens a session or warms up.
 _WATCH_SECONDS = 0.002
