@@ -340,8 +340,9 @@ class FuseAttention(RewriteRuleClassBase):
         return self._either(op, is_one, (found.one_token, build), outputs, node.name)
 
     def _token_sizes(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Emit 1, or 0 where there are no new tokens; S - 1 for each row, and S, int32."""
-        key = self._facts.shape(found.query)[2]  # type: ignore[index]
+        """Emit min(B * S, 1), S - 1 for each row, and S; the latter two as int32."""
+        batch, _, tokens, _ = self._facts.shape(found.query)  # type: ignore[misc]
+        key = batch, tokens
         if key not in self._sizes:
             length, rows = found.length(op), found.batch(op)
             # The kernel divides by the number of rows and wants tokens.
