@@ -16,7 +16,7 @@ _Ids = npt.NDArray[np.int64]
 # Heads of keys, and size of a head, in SmolLM2-135M: not all graphs declare them.
 _HEADS, _SIZE = 3, 64
 # Tokens that every decoder here has.
-LEAST_VOCABULARY = 32_768
+MIN_VOCABULARY = 32_768
 
 
 class _Text:
@@ -80,7 +80,7 @@ def time_tokens(
     Returns:
         ``prompt``: seconds; ``tokens``: seconds of each.
     """
-    ids = np.random.default_rng(0).integers(100, LEAST_VOCABULARY, context + tokens)
+    ids = np.random.default_rng(0).integers(100, MIN_VOCABULARY, context + tokens)
     text = _Text(session, len(ids) * in_place)
     prompt = text.append(ids[:context])[1]
     times = [text.append(ids[place : place + 1])[1] for place in range(context, len(ids))]

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import CACHE
-from benchmarks.models.decoder_steps import LEAST_VOCABULARY
+from benchmarks.models.decoder_steps import MIN_VOCABULARY
 from benchmarks.models.minilm import float_minilm
 from examples.smollm2 import demo
 from examples.smollm2.generate import chat_prompt
@@ -120,7 +120,7 @@ def _decoders() -> list[_Decoder]:
         _Decoder("float", exported, (fusion,), prompts, _FLOAT_CONTEXTS, builders[1], True),
     ]
     if gemma.exists():
-        text = np.random.default_rng(0).integers(100, LEAST_VOCABULARY, (3, 12)).tolist()
+        text = np.random.default_rng(0).integers(100, MIN_VOCABULARY, (3, 12)).tolist()
         int4 = _int4(gemma, "gemma-export")
         found.append(_Decoder("Gemma-like int4", int4, both, text, _GEMMA_CONTEXTS))
     return found

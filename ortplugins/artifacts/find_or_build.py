@@ -28,7 +28,7 @@ class Artifact(NamedTuple):
     baked: bool = False
     settings: Mapping[str, str] = {}  # as Pass.session_settings has them
     source: Mapping[str, Any] = {}  # what describe_model says of the user's model
-    temporary: tempfile.TemporaryDirectory[str] | None = None  # where there is no cache
+    temporary: tempfile.TemporaryDirectory[str] | None = None  # if the cache cannot be written
     as_bytes: bool = False  # its data stays where the user has it
 
 

@@ -59,7 +59,7 @@ class _Dispatch(RewriteRule):
             root = rule._target_pattern.output_node
             self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
-        # What the engine asks of a rule beside its name; none of ours has any.
+        # The engine reads these, too; none of our rules sets them.
         self.graph_pre_visitor = self.graph_post_visitor = None
         self.as_function = False
 

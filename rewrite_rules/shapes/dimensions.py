@@ -21,7 +21,7 @@ Dims = tuple[Dim, ...]
 # The dimensions; an unknown for all of them together where not even their number is known.
 Shape = Dims | int
 
-_MOST_UNKNOWNS = 16
+_MAX_UNKNOWNS = 16
 _LARGEST = 1 << 62
 
 
@@ -93,7 +93,7 @@ class Unknowns:
         if not self.arithmetic and unknowns and (size, tuple(unknowns)) not in dims:
             return self.fresh_dim()
         # Products of products grow without end, and int64 wraps round.
-        if len(unknowns) > _MOST_UNKNOWNS or abs(size) > _LARGEST:
+        if len(unknowns) > _MAX_UNKNOWNS or abs(size) > _LARGEST:
             return self.remembered("product", *sorted(dims))
         return size, tuple(sorted(unknowns))
 

@@ -105,7 +105,7 @@ class Attention:
             return self._results(op.Transpose(mixed, perm=SPLIT_HEADS), held, values)
         keys, tokens = op.Shape(held, start=2, end=3), self.length(op)
         count = op.Mul(tokens, ints(op, heads // groups))
-        # Where there are no tokens, or no rows of them, no size can be inferred.
+        # Reshape cannot infer a size of an empty tensor: B or S may be 0.
         rows = op.Reshape(query, ints(op, 0, groups, count, self.size))
         each = op.Reshape(self._scores(op, rows, held), ints(op, 0, heads, tokens, keys))
         grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, count, keys))

@@ -214,8 +214,8 @@ class DecoderInputs:
 def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[int, ...]:
     """Return which axis of scores ``[B, H, S, T]`` each axis of a mask is.
 
-    Found at the first value of four axes that it becomes, or that it is broadcast to; nothing
-    where there is no such.
+    Found at the first value of four axes that it becomes, or that it is broadcast to; empty if
+    there is none.
     """
     dims, followed = facts.shape(mask), [mask]
     if not isinstance(dims, tuple) or not 0 < len(dims) < _SCORE_AXES:

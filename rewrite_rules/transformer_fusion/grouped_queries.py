@@ -69,7 +69,7 @@ class GroupQueries(RewriteRuleClassBase):
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
-        # Of something empty, no size can be inferred.
+        # Reshape cannot infer a size of an empty tensor.
         key = (node.graph, rows[-2], heads.repeats)
         if key not in self._counts:
             queries = op.Shape(left, start=-2, end=-1)

@@ -50,7 +50,7 @@ _CODE_TYPES = frozenset(
 )
 _RENAMING = frozenset({"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 _CHUNK_ELEMENTS = 1 << 20
-_MOST_AXES = 8
+_MAX_AXES = 8
 # More nodes in a row rename nothing that a fewer could not; and a cycle must end.
 _LONGEST_TRAIL = 64
 
@@ -234,10 +234,8 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
         raise Refusal(f"weight {codes.name!r} of shape {list(shape)} is empty")
-    if len(shape) > _MOST_AXES:
-        raise Refusal(
-            f"weight {codes.name!r} has rank {len(shape)}: {_MOST_AXES} at most fuse"
-        )
+    if len(shape) > _MAX_AXES:
+        raise Refusal(f"weight {codes.name!r} has rank {len(shape)}: {_MAX_AXES} at most fuse")
     if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         raise Refusal(
             f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
@@ -347,8 +345,8 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
         raise Refusal(f"{label}: {reason}") from None
     if shape is None or math.prod(shape) != math.prod(operand.shape):
         raise Refusal(f"{label} does not give {list(operand.shape)} a constant shape")
-    if len(shape) > _MOST_AXES:
-        raise Refusal(f"{label} gives rank {len(shape)}: {_MOST_AXES} at most fuse")
+    if len(shape) > _MAX_AXES:
+        raise Refusal(f"{label} gives rank {len(shape)}: {_MAX_AXES} at most fuse")
     reshaped = reshape(operand.axes, shape)
     if reshaped is None:
         raise Unrepresentable(

@@ -158,8 +158,8 @@ class MemoryModel:
     ) -> Timeline:
         """Simulate the plan that onnxruntime makes for an order.
 
-        ``inner`` is what the bodies of a node hold at most while it runs. Without ``reuse``
-        there is no rule 4, and nothing is held in between.
+        ``inner`` is the peak of a node's subgraphs while it runs. Without ``reuse``, rule 4
+        does not apply, and no buffer is held for a later value.
         """
         first, last = self._lives(order, reuse)
         change = np.zeros(len(order) + 1, np.int64)
