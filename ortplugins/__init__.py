@@ -69,11 +69,11 @@ if TYPE_CHECKING:
         OrtpluginsWarning,
         PassError,
     )
-    from ortplugins.evaluation.evaluate import Evaluation, evaluate
+    from ortplugins.evaluation import Evaluation, evaluate
     from ortplugins.optimization.optimize import OptimizeResult, optimize
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from ortplugins.report import Report
-    from ortplugins.session.inference_session import InferenceSession
+    from ortplugins.session.opening import InferenceSession
     from ortplugins.session.patching import disable, enable, enabled
     from ortplugins.weight_only_quantization import WeightOnlyQuantization
     from session_options import (
@@ -105,11 +105,11 @@ __getattr__, __dir__ = lazy_names(
             "OrtpluginsWarning",
             "PassError",
         ),
-        "ortplugins.evaluation.evaluate": ("Evaluation", "evaluate"),
+        "ortplugins.evaluation": ("Evaluation", "evaluate"),
         "ortplugins.optimization.optimize": ("OptimizeResult", "optimize"),
         "ortplugins.quantization.activations.static_mixed": ("quantize_static_mixed",),
         "ortplugins.report": ("Report",),
-        "ortplugins.session.inference_session": ("InferenceSession",),
+        "ortplugins.session.opening": ("InferenceSession",),
         "ortplugins.session.patching": ("disable", "enable", "enabled"),
         "ortplugins.weight_only_quantization": ("WeightOnlyQuantization",),
     },

@@ -25,25 +25,28 @@ __all__ = [
 
 import collections
 import itertools
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import onnxruntime
 
 from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.given_model import (
+from ortplugins.comparison.layers import ProfiledNode, profiled_run
+from ortplugins.comparison.models import (
     GivenModel,
+    InputChoice,
+    Inputs,
+    ModelPair,
     ModelSource,
+    by_node,
+    comparison_feeds,
     operator_counts,
+    scratch_folder,
     unfused_in,
 )
-from ortplugins.comparison.model_pair import Inputs, ModelPair, comparison_feeds
-from ortplugins.comparison.profile import ProfiledNode, profiled_run
 from ortplugins.errors import ModelFileError, PassError, UsageError
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, temporarily_set
 from ortplugins.runtime.stock_session import open_model, stock_options
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_set
 from rewrite_rules.closest_name import did_you_mean
 from session_options.keys import stored
 
@@ -148,19 +151,9 @@ def assert_same_outputs(
     """
     __tracebackhide__ = True
     first, second = GivenModel(a), GivenModel(b)
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", ignore_cleanup_errors=True
-    ) as folder:
-        pair = ModelPair(
-            first,
-            second,
-            inputs,
-            scratch=Path(folder),
-            dims=dims,
-            samples=samples,
-            seed=seed,
-            providers=providers,
-        )
+    with scratch_folder() as scratch:
+        chosen = InputChoice(inputs, dims, samples, seed)
+        pair = ModelPair(first, second, chosen, scratch, providers)
         for name, why in pair.not_compared.items():
             if "no such output" in why:
                 raise AssertionError(f"output {name!r}: {why}")
@@ -207,17 +200,14 @@ def assert_runs_in_order(
     """
     __tracebackhide__ = True
     given = GivenModel(model)
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", ignore_cleanup_errors=True
-    ) as folder:
-        scratch = Path(folder)
+    with scratch_folder() as scratch:
         path = given.file(scratch)
         session = given.session or open_model(path, "disable", providers)
         options = sess_options or stock_options()
         if given.session is not None:
             options = sess_options or session.get_session_options()
             providers = session.get_providers()
-        feeds = comparison_feeds(session, inputs, scratch=scratch, dims=dims, seed=seed)
+        feeds = comparison_feeds(session, InputChoice(inputs, dims, seed=seed), scratch)
         # The file may be a copy, beside data of its own.
         has_folder = stored(options, DATA_FOLDER_KEY)
         with temporarily_set(
@@ -272,10 +262,7 @@ def _qualified_name(key: tuple[str, str]) -> str:
 def _reasons(model: GivenModel) -> dict[str, str]:
     """Return why nodes are not fused, by the report; without one, by the fusion itself."""
     if model.report is not None:
-        reasons: dict[str, list[str]] = {}
-        for remark in model.report.refused:
-            reasons.setdefault(remark.node, []).append(remark.reason)
-        return {node: "; ".join(found) for node, found in reasons.items()}
+        return by_node((remark.node, remark.reason) for remark in model.report.refused)
     try:
         return unfused_in(model)
     except PassError as error:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Versions of onnxruntime, as far as results depend on them."""
+"""Versions and providers of onnxruntime, as far as results depend on them."""
 
 from __future__ import annotations
 
-__all__ = ["OLDEST", "Version", "newest_format", "parse_version"]
+__all__ = ["OLDEST", "Version", "are_cpu_only", "newest_format", "parse_version"]
 
 import re
+from collections.abc import Iterable
 
 # Major and minor version of onnxruntime.
 Version = tuple[int, int]
@@ -35,3 +36,11 @@ def parse_version(text: str) -> Version:
     if match is None:
         raise ValueError(f"{text!r} is not a version of onnxruntime: 1.31 or 1.31.1 is one")
     return int(match[1]), int(match[2])
+
+
+def are_cpu_only(providers: Iterable[str]) -> bool:
+    """Whether every node of a session with these providers runs on the CPU.
+
+    The Azure provider, which CPU wheels list as available, takes no standard operator.
+    """
+    return set(providers) <= {"CPUExecutionProvider", "AzureExecutionProvider"}

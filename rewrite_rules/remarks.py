@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-__all__ = ["Outcome", "PassContext", "Remark", "Remarks", "RewriteError"]
+__all__ = ["Outcome", "PassContext", "Refusal", "Remark", "Remarks", "RewriteError", "Trial"]
 
 import contextlib
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rewrite_rules.cpu_providers import are_cpu_only
+from rewrite_rules.onnxruntime_version import are_cpu_only
 
 if TYPE_CHECKING:
-    from rewrite_rules.trials import Trial
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Outcome(enum.StrEnum):
@@ -56,6 +57,10 @@ class RewriteError(RuntimeError):
     def __init__(self, node: str, error: BaseException) -> None:
         super().__init__(f"node {node!r}: {type(error).__name__}: {error}")
         self.node = node
+
+
+class Refusal(Exception):
+    """A candidate cannot be rewritten; the text is the reason a user reads."""
 
 
 class Remarks:
@@ -111,6 +116,29 @@ class Remarks:
         # A rule set may look at one node several times; an outcome is reported once.
         remark = Remark(self.pass_name, node, outcome, reason)
         self._remarks.setdefault((node, reason, outcome), remark)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """Made-up inputs on which the result of a pass has to agree with the model before it.
+
+    Attributes:
+        name: What is tried, for messages.
+        feeds: The inputs.
+        compared: Which elements of an output count, as a bool array that broadcasts to it;
+            outputs that are not named are compared whole.
+        bound: Greatest difference, as a share of the greatest magnitude of the output.
+        optional: Whether the trial is left out where the model before cannot run it, for
+            instance because it is longer than the model takes.
+        timed: Whether the result is dropped where such runs take more time.
+    """
+
+    name: str
+    feeds: Mapping[str, NDArray[Any]]
+    compared: Mapping[str, NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    bound: float = 1e-6
+    optional: bool = False
+    timed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

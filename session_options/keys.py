@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 PREFIX = "ortplugins"
-# Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
-_LONGEST_VALUE = 8192
 
 # What an option can be; its default says which.
 Scalar = bool | int | float | str
@@ -34,18 +32,7 @@ class OptionError(ValueError):
 
 
 class Option(NamedTuple):
-    """One option of a pass, as its field describes it.
-
-    Attributes:
-        name: Field name.
-        default: Value when nothing is set; its type is the option's type.
-        help: One sentence for documentation and command line.
-        choices: Allowed values; empty when any of the type will do.
-        onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
-        shapes_result: Whether the optimised model depends on it; one that only sessions look
-            at leaves cache entries valid.
-        may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
-    """
+    """One option of a pass, as its field describes it; :func:`option` says what is what."""
 
     name: str
     default: Scalar
@@ -65,7 +52,17 @@ def option(
     shapes_result: bool = True,
     may_name_file: bool = False,
 ) -> Any:
-    """Declare a field of a pass class; arguments as in :class:`Option`."""
+    """Declare a field of a pass class.
+
+    Args:
+        default: Value when nothing is set; its type is the option's type.
+        help: One sentence for documentation and command line.
+        choices: Allowed values; empty when any of the type will do.
+        onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
+        shapes_result: Whether the optimised model depends on it; one that only sessions look
+            at leaves cache entries valid.
+        may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
+    """
     import dataclasses
 
     declared = Option(
@@ -175,15 +172,6 @@ def stored(options: SessionConfig, key: str) -> str | None:
         return options.get_session_config_entry(key)
     except RuntimeError:  # onnxruntime's way of saying that there is none
         return None
-
-
-def check_length(key: str, text: str, *, may_name_file: bool) -> None:
-    """Check that an entry is not too long for onnxruntime."""
-    if (size := len(text.encode())) > _LONGEST_VALUE:
-        advice = ': put the text into a file and give "@file.json"' if may_name_file else ""
-        raise OptionError(
-            f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}{advice}"
-        )
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 from session_options.keys import closest
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    pass
 
 # onnxruntime's QuantType, by ONNX's name of the type.
 _QUANT_TYPES = {
@@ -40,7 +40,6 @@ _QUANT_TYPES = {
     "UINT4": "QUInt4",
     "INT4": "QInt4",
 }
-_TOO_DEEP = 2  # an entry, and the convert in it
 
 
 def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
@@ -59,7 +58,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
     def made(fields: dict[str, Any]) -> TensorOverride:
         values = dict(fields)
         if "quant_type" in values:
-            values["quant_type"] = ir.DataType[values["quant_type"]]
+            values["quant_type"] = ir.DataType[read_quant_type(values["quant_type"], "")]
         if "convert" in values:
             values["convert"] = made(values["convert"])
         if "recv_nodes" in values:
@@ -74,17 +73,7 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
 
     Arguments and errors are those of :func:`read_overrides`; onnx_ir is not imported.
     """
-
-    def renamed(fields: dict[str, Any]) -> dict[str, Any]:
-        values = dict(fields)
-        if "quant_type" in values:
-            values["quant_type"] = _QUANT_TYPES[values["quant_type"]]
-        if "convert" in values:
-            values["convert"] = renamed(values["convert"])
-        return values
-
-    plain = _plain(source)
-    return json.dumps({name: [*map(renamed, plain[name])] for name in sorted(plain)})
+    return json.dumps(dict(sorted(_plain(source).items())))
 
 
 def read_quant_type(value: object, where: str) -> str:
@@ -101,9 +90,9 @@ def read_quant_type(value: object, where: str) -> str:
     raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
 
 
-def quant_type_name(quant_type: ir.DataType) -> str:
+def quant_type_name(quant_type: object, where: str = "quant_type") -> str:
     """Return what onnxruntime's QuantType calls a type: ``"QUInt16"``."""
-    return _QUANT_TYPES[read_quant_type(quant_type, "quant_type")]
+    return _QUANT_TYPES[read_quant_type(quant_type, where)]
 
 
 def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -148,23 +137,27 @@ def _parsed(text: str) -> object:
         raise OverrideError(f"overrides can't be read: {error}") from None
 
 
-def _entry(entry: object, where: str, depth: int = 1) -> dict[str, Any]:
+def _entry(entry: object, where: str, *, is_convert: bool = False) -> dict[str, Any]:
     if isinstance(entry, TensorOverride):
         fields = dataclasses.fields(entry)
         entry = {field.name: getattr(entry, field.name) for field in fields}
     if not isinstance(entry, Mapping):
         raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
+    known = [*_READERS, "convert"]
     for key in entry:
-        if key not in _READERS:
-            hint = closest(str(key), _READERS)
+        if key not in known:
+            hint = closest(str(key), known)
             raise OverrideError(f"{where}[{key!r}]: there is no such key: {hint}")
-    if depth == _TOO_DEEP and entry.get("convert") is not None:
-        raise OverrideError(f"{where}['convert']: 'convert' holds another 'convert'")
-    return {
-        key: read(entry[key], f"{where}[{key!r}]", depth)
+    found = {
+        key: read(entry[key], f"{where}[{key!r}]")
         for key, read in _READERS.items()
         if entry.get(key) is not None
     }
+    if (convert := entry.get("convert")) is not None:
+        if is_convert:
+            raise OverrideError(f"{where}['convert']: 'convert' holds another 'convert'")
+        found["convert"] = _entry(convert, f"{where}['convert']", is_convert=True)
+    return found
 
 
 def _number(value: Any, where: str) -> int | float:
@@ -181,7 +174,7 @@ def _number(value: Any, where: str) -> int | float:
     return value
 
 
-def _float(value: object, where: str, _: int) -> float:
+def _float(value: object, where: str) -> float:
     try:
         number = float(_number(value, where))
     except OverflowError:
@@ -191,14 +184,14 @@ def _float(value: object, where: str, _: int) -> float:
     return number
 
 
-def _int(value: object, where: str, _: int) -> int:
+def _int(value: object, where: str) -> int:
     number = _number(value, where)
     if not isinstance(number, int):
         raise OverrideError(f"{where} is {number}; an integer is expected")
     return number
 
 
-def _bool(value: Any, where: str, _: int) -> bool:
+def _bool(value: Any, where: str) -> bool:
     # numpy.bool is not a bool
     plain = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(plain, bool):
@@ -206,7 +199,7 @@ def _bool(value: Any, where: str, _: int) -> bool:
     return plain
 
 
-def _names(value: object, where: str, _: int) -> list[str]:
+def _names(value: object, where: str) -> list[str]:
     if not isinstance(value, list | tuple | set | frozenset) or not all(
         isinstance(name, str) for name in value
     ):
@@ -216,13 +209,8 @@ def _names(value: object, where: str, _: int) -> list[str]:
     return sorted(set(value))
 
 
-def _quant_type(value: object, where: str, _: int) -> str:
-    return read_quant_type(value, where)
-
-
-# In the order of the fields.
-_READERS: dict[str, Callable[[Any, str, int], Any]] = {
-    "quant_type": _quant_type,
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "quant_type": quant_type_name,
     "scale": _float,
     "zero_point": _int,
     "symmetric": _bool,
@@ -230,7 +218,6 @@ _READERS: dict[str, Callable[[Any, str, int], Any]] = {
     "rmin": _float,
     "rmax": _float,
     "axis": _int,
-    "convert": lambda value, where, depth: _entry(value, where, depth + 1),
     "recv_nodes": _names,
 }
 

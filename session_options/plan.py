@@ -13,7 +13,6 @@ from session_options.keys import (
     OptionError,
     Scalar,
     check_choice,
-    check_length,
     closest,
     enable_key,
     format_value,
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 # Bytes of an option's file: an override takes about 200, and the largest models have some
 # 10,000 activations.
 _LARGEST = 16 << 20
+# Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
+_LONGEST_VALUE = 8192
 HINT_KEY = f"{PREFIX}.hint"
 HINTS = ("latency", "throughput", "memory", "start")
 
@@ -83,12 +84,9 @@ class Plan(NamedTuple):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON; :func:`plan_from_json` reads it."""
-        return {
-            "passes": [item.name for item in self.passes],
-            "settings": settings_of(self),
-            "general": {spec.name: getattr(self, spec.name) for spec in GENERAL_OPTIONS},
-        }
+        """Return the plan as JSON: arguments of :func:`plan_from_settings`."""
+        names = [item.name for item in self.passes]
+        return {**self._asdict(), "passes": names, "settings": settings_of(self)}
 
 
 _GENERAL_HELP = {
@@ -255,12 +253,14 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
             raise OptionError(f"pass {item.name!r} is registered with another class")
         entries[enable_key(item.name)] = "1"
         for spec in options_of(type(item)):
-            key, text = (
-                option_key(item.name, spec.name),
-                format_value(getattr(item, spec.name)),
-            )
-            check_length(key, text, may_name_file=spec.may_name_file)
-            entries[key] = text
+            text = format_value(getattr(item, spec.name))
+            if (size := len(text.encode())) > _LONGEST_VALUE:
+                advice = ': put the text into a file and give "@file.json"'
+                raise OptionError(
+                    f"{option_key(item.name, spec.name)} has {size:,} bytes, and session "
+                    f"entries end at {_LONGEST_VALUE:,}{advice if spec.may_name_file else ''}"
+                )
+            entries[option_key(item.name, spec.name)] = text
     for key, text in entries.items():
         if "\0" in text:  # onnxruntime would cut the value there
             raise OptionError(f"{key} is {text!r}: holds a NUL")
@@ -276,8 +276,14 @@ def settings_of(plan: Plan) -> dict[str, str]:
     }
 
 
-def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Plan:
-    """Make a plan from pass names and ``{"<pass>.<option>": value}``."""
+def plan_from_settings(
+    passes: Sequence[Pass | str], settings: Mapping[str, str], **general: Any
+) -> Plan:
+    """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
+    names = [item for item in passes if isinstance(item, str)]
+    objects = [item for item in passes if not isinstance(item, str)]
+    if wrong := [item for item in objects if not isinstance(item, Pass)]:
+        raise OptionError(f"{wrong[0]!r} is neither a pass nor the name of one")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
     classes = {name: resolve(name) for name in names}
     for key, text in settings.items():
@@ -290,13 +296,7 @@ def plan_from_settings(names: Sequence[str], settings: Mapping[str, str]) -> Pla
         if option_name not in specs:
             raise OptionError(f"option {key!r} is unknown: {closest(option_name, specs)}")
         chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
-    return make_plan([classes[name](**chosen[name]) for name in names])
-
-
-def plan_from_json(content: Mapping[str, Any]) -> Plan:
-    """Read what :meth:`Plan.as_json` returned."""
-    plan = plan_from_settings(content["passes"], content["settings"])
-    return make_plan(plan.passes, **content["general"])
+    return make_plan([*objects, *(classes[name](**chosen[name]) for name in names)], **general)
 
 
 def _read_options(options: SessionConfig, cls: type[Pass]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 from session_options.caller_warnings import warn_caller
-from session_options.installed import installed_distributions
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
 
@@ -96,26 +96,20 @@ def _entry_points() -> dict[str, EntryPoint]:
     return _installed_entry_points()
 
 
-def _any_package_may_have_passes() -> bool:
-    """Whether a package names our group; true where only importlib.metadata can tell."""
-    distributions = installed_distributions()
-    if distributions is None:
-        return True
-    group = ENTRY_POINT_GROUP.encode()
-    for item in distributions:
-        try:
-            with open(os.path.join(item.folder, "entry_points.txt"), "rb") as file:
-                if group in file.read():
-                    return True
-        except OSError:  # it has no entry points
-            continue
-    return False
+def _may_have_passes(distribution: Distribution) -> bool:
+    """Whether a package names our group."""
+    try:
+        with open(os.path.join(distribution.folder, "entry_points.txt"), "rb") as file:
+            return ENTRY_POINT_GROUP.encode() in file.read()
+    except OSError:  # it has no entry points
+        return False
 
 
 @functools.cache
 def _installed_entry_points() -> dict[str, EntryPoint]:
     """Scan the installed packages, once per process: it takes milliseconds."""
-    if not _any_package_may_have_passes():
+    distributions = installed_distributions()
+    if distributions is not None and not any(map(_may_have_passes, distributions)):
         return {}
     # Heavy: 3 MB of every worker's memory, and 10 ms of its start.
     import importlib.metadata
@@ -132,3 +126,42 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
             continue
         found[point.name] = point
     return found
+
+
+class Distribution(NamedTuple):
+    """One installed distribution: its name in lower case with underscores, version, folder."""
+
+    name: str
+    version: str
+    folder: str
+
+
+def installed_distributions() -> tuple[Distribution, ...] | None:
+    """Return the distributions in the order of ``sys.path``, by their metadata folders.
+
+    None where folder names do not tell all: an archive, or a folder that cannot be read.
+    ``importlib.metadata`` says the same, and takes tens of milliseconds of a start to import.
+    """
+    return _scan(tuple(sys.path))
+
+
+@functools.cache
+def _scan(path: tuple[str, ...]) -> tuple[Distribution, ...] | None:
+    found = []
+    for entry in path:
+        try:
+            names = os.listdir(entry or ".")
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        for folder in names:
+            stem, dot, _ = folder.rpartition(".")
+            if not dot or not folder.endswith((".dist-info", ".egg-info")):
+                continue
+            name, dash, version = stem.partition("-")
+            if dash:
+                name = name.lower().replace(".", "_")
+                version = version.partition("-")[0]  # an egg's Python comes behind it
+                found.append(Distribution(name, version, os.path.join(entry, folder)))
+    return tuple(found)

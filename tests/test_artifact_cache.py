@@ -16,15 +16,13 @@ import onnx_ir as ir
 import pytest
 from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
-from builders.session_process import result_of, spawn
+from builders.processes import result_of, spawn
 from builders.sessions import check, save, source, start
 
 import ortplugins
-from ortplugins.artifacts import known_starts, store
-from ortplugins.artifacts.directory import cache_root
-from ortplugins.artifacts.maintenance import clean, prune
-from ortplugins.artifacts.manifest import Entry
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts import directory, store
+from ortplugins.artifacts.directory import Entry, cache_root
+from ortplugins.artifacts.store import ArtifactCache, clean, prune
 from ortplugins.optimization import build
 
 CASE = DequantizedMatMul(512, 512, 32)
@@ -54,10 +52,17 @@ def test_a_builder_killed_midway_leaves_nothing_that_a_reader_sees(model_path, c
     assert result_of(spawn(model_path, fusion))["source"] == "cache"
 
 
-def test_files_are_private(model_path, cache_dir):
+def test_files_are_private_and_a_directory_that_others_may_write_to_is_not_trusted(
+    model_path, cache_dir
+):
     start(model_path)
     folders = [cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    cache_dir.chmod(0o777)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="others may write"):
+        session = start(model_path)
+    assert session.ortplugins_report.source == "built"
+    check(session, CASE)
 
 
 def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(model_path, tmp_path):
@@ -75,18 +80,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(model_pat
     assert re.search("works without its cache in .*file", str(reported.message))
 
 
-def test_a_directory_that_others_may_write_to_is_not_trusted(model_path, cache_dir):
-    start(model_path)
-    cache_dir.chmod(0o777)
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="others may write"):
-        session = start(model_path)
-    assert session.ortplugins_report.source == "built"
-    check(session, CASE)
-
-
-def test_a_model_replaced_while_it_is_built_is_not_published(
-    model_path, cache_dir, monkeypatch
-):
+def test_a_model_replaced_meanwhile_is_not_published(model_path, cache_dir, monkeypatch):
     real = build.build_artifact
 
     def build_and_replace(*args: object, **kwargs: object) -> object:
@@ -104,7 +98,7 @@ def test_a_model_replaced_while_it_is_built_is_not_published(
 
 
 def all_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (known_starts, store):
+    for module in (directory, store):
         monkeypatch.setattr(module, "SETTLED_SECONDS", -1)
 
 
@@ -132,9 +126,7 @@ def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
     assert digest(large_file, cache_dir) == first
 
 
-def test_a_kept_digest_is_not_believed_where_the_content_differs(
-    cache_dir, large_file, monkeypatch
-):
+def test_a_digest_is_not_believed_of_another_content(cache_dir, large_file, monkeypatch):
     """Two images of a file system without change times may show two files alike."""
     status = os.stat(large_file)
     all_is_settled(monkeypatch)

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.helper
+import onnx.numpy_helper
 import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime
@@ -19,23 +22,21 @@ from builders.decoder_exports import (
     exported_decoder,
     greatest_difference,
 )
-from builders.decoders import decoder
-from builders.dequantized_models import run
+from builders.decoders import ADDED, HALVES, SIGNED, UNTURNED, decoder, small_decoder
+from builders.dequantized_models import assert_same_outputs, run
 from builders.encoders import EXPORTS, exported
-from builders.same_numbers import session
+from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
-from builders.small_decoder import ADDED, HALVES, SIGNED, UNTURNED, small_decoder
-from builders.text_models import proto_of
+from builders.text_models import model_of, model_of_nodes, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
-from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.remarks import PassContext, Remarks, Trial
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
-from rewrite_rules.trials import Trial
 
 LAYERS = 2
 # Sizes that the fusing itself never saw, a caller's single row of positions apart.
@@ -71,7 +72,7 @@ def outputs_of_both(
     model: onnx.ModelProto, result: ir.Model, runs: Iterable[Run]
 ) -> Iterator[tuple[Run, list[NDArray], list[NDArray]]]:
     """Run both models; of empty runs, those that the original takes."""
-    before, after = session(model), session(result)
+    before, after = opened(model), opened(result)
     for seed, sizes in enumerate(runs):
         feeds = decoder_feeds(model, sizes, seed)
         try:
@@ -104,6 +105,8 @@ def test_exports_are_fused_and_right(name: str):
     found = counts(result)
     # Causal masks are left out where no padding is.
     assert found["GroupQueryAttention"] == LAYERS + kinds.count("causal")
+    # TorchScript's are of opset 17.
+    assert found["Attention"] == (LAYERS if "dynamo" in name else 0)
     assert found["RotaryEmbedding"] == (0 if "gpt2" in name else 2 * LAYERS)
     assert not found["ReduceMean"]
     agrees(model, result)
@@ -153,33 +156,6 @@ def test_parts_can_be_switched_off():
     result, *_ = fused(model, attention=True, rotary=False)
     assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
     agrees(model, result, Run(2, 3, 4))
-
-
-def test_a_soft_cap_is_named():
-    model = exported_decoder("llama-dynamo-eager")
-    for node in list(model.graph.node):
-        if node.op_type == "Softmax":
-            (add,) = (n for n in model.graph.node if node.input[0] in n.output)
-            made = onnx.helper.make_node("Tanh", [add.input[0]], [f"{add.output[0]}_capped"])
-            model.graph.node.insert(list(model.graph.node).index(add), made)
-            add.input[0] = made.output[0]
-    result, remarks, _ = fused(model)
-    assert remarks["refused"] == ["attention: the scores are soft-capped"] * LAYERS
-    assert not counts(result)["If"]
-
-
-def test_weights_that_something_else_reads_stay():
-    """Attention would be computed twice."""
-    model = exported_decoder("llama-dynamo-eager")
-    for node in model.graph.node:
-        if node.op_type == "Softmax":
-            model.graph.output.add().name = node.output[0]
-    result, remarks, _ = fused(model)
-    assert (
-        remarks["refused"] == ["attention: its scores or weights are read elsewhere"] * LAYERS
-    )
-    assert not counts(result)["If"]
-    assert counts(result)["Softmax"] == LAYERS
 
 
 @pytest.mark.parametrize(
@@ -346,6 +322,7 @@ BAD = {
     "half": ((("float[", "float16["),), ADDED, "computes in FLOAT16"),
     "brain float": ((("float[", "bfloat16["),), ADDED, "computes in BFLOAT16"),
     "scores fetched": ((("=> (", "=> (float[B, 4, S, T] scaled, "),), ADDED, "elsewhere"),
+    "weights fetched": ((("=> (", "=> (float[B, 4, S, T] weights, "),), ADDED, "elsewhere"),
     "heads fetched": ((("=> (", "=> (float[B, 4, S, 8] mixed, "),), ADDED, "elsewhere"),
     "masks by head": (
         (("int64[B, T] attention_mask", "float[B, 4, S, T] mask"), *FED),
@@ -416,15 +393,10 @@ def test_a_mask_of_more_rows_than_tokens_is_an_error():
         run(result, feeds)
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 7), (2, 1, 5)])
-def test_declared_sizes_are_tried(sizes: tuple[int, int, int]):
+@pytest.mark.parametrize("sizes", [Run(1, 4, 7), Run(2, 1, 5)], ids=str)
+def test_declared_sizes_are_tried(sizes: Run):
     """A model of one batch, length and cache; and one whose inputs disagree."""
-    batch, length, past = sizes
-    model = small_decoder(
-        ("int64[B, S]", f"int64[{batch}, {length}]"),
-        ("int64[B, T]", f"int64[{batch}, {length + past}]"),
-        ("P, 8]", f"{past}, 8]"),
-    )
+    model = small_decoder(*declared(sizes))
     result, remarks, context = fused(model)
     assert remarks["fired"] == [
         "attention: grouped queries, GroupQueryAttention; mask: causal"
@@ -480,17 +452,14 @@ def test_a_merged_decoder_is_right():
     for value in outputs:
         value.name += "_out"
     flag = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
-    graph = onnx.helper.make_graph([made], "merged", [*inputs, flag], outputs, tensors)
-    opsets = [onnx.helper.make_opsetid("", 21)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = model_of_nodes([made], tensors, [*inputs, flag], outputs)
     result, remarks, _ = fused(model)
     assert "use_cache_branch" in remarks["refused"][0]
     assert len(remarks["fired"]) == 4
     for flagged in (True, False):
         feeds = decoder_feeds(small_decoder(), Run(2, 5, 7), 1)
         feeds["use_cache_branch"] = np.array([flagged])
-        for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
 
 
 def test_a_loop_of_decoder_steps_is_right():
@@ -499,16 +468,12 @@ def test_a_loop_of_decoder_steps_is_right():
         ("int64[B, T] attention_mask,", ""), *FED, ("Where(seen,", "Where(before,")
     ).graph
     value = onnx.helper.make_tensor_value_info
-    counter = [
-        value("step", 7, []),
-        value("go", 9, []),
-    ]
     cache, (y, *grown) = step.input[1:], step.output
     more = onnx.helper.make_node("Identity", ["go"], ["more"])
     body = onnx.helper.make_graph(
         [*step.node, more],
         "step",
-        [*counter, *cache],
+        [value("step", 7, []), value("go", 9, []), *cache],
         [value("more", 9, []), *grown, y],
     )
     loop = onnx.helper.make_node(
@@ -517,22 +482,14 @@ def test_a_loop_of_decoder_steps_is_right():
     )  # fmt: skip
     first = [value(f"first_{one.name[5:]}", 1, ["B", 2, "F", 8]) for one in cache]
     steps = onnx.helper.make_tensor("steps", onnx.TensorProto.INT64, [], [3])
-    graph = onnx.helper.make_graph(
-        [loop], "loop", [step.input[0], *first],
-        [value(name, 1, None) for name in loop.output], [*step.initializer, steps],
-    )  # fmt: skip
-    opsets = [onnx.helper.make_opsetid("", 21)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    outputs = [value(name, 1, None) for name in loop.output]
+    tensors = [*step.initializer, steps]
+    model = model_of_nodes([loop], tensors, [step.input[0], *first], outputs)
     result, remarks, _ = fused(model)
     assert "attention: it stands in a subgraph" in remarks["refused"]
-    rng = np.random.default_rng(1)
-    feeds = {
-        name: rng.standard_normal((2, 2, 4, 8)).astype(np.float32)
-        for name in ("first_key", "first_value")
-    }
-    feeds["input_ids"] = rng.integers(0, 40, (2, 3))
-    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    feeds = {name: normal(2, 2, 4, 8) for name in ("first_key", "first_value")}
+    feeds["input_ids"] = np.random.default_rng(1).integers(0, 40, (2, 3))
+    assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
 
 
 def test_attention_that_a_builder_fused_is_left():
@@ -550,11 +507,17 @@ def test_what_stays_is_named(case: str):
     assert not counts(result)["If"]
 
 
-def test_heads_without_a_kernel():
-    model = small_decoder(size=6)
+@pytest.mark.parametrize(
+    ("change", "size", "mask"),
+    [(("seen", "seen"), 6, "causal"), (("LessOrEqual", "GreaterOrEqual"), 8, "not causal")],
+    ids=["heads of 6", "a mask that sees ahead"],
+)
+def test_attention_without_a_kernel_is_grouped(change: tuple[str, str], size: int, mask: str):
+    model = small_decoder(change, size=size)
     result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: grouped queries; mask: causal"]
-    agrees(model, result)
+    assert remarks["fired"] == [f"attention: grouped queries; mask: {mask}"]
+    assert not counts(result)["GroupQueryAttention"]
+    agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
 
 
 def test_another_rotation_stays():
@@ -565,19 +528,6 @@ def test_another_rotation_stays():
     result, *_ = fused(model)
     assert not counts(result)["RotaryEmbedding"]
     assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
-
-
-def test_a_mask_that_sees_ahead_gets_no_kernel():
-    model = exported_decoder("llama-dynamo-eager")
-    for node in model.graph.node:
-        if node.op_type == "LessOrEqual":
-            node.op_type = "GreaterOrEqual"
-    result, remarks, _ = fused(model)
-    assert [text for text in remarks["fired"] if "attention" in text] == [
-        "attention: grouped queries; mask: not causal"
-    ] * LAYERS
-    assert not counts(result)["GroupQueryAttention"]
-    agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
 
 
 @pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -1e9, -np.inf])
@@ -608,11 +558,11 @@ def test_inputs_of_unknown_role_are_named():
 
 def test_what_an_encoder_made_has_a_length_of_its_own():
     """A mask as long as the cache would fit no scores of cross attention."""
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
-    g (int64[B, S] ids, float[B, T, 8] encoder_states, int64[B, T] encoder_mask,
-       float[B, 2, T, 4] past_encoder_key, float[B, 2, P, 4] past_decoder_key) => (y)
-    { y = Identity(ids) }""")
-    inputs = DecoderInputs(ir.from_proto(model))
+    inputs = DecoderInputs(
+        model_of("""g (int64[B, S] ids, float[B, T, 8] encoder_states,
+            int64[B, T] encoder_mask, float[B, 2, T, 4] past_encoder_key,
+            float[B, 2, P, 4] past_decoder_key) => (y) { y = Identity(ids) }""")
+    )
     assert inputs.has_cache
     assert not inputs.has_mask
     feeds = inputs.feeds(Run(2, 3, 7))
@@ -675,10 +625,7 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
     [
         ((("LessOrEqual", "GreaterOrEqual"),), "GroupQueryAttention, which kv_cache=shared"),
         ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), "goes to Relu"),
-        (
-            (("y = MatMul(y_rows", "read = Relu(key)\n y = MatMul(y_rows"),),
-            "reads 'key'",
-        ),
+        ((("y = MatMul(y_rows", "read = Relu(key)\n y = MatMul(y_rows"),), "reads 'key'"),
         (
             (
                 ("int64[B, T] attention_mask", "int64[T] positions"),
@@ -704,10 +651,104 @@ def test_a_session_runs_the_fused_decoder():
     session = start(model.SerializeToString(), so)
     (report,) = session.ortplugins_report.passes
     assert sum("attention" in remark.reason for remark in report.remarks) == LAYERS
-    for sizes in (Run(2, 6, 0, "left"), Run(2, 1, 6, "left")):
+    empty = [sizes for sizes in EMPTY if sizes.length]
+    for sizes in (Run(2, 6, 0, "left"), Run(2, 1, 6, "left"), *empty):
         feeds = decoder_feeds(model, sizes, 3)
         actual = session.run(None, feeds)
         assert greatest_difference(sizes, actual, run(model, feeds)) < 1e-5
+
+
+# What a decoder reads of an encoder, behind its own attention.
+CROSS = (
+    "y = MatMul(y_rows, o_weight)",
+    """crossed = MatMul(y_rows, o_weight)
+    e_q_rows = MatMul(crossed, q_weight)
+    e_q_split = Reshape(e_q_rows, q_sizes)
+    e_q = Transpose<perm = [0, 2, 1, 3]>(e_q_split)
+    e_k_rows = MatMul(encoder_hidden_states, q_weight)
+    e_k_split = Reshape(e_k_rows, q_sizes)
+    e_k = Transpose<perm = [0, 2, 3, 1]>(e_k_split)
+    e_v_rows = MatMul(encoder_hidden_states, o_weight)
+    e_v_split = Reshape(e_v_rows, q_sizes)
+    e_v = Transpose<perm = [0, 2, 1, 3]>(e_v_split)
+    e_product = MatMul(e_q, e_k)
+    e_scaled = Mul(e_product, scale)
+    e_real = Cast<to = 9>(encoder_attention_mask)
+    e_columns = Unsqueeze(e_real, two_axes)
+    e_bias = Where(e_columns, nothing, lowest)
+    e_masked = Add(e_scaled, e_bias)
+    e_weights = Softmax<axis = -1>(e_masked)
+    e_mixed = MatMul(e_weights, e_v)
+    e_merged = Transpose<perm = [0, 2, 1, 3]>(e_mixed)
+    e_flat = Reshape(e_merged, flat)
+    y = MatMul(e_flat, o_weight)""",
+)
+ENCODER_INPUTS = (
+    "int64[B, T] attention_mask,",
+    """int64[B, T] attention_mask, float[B, E, 32] encoder_hidden_states,
+         int64[B, E] encoder_attention_mask,""",
+)
+
+
+def test_a_session_runs_a_decoder_with_cross_attention():
+    """Fused, or withdrawn because it is slower in these sizes; right in any case."""
+    model = small_decoder(CROSS, ENCODER_INPUTS)
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == [
+        "attention: grouped queries, GroupQueryAttention; mask: causal",
+        "attention: Attention; mask: other keys",
+    ]
+    session = start(
+        model.SerializeToString(), options(ortplugins.TransformerFusion(), strict=True)
+    )
+    (report,) = session.ortplugins_report.passes
+    reasons = " ".join(remark.reason for remark in report.remarks)
+    assert "mask: other keys" in reasons or "times as long" in reasons
+    for sizes, session_run in itertools.product(ALL_RUNS, (session.run, opened(result).run)):
+        feeds = decoder_feeds(model, sizes, 3)
+        feeds["encoder_attention_mask"][1:, 3:] = 0
+        feeds["encoder_attention_mask"][2:, :2] = 0
+        try:
+            expected = run(model, feeds)
+        except Exception:  # onnxruntime's own classes
+            assert sizes in EMPTY, sizes
+            continue
+        assert greatest_difference(sizes, session_run(None, feeds), expected) < 1e-5, sizes
+    # An encoder that found nothing.
+    feeds = decoder_feeds(model, Run(1, 2, 3), 3)
+    feeds["encoder_hidden_states"] = feeds["encoder_hidden_states"][:, :0]
+    feeds["encoder_attention_mask"] = feeds["encoder_attention_mask"][:, :0]
+    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_left_and_its_weights_are_read():
+    """Only what computes in bfloat16 stays, by name; weights may be cast to float32."""
+    model = small_decoder(("float[", "bfloat16["), rotary=SIGNED)
+    result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
+    (report,) = result.report.passes
+    assert any("computes in BFLOAT16" in remark.reason for remark in report.remarks)
+    left = {node.op_type for node in result.model.graph.node}
+    assert "Softmax" in left
+    assert not left & {"If", "RotaryEmbedding"}
+    onnx.checker.check_model(result.model, full_check=True)
+    stored = small_decoder(rotary=SIGNED)
+    for tensor in list(stored.graph.initializer):
+        if tensor.name.endswith("_weight"):
+            narrow = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16)
+            kept = onnx.numpy_helper.from_array(narrow, f"{tensor.name}_stored")
+            cast = onnx.helper.make_node("Cast", [kept.name], [tensor.name], to=1)
+            stored.graph.initializer.remove(tensor)
+            stored.graph.initializer.append(kept)
+            stored.graph.node.insert(0, cast)
+    so = options(ortplugins.TransformerFusion(), strict=True)
+    session = start(stored.SerializeToString(), so)
+    (report,) = session.ortplugins_report.passes
+    assert any("attention: grouped" in remark.reason for remark in report.remarks)
+    for sizes in (Run(3, 6, 0, "left"), Run(2, 1, 6), Run(0, 1, 3)):
+        feeds = decoder_feeds(stored, sizes, 3)
+        actual = session.run(None, feeds)
+        assert greatest_difference(sizes, actual, run(stored, feeds)) < 1e-5, sizes
 
 
 # Heads are merged with the batch.
@@ -737,6 +778,19 @@ def test_encoders_are_fused_and_right(name: str):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_declared_sizes_need_no_guard_against_empty_inputs():
+    model = exported("bert-dynamo-eager")
+    for value in model.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, (2, 9), strict=True):
+            dim.dim_value = size
+    result, *_ = fused(model)
+    assert counts(result)["Attention"] == LAYERS
+    assert not counts(result)["If"]
+    for _, *outputs in outputs_of_both(model, result, [Run(2, 9, 0)]):
+        for actual, expected in zip(*outputs, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_an_older_onnxruntime_gets_no_standard_attention():
     model = ir.from_proto(exported("bert-dynamo-eager"))
     context = PassContext(Remarks("transformer_fusion"), onnxruntime=(1, 22))
@@ -758,18 +812,15 @@ def test_sizes_that_only_agree_by_name_are_checked():
 def test_a_result_that_is_slower_is_withdrawn():
     def chain(count: int) -> ir.Model:
         steps = "".join(f"x{i + 1} = MatMul(x{i}, w)\n" for i in range(count))
-        text = f"""<ir_version: 10, opset_import: ["": 21]>
-        g (float[256, 256] x0, float[256, 256] w) => (float[256, 256] y)
-        {{ {steps} y = Sub(x{count}, x{count}) }}"""
-        return ir.from_proto(onnx.parser.parse_model(text))
+        return model_of(f"""g (float[256, 256] x0, float[256, 256] w) => (float[256, 256] y)
+            {{ {steps} y = Sub(x{count}, x{count}) }}""")
 
     feeds = {name: np.eye(256, dtype=np.float32) for name in ("x0", "w")}
     trials = [Trial("matrices", feeds, timed=True)]
-    providers = ["CPUExecutionProvider"]
-    failure = find_failure(chain(1), chain(60), trials, providers)
+    failure = find_failure(chain(1), chain(60), trials, CPU)
     assert failure is not None
     assert "times as long" in failure
-    assert find_failure(chain(60), chain(1), trials, providers) is None
+    assert find_failure(chain(60), chain(1), trials, CPU) is None
 
 
 def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:
@@ -785,14 +836,15 @@ def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:
     return proto_of(text, weights)
 
 
+X = {"x": normal(2, 3, 32, seed=1)}
+
+
 def test_projections_of_one_input_are_one():
     model = projections()
     result, remarks, _ = fused(model)
     assert counts(result)["MatMulNBits"] == counts(result)["Split"] == 1
     assert len(remarks["fired"]) == 1
-    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 32)).astype(np.float32)}
-    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same_outputs(result, model, X)
 
 
 def test_tied_projections_are_merged_and_right():
@@ -807,9 +859,7 @@ def test_tied_projections_are_merged_and_right():
     model.graph.output.append(onnx.helper.make_tensor_value_info("c", 1, None))
     result, *_ = fused(model)
     assert counts(result)["MatMulNBits"] == 2
-    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 32)).astype(np.float32)}
-    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same_outputs(result, model, X)
 
 
 def test_projections_of_different_levels_stay():

@@ -30,7 +30,7 @@ from builders.same_numbers import (
     time_limit,
     wrong_numbers,
 )
-from builders.text_models import FUNCTIONS, text_model
+from builders.text_models import FUNCTIONS, model_of_nodes, text_model
 from onnx import helper, numpy_helper
 
 import ortplugins
@@ -95,21 +95,11 @@ def model(
     inputs: Sequence[onnx.ValueInfoProto] = (),
 ) -> onnx.ModelProto:
     """With the inputs that some node reads: x, indices i."""
-    inputs = [
-        *inputs,
-        helper.make_tensor_value_info("x", T.FLOAT, x),
-        helper.make_tensor_value_info("i", T.INT64, ["n"]),
-    ]
+    indices = helper.make_tensor_value_info("i", T.INT64, ["n"])
+    inputs = [*inputs, helper.make_tensor_value_info("x", T.FLOAT, x), indices]
     read = {name for item in nodes for name in item.input}
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [value for value in inputs if value.name in read],
-        [onnx.ValueInfoProto(name=name) for name in outputs],
-        tensors,
-    )
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+    given = [value for value in inputs if value.name in read]
+    return model_of_nodes(nodes, tensors, given, outputs, opset)
 
 
 def linear(
@@ -234,20 +224,13 @@ def runs(proto: onnx.ModelProto, folder: Path, slow: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A model, and what must become of it.
+    """A model, and what must become of it."""
 
-    Attributes:
-        name: Unique; parts between hyphens are what `pairwise` combines.
-        texts: What a remark of refusal holds; where there are none, the model is endured.
-        slow: ``slow_kernels``.
-        sound: Whether onnxruntime runs it, and so must run the optimised one.
-    """
-
-    name: str
+    name: str  # parts between hyphens are what `pairwise` combines
     proto: onnx.ModelProto
-    texts: Sequence[str] = ()
+    texts: Sequence[str] = ()  # of a remark of refusal; without, the model is endured
     slow: str = "float"
-    sound: bool = False
+    sound: bool = False  # onnxruntime runs it, and so must run the optimised one
 
 
 Cases = Iterator[Case]

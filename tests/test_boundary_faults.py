@@ -50,40 +50,30 @@ def converted(dtype: ir.DataType, *nodes: str) -> tuple[TensorOverride, ...]:
     return (TensorOverride(quant_type=U8, convert=convert),)
 
 
+Q, DQ = "QuantizeLinear(x, s, z)", "DequantizeLinear(q, s, z)"
+SCALE = "float s = {0.02}"
 DAMAGED = {
-    "no input": ("QuantizeLinear(x, s, z)", "QuantizeLinear()", "has no input"),
-    "empty input": ("QuantizeLinear(x, s, z)", "QuantizeLinear(, s, z)", "has no input"),
-    "no scale": ("QuantizeLinear(x, s, z)", "QuantizeLinear(x)", "has no scale"),
-    "empty scale": ("QuantizeLinear(x, s, z)", "QuantizeLinear(x, , z)", "has no scale"),
+    "no input": (Q, "QuantizeLinear()", "has no input"),
+    "empty input": (Q, "QuantizeLinear(, s, z)", "has no input"),
+    "no scale": (Q, "QuantizeLinear(x)", "has no scale"),
+    "empty scale": (Q, "QuantizeLinear(x, , z)", "has no scale"),
     "no such type": (
-        "QuantizeLinear(x, s, z)",
+        Q,
         "QuantizeLinear<output_dtype = 77>(x, s)",
         "output_dtype of 'Q' is 77, which is not a type",
     ),
-    "in blocks": (
-        "DequantizeLinear(q, s, z)",
-        "DequantizeLinear<block_size = 2>(q, s, z)",
-        "in blocks",
-    ),
+    "in blocks": (DQ, "DequantizeLinear<block_size = 2>(q, s, z)", "in blocks"),
     "an attribute of another kind": (
-        "DequantizeLinear(q, s, z)",
+        DQ,
         'DequantizeLinear<block_size = "2">(q, s, z)',
         "is string, not int",
     ),
-    "per axis": ("float s = {0.02}", "float[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
-    "zero": ("float s = {0.02}", "float s = {0.0}", "scale is 0.0"),
-    "negative": ("float s = {0.02}", "float s = {-1.0}", "scale is -1.0"),
+    "per axis": (SCALE, "float[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
+    "zero": (SCALE, "float s = {0.0}", "scale is 0.0"),
+    "negative": (SCALE, "float s = {-1.0}", "scale is -1.0"),
     "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are not activations"),
-    "at run time": (
-        "[Q] q = QuantizeLinear(x, s, z)",
-        "r = Abs(s) [Q] q = QuantizeLinear(x, r, z)",
-        "run time",
-    ),
-    "other grid": (
-        "DequantizeLinear(q, s, z)",
-        "DequantizeLinear(q, k, z)",
-        "different grids",
-    ),
+    "at run time": (f"[Q] q = {Q}", "r = Abs(s) [Q] q = QuantizeLinear(x, r, z)", "run time"),
+    "other grid": (DQ, "DequantizeLinear(q, k, z)", "different grids"),
 }
 
 
@@ -118,10 +108,7 @@ def test_nodes_without_outputs_or_inputs_are_nobodys():
 
 
 def test_all_nodes_of_a_repeated_name_are_promoted():
-    model = build(
-        CHAIN + "[N] a = Abs(y)",
-        "g (float[4] x) => (float[4] w, float[4] a)",
-    )
+    model = build(CHAIN + "[N] a = Abs(y)", "g (float[4] x) => (float[4] w, float[4] a)")
     place(model, promote=frozenset({"N"}))
     assert chains(model) == {"x>u8>u16>N", "N>u16>w", "N>a"}
     # A name that Q, DQ and an operator share means the operator.
@@ -199,8 +186,7 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
 def test_remarks_tell_only_what_happens():
     # What the promoted node writes is read outside of the region: its pair stays.
     model = build(
-        CHAIN.replace("[DN] w", "[DN] v") + "[E] w = Exp(v)",
-        "g (float[4] x) => (float[4] w)",
+        CHAIN.replace("[DN] w", "[DN] v") + "[E] w = Exp(v)", "g (float[4] x) => (float[4] w)"
     )
     before = serialized(model)
     (remark,) = place(model, promote=frozenset({"N"}), mode="float")

@@ -175,9 +175,6 @@ def test_folds(text: str, left: str, more: dict[str, str]):
     check(text, left, **more)
 
 
-# Codes that stay.
-
-
 @pytest.mark.parametrize("target", ["cpu", "qnn"])
 def test_equal_pairs_become_one(target: str):
     after, remarks = check(
@@ -195,32 +192,14 @@ def test_equal_pairs_become_one(target: str):
     ]
 
 
-def test_codes_are_what_counts_and_not_equal_parameters():
+def test_codes_are_what_counts_and_stay_codes_for_others():
     after, _ = check(
         """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, t, z)
         [last] y = DequantizeLinear(q2, far, z_other)""",
         "DQ",
     )
     # What decodes is the last node's grid.
-    assert [value.name for value in after.graph.node("last").inputs] == [
-        "c",
-        "far",
-        "z_other",
-    ]
-
-
-@pytest.mark.parametrize("domains", ["MMM", "MM-", "-M-", "M--", "--M"])
-def test_onnxruntimes_own_operators_count_as_well(domains: str):
-    a, b, c = ("com.microsoft." if domain == "M" else "" for domain in domains)
-    after, _ = check(
-        f"""d1 = {a}DequantizeLinear(c, s, z)  q2 = {b}QuantizeLinear(d1, s, z)
-        [last] y = {c}DequantizeLinear(q2, s, z)""",
-        "DQ",
-    )
-    assert after.graph.node("last").domain == c.rstrip(".")
-
-
-def test_codes_that_others_read_stay_codes():
+    assert [value.name for value in after.graph.node("last").inputs] == ["c", "far", "z_other"]
     after, _ = check(
         """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, s, z)
         y = DequantizeLinear(q2, s, z)  i = Cast<to = 6>(q2)""",
@@ -232,7 +211,15 @@ def test_codes_that_others_read_stay_codes():
     assert reader.inputs[0] is after.graph.inputs[0]
 
 
-# Values that stay.
+@pytest.mark.parametrize("domains", ["MMM", "MM-", "-M-", "M--", "--M"])
+def test_onnxruntimes_own_operators_count_as_well(domains: str):
+    a, b, c = ("com.microsoft." if domain == "M" else "" for domain in domains)
+    after, _ = check(
+        f"""d1 = {a}DequantizeLinear(c, s, z)  q2 = {b}QuantizeLinear(d1, s, z)
+        [last] y = {c}DequantizeLinear(q2, s, z)""",
+        "DQ",
+    )
+    assert after.graph.node("last").domain == c.rstrip(".")
 
 
 @pytest.mark.parametrize("fine", ["z16", "zi16"])
@@ -263,9 +250,6 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
     for flag in (True, False):
         feeds = {"c": all_of(UINT8), "b": np.array(flag)}
         assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
-
-
-# What can't be folded.
 
 
 @pytest.mark.parametrize(
@@ -304,9 +288,6 @@ def test_nothing_to_fold_leaves_even_unused_nodes():
     before = ir.to_proto(model).SerializeToString()
     assert not list(fold(model))
     assert ir.to_proto(model).SerializeToString() == before
-
-
-# Behind the boundaries that the pass places.
 
 
 def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():

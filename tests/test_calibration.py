@@ -18,12 +18,12 @@ import ortplugins
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import load_path
 from ortplugins.quantization.statistics.accumulator import (
+    ActivationRequest,
     StatisticsAccumulator,
-    accumulator_bytes,
     pooled,
 )
-from ortplugins.quantization.statistics.collect import ActivationRequest, collect
-from ortplugins.samples.kept import KeptSamples
+from ortplugins.quantization.statistics.collect import collect
+from ortplugins.samples.sources import KeptSamples
 
 K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
 RNG = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def token_samples(*lengths):
 
 def requests(gram=True, max_tokens=8):
     return [
-        ActivationRequest(name, SIZES[name[:-1]], gram=gram, max_tokens=max_tokens)
+        [ActivationRequest(name, SIZES[name[:-1]], gram=gram, max_tokens=max_tokens)]
         for name in NAMES
     ]
 
@@ -114,7 +114,7 @@ def assert_same_bits(first, second):
 )
 def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
     x = np.random.default_rng(0).standard_normal((sum(lengths) + 1, k)).astype(np.float32)
-    accumulator = StatisticsAccumulator("x", k, gram=True, max_tokens=max_tokens)
+    accumulator = StatisticsAccumulator(ActivationRequest("x", k, True, max_tokens))
     start = 0
     for length in [*lengths, 1]:
         accumulator.update(x[None, start : start + length])
@@ -132,8 +132,8 @@ def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
 
 def test_a_sample_of_tokens_is_uniform_and_does_not_depend_on_portions():
     x = np.arange(2000, dtype=np.float32)[:, None]
-    whole = StatisticsAccumulator("x", 1, gram=False, max_tokens=500)
-    parts = StatisticsAccumulator("x", 1, gram=False, max_tokens=500)
+    whole = StatisticsAccumulator(ActivationRequest("x", 1, False, 500))
+    parts = StatisticsAccumulator(ActivationRequest("x", 1, False, 500))
     whole.update(x)
     for part in np.split(x, [3, 499, 501, 1600]):
         parts.update(part)
@@ -148,7 +148,7 @@ def test_second_moments_of_some_tokens_favour_no_position():
     x = np.where(np.arange(16 * 500) % 16, 1, 100).astype(np.float32)[:, None]
     found = []
     for portions in ([], [3, 16, 777]):
-        some = StatisticsAccumulator("x", 1, gram=True, max_tokens=1, gram_stride=8)
+        some = StatisticsAccumulator(ActivationRequest("x", 1, True, 1), 8)
         for part in np.split(x, portions):
             some.update(part)
         found.append(some.finish().gram.item())
@@ -169,19 +169,18 @@ def test_half_precision_and_great_values_are_taken(dtype):
         (np.full((2, 3), np.nan, np.float32), "'x' holds NaN or infinite"),
         (np.full((2, 3), np.inf, np.float32), "'x' holds NaN or infinite"),
         (np.ones((3, 2), np.float32), r"'x' has shape \[3, 2\].*K = 3"),
-        (np.ones((2, 3), np.int64), "'x' is int64"),
         (np.ones((0, 3), np.float32), "'x' had no tokens"),
     ],
 )
 def test_bad_activations_are_refused_by_name(x, message):
-    accumulator = StatisticsAccumulator("x", 3, gram=True, max_tokens=4)
+    accumulator = StatisticsAccumulator(ActivationRequest("x", 3, True, 4))
     with pytest.raises(CalibrationError, match=message):
         accumulator.update(x)
         accumulator.finish()
 
 
 def statistics(x, gram=True, max_tokens=16):
-    accumulator = StatisticsAccumulator("x", x.shape[-1], gram=gram, max_tokens=max_tokens)
+    accumulator = StatisticsAccumulator(ActivationRequest("x", x.shape[-1], gram, max_tokens))
     accumulator.update(x)
     return accumulator.finish()
 
@@ -299,10 +298,7 @@ def test_bad_files_are_named(tmp_path, content, message):
     [
         ((1, 2), "sample 1 is a tuple: a dict"),
         (sample(extra=None), "sample 1 lacks the inputs 'extra'"),
-        (
-            sample(ixs=np.ones(1)),
-            "sample 1 has 'ixs', which is not an input.*did you mean 'ids'",
-        ),
+        (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is not an .*did you mean 'ids'"),
         (sample(ids=np.ones((1, 4), np.int32)), r"'ids' is int32.*astype\('int64'\)"),
         (sample(extra=np.ones((1, 2))), "'extra' is float64.*takes float32"),
         (sample(ids=np.ones(4, np.int64)), r"shape \[4\].*\[batch, n\].*batch axis missing"),
@@ -347,23 +343,22 @@ def test_without_data_inputs_are_random_and_it_is_said(tmp_path):
 
 
 def test_statistics_are_those_of_the_models_activations(tmp_path):
-    model, feeds = transformer(), token_samples(5, 9, 1)
+    model, feeds = transformer(), token_samples(5, 9, 11)
     (found,) = batches_of(model, feeds, tmp_path, requests(max_tokens=100))
     expected = run_all(model, feeds, NAMES)
     assert list(found) == NAMES
     for name, x in expected.items():
-        assert found[name].count == 15
+        assert found[name].count == 25
         np.testing.assert_allclose(found[name].tokens, x, atol=1e-5)
         np.testing.assert_allclose(found[name].mean_abs, np.abs(x).mean(0), rtol=1e-4)
-        np.testing.assert_allclose(found[name].gram, x.T @ x / 15, atol=1e-4)
+        np.testing.assert_allclose(found[name].gram, x.T @ x / 25, atol=1e-4)
 
 
 def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
     model, feeds = transformer(), token_samples(20)
     wanted = [
-        ActivationRequest("norm0", K, group="a"),
-        ActivationRequest("act0", HIDDEN),
-        ActivationRequest("norm1", K, group="a"),
+        [ActivationRequest("act0", HIDDEN)],
+        [ActivationRequest(name, K) for name in ("norm1", "norm0")],
     ]
     with pytest.warns(ortplugins.OrtpluginsWarning, match="'norm0', 'norm1' takes"):
         batches = batches_of(model, feeds, tmp_path, wanted, max_calibration_memory=35_000)
@@ -371,9 +366,10 @@ def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
 
 
 def test_accumulators_take_what_was_planned():
-    accumulator = StatisticsAccumulator("x", 300, gram=True, max_tokens=50)
+    request = ActivationRequest("x", 300, True, 50)
+    accumulator = StatisticsAccumulator(request)
     arrays = [item for item in vars(accumulator).values() if isinstance(item, np.ndarray)]
-    assert sum(a.nbytes for a in arrays) <= accumulator_bytes(300, gram=True, max_tokens=50)
+    assert sum(a.nbytes for a in arrays) <= request.nbytes
 
 
 def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
@@ -398,7 +394,7 @@ def test_graph_inputs_and_outputs_are_activations_too(tmp_path):
     text = "g (float[n, 2] x, float[n, 2] idle) => (float[n, 2] y) { y = Neg(x) }"
     model = model_of(text, {})
     feeds = [{"x": np.eye(2, dtype=np.float32), "idle": np.ones((1, 2), np.float32)}]
-    wanted = [ActivationRequest(name, 2) for name in ("y", "x", "idle")]
+    wanted = [[ActivationRequest(name, 2)] for name in ("y", "x", "idle")]
     (found,) = batches_of(model, feeds, tmp_path, wanted)
     np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
     np.testing.assert_array_equal(found["y"].tokens, -np.eye(2))
@@ -412,23 +408,12 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
     model = model_of(f"g (float[n, 2] x) => (float[n, 2] y) {{ {text} }}", {})
     next(iter(model.graph)).outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
     feeds = [{"x": np.array([[1 / 3, 2]], np.float32)}]
-    (found,) = batches_of(model, feeds, tmp_path, [ActivationRequest("half", 2)])
+    (found,) = batches_of(model, feeds, tmp_path, [[ActivationRequest("half", 2)]])
     expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found["half"].tokens, expected)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "error", "message"),
-    [
-        ([ActivationRequest("norm9", K)], CalibrationError, "'norm9' is not there"),
-        ([ActivationRequest("wq0", K)], CalibrationError, "'wq0' is an initializer"),
-        ([ActivationRequest("norm0", 99)], CalibrationError, r"\[1, 4, 32\].*K = 99"),
-        ([ActivationRequest("norm0", K)] * 2, ValueError, "'norm0' is requested twice"),
-    ],
-)
-def test_impossible_requests_are_refused(tmp_path, wanted, error, message):
-    with pytest.raises(error, match=message):
-        batches_of(transformer(), token_samples(4), tmp_path, wanted)
+def test_a_budget_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_calibration_memory is 0"):
         batches_of(transformer(), [], tmp_path, requests(), max_calibration_memory=0)
 
@@ -446,4 +431,4 @@ def test_runs_that_fail_name_the_sample(tmp_path, line, message):
     model = model_of(text, {"two": np.array([2, 2])})
     feeds = [{"x": np.full((n, 2), size, np.float32)} for n, size in ((2, 1), (1, 500))]
     with pytest.raises(CalibrationError, match=message):
-        batches_of(model, feeds, tmp_path, [ActivationRequest("h", 2)])
+        batches_of(model, feeds, tmp_path, [[ActivationRequest("h", 2)]])

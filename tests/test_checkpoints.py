@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import ortplugins_command, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read
 from builders.text_models import model_of, normal
@@ -180,8 +180,7 @@ def test_the_command_takes_a_checkpoint(tmp_path):
     done = ortplugins_command(*arguments, "--block-size", "32")
     assert done.returncode == 2
     assert "has no effect with --checkpoint" in " ".join(done.stderr.split())
-    done = ortplugins_command(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+    printed(*arguments)
     result = quantize(float_model(), checkpoint=folder)
     written, expected = dequantised(read(out)), dequantised(read(result.model))
     for node in NODES:

@@ -51,9 +51,7 @@ def test_a_child_starts_none_for_the_same_purpose(monkeypatch):
     assert child_python("prepacked_weights") == sys.executable
 
 
-def test_a_program_that_is_taken_for_an_interpreter_is_started_once(
-    model_path, tmp_path, monkeypatch
-):
+def test_a_program_taken_for_an_interpreter_is_started_once(model_path, tmp_path, monkeypatch):
     program, log = tmp_path / "python", tmp_path / "log"
     program.write_text(f"#!/bin/sh\necho started >> {log}\nexec false\n")
     program.chmod(0o755)

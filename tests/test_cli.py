@@ -73,9 +73,6 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return ortplugins_command
 
 
-# The entry points.
-
-
 @pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
 def test_version(ortp, entry):
     done = ortp("--version", entry=entry)
@@ -121,8 +118,7 @@ def test_each_command_says_in_its_help_what_the_table_says(main):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [("ins", "inspect"), ("inspect --pass dq", "dq_matmulnbits_fusion")],
+    ("words", "expected"), [("ins", "inspect"), ("inspect --pass dq", "dq_matmulnbits_fusion")]
 )
 def test_the_shell_completes_without_onnx(ortp, words, expected):
     asked = {
@@ -193,9 +189,6 @@ def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp
         (tmp_path / "open").chmod(0o777)
         done = main("doctor", "--cache-dir", tmp_path / "open")
         assert (done.returncode, "others may write to it" in done.stdout) == (1, True)
-
-
-# optimize
 
 
 @pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])
@@ -281,9 +274,6 @@ def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
     assert re.search(r"50%\S* \S*\d:\d\d:\d\d\S* second", out.getvalue())
 
 
-# inspect
-
-
 def test_inspect_tells_of_a_refusal_and_writes_nothing(main, tmp_path, cache_dir):
     model = save(REFUSED, tmp_path / "m.onnx")
     before = files(tmp_path)
@@ -320,9 +310,6 @@ def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     assert name not in main("inspect", "m.onnx").stdout
     fired = main("inspect", "m.onnx", "-v").stdout.splitlines()[1]
     assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")
-
-
-# Input that cannot be used.
 
 
 def test_an_unusable_model_is_one_sentence(main, tmp_path):
@@ -386,9 +373,6 @@ def test_wrong_usage_exits_with_2(main, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-# passes
-
-
 def test_every_session_key_has_a_row(ortp):
     header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
     assert header == "| Session key | Default | What it does |"
@@ -445,9 +429,6 @@ def test_a_failing_pass_leaves_no_output(ortp, tmp_path, plugins):
     done = ortp("optimize", "model.onnx", "-o", "out.onnx", "--pass", "failing", **plugins)
     assert_one_sentence(done, ["'failing'", "'matmul'", "KeyError", "scale"])
     assert not (tmp_path / "out.onnx").exists()
-
-
-# cache
 
 
 def test_quantize_tells_bad_patterns_and_leaves_the_output(main, tmp_path):

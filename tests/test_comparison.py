@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import ortplugins_command, printed
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import EXACT
 from builders.text_models import proto_of
@@ -26,7 +26,7 @@ from ortplugins.comparison import compare as comparison
 from ortplugins.comparison import difference as value_difference
 from ortplugins.comparison import layers as layer_comparison
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.model_pair import comparison_feeds
+from ortplugins.comparison.models import InputChoice, comparison_feeds
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.testing import assert_same_outputs
 
@@ -148,7 +148,7 @@ def test_dimensions_have_the_sizes_that_are_given(tmp_path):
     session = ort.InferenceSession(model.SerializeToString())
 
     def shapes(**dims: int) -> dict[str, tuple[int, ...]]:
-        feeds = comparison_feeds(session, None, scratch=tmp_path, dims=dims)
+        feeds = comparison_feeds(session, InputChoice(dims=dims), tmp_path)
         return {name: array.shape for name, array in feeds.largest().items()}
 
     assert shapes(batch=2, seq=5, past=3).items() >= {"x": (2, 5), "m": (2, 8)}.items()
@@ -354,10 +354,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("files")
 def test_the_command_prints_what_the_json_says():
-    arguments = ["compare", "a.onnx", "b.onnx", "--layers", "--runs", "0"]
-    done = ortplugins_command(*arguments, "--format", "json")
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout, parse_constant=pytest.fail)
+    arguments = "compare", "a.onnx", "b.onnx", "--layers", "--runs", "0"
+    content = json.loads(printed(*arguments, "--format", "json"), parse_constant=pytest.fail)
     assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
     assert content["outputs"][0]["max_abs"] == "inf"
     assert content["first_divergence"]["node"] == "c"
@@ -370,10 +368,9 @@ def test_the_command_prints_what_the_json_says():
 def test_the_command_runs_passes_and_times_them():
     arguments = f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --rounds".split()
     content = json.loads(ortplugins_command(*arguments, "2", "--format", "json").stdout)
-    done = ortplugins_command(*arguments, "1")
-    assert done.returncode == 0, done.stderr
-    assert "fired 1, refused 0" in done.stdout
-    shown = {line.split("\t")[0] for line in done.stdout.splitlines()}
+    shown = printed(*arguments, "1")
+    assert "fired 1, refused 0" in shown
+    shown = {line.split("\t")[0] for line in shown.splitlines()}
     assert {cost["what"] for cost in content["costs"]} <= shown
     for cost in content["costs"]:
         assert len(cost["a"]["values"]) == len(cost["b"]["values"]) == 2

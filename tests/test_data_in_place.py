@@ -15,17 +15,17 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.session_process import FEED
+from builders.processes import FEED
 from builders.sessions import CPU, options, source, start
 from builders.text_models import model_of, normal
 
 import ortplugins
 import ortplugins.testing as ortplugins_testing
-from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.directory import Entry
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.artifacts.warming import warm
 from ortplugins.optimization import build
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
 from session_options import enable_key
 
 
@@ -98,12 +98,7 @@ def test_another_content_under_the_same_path_and_times_is_another_model(path, fi
 
 
 def float_model(folder: Path, *, folds: int = 0) -> Path:
-    """Two uses of one shape, which ShapeSizeReorder rewrites; weights of 1 MB in a file.
-
-    Args:
-        folder: Where it goes.
-        folds: Columns of a weight that onnxruntime transposes once and for all.
-    """
+    """Two uses of one shape, and a weight of ``folds`` columns that onnxruntime transposes."""
     folder.mkdir(exist_ok=True)
     arrays = {"w": normal(512, 512), "t": normal(folds or 1, 512)}
     model = model_of(

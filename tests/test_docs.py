@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,12 +18,16 @@ import pytest
 from builders.command_line import ortplugins_command
 from builders.decoder_exports import exported_decoder
 from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, run_blocks
-from builders.example_pass import installed
+from builders.installed_passes import installed
 from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import cli
+from ortplugins.comparison import compare as comparison
+from ortplugins.html_report import facts
+from ortplugins.measurement import measure as harness
 from ortplugins.quantization import quantize
+from ortplugins.tuning import tune
 from session_options import registry
 from session_options.registry import BUILTIN_PASSES
 
@@ -42,10 +47,7 @@ PRINTED = {
     "dq-matmulnbits-fusion.md": ("built: fired 2, refused 0", "wrote fused.onnx"),
     "mixed-precision.md": ("uint8 -> uint16", "refused 0", "built: fired"),
     "prepacked-weights.md": ("built: fired 3, refused 0",),
-    "quantization.md": (
-        "rtn: 3 quantised",
-        "gptq: 3 quantised",
-    ),
+    "quantization.md": ("rtn: 3 quantised", "gptq: 3 quantised"),
     "serving.md": ("sessions on this file need graph_optimization_level = ORT_DISABLE_ALL",),
     "start.md": ("onnxruntime  ", "ortplugins, from then on", "fired 4, refused 0"),
     "write-a-pass.md": ("ortplugins.drop_dropout.keep_named", "stays, as keep_named asks"),
@@ -114,6 +116,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[harness.ForkServer | None]:
+    """Imports onnxruntime once for all processes that are measured, on Linux."""
+    if sys.platform != "linux":
+        yield None
+        return
+    with harness.ForkServer() as started:
+        yield started
+
+
+@pytest.fixture
+def quick_measures(monkeypatch: pytest.MonkeyPatch, server: harness.ForkServer | None) -> None:
+    """Have blocks that measure take two rounds of a few runs; figures are not looked at."""
+
+    def measure(*arguments: Any, rounds: int, **settings: Any) -> list[harness.Measurement]:
+        settings |= {"seconds": 0.05, "server": settings.get("server") or server}
+        return harness.measure(*arguments, rounds=min(rounds, 2), **settings)
+
+    for module in (comparison, facts, tune):
+        monkeypatch.setattr(module, "measure", measure)
+
+
 @pytest.fixture
 def untouched_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take back what a page switches on for the process."""
@@ -130,7 +154,7 @@ def untouched_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-@pytest.mark.usefixtures("untouched_process")
+@pytest.mark.usefixtures("untouched_process", "quick_measures")
 def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsys):
     blocks = list(blocks_of(page.read_text(encoding="utf-8"), page.name))
     kind = "int4" if page.name in INT4_PAGES else "float"
@@ -166,9 +190,6 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
     assert WRITTEN.get(page.name, set()) <= {path.name for path in tmp_path.iterdir()}
 
 
-# What the mechanism itself does.
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -190,9 +211,6 @@ def test_a_block_that_fails_fails_the_test():
     (block,) = blocks_of("```bash\nortplugins nonsense\n```", "page.md")
     with pytest.raises(AssertionError, match="ends with 2"):
         run_blocks([block], lambda _: 2)
-
-
-# What pages say beside their blocks.
 
 
 def test_most_blocks_run():

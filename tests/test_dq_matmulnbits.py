@@ -9,56 +9,27 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.dequantized_models import (
-    DequantizedMatMul,
-    fuse_weights,
-    op_types,
-    run,
-)
+from builders.dequantized_models import DequantizedMatMul, fuse_weights, op_types, run
 from builders.layout_matrix import LayoutCase, Quantized
 from builders.text_models import text_model
 
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
-from rewrite_rules.remarks import Remark
 
-LAYOUTS = ["axis0", "transposed"]
-
-
-def only(remarks: list[Remark]) -> Remark:
-    (remark,) = remarks
-    return remark
+FLOAT = {"accuracy_level": 0, "slow_kernels": "float"}
 
 
-# Before and after.
-
-
-def test_node_keeps_its_name_and_the_output_its_name_and_type():
-    model = DequantizedMatMul(64, 8, 32).model()
-    fuse_weights(model)
-    (node,) = model.graph
-    assert (node.domain, node.name) == ("com.microsoft", "matmul")
-    assert (model.graph.outputs[0].name, model.graph.outputs[0].dtype) == (
-        "y",
-        ir.DataType.FLOAT,
-    )
-
-
-def test_attributes():
-    model = DequantizedMatMul(70, 8, 32).model()
+def test_the_node_has_the_names_types_and_attributes_of_the_product():
+    model = DequantizedMatMul(70, 8, 32, "uint4", zero_points="random").model()
     fuse_weights(model, FusionOptions(accuracy_level=4, slow_kernels="fuse"))
     (node,) = model.graph
+    assert (node.domain, node.name) == ("com.microsoft", "matmul")
+    output = model.graph.outputs[0]
+    assert (output.name, output.dtype) == ("y", ir.DataType.FLOAT)
     attributes = {name: attr.as_int() for name, attr in node.attributes.items()}
     assert attributes == {"K": 70, "N": 8, "bits": 4, "block_size": 32, "accuracy_level": 4}
-
-
-def test_only_what_is_used_stays():
-    model = DequantizedMatMul(64, 8, 32, "uint4", zero_points="random").model()
-    fuse_weights(model)
-    assert set(model.graph.initializers) == {
-        "w.T.nbits32",
-        "w_scale.T.nbits",
-        "w_zero_point.T.nbits",
-    }
+    # What was packed anew is all that stays.
+    codes, scales, zero_points = ("w.T.nbits32", "w_scale.T.nbits", "w_zero_point.T.nbits")
+    assert set(model.graph.initializers) == {codes, scales, zero_points}
 
 
 def test_transposed_scales_are_used_as_they_are():
@@ -67,17 +38,14 @@ def test_transposed_scales_are_used_as_they_are():
     assert "w_scale" in model.graph.initializers
 
 
-# Weights without a fast kernel.
-
-
 @pytest.mark.parametrize("zero_points", ["none", "random"])
 @pytest.mark.parametrize("storage", ["int8", "uint8", "int2", "uint2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["axis0", "transposed"])
 def test_slow_kernels_become_float_bit_for_bit(layout, storage, zero_points):
     case = DequantizedMatMul(70, 9, 32, storage, layout, zero_points)
     model, feed = case.model(), case.feed()
     (expected,) = run(case.model(), {"x": feed})
-    remark = only(fuse_weights(model, FusionOptions(accuracy_level=0, slow_kernels="float")))
+    (remark,) = fuse_weights(model, FusionOptions(**FLOAT))
     assert op_types(model) == ["MatMul"]
     assert "fast CPU kernel at accuracy_level 4 only" in remark.reason
     (y,) = run(model, {"x": feed})
@@ -100,9 +68,7 @@ def test_small_tables_become_float(rows, storage, options, expected):
     weights, ids = Quantized((rows, 64), storage, 1, 32), {"ids": np.int64([0, 39, 7])}
     text = "W = $w  y = Gather (W, ids)"
     model = LayoutCase("table", text, weights, None, inputs=ids).build()
-    fuse_weights(
-        model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options})
-    )
+    fuse_weights(model, FusionOptions(**{**FLOAT, **options}))
     assert op_types(model) == expected
 
 
@@ -119,9 +85,7 @@ def test_small_tables_become_float(rows, storage, options, expected):
 def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, expected):
     """The kernel multiplies with what lies in memory behind the last column, denormals say."""
     model = DequantizedMatMul(k, n, 32, "uint4").model()
-    fuse_weights(
-        model, FusionOptions(**{"accuracy_level": 0, "slow_kernels": "float", **options})
-    )
+    fuse_weights(model, FusionOptions(**{**FLOAT, **options}))
     assert op_types(model) == expected
 
 
@@ -135,11 +99,9 @@ def test_small_weights_become_float_where_n_is_no_multiple_of_16(k, n, options, 
 def test_eight_bits_fuse_at_accuracy_level_4(level, kernels, outcome, expected):
     model = DequantizedMatMul(64, 8, 32, "int8").model()
     options = FusionOptions(accuracy_level=level, slow_kernels=kernels)
-    assert only(fuse_weights(model, options)).outcome == outcome
+    (remark,) = fuse_weights(model, options)
+    assert remark.outcome == outcome
     assert op_types(model) == expected
-
-
-# Refusals, each by its own words, with the graph as it was.
 
 
 def refused(model: ir.Model, **kwargs: object) -> str:
@@ -216,6 +178,6 @@ def test_a_dequantized_activation_is_no_candidate():
 def test_fusing_twice_changes_nothing_more():
     model = CASE.model()
     fuse_weights(model)
-    before = ir.to_proto(model).SerializeToString()
+    before = ir.to_proto(model)
     assert fuse_weights(model) == []
-    assert ir.to_proto(model).SerializeToString() == before
+    assert ir.to_proto(model) == before

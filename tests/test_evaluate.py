@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import as_json, printed, refused
 from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.encoders import encoder
 from builders.same_numbers import session
@@ -138,25 +137,18 @@ def without_logits() -> onnx.ModelProto:
     return model
 
 
+GENAI, SHORT = decoder("genai"), {"window": 16}
+
+
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
-        (
-            decoder("genai"),
-            {"window": 512},
-            CalibrationError,
-            "has 101 tokens, fewer than a w",
-        ),
-        (decoder("genai"), {"tokens": 1}, UsageError, "tokens is 1: 2 or more"),
-        (
-            decoder("genai"),
-            {"tokenizer": "large.json", "window": 16},
-            CalibrationError,
-            "not a row of",
-        ),
-        (with_nan(), {"window": 16}, ModelFileError, "output 'logits' has NaN"),
-        (decoder("torch"), {"window": 16}, ModelFileError, "not a causal language model"),
-        (without_logits(), {"window": 16}, ModelFileError, "has no float output"),
+        (GENAI, {"window": 512}, CalibrationError, "has 101 tokens, fewer than a w"),
+        (GENAI, {"tokens": 1}, UsageError, "tokens is 1: 2 or more"),
+        (GENAI, {**SHORT, "tokenizer": "large.json"}, CalibrationError, "not a row of"),
+        (with_nan(), SHORT, ModelFileError, "output 'logits' has NaN"),
+        (decoder("torch"), SHORT, ModelFileError, "not a causal language model"),
+        (without_logits(), SHORT, ModelFileError, "has no float output"),
         (encoder(), {}, CalibrationError, "text.txt: 0 of its paragraphs"),
     ],
 )
@@ -171,20 +163,15 @@ def test_what_cannot_be_evaluated_is_named(model, options, error, message):
 @pytest.mark.usefixtures("folder")
 def test_the_command_takes_folders_of_one_model():
     arguments = ["evaluate", "float", "--text", "text.txt", "--window", "16", "--tokens", "32"]
-    done = ortplugins_command(*arguments, "--against", "float/model.onnx", "--format", "json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    found = as_json(*arguments, "--against", "float/model.onnx")
     assert (found["count"], found["kl_divergence"], found["cosine"]) == (30, 0, None)
-    done = ortplugins_command(*arguments)
-    assert "perplexity" in done.stdout and "KL" not in done.stdout
+    shown = printed(*arguments)
+    assert "perplexity" in shown and "KL" not in shown
 
     shutil.copy("float/model.onnx", "float/other.onnx")
-    done = ortplugins_command(*arguments)
-    assert (done.returncode, "model.onnx, other.onnx" in done.stderr) == (2, True)
+    assert "model.onnx, other.onnx" in refused(*arguments)
     Path("float/other.onnx").unlink()
     Path("float/model.onnx").unlink()
-    done = ortplugins_command(*arguments)
-    assert (done.returncode, "there is no .onnx file" in done.stderr) == (2, True)
+    assert "there is no .onnx file" in refused(*arguments)
     Path("float/tokenizer.json").unlink()
-    done = ortplugins_command(*arguments)
-    assert (done.returncode, "no tokenizer.json beside" in done.stderr) == (2, True)
+    assert "no tokenizer.json beside" in refused(*arguments)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from builders.example_pass import EXAMPLE, installed
-from builders.python_process import python
+from builders.installed_passes import EXAMPLE, installed
+from builders.processes import python
 from builders.text_models import proto_of
 
 ROOT = Path(__file__).parents[1]

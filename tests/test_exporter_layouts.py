@@ -78,9 +78,6 @@ def check(
         assert relative_error(actual, expected) <= bound(model)
 
 
-# Float models.
-
-
 def weights(dtype: type, **shapes: tuple[int, ...]) -> Arrays:
     """Random weights such that products stay near 1."""
     rng = np.random.default_rng(0)
@@ -118,9 +115,6 @@ def parallel_model() -> tuple[onnx.ModelProto, Arrays]:
     return text_model(text, arrays, outputs=["a", "b"]), {"x": feed(5, 64)}
 
 
-# onnxruntime's quantizers.
-
-
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     before = logging.root.manager.disable
@@ -153,9 +147,7 @@ def quantise_matmul_nbits(source: onnx.ModelProto, **options: Any) -> onnx.Model
     return quantizer.model.model
 
 
-def quantise_static(
-    source: onnx.ModelProto, feeds: Arrays, path: Path, **options: Any
-) -> onnx.ModelProto:
+def quantise_static(kind: str, path: Path, **options: Any) -> tuple[onnx.ModelProto, Arrays]:
     """quantize_static, QuantFormat.QDQ, activations uint8.
 
     Weights: per tensor with scale and zero point of rank 0, or per channel with [N] on the
@@ -163,6 +155,7 @@ def quantise_static(
     K). Zero points are always written. The Gemm's bias is int32, scale [1] with a zero point
     of rank 0, or both [N]. Gather's table is uint8 with the scale of its output.
     """
+    source, feeds = parallel_model()
     with silence():
         quantization.quantize_static(
             source,
@@ -170,12 +163,10 @@ def quantise_static(
             Reader([feeds]),
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType[kind],
             **options,
         )
-    return onnx.load(path)
-
-
-# onnxruntime.quantization.matmul_nbits_quantizer.
+    return onnx.load(path), feeds
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -199,9 +190,6 @@ def test_matmul_nbits_quantizer_blocks_of_8_have_no_kernel():
     check(proto, feeds, 0, left=dict.fromkeys(names, "block_size 8"))
 
 
-# onnxruntime.quantization.quantize_static and quantize_dynamic.
-
-
 # Without it each product is quantised again, and a difference of one rounding is a whole step.
 FLOAT_OUTPUTS = {"OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]}
 
@@ -210,15 +198,8 @@ FLOAT_OUTPUTS = {"OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]}
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", ["QInt8", "QUInt8"])
 def test_static_8_bit_is_left_to_onnxruntime(kind, per_channel, outputs, tmp_path):
-    source, feeds = parallel_model()
-    proto = quantise_static(
-        source,
-        feeds,
-        tmp_path / "static.onnx",
-        weight_type=quantization.QuantType[kind],
-        per_channel=per_channel,
-        extra_options=outputs,
-    )
+    options = {"per_channel": per_channel, "extra_options": outputs}
+    proto, feeds = quantise_static(kind, tmp_path / "static.onnx", **options)
     model = ir.from_proto(proto)
     before = counts(model)
     left = weights_left(model)
@@ -236,13 +217,6 @@ def test_static_8_bit_is_left_to_onnxruntime(kind, per_channel, outputs, tmp_pat
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", ["QInt4", "QUInt4"])
 def test_static_4_bit_fuses(kind, per_channel, tmp_path):
-    source, feeds = parallel_model()
-    proto = quantise_static(
-        source,
-        feeds,
-        tmp_path / "static.onnx",
-        weight_type=quantization.QuantType[kind],
-        per_channel=per_channel,
-        extra_options=FLOAT_OUTPUTS,
-    )
+    options = {"per_channel": per_channel, "extra_options": FLOAT_OUTPUTS}
+    proto, feeds = quantise_static(kind, tmp_path / "static.onnx", **options)
     check(proto, feeds, matmulnbits=2)

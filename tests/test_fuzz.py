@@ -31,13 +31,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.printer
 import onnx_ir as ir
 import pytest
+from builders.dequantized_models import STORAGE
 from builders.layout_matrix import layout_cases
 from builders.same_numbers import (
     TooSlow,
@@ -49,6 +49,7 @@ from builders.same_numbers import (
     time_limit,
     wrong_numbers,
 )
+from builders.text_models import model_of_nodes
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
@@ -65,14 +66,6 @@ SECONDS = 5
 ADDRESS_SPACE = 6 << 30
 
 T = onnx.TensorProto
-STORAGE = {
-    "int4": (T.INT4, ml_dtypes.int4, -8, 8),
-    "uint4": (T.UINT4, ml_dtypes.uint4, 0, 16),
-    "int8": (T.INT8, np.int8, -128, 128),
-    "uint8": (T.UINT8, np.uint8, 0, 256),
-    "int2": (T.INT2, ml_dtypes.int2, -2, 2),
-    "uint2": (T.UINT2, ml_dtypes.uint2, 0, 4),
-}
 
 
 # Random chains.
@@ -131,26 +124,12 @@ class _Chain:
             outputs.append(self.consume())
         if self.rarely():
             outputs.append(self.value)
-        return self.finished(outputs)
-
-    def finished(self, outputs: Sequence[str]) -> onnx.ModelProto:
-        graph = helper.make_graph(
-            self.nodes,
-            "chain",
-            self.inputs,
-            [onnx.ValueInfoProto(name=name) for name in outputs],
-            self.tensors,
-        )
-        imports = [
-            helper.make_opsetid("", self.opset),
-            helper.make_opsetid("com.microsoft", 1),
-        ]
-        model = helper.make_model(graph, opset_imports=imports)
-        model.ir_version = 13 if self.opset == 25 else 10
-        return model
+        return model_of_nodes(self.nodes, self.tensors, self.inputs, outputs, self.opset)
 
     def dequantize(self, storage: str) -> None:
-        _, dtype, low, high = STORAGE[storage]
+        bits, signed, dtype = STORAGE[storage]
+        low = -(1 << (bits - 1)) if signed else 0
+        high = low + (1 << bits)
         sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 15, 16, 17, 24, 32, 33, 64, 96])
         rank = self.one_of(2, 2, 2, 2, 3, 3, 1, 4)
         small = st.sampled_from([1, 2, 3, 4])
@@ -188,10 +167,7 @@ class _Chain:
         scales = np.asarray(scales / high).astype(scale_type)
         if self.rarely() and scales.size:
             scales.flat[-1] = self.one_of(0.0, np.nan, np.inf, -np.inf, 1e-7)
-        inputs = [
-            self.constant("w", codes.astype(dtype)),
-            self.constant("w_scale", scales),
-        ]
+        inputs = [self.constant("w", codes.astype(dtype)), self.constant("w_scale", scales)]
         zero_points = self.one_of("none", "random", "default", "none")
         if zero_points != "none":
             zero = np.full(scale_shape, (low + high) // 2)
@@ -199,7 +175,7 @@ class _Chain:
                 zero = np.asarray(self.rng.integers(low, high, scale_shape))
             if self.rarely():
                 zero = zero.reshape(self.one_of([*scale_shape, 1], [1, *scale_shape]))
-            other = STORAGE[self.one_of(*STORAGE)][1] if self.rarely() else dtype
+            other = STORAGE[self.one_of(*STORAGE)][2] if self.rarely() else dtype
             inputs.append(self.constant("w_zero", zero.astype(other)))
         attributes: dict[str, object] = {}
         if self.opset > 11:

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from builders.text_models import model_of
 
-from ortplugins.errors import QuantizationError
 from ortplugins.quantization import quantize
 from ortplugins.quantization.methods import gptq as gptq_module
-from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.gptq import Gptq, GptqOptions, gptq
-from ortplugins.quantization.methods.nearest import dequantize_blocks, quantize_blocks
+from ortplugins.quantization.methods.gptq import Gptq, GptqOptions
+from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
+    dequantize_blocks,
+    quantize_blocks,
+)
 
+FORM = BlockFormat()
 PLAIN = {"ratios": (1.0,), "revisits": 0}
 FORMS = [
     BlockFormat(bits, size, symmetric, grid)
@@ -24,6 +27,10 @@ FORMS = [
     for size in (-1, 16, 24)
     for symmetric, grid in ((True, "extreme"), (True, "amax"), (False, "extreme"))
 ]
+
+
+def gptq(weight, gram, form=FORM, **options):
+    return Gptq(gram, GptqOptions(**options)).quantize(weight, form)
 
 
 def correlated(rng, k, tokens=2048):
@@ -163,7 +170,7 @@ def test_what_outputs_lack_moves_the_weight_by_damped_least_squares():
     assert np.abs(target - weight).max() > 0.001
 
 
-def test_revisits_only_lower_the_loss():
+def test_revisits_only_lower_the_loss_until_no_single_code_has_a_better_one():
     weight, gram = problem(96, 50, seed=4)
     for form in (BlockFormat(), BlockFormat(2, 20, False), BlockFormat(scale_type="float16")):
         losses = [
@@ -172,9 +179,6 @@ def test_revisits_only_lower_the_loss():
         ]
         assert losses[1] < losses[0]
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses))
-
-
-def test_after_many_revisits_no_single_code_has_a_better_one():
     weight, gram = problem(12, 3, seed=5)
     form = BlockFormat(2, 4)
     done = gptq(weight, gram, form, revisits=20)
@@ -233,28 +237,8 @@ def test_zero_weights_and_layouts_of_memory():
     assert not dequantize_blocks(*gptq(nothing, gram), BlockFormat()).any()
 
 
-NAN = np.full((64, 64), np.nan, np.float32)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weight, gram: (weight * np.inf, gram), "weight holds NaN or infinite"),
-        (lambda weight, gram: (weight, NAN), "Gram matrix holds NaN or infinite"),
-        (lambda weight, gram: (weight, gram[:5]), r"\[5, 5\] is expected"),
-        (lambda weight, gram: (weight, gram[:5, :5]), r"\[5, N\] is expected"),
-        (lambda weight, gram: (weight, -gram), "negative numbers on its diagonal"),
-        (lambda weight, gram: (weight[0], gram), r"\[64, N\] is expected"),
-    ],
-)
-def test_refusals(change, message):
-    with pytest.raises(QuantizationError, match=message):
-        gptq(*change(*problem()))
-
-
-@pytest.mark.parametrize(
-    ("share", "wider"),
-    [(0.0, ""), (0.11, "a"), (0.2, "ac"), (0.96, "ab"), (1.0, "abc")],
+    ("share", "wider"), [(0.0, ""), (0.11, "a"), (0.2, "ac"), (0.96, "ab"), (1.0, "abc")]
 )
 def test_8_bits_go_where_each_byte_removes_the_most_error(share, wider):
     # For each element, a errs a hundred times as much as c and b 25 times; b is the greatest.

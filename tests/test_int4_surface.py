@@ -146,15 +146,12 @@ def test_arguments_and_defaults_are_modelopts(name):
 # Where ModelOpt's primitives are wrong
 
 
-def test_a_range_of_zero_points_includes_0():
+def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     w = np.linspace(5, 6, 64, dtype=np.float32).reshape(32, 2)
     for weights in (w, -w):
         codes, scales, zeros = int4.quant_tensor(weights, 16, use_zero_point=True)
         error = int4.dq_tensor(codes, scales, 16, zp=zeros) - weights
         assert abs(error).max() <= scales.max() / 2 + 1e-6
-
-
-def test_8_bit_codes_with_zero_points_do_not_wrap():
     w = numbers(1, 40, 3)
     codes, scales, zeros = int4.quant_tensor(w, 8, use_zero_point=True, num_bits=8)
     assert codes.dtype == np.uint8

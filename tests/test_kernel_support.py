@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import printed
 from builders.layout_matrix import MATMUL, LayoutCase, Quantized
-from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
 import ortplugins
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
+from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     NoKernel,
     matmulnbits_unsupported,
     table_unsupported,
@@ -26,9 +25,6 @@ from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
 
 VERSIONS = ("1.22", "1.24", "1.27", "1.29", "1.31")
-
-
-# Versions.
 
 
 @pytest.mark.parametrize(
@@ -58,9 +54,6 @@ def test_no_version(text):
         parse_version(text)
 
 
-# inspect.
-
-
 def matmul(storage: str, dtype: type = np.float32, zero_points: str = "none") -> LayoutCase:
     w = Quantized((64, 8), storage, zero_points=zero_points, scale_dtype=dtype)
     return LayoutCase("matmul", MATMUL, w, (3, 64), dtype=dtype)
@@ -87,9 +80,7 @@ def inspect(folder: Path, case: LayoutCase, version: str, *arguments: str) -> li
     """Lines of ``ortplugins inspect --onnxruntime VERSION``."""
     path = folder / "model.onnx"
     ir.save(case.build(), path)
-    done = ortplugins_command("inspect", path, "--onnxruntime", version, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed("inspect", path, "--onnxruntime", version, *arguments).splitlines()
 
 
 def settings(**options: object) -> list[str]:
@@ -140,36 +131,31 @@ def test_refusal(tmp_path, case, level, words, first, version):
         assert all(words.format(version=version) in line for line in refusals)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        (
-            matmul("int2", np.float16),
-            {
-                "1.22": f"{NO_KERNEL} 2-bit weights: 1.24 has",
-                "1.24": f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has",
-                "1.27": f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has",
-            },
-        ),
-        (
-            gather("uint2"),
-            {
-                "1.22": f"{TABLE} 2-bit codes: 1.24 has",
-                "1.24": f"{TABLE} 2-bit codes: 1.27 has",
-            },
-        ),
-        (
-            gather("uint4", block=64),
-            {
-                "1.22": f"{TABLE} 4-bit codes: 1.24 has",
-                "1.24": "onnxruntime 1.24 computes wrong numbers at Gather from uint8 tables "
-                "of 4-bit codes with zero points for an odd number of blocks: 1.27 is right",
-            },
-        ),
-        (gather("int4", "none", block=64), {"1.22": f"{TABLE} 4-bit codes: 1.24 has"}),
-    ],
-    ids=["float16-int2", "table2", "table4-odd_blocks", "table4-no_zero_points"],
+ODD_BLOCKS = (
+    "onnxruntime 1.24 computes wrong numbers at Gather from uint8 tables of 4-bit codes with "
+    "zero points for an odd number of blocks: 1.27 is right"
 )
+FLOAT16_TWO_BITS = f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has"
+FOUR_BIT_TABLE = f"{TABLE} 4-bit codes: 1.24 has"
+# Model, and what the versions say that refuse it.
+CHANGES = {
+    "float16-int2": (
+        matmul("int2", np.float16),
+        {"1.22": TWO_BITS, "1.24": FLOAT16_TWO_BITS, "1.27": FLOAT16_TWO_BITS},
+    ),
+    "table2": (
+        gather("uint2"),
+        {"1.22": f"{TABLE} 2-bit codes: 1.24 has", "1.24": f"{TABLE} 2-bit codes: 1.27 has"},
+    ),
+    "table4-odd_blocks": (
+        gather("uint4", block=64),
+        {"1.22": FOUR_BIT_TABLE, "1.24": ODD_BLOCKS},
+    ),
+    "table4-no_zero_points": (gather("int4", "none", block=64), {"1.22": FOUR_BIT_TABLE}),
+}
+
+
+@pytest.mark.parametrize(("case", "words"), CHANGES.values(), ids=CHANGES)
 def test_refusals_that_change(tmp_path, case, words):
     for version in VERSIONS:
         options = settings(slow_kernels="fuse", accuracy_level=0)
@@ -216,9 +202,6 @@ def test_versions_that_no_result_is_for(version):
         ortplugins.optimize(matmul("int8").build(), onnxruntime_version=version)
 
 
-# The functions.
-
-
 def test_newest_is_refused_nothing():
     for bits in (2, 4, 8):
         table_unsupported(None, bits=bits, odd_blocks=True)
@@ -236,36 +219,6 @@ def test_version_in_between_counts_as_the_older_neighbour():
     with pytest.raises(NoKernel, match=r"onnxruntime 1\.26 has no kernel .*: 1\.27 has"):
         table_unsupported((1, 26), bits=2, odd_blocks=False)
     table_unsupported((1, 28), bits=2, odd_blocks=False)
-
-
-# What onnxruntime itself lists.
-
-
-def listed(operator: str, constraint: str) -> set[str]:
-    """Types for which the installed onnxruntime registers a kernel on the CPU."""
-    return {
-        name
-        for kernel in get_all_opkernel_def()
-        if (kernel.op_name, kernel.domain) == (operator, "com.microsoft")
-        and kernel.provider == "CPUExecutionProvider"
-        for name in kernel.type_constraints[constraint]
-    }
-
-
-def test_types_that_the_fusion_writes_have_kernels():
-    floats = {"tensor(float)", "tensor(float16)"}
-    assert listed("MatMulNBits", "T1") >= floats
-    assert listed("MatMulNBits", "T2") == {"tensor(uint8)"}
-    assert listed("MatMulNBits", "T3") >= {"tensor(uint8)"}
-    assert listed("GatherBlockQuantized", "T1") >= {
-        "tensor(uint8)",
-        "tensor(int4)",
-        "tensor(uint4)",
-    }
-    assert listed("GatherBlockQuantized", "T2") >= floats
-
-
-# CUDA.
 
 
 def fused_for_cuda(version: tuple[int, int] | None, storage: str) -> list[str]:

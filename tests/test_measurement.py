@@ -30,7 +30,7 @@ from ortplugins.measurement.measure import (
     measure,
     side_by_side,
 )
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import process_memory
 
 FUSION = "dq_matmulnbits_fusion"
 FEED = {"x": np.ones((3, 64), np.float32)}
@@ -42,9 +42,6 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.onnx"
     ir.save(DequantizedMatMul(64, 32, 32).model(), path)
     return path
-
-
-# Turns, on a clock of their own: nothing here depends on the machine.
 
 
 class Recorded:
@@ -142,9 +139,6 @@ def test_a_difference_is_one_where_ranges_do_not_overlap(a, b, differs):
     cost = Cost("run", "s", Spread(tuple(a)), Spread(tuple(b)))
     assert cost.differs is differs
     assert cost.ratio == np.median(a) / np.median(b)
-
-
-# Real processes
 
 
 def test_a_model_beside_itself_does_not_differ(model):
@@ -247,8 +241,6 @@ def test_one_that_fails_leaves_the_others_their_figures(model, tmp_path):
     assert bad.failed.startswith(f"{tmp_path / 'no.onnx'}: onnxruntime refuses it: ")
     assert unknown.failed.startswith("no such pass: ") and unknown.start is None
 
-
-# What a process holds
 
 MEGABYTES = 40
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Conversions at the borders of regions: graphs, names, and every code."""
+"""Regions of other types: which follow, and conversions at their borders, to every code."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ from hypothesis import strategies as st
 
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    TensorOverride,
+)
 from rewrite_rules.remarks import Outcome
 
-U8, I8, U16, I16 = (
-    ir.DataType.UINT8,
-    ir.DataType.INT8,
-    ir.DataType.UINT16,
-    ir.DataType.INT16,
-)
+U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 CHAIN = """g (float[2,3] x) => (float[2,3] y) {
     [A] a = Sigmoid(x)
     [B] b = Sigmoid(a)
@@ -40,13 +38,135 @@ CHAIN = """g (float[2,3] x) => (float[2,3] y) {
 }"""
 
 
-def entry(
-    dtype: ir.DataType, convert: ir.DataType | None = None, *nodes: str
-) -> tuple[TensorOverride, ...]:
-    second = None
-    if convert is not None:
-        second = TensorOverride(quant_type=convert, recv_nodes=frozenset(nodes) or None)
-    return (TensorOverride(quant_type=dtype, convert=second),)
+def of(quant_type: ir.DataType | None = None, **fields: object) -> tuple[TensorOverride, ...]:
+    return (TensorOverride(quant_type=quant_type, **fields),)
+
+
+def to(quant_type: ir.DataType, *nodes: str, **fields: object) -> TensorOverride:
+    names = frozenset(nodes) or None
+    return TensorOverride(quant_type=quant_type, recv_nodes=names, **fields)
+
+
+SUM = """g (float[3] x, float[3] v) => (float[3] y) {
+    [A] a = Sigmoid(x)
+    [B] b = Sigmoid(v)
+    [C] y = Add(a, b)
+}"""
+TWO_READERS = """g (float[3] x) => (float[3] y, float[3] z) {
+    [A] a = Sigmoid(x)
+    [B] y = Sigmoid(a)
+    [C] z = Sigmoid(a)
+}"""
+MOVED = """g (float[2,6] x) => (float[3,2] y, float[2,3] z) {
+    [A] a = Sigmoid(x)
+    [S] b, c = Split <axis = 1, num_outputs = 2> (a)
+    [T] d = Transpose <perm = [1, 0]> (b)
+    [C] y = Sigmoid(d)
+    [D] z = Sigmoid(c)
+}"""
+
+PROMOTED = {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+REGIONS = {
+    "a tensor": (CHAIN, {"promote": {"b"}}, PROMOTED),
+    "its codes": (CHAIN, {"promote": {"b_QuantizeLinear_Output"}}, PROMOTED),
+    "what is dequantised": (CHAIN, {"promote": {"b_DequantizeLinear_Output"}}, PROMOTED),
+    "a node reads and writes 16 bits": (
+        CHAIN,
+        {"promote": {"B"}},
+        {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"},
+    ),
+    # B is of the type that it writes.
+    "two 16-bit types are neighbours": (
+        CHAIN,
+        {"overrides": {"a": of(U16), "b": of(I16)}},
+        {"x>u8>u16>A", "A>u16>i16>B", "B>i16>C", "C>i16>y"},
+    ),
+    "a tensor kept at 8 bits ends the region": (
+        CHAIN,
+        {"overrides": {"a": of(U16), "b": of(U8)}},
+        {"x>u8>u16>A", "A>u16>u8>B", "B>u8>C", "C>u8>y"},
+    ),
+    "an entry into two types": (
+        TWO_READERS,
+        {"overrides": {"y": of(U16), "z": of(I16)}},
+        {"x>u8>A", "A>u8>u16>B", "A>u8>i16>C", "B>u16>y", "C>i16>z"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "options", "expected"), REGIONS.values(), ids=REGIONS)
+def test_regions(text: str, options: dict, expected: set[str]):
+    model = quantized(text)
+    place(model, **options)
+    assert chains(model) == expected
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+def test_what_data_movement_shares_is_promoted_together(name: str):
+    model = quantized(MOVED)
+    place(model, promote=frozenset({name}))
+    assert chains(model) == {
+        *("x>u8>u16>A", "A>u16>S", "S>u16>T", "S>u16>D", "T>u16>C"),
+        *("C>u16>y", "D>u16>z"),
+    }
+    wide = {
+        (float(node.inputs[1].const_value.numpy()), int(node.inputs[2].const_value.numpy()))
+        for node in model.graph
+        if node.op_type == "DequantizeLinear"
+        and node.inputs[0].producer().inputs[0].name in "abcd"
+    }
+    assert len(wide) == 1
+
+
+def test_a_calibrated_range_of_one_is_the_grid_of_its_group():
+    model = quantized(MOVED)
+    place(model, promote=frozenset("xyz") | {"a"}, ranges=dict.fromkeys("xa", (-2.0, 2.0)))
+    scales = {
+        node.inputs[0].name: float(node.inputs[1].const_value.numpy())
+        for node in model.graph
+        if node.op_type == "QuantizeLinear"
+    }
+    assert [scales[name] for name in "abcd"] == pytest.approx([4 / 65535] * 4)
+
+
+def test_unequal_parameters_make_no_group():
+    model = quantized(MOVED, {"d": grid(0.03, 100)})
+    place(model, promote=frozenset({"d"}))
+    assert {"A>u8>S", "S>u8>u16>T", "T>u16>C"} <= chains(model)
+
+
+FINE, FINER = ({"scale": scale, "zero_point": 5} for scale in (0.002, 0.001))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (MOVED, {"overrides": {"a": of(U16), "d": of(I16)}},
+         r"'d'.*int16.*override of 'd'.*uint16.*'a'"),
+        (MOVED, {"overrides": {"a": of(U16, **FINE), "d": of(U16, **FINER)}},
+         "'a' and 'd' share parameters"),
+        (SUM, {"overrides": {"a": of(U16), "b": of(I16)}},
+         r"'C'.*uint16 by the override of 'a'.*int16.*'b'"),
+        (CHAIN, {"overrides": {"a": of(U8, convert=to(I16, "B")), "b": of(U16)}},
+         r"'B' is asked to read tensor 'a' as int16.*uint16"),
+        (CHAIN, {"overrides": {"b": of(I16)}, "promote": {"B"}},
+         r"tensor 'b'.*int16.*'b'.*uint16.*'B'"),
+        (CHAIN, {"promote": {"Sigmoidd"}}, "no quantised tensor and no node 'Sigmoidd'"),
+        (CHAIN, {"promote": {"b_QuantizeLinear_Outptu"}}, r"b_QuantizeLinear_Output'\?"),
+        (CHAIN, {"overrides": {"bb": of(U16)}}, "'bb'"),
+        (CHAIN, {"overrides": {"b": of(U8, convert=to(U16, "D"))}}, "no node 'D'"),
+        (CHAIN, {"overrides": {"b": of(U8, convert=to(U8, "C"))}}, "tensor's own"),
+        (CHAIN, {"mode": "int8"}, "mode is 'int8'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_or_contradicts_itself_changes_nothing(
+    text: str, options: dict, words: str
+):
+    model = quantized(text)
+    before = serialized(model)
+    with pytest.raises(OverrideError, match=words):
+        place(model, **options)
+    assert serialized(model) == before
 
 
 @pytest.mark.parametrize("options", [{}, {"overrides": {"a": ()}}, {"mode": "float"}])
@@ -94,7 +214,7 @@ def test_shared_parameters_stay_as_they_are():
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_below_opset_21_16_bits_are_onnxruntimes_own():
+def test_domains_of_16_bits_below_opset_21():
     model = quantized(CHAIN, opset=17)
     place(model, promote=frozenset({"B"}))
     domains = {
@@ -105,9 +225,18 @@ def test_below_opset_21_16_bits_are_onnxruntimes_own():
     assert domains == {("", U8), ("com.microsoft", U16)}
     assert model.opset_imports == {"": 17, "com.microsoft": 1}
     run(model, {"x": np.ones((2, 3), np.float32)})
+    model = quantized(CHAIN, opset=17)
+    for node in model.graph:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    place(model, promote=frozenset({"B"}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+    domains = {n.domain for n in model.graph if n.op_type == "DequantizeLinear"}
+    assert domains == {"com.microsoft"}
+    run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_pairs_without_zero_point_get_one():
+def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute():
     model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
     feeds = {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)}
     place(model, promote=frozenset({"b"}))
@@ -115,9 +244,6 @@ def test_pairs_without_zero_point_get_one():
     wide = [n for n in model.graph if is_quantize_linear(n) and n.outputs[0].dtype == U16]
     assert all(node.inputs[2].const_value.numpy() == 0 for node in wide)
     run(model, feeds)
-
-
-def test_output_dtype_stands_for_a_zero_point():
     model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
     for node in model.graph:
         if is_quantize_linear(node):
@@ -141,12 +267,12 @@ def test_nodes_without_names_and_a_node_that_reads_twice():
     multiply = next(node for node in model.graph if node.op_type == "Mul")
     assert multiply.inputs[0] is multiply.inputs[1]
     assert chains(model) == {
-        *("x>u8>Sigmoid", "Sigmoid>u8>u16>Mul", "Sigmoid>u8>Neg", "Mul>u16>y", "Neg>u8>z"),
+        *("x>u8>Sigmoid", "Sigmoid>u8>u16>Mul", "Sigmoid>u8>Neg", "Mul>u16>y", "Neg>u8>z")
     }
     run(model, {"x": np.ones(4, np.float32)})
 
 
-def test_quantised_inputs_and_outputs_keep_their_types():
+def test_quantised_inputs_and_outputs_keep_types_and_parameters():
     model = parse(
         """g (uint8[4] x) => (uint8[4] yq, float[4] y)
         <float s = {0.02}, uint8 z = {121}>
@@ -166,9 +292,6 @@ def test_quantised_inputs_and_outputs_keep_their_types():
         "a: uint16 -> uint8 for the output",
     }
     run(model, {"x": np.arange(4, dtype=np.uint8)})
-
-
-def test_codes_that_a_caller_reads_keep_their_parameters():
     model = parse(
         """g (float[4] x) => (uint8[4] q, float[4] y)
         <float s = {0.02}, uint8 z = {121}>
@@ -196,7 +319,7 @@ def test_parameters_in_constant_nodes():
     )
     feeds = {"x": np.arange(4, dtype=np.uint8)}
     before = run(model, feeds)
-    place(model, overrides={"x": entry(U8, U16, "B")})
+    place(model, overrides={"x": of(U8, convert=to(U16, "B"))})
     assert chains(model) == {"x>A", "x>u16>B", "A>y", "B>w"}
     after = run(model, feeds)
     assert [value.tobytes() for value in after] == [value.tobytes() for value in before]
@@ -228,7 +351,7 @@ def test_a_tensor_quantised_twice():
             [C] w = Neg(e)
         }"""
     one, both = parse(text), parse(text)
-    place(one, overrides={"q": entry(U8, U16, "B")})
+    place(one, overrides={"q": of(U8, convert=to(U16, "B"))})
     assert chains(one) == {"x>A", "A>u8>u16>B", "A>u8>C", "B>y", "C>w"}
     place(both, promote=frozenset({"a"}))
     assert chains(both) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
@@ -340,7 +463,7 @@ def test_mode_float_below_clips_opset_is_refused():
     refused(model, "opset 11", promote=frozenset({"a"}), mode="float")
 
 
-def test_explicit_parameters_and_ranges():
+def test_explicit_parameters_and_ranges_leave_exact_entries():
     model = quantized(CHAIN)
     place(
         model,
@@ -348,7 +471,7 @@ def test_explicit_parameters_and_ranges():
             "x": (TensorOverride(quant_type=U16, scale=0.001, zero_point=77),),
             "a": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0, symmetric=True),),
             "b": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0),),
-            "y": entry(U16),
+            "y": of(U16),
         },
         ranges={"y": (-0.5, 1.0)},
     )
@@ -359,9 +482,6 @@ def test_explicit_parameters_and_ranges():
         f"uint16 {4 / 65535:.6g} @ {65535 // 4 + 1}",
         f"uint16 {1.5 / 65535:.6g} @ {65535 // 3}",
     ]
-
-
-def test_a_calibrated_range_does_not_break_an_exact_entry():
     model = quantized(CHAIN)
     place(model, promote=frozenset({"B"}), ranges=dict.fromkeys("xaby", (-1.0, 1.0)))
     assert {str(tensor.grid) for tensor in QuantizedGraph(model).tensors} == {
@@ -382,7 +502,7 @@ def test_a_removed_relu6_ends_at_6_inside_a_region():
 def test_16_bits_go_down_to_8_with_parameters():
     model = quantized(CHAIN, default=grid(0.0001, 30000, U16))
     before = serialized(model)
-    (remark,) = place(model, overrides={"b": entry(U8)})
+    (remark,) = place(model, overrides={"b": of(U8)})
     assert remark.outcome is Outcome.REFUSED
     assert "'b'" in remark.reason and "rmin" in remark.reason
     assert serialized(model) == before
@@ -422,7 +542,7 @@ def test_data_movement_is_not_cut():
             [C] y = Sigmoid(t)
         }"""
     )
-    refused(model, "'T' moves data by one grid", overrides={"a": entry(U8, U16, "T")})
+    refused(model, "'T' moves data by one grid", overrides={"a": of(U8, convert=to(U16, "T"))})
 
 
 def test_mode_float_leaves_the_region_unquantised():
@@ -498,18 +618,6 @@ def test_codes_that_nothing_dequantises_are_converted_back():
     place(model, promote=frozenset({"a"}))
     assert chains(model) == {"x>A", "A>u16>u8>q"}
     assert np.abs(run(model, feeds)[0].astype(int) - before.astype(int)).max() <= 1
-
-
-def test_nodes_of_onnxruntimes_domain_stay_in_it():
-    model = quantized(CHAIN, opset=17)
-    for node in model.graph:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            node.domain = "com.microsoft"
-    place(model, promote=frozenset({"B"}))
-    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
-    domains = {n.domain for n in model.graph if n.op_type == "DequantizeLinear"}
-    assert domains == {"com.microsoft"}
-    run(model, {"x": np.ones((2, 3), np.float32)})
 
 
 def test_what_needs_no_change_is_said():
@@ -593,11 +701,7 @@ def test_random_regions(steps, data):
     labels = [node.name for node in model.graph if node.name[:1] in "nm"]
     promote = data.draw(st.sets(st.sampled_from(tensors + labels), min_size=1))
     mode = data.draw(st.sampled_from(["int16", "float"]))
-    remarks = place(
-        model,
-        promote=frozenset(promote),
-        mode=mode,
-    )
+    remarks = place(model, promote=frozenset(promote), mode=mode)
     if mode == "int16":
         assert all(remark.outcome is Outcome.FIRED for remark in remarks)
         _check_types(model)

@@ -20,6 +20,7 @@ import ortplugins
 # Every layout where asked for (make test-exhaustive), else each 7th, which meets every row.
 STEP = 1 if EXHAUSTIVE else 7
 CASES = [case for case in layout_cases() if case.runs or case.expect][::STEP]
+NATIVE_FUSION = "QDQSelectorActionTransformer"
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
 
 
@@ -96,11 +97,7 @@ def session_level(
         ("ORT_ENABLE_ALL", {LEVEL: "0"}, 0),
         ("ORT_ENABLE_ALL", {LEVEL: "1"}, 1),
         ("ORT_ENABLE_ALL", {"session.disable_quant_qdq": "1"}, 0),
-        (
-            "ORT_ENABLE_ALL",
-            {"optimization.disable_specified_optimizers": "QDQSelectorActionTransformer"},
-            0,
-        ),
+        ("ORT_ENABLE_ALL", {"optimization.disable_specified_optimizers": NATIVE_FUSION}, 0),
     ],
 )
 def test_options_of_the_session(level, entries, expected, tmp_path):
@@ -109,8 +106,7 @@ def test_options_of_the_session(level, entries, expected, tmp_path):
 
 
 def test_the_argument_disabled_optimizers(tmp_path):
-    disabled = ["QDQSelectorActionTransformer"]
-    assert session_level(tmp_path, {}, {}, disabled_optimizers=disabled) == 0
+    assert session_level(tmp_path, {}, {}, disabled_optimizers=[NATIVE_FUSION]) == 0
 
 
 @pytest.mark.parametrize("level", ["0", "4"])

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, ModelFileError
 from ortplugins.optimization import offline_optimizers
-from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS
+from ortplugins.runtime.session_settings import ALL_OPTIMIZERS
 from rewrite_rules.remarks import PassContext
 
 ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
@@ -276,9 +276,7 @@ def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("rewrite_rules.weights.bit_packing._TILE_BYTES", 1 << 10)
     monkeypatch.setattr("rewrite_rules.weights.bit_packing._BLOCK_ROWS", 1 << 6)
     monkeypatch.setattr("rewrite_rules.weights.dequantized_operand._CHUNK_ELEMENTS", 1 << 9)
-    monkeypatch.setattr(
-        "rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs._CHUNK_ELEMENTS", 1 << 4
-    )
+    monkeypatch.setattr("rewrite_rules.dq_matmulnbits_fusion.kernels._CHUNK_ELEMENTS", 1 << 4)
     for storage in ("int4", "uint8", "int2"):
         for layout in ("axis0", "transposed"):
             for n in (300, 301):

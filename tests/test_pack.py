@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import ortplugins_command, printed, refused
 from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.dequantized_models import DequantizedMatMul, run
 from builders.sessions import CPU
@@ -71,9 +71,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pack(*arguments: object) -> str:
-    done = ortplugins_command("pack", *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return printed("pack", *arguments)
 
 
 def files(folder: str) -> list[str]:
@@ -160,8 +158,7 @@ def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source):
     printed = json.loads(pack(source / "model.onnx", "-o", "alone", "--format", "json"))
     assert files("alone") == ["model.onnx", "model.onnx.data"]
     assert printed["artifact"] == "alone/model.onnx" and printed["fired"] == 1
-    done = ortplugins_command("pack", source, "-o", "alone")
-    assert done.returncode == 2 and "--force" in done.stderr
+    assert "--force" in refused("pack", source, "-o", "alone")
     pack(source / "model.onnx", "-o", "alone", "--force")
 
 
@@ -180,28 +177,26 @@ def too_new(folder: Path) -> None:
     onnx.save(proto, folder / "model.onnx")
 
 
+def removed(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def written(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+CONFIGURED = "genai_config.json"
+# The server, what is done to the folder, and what is said of it.
 BAD = {
-    "no model": (
-        "plain",
-        lambda folder: (folder / "model.onnx").unlink(),
-        "there is no .onnx file in this folder",
-    ),
-    "no folder": ("genai", shutil.rmtree, "genai_config.json: is missing"),
+    "no model": ("plain", removed("model.onnx"), "there is no .onnx file in this folder"),
+    "no folder": ("genai", shutil.rmtree, f"{CONFIGURED}: is missing"),
     "two decoders": (
         "plain",
         lambda folder: shutil.copy(folder / "model.onnx", folder / "decoder.onnx"),
         "holds 2 models, decoder.onnx, model.onnx: give the path of one",
     ),
-    "no configuration": (
-        "genai",
-        lambda folder: (folder / "genai_config.json").unlink(),
-        "genai_config.json: is missing",
-    ),
-    "not JSON": (
-        "genai",
-        lambda folder: (folder / "genai_config.json").write_text("{"),
-        "genai_config.json: is not JSON",
-    ),
+    "no configuration": ("genai", removed(CONFIGURED), f"{CONFIGURED}: is missing"),
+    "not JSON": ("genai", written(CONFIGURED, "{"), f"{CONFIGURED}: is not JSON"),
     "missing file": (
         "genai",
         changed(lambda model: model["decoder"].update(filename="gone.onnx")),
@@ -234,22 +229,16 @@ BAD = {
     ),
     "other model": (
         "triton",
-        lambda folder: (folder / "config.pbtxt").write_text(
-            'default_model_filename: "other.onnx"'
-        ),
+        written("config.pbtxt", 'default_model_filename: "other.onnx"'),
         "config.pbtxt: the model is called 'other.onnx', but the folder has 'model.onnx'",
     ),
     "other names": (
         "triton",
-        lambda folder: (folder / "config.pbtxt").write_text('input { name: "x" }'),
+        written("config.pbtxt", 'input { name: "x" }'),
         "config.pbtxt: does not name 'input_ids' of the graph",
     ),
     "older onnxruntime": ("plain", too_new, "onnxruntime refuses it"),
-    "missing data": (
-        "plain",
-        lambda folder: (folder / "weights").unlink(),
-        "external data file",
-    ),
+    "missing data": ("plain", removed("weights"), "external data file"),
 }
 
 
@@ -264,8 +253,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(source, what):
 
 
 def test_a_server_with_an_older_onnxruntime_is_named(source):
-    done = ortplugins_command("pack", source, "-o", "packed", "--onnxruntime", "1.22.1")
-    assert (done.returncode, done.stderr) == (0, "")
+    printed("pack", source, "-o", "packed", "--onnxruntime", "1.22.1")
     proto = onnx.load(source / "model.onnx", load_external_data=False)
     proto.ir_version = 11
     onnx.save(proto, source / "model.onnx")

@@ -19,7 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from builders.python_process import python
+from builders.processes import python
 
 import ortplugins
 
@@ -63,9 +63,6 @@ def test_a_program_without_onnxruntime_gets_an_exception(tmp_path: Path):
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {MISSING}")
 
 
-# The wheel.
-
-
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
     names = set(wheel.namelist())
     release = f"ortplugins-{ortplugins.__version__}"
@@ -94,20 +91,6 @@ def test_no_onnxruntime_is_a_hard_dependency(metadata: Message):
         assert [item for item in required if re.fullmatch(pattern, item)], extra
 
 
-def test_the_metadata_is_what_a_registry_shows(metadata: Message):
-    assert metadata["Name"] == "ortplugins"
-    assert metadata["Version"] == ortplugins.__version__
-    assert metadata["License-Expression"] == "MIT"
-    assert metadata["Requires-Python"] == ">=3.11"
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
-
-
-def test_the_entry_points_are_there(wheel: zipfile.ZipFile):
-    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
-    assert "ortplugins = ortplugins.cli:main" in wheel.read(name).decode().splitlines()
-
-
 def test_the_sdist_holds_what_the_tests_need_and_no_cache(distributions: Path):
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -117,9 +100,6 @@ def test_the_sdist_holds_what_the_tests_need_and_no_cache(distributions: Path):
     assert {"Makefile", "mkdocs.yml", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= tops
     left_out = (".cache/", ".venv/", "__pycache__", ".onnx", ".whl", ".gguf")
     assert not [name for name in names if any(part in name for part in left_out)]
-
-
-# What is said in one place only.
 
 
 def test_the_version_is_in_one_place():

@@ -20,7 +20,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.python_process import python
+from builders.processes import python
 from builders.sessions import CPU, EXACT, check, options, save
 from builders.text_models import proto_of
 from onnxruntime import InferenceSession as EarlyBound
@@ -279,9 +279,7 @@ def test_sessions_of_our_own_modules_are_not_caught(model_path, monkeypatch, tmp
     ("stage", "origin"),
     [("rewrite", "untouched"), ("settings", "untouched"), ("opened", "built")],
 )
-def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
-    model_path, tmp_path, stage, origin, capfd
-):
+def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, origin, capfd):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ortplugins.enabled(Failing(stage=stage)):
@@ -299,9 +297,7 @@ def test_a_pass_that_fails_is_a_warning_and_the_session_runs(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_artifact_that_cannot_be_opened_is_no_provider_fallback(
-    model_path, strict, capfd, monkeypatch
-):
+def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, monkeypatch):
     def discard(*_: object) -> None:  # else it would be built again
         raise PermissionError("read-only")
 
@@ -491,42 +487,36 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", None),
-        ("  ", None),
-        ("dq_matmulnbits_fusion", {"enable_dq_matmulnbits_fusion": "1"}),
+        ("", {}),
+        ("  ", {}),
+        ("dq_matmulnbits_fusion", {"dq_matmulnbits_fusion": {}}),
         (
             " dq_matmulnbits_fusion : accuracy_level = 0;slow_kernels=keep ,prepacked_weights",
             {
-                "enable_dq_matmulnbits_fusion": "1",
-                "dq_matmulnbits_fusion.accuracy_level": "0",
-                "dq_matmulnbits_fusion.slow_kernels": "keep",
-                "enable_prepacked_weights": "1",
+                "dq_matmulnbits_fusion": {"accuracy_level": "0", "slow_kernels": "keep"},
+                "prepacked_weights": {},
             },
         ),
         (
             r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
-            {
-                "enable_shape_size_reorder": "1",
-                "shape_size_reorder.dims": "batch=1,seq=512",
-                "shape_size_reorder.for_default_order": "1",
-            },
+            {"shape_size_reorder": {"dims": "batch=1,seq=512", "for_default_order": "1"}},
         ),
         (
             r"mixed_precision_boundaries:overrides=@C:\new\over.json",
-            {
-                "enable_mixed_precision_boundaries": "1",
-                "mixed_precision_boundaries.overrides": r"@C:\new\over.json",
-            },
+            {"mixed_precision_boundaries": {"overrides": r"@C:\new\over.json"}},
         ),
     ],
 )
 def test_the_variable_reads(text, expected, monkeypatch):
     found = entries(text, monkeypatch)
-    if expected is None:
+    if not expected:
         assert found is None
-    else:
-        assert found == {f"ortplugins.{key}": value for key, value in expected.items()}
-        assert entries(plan_text(found), monkeypatch) == found
+        return
+    keys = {f"ortplugins.enable_{name}": "1" for name in expected}
+    for name, settings in expected.items():
+        keys |= {f"ortplugins.{name}.{key}": value for key, value in settings.items()}
+    assert found == keys
+    assert entries(plan_text(found), monkeypatch) == found
 
 
 @pytest.mark.parametrize(

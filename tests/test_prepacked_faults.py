@@ -26,7 +26,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.session_process import FEED, digest_of, result_of, spawn
+from builders.processes import FEED, digest_of, result_of, spawn
 from builders.sessions import CPU, files, options, save, start
 
 import ortplugins
@@ -58,15 +58,7 @@ def output(model: Path) -> Output:
 
 @dataclasses.dataclass
 class Faults:
-    """A model and its cache, for one test.
-
-    Attributes:
-        path: The model.
-        cache: Where sessions keep its artifact, unless a test says otherwise.
-        folder: For whatever else the test needs.
-        output: What the fused model computes without blobs.
-        patch: What the test changes for a time.
-    """
+    """A model and its cache, for one test; ``output`` is what it computes without blobs."""
 
     path: Path
     cache: Path
@@ -149,7 +141,7 @@ sys.meta_path.insert(0, Finder())
 """
 PACKING, BUILDING = (
     "rewrite_rules.prepacked_weights.child",
-    "ortplugins.artifacts.build_process",
+    "ortplugins.artifacts.build",
 )
 
 
@@ -171,9 +163,6 @@ def assert_whole(cache_dir: Path) -> None:
     """Every published entry is as its builder left it."""
     for entry in ArtifactCache(cache_dir).entries():
         assert entry.damage() == {}
-
-
-# Many processes, and dying ones.
 
 
 def test_eight_processes_on_an_empty_cache(faults: Faults):
@@ -217,9 +206,6 @@ def test_a_process_that_is_killed_while_its_child_works(faults: Faults, module: 
     faults.check(session)
     assert blobs_in_use(reported) == 1
     assert litter(faults.cache) == []
-
-
-# Disks.
 
 
 @contextlib.contextmanager
@@ -339,9 +325,6 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
     assert session.ortplugins_report.source == "built"
     warm.check(session)
     assert files(warm.cache) == before
-
-
-# Children.
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error
-from builders.python_process import python
+from builders.processes import python
 from builders.same_numbers import session as open_model
 from builders.sessions import CPU, EXACT, check, options, start
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
@@ -48,12 +48,6 @@ node = helper.make_node
 
 
 # Records.
-
-
-def test_a_record_as_onnxruntime_writes_it():
-    record = Record.parse("prepacked_3", "MatMulNBits+118472|16384;24702;0|65536;8;7")
-    blobs = (16384, 24702, "0"), (65536, 8, "7")
-    assert record == Record("prepacked_3", "MatMulNBits+118472", blobs)
 
 
 _PLAIN = st.text(st.characters(exclude_characters="|;", exclude_categories=["Cs"]))
@@ -288,6 +282,7 @@ def int8(*shape: int) -> Array:
 
 
 MS = "com.microsoft."
+RECURRENT = "<hidden_size = 32> (sequence, {w}, {r})"
 # One of each kernel that onnxruntime packs weights for (1.31 on x64): its call, the weights.
 KERNELS: dict[str, tuple[str, dict[str, Array]]] = {
     "MatMul": ("(x, {w})", {"w": normal(64, 48)}),
@@ -296,14 +291,8 @@ KERNELS: dict[str, tuple[str, dict[str, Array]]] = {
     f"{MS}FusedGemm": ('<activation = "Relu"> (x, {w})', {"w": normal(64, 48)}),
     "Conv": ("(image, {w})", {"w": normal(16, 8, 3, 3)}),
     "ConvTranspose": ("(image, {w})", {"w": normal(8, 16, 3, 3)}),
-    "LSTM": (
-        "<hidden_size = 32> (sequence, {w}, {r})",
-        {"w": normal(1, 128, 64), "r": normal(1, 128, 32)},
-    ),
-    "GRU": (
-        "<hidden_size = 32> (sequence, {w}, {r})",
-        {"w": normal(1, 96, 64), "r": normal(1, 96, 32)},
-    ),
+    "LSTM": (RECURRENT, {"w": normal(1, 128, 64), "r": normal(1, 128, 32)}),
+    "GRU": (RECURRENT, {"w": normal(1, 96, 64), "r": normal(1, 96, 32)}),
     f"{MS}DynamicQuantizeMatMul": ("(x, {w}, s, z)", {"w": codes(64, 48)}),
     "MatMulInteger": ("(q, {w}, qz)", {"w": codes(64, 48)}),
     f"{MS}MatMulIntegerToFloat": ("(q, {w}, qs, s, qz)", {"w": codes(64, 48)}),
@@ -478,7 +467,7 @@ def test_outputs_are_those_without_blobs(model_path, accuracy_level):
         ("MatMul", normal(1024, 1024), 4, "above limit_mb=4"),
     ],
 )
-def test_without_anything_to_pack_nothing_is_written(
+def test_nothing_to_pack_writes_nothing(
     op_type, weight, limit_mb, expected, tmp_path, cache_dir
 ):
     text = f"g (float[r, 1024] x) => (float[r, 1024] y) {{ y = {op_type}(x, w) }}"

@@ -13,11 +13,11 @@ import onnxruntime
 import pytest
 from builders.same_numbers import session
 
-from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import (
     GRID_TYPES,
     QuantizationGrid,
 )
+from rewrite_rules.remarks import Refusal
 
 UINT8, INT8, UINT16, INT16 = GRID_TYPES
 EIGHT_BITS, SIXTEEN_BITS = (UINT8, INT8), (UINT16, INT16)

@@ -117,9 +117,7 @@ FORMS = {
         *((N, K), (2, 5, K)),
     ),
     "fused transA": product(
-        f"{FUSED} <transA = 1> (x, W)",
-        lambda x, w: x.swapaxes(1, 2) @ w["m"],
-        x=(2, K, 5),
+        f"{FUSED} <transA = 1> (x, W)", lambda x, w: x.swapaxes(1, 2) @ w["m"], x=(2, K, 5)
     ),
     "fused, left transA": product(f"{FUSED} <transA = 1> (W, x)", left, x=(2, K, 5)),
     "fused, left transB": product(

@@ -20,7 +20,7 @@ from builders.dequantized_models import run
 from builders.quantized_files import arrays_of, dequantised, read
 from builders.text_models import matmul_of, model_of, normal
 
-from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization import quantize
 
 D = 32
@@ -55,8 +55,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def into(folder: Path, model, **options):
     return quantize(model, folder / "out.onnx", overwrite=True, external_data=True, **options)
 
-
-# Samples.
 
 X = normal(8, D)
 HUGE = np.full((8, D), 1e38, np.float32)
@@ -122,9 +120,6 @@ def test_providers_that_do_not_exist_are_reported(folder):
         into(folder, pair(), calibration_data_reader=data(), **options)
 
 
-# Weights.
-
-
 @pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
@@ -172,6 +167,15 @@ def test_numbers_at_the_end_of_floats_are_fine(number, is_symmetric):
         assert (error <= abs(weight).max(axis=0)).all()
 
 
+@pytest.mark.parametrize("count", [1, 300])  # all tokens are kept, or second moments
+@pytest.mark.parametrize("method", ["awq_clip", "gptq"])
+def test_activations_whose_squares_overflow_are_refused(method, count):
+    samples = [{"x": np.full((count, D), 1e25, np.float32)}]
+    model = matmul_of(normal(D, D))
+    with pytest.raises(QuantizationError, match=r"'W' is multiplied by overflow"):
+        quantize(model, method=method, calibration_data_reader=samples)
+
+
 def test_float16_scales_neither_vanish_nor_overflow():
     for size in (6e-8, 1e-7, 1e-6, 65504.0):
         weight = (normal(D, 4).clip(-1, 1) * size).astype(np.float16)
@@ -184,9 +188,6 @@ def test_float16_scales_neither_vanish_nor_overflow():
                     assert np.isfinite(array).all()
             error = abs(dequantised(proto)["m"] - weight).max()
             assert error <= abs(weight.astype(float)).max()
-
-
-# What is called back.
 
 
 @pytest.mark.parametrize(
@@ -229,9 +230,6 @@ def test_a_worker_that_is_killed_is_reported(folder, left):
         into(folder, pair(), executor=Broken(left))
 
 
-# Models.
-
-
 def test_external_data_of_a_model_that_has_no_folder(folder, tmp_path_factory):
     """What a file may name is in test_model_files.py."""
     proto = ir.to_proto(pair())
@@ -249,9 +247,6 @@ def test_nothing_to_quantise(folder):
     model = model_of(f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = Relu(x) }}", {})
     with pytest.raises(ModelFileError, match=r"nothing to quantise.*MatMul"):
         into(folder, model)
-
-
-# Disks and signals.
 
 
 def test_a_work_dir_that_is_not_there(folder):

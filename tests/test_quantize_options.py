@@ -22,6 +22,7 @@ from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
 
 D = 32
+NBITS = {"quant_format": "MatMulNBits"}
 
 
 def chain(*names: str) -> ir.Model:
@@ -89,16 +90,13 @@ def test_nodes_are_meant_by_name_glob_and_regular_expression(patterns, left):
             quantize(chain(*LAYERS), nodes_to_include=patterns)
 
 
-def test_excluding_wins_over_including_and_says_why():
+def test_excluding_wins_over_including_and_brackets_and_outputs_are_names():
     report = quantize(
         chain(*LAYERS), nodes_to_include=["/l*"], nodes_to_exclude=["/lm_head"]
     ).report
     (row,) = report.refused
     assert (row.node, row.bits, row.bytes_before) == ("/lm_head", 0, row.bytes_after)
     assert row.reason == "kept in float by '/lm_head'"
-
-
-def test_a_name_with_brackets_is_a_name_and_an_output_names_its_node():
     # And a glob, for the second one.
     names = chosen(chain("up[0]", "up0", "up*"), nodes_to_include=["up[0]"])
     assert names == ["up[0]", "up0"]
@@ -169,12 +167,9 @@ def test_unknown_names_are_all_reported_with_the_closest(option):
         ({"node_config": {"*": {"group": 5}}}, r"rule '\*' has no 'group'"),
         ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
         ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
-        ({"accuracy_level": 5, "quant_format": "MatMulNBits"}, "accuracy_level is 5"),
-        ({"block_size": 24, "quant_format": "MatMulNBits"}, "block_size 24"),
-        (
-            {"node_config": {"*": {"block_size": 8}}, "quant_format": "MatMulNBits"},
-            "block_size 8",
-        ),
+        ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
+        ({"block_size": 24, **NBITS}, "block_size 24"),
+        ({"node_config": {"*": {"block_size": 8}}, **NBITS}, "block_size 8"),
         ({"max_calibration_memory": 0, "method": "awq_lite"}, "max_calibration_memory is 0"),
     ],
     ids=str,
@@ -220,14 +215,14 @@ def test_accuracy_level_is_an_attribute(level):
 @pytest.mark.parametrize(
     ("options", "reported"),
     [
-        ({"quant_format": "MatMulNBits", "bits": 8}, "2 nodes at every run: 8-bit.*level 4"),
-        ({"quant_format": "MatMulNBits", "bits": 8, "accuracy_level": 4}, ""),
-        ({"quant_format": "MatMulNBits", "share_of_8_bits": 0.6}, "1 nodes at every run"),
-        ({"quant_format": "MatMulNBits", "bits": 2, "block_size": -1}, "2 nodes at every run"),
-        ({"quant_format": "MatMulNBits"}, ""),
+        ({**NBITS, "bits": 8}, "2 nodes at every run: 8-bit.*level 4"),
+        ({**NBITS, "bits": 8, "accuracy_level": 4}, ""),
+        ({**NBITS, "share_of_8_bits": 0.6}, "1 nodes at every run"),
+        ({**NBITS, "bits": 2, "block_size": -1}, "2 nodes at every run"),
+        (NBITS, ""),
         ({"bits": 8}, ""),  # onnxruntime's own fusion has level 4
         ({"op_types": ["Gather"]}, r"whole table at every run \(1 Gather\)"),
-        ({"op_types": ["Gather"], "quant_format": "MatMulNBits"}, ""),
+        ({"op_types": ["Gather"], **NBITS}, ""),
     ],
     ids=str,
 )
@@ -379,9 +374,7 @@ def test_the_result_is_usable_beside_its_file(tmp_path, given, external):
 
 @pytest.mark.parametrize("stored_outside", [True, False])
 @pytest.mark.parametrize("external_data", [True, False, None])
-def test_external_data_goes_where_it_is_said_or_as_the_source_has_it(
-    tmp_path, stored_outside, external_data
-):
+def test_external_data_goes_where_it_is_said(tmp_path, stored_outside, external_data):
     model = large()
     source, output = tmp_path / "model.onnx", tmp_path / "out.onnx"
     ir.save(model, source, external_data="model.data" if stored_outside else None)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import as_json
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import dequantised, read
 from builders.text_models import model_of, normal
@@ -219,10 +218,9 @@ def stored_bytes(path: str) -> int:
 def test_presets_store_a_table_that_is_the_head_once(name: str, head: str, k: int):
     rows = 200
     feed = tied_model(head, rows, k)
-    arguments = ["quantize", "tied.onnx", "--samples", "ids.npz", "--format", "json"]
-    done = ortplugins_command(*arguments, "--recipe", name, "-o", "out.onnx")
-    assert (done.returncode, done.stderr) == (0, "")
-    reported, proto = json.loads(done.stdout), onnx.load("out.onnx")
+    arguments = ["quantize", "tied.onnx", "--samples", "ids.npz"]
+    reported = as_json(*arguments, "--recipe", name, "-o", "out.onnx")
+    proto = onnx.load("out.onnx")
     operators = [node.op_type for node in proto.graph.node]
     assert {"GatherBlockQuantized", "MatMulNBits", "DequantizeLinear"} <= set(operators)
     matrices = dequantised(proto)
@@ -239,16 +237,14 @@ def test_presets_store_a_table_that_is_the_head_once(name: str, head: str, k: in
 
 @pytest.mark.parametrize("name", ["small", "balanced", "best"])
 def test_the_command_takes_recipes_and_options_that_change_them(name: str):
-    arguments = ["quantize", "model.onnx", "--samples", "samples.npz", "--format", "json"]
-    done = ortplugins_command(*arguments, "--recipe", name, "-o", "a.onnx")
-    assert (done.returncode, done.stderr) == (0, "")
-    nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
+    arguments = ["quantize", "model.onnx", "--samples", "samples.npz"]
+    reported = as_json(*arguments, "--recipe", name, "-o", "a.onnx")
+    nodes = {row["node"]: row for row in reported["nodes"]}
     assert nodes["k"]["method"] in ("gptq", "rtn")
     assert nodes["o"]["bits"] == (4 if name == "small" else 8)
     sizes = {"small": 128, "balanced": 64, "best": 32}
     assert nodes["k"]["block_size"] == sizes[name]
     changed = ["--recipe", name, "--block-size", "16", "--exclude", "o", "-o", "b.onnx"]
-    done = ortplugins_command(*arguments, *changed)
-    nodes = {row["node"]: row for row in json.loads(done.stdout)["nodes"]}
+    nodes = {row["node"]: row for row in as_json(*arguments, *changed)["nodes"]}
     assert (nodes["k"]["block_size"], nodes["o"]["bits"]) == (16, 0)
     assert onnx.load("b.onnx").graph.node

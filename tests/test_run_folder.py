@@ -15,7 +15,6 @@ from builders.text_models import model_of, normal
 
 from ortplugins.errors import UsageError
 from ortplugins.quantization import Rule, quantize
-from ortplugins.quantization.weights import quantize as quantize_module
 from ortplugins.quantization.weights import run_folder, work
 
 D, LAYERS = 32, 5
@@ -51,7 +50,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(module, name, call)
 
-    counted(quantize_module, "collect")
+    counted(work, "collect")
     counted(work, "quantize_group")
     return found
 

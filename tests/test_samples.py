@@ -14,14 +14,14 @@ from builders.command_line import ortplugins_command
 from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 
 import ortplugins
-from ortplugins.comparison.model_pair import comparison_feeds
+from ortplugins.comparison.models import InputChoice, comparison_feeds
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.samples.made_up import MadeUpInputs
 
 
 def feeds_of(model: onnx.ModelProto, folder: Path, **options):
     session = ort.InferenceSession(model.SerializeToString())
-    return list(comparison_feeds(session, None, scratch=folder, **options))
+    return list(comparison_feeds(session, InputChoice(**options), folder))
 
 
 def parsed(text: str) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.python_process import python
+from builders.processes import python
 from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.python_process import python
+from builders.processes import python
 from builders.sessions import CPU, EXACT, check, options, save, source, start
 
 import ortplugins
@@ -27,9 +27,6 @@ from session_options import registry
 from session_options.keys import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
-
-
-# What a user sees.
 
 
 def test_first_start_builds_and_second_takes_it_from_the_cache(model_path, cache_dir):
@@ -162,23 +159,17 @@ def test_threads_that_share_options(tmp_path, cache_dir):
     assert sorted(manifest["model"] for manifest in manifests) == sorted(map(str, paths))
 
 
-# What decides about an entry.
-
-
-def test_another_model_in_the_same_place_is_built_anew(model_path):
+def test_another_model_and_other_options_are_built_anew(model_path):
     assert source(model_path) == "built"
     other = dataclasses.replace(CASE, seed=5)
     save(other, model_path)
     session = start(model_path)
     assert session.ortplugins_report.source == "built"
     check(session, other)
-
-
-def test_other_options_are_built_anew(model_path):
     basic, no_qdq = options(), options()
     basic.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     no_qdq.add_session_config_entry("session.disable_quant_qdq", "1")
-    for so in (None, options(DqMatMulNBitsFusion(accuracy_level=4)), basic, no_qdq):
+    for so in (options(DqMatMulNBitsFusion(accuracy_level=4)), basic, no_qdq):
         assert source(model_path, so) == "built"
     session = ortplugins.InferenceSession(
         model_path, options(), providers=CPU, disabled_optimizers=["ConstantFolding"]
@@ -223,9 +214,6 @@ def test_a_damaged_manifest_is_built_anew(model_path, cache_dir, content):
     (manifest,) = cache_dir.glob("entries/*/manifest.json")
     manifest.write_text(content)
     assert [source(model_path) for _ in range(2)] == ["built", "cache"]
-
-
-# When something goes wrong.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,9 +297,6 @@ def test_an_entry_removed_while_a_session_opens(model_path, cache_dir, monkeypat
         assert [source(model_path) for _ in range(2)] == ["built", "cache"]
 
 
-# What is imported.
-
-
 def modules_after(script: str, *args: str) -> set[str]:
     code = f"import sys\n{script}\nprint('MODULES', *sys.modules)"
     done = python("-c", code, *args)
@@ -333,13 +318,10 @@ FLOAT = """<ir_version: 10, opset_import: ["" : 21]>
 float (float[n] x) => (float[n] y) { y = Relu(x) }"""
 
 
-def test_a_hit_and_untouched_options_import_none_of_onnx(model_path):
+def test_hits_import_none_of_onnx_and_starts_with_nothing_to_do_no_report(model_path):
     assert HEAVY & modules_after(START, str(model_path), "on", "built")
     assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
-
-
-def test_a_start_with_nothing_to_do_imports_no_report(model_path):
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")
     onnx.save(onnx.parser.parse_model(FLOAT), path)
@@ -349,9 +331,6 @@ def test_a_start_with_nothing_to_do_imports_no_report(model_path):
 def test_the_stock_file_says_the_same_without_us(model_path):
     # The toggles are harmless where the plug-ins are not installed.
     check(ort.InferenceSession(model_path, options(), providers=CPU), CASE)
-
-
-# Options that cannot be read back.
 
 
 def test_overridden_dimensions_are_respected(model_path):

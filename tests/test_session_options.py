@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.installed_passes import install_passes
-from builders.python_process import python
+from builders.processes import python
 from builders.sessions import start
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,9 +56,6 @@ def with_entries(content: dict[str, str]) -> ort.SessionOptions:
     return options
 
 
-# Keys, defaults and help come from the fields.
-
-
 @dataclasses.dataclass(frozen=True)
 class Everything(Pass):
     """One option of each type."""
@@ -96,11 +93,7 @@ def test_general_options_are_the_plans_fields():
 
 @pytest.mark.parametrize(
     "field",
-    [
-        dataclasses.field(default=1),
-        option(None, "Has no type."),
-        option((), "Is a list."),
-    ],
+    [dataclasses.field(default=1), option(None, "Has no type."), option((), "Is a list.")],
     ids=["not by option()", "None", "tuple"],
 )
 def test_a_field_that_is_no_option_is_refused(field):
@@ -124,9 +117,6 @@ def test_a_field_that_is_no_option_is_refused(field):
 def test_a_pass_checks_its_options(values, words):
     with pytest.raises(OptionError, match=words):
         Everything(**values)  # type: ignore[arg-type]
-
-
-# Reading.
 
 
 @pytest.mark.parametrize(
@@ -163,9 +153,6 @@ def test_an_impossible_value_names_key_and_value(key, text, expected):
     assert key in str(error.value)
     assert text in str(error.value)
     assert expected in str(error.value)
-
-
-# Writing.
 
 
 @given(
@@ -232,16 +219,11 @@ def test_configure_refuses_and_writes_nothing(passes, general, words):
         options.get_session_config_entry(ENABLE)
 
 
-# Plans.
-
-
 def test_passes_run_by_position_then_by_name():
     ordered = (a_pass("z", 10), a_pass("a", 20), a_pass("b", 20), a_pass("y", 50))
     for given_order in itertools.permutations(ordered):
         assert make_plan(given_order).passes == ordered
 
-
-# Passes of other packages.
 
 # Takes the source of a module ``acme``, and entry points by name.
 Install = Callable[..., None]
@@ -384,9 +366,6 @@ def test_an_environment_variable_leaves_other_packages_out(install, monkeypatch)
     assert read(with_entries({"ortplugins.enable_stamp": "1"})) == Plan()
     with pytest.raises(OptionError, match="unknown pass 'stamp'"):
         plan_from_settings(["stamp"], {})
-
-
-# What it costs.
 
 
 def test_importing_and_reading_imports_nothing_heavy():

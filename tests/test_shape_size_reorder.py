@@ -13,8 +13,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import printed
 from builders.sessions import CPU
+from builders.text_models import proto_of
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
@@ -27,8 +28,7 @@ from ortplugins.report import Report
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
 # first is read at the very end.
 BRANCHES = range(8)
-BRANCHING = f"""<ir_version: 10, opset_import: ["": 21]>
-branching (float[rows, 1] x) => (float[rows, 1] y)
+BRANCHING = f"""branching (float[rows, 1] x) => (float[rows, 1] y)
 <int64[2] wide = {{1, 4096}}, int64[1] last = {{1}}, int64[1] second = {{1}}> {{
     {" ".join(f"c{i} = Constant<value_float = {i}.5>()" for i in BRANCHES)}
     {" ".join(f"m{i} = Mul(x, c{i})" for i in BRANCHES)}
@@ -43,13 +43,14 @@ branching (float[rows, 1] x) => (float[rows, 1] y)
 }}"""
 
 
+def saved(folder: Path, text: str) -> Path:
+    onnx.save(proto_of(text), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    model = ir.from_onnx_text(BRANCHING)
-    for index, node in enumerate(model.graph):
-        node.name = node.name or f"{node.op_type}_{index}"
-    ir.save(model, tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
+    return saved(tmp_path, BRANCHING)
 
 
 def start(path: Path, folder: Path, **options) -> ortplugins.InferenceSession:
@@ -105,14 +106,9 @@ def test_a_dimension_without_a_number_is_reported(path, tmp_path):
 
 
 def test_tensors_of_unknown_size_are_named(tmp_path):
-    model = ir.from_onnx_text(
-        """<ir_version: 10, opset_import: ["": 21]>
-        g (float[4] x) => (float[n] y) {
-            i = NonZero(x)  z = Squeeze(i)  u = Gather(x, z)  y = Neg(u)
-        }"""
-    )
-    ir.save(model, tmp_path / "model.onnx")
-    report = start(tmp_path / "model.onnx", tmp_path).ortplugins_report
+    text = """g (float[4] x) => (float[n] y) {
+        i = NonZero(x)  z = Squeeze(i)  u = Gather(x, z)  y = Neg(u) }"""
+    report = start(saved(tmp_path, text), tmp_path).ortplugins_report
     notes = [r.reason for r in report.remarks if r.outcome.value == "note"]
     assert any("the largest input of their node: i, " in note for note in notes)
 
@@ -140,37 +136,27 @@ def test_dims_without_a_size_are_reported(dims):
 
 
 def test_a_cycle_is_refused_by_name(tmp_path):
-    model = ir.from_onnx_text(
-        """<ir_version: 10, opset_import: ["": 21]>
-        g (float[n] x) => (float[n] y) { [a] u = Add(x, v)  [b] v = Relu(u)  y = Neg(v) }"""
-    )
-    ir.save(model, tmp_path / "cycle.onnx")
+    text = "[a] u = Add(x, v)  [b] v = Relu(u)  y = Neg(v)"
+    path = saved(tmp_path, f"g (float[n] x) => (float[n] y) {{ {text} }}")
     with pytest.raises(ortplugins.ModelFileError, match="can't be put in order"):
-        order_of(tmp_path / "cycle.onnx", {})
+        order_of(path, {})
 
 
 def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
-    path = tmp_path / "skip.onnx"
-    model = ir.from_onnx_text(
-        """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
-        g (float[b, s, 8] x, float[8] scale, float[8, 8] w) => (float[b, s, 8] y) {
-            n, m, v, sum = com.microsoft.SkipSimplifiedLayerNormalization(x, x, scale)
+    model = proto_of(
+        """g (float[b, s, 8] x, float[8] scale, float[8, 8] w) => (float[b, s, 8] y) {
+            n, , , sum = com.microsoft.SkipSimplifiedLayerNormalization(x, x, scale)
             p = MatMul(n, w)
             y = Add(p, sum)
         }"""
     )
-    for omitted in model.graph.node(0).outputs[1:3]:
-        omitted.name = ""
-    ir.save(model, path)
-    result = ortplugins.optimize(path, tmp_path / "o.onnx", passes=["shape_size_reorder"])
+    result = ortplugins.optimize(model, tmp_path / "o.onnx", passes=["shape_size_reorder"])
     assert any("peak of live bytes" in remark.reason for remark in result.report.remarks)
 
 
 def test_memory_shows_the_orders(path, tmp_path):
     svg = tmp_path / "order.svg"
-    done = ortplugins_command("memory", path, "--svg", svg, "--dims", "rows=64")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed("memory", path, "--svg", svg, "--dims", "rows=64").splitlines()
     assert [line.split("  ")[0].split(" (")[0] for line in lines[:3]] == [
         "computed",
         "onnxruntime's default",
@@ -213,8 +199,7 @@ def test_an_arena_holds_the_peak_once(gradient, tmp_path):
 
 
 # Each tensor is a little larger than the one before, so that no chunk serves again.
-GROWING = """<ir_version: 10, opset_import: ["": 21]>
-growing (float[1, 1] x) => (float[1, 1] y)
+GROWING = """growing (float[1, 1] x) => (float[1, 1] y)
 <int64[2] one = {6, 65536}, int64[2] two = {7, 65536}, int64[2] three = {9, 65536},
  int64[2] all = {0, 1}> {
     [a] a = Expand(x, one)      [b] b = ReduceMax<keepdims = 1>(a, all)
@@ -224,8 +209,7 @@ growing (float[1, 1] x) => (float[1, 1] y)
 
 
 def test_patterns_stay_on_where_tensors_would_spread(tmp_path):
-    ir.save(ir.from_onnx_text(GROWING), tmp_path / "model.onnx")
-    report = start(tmp_path / "model.onnx", tmp_path).ortplugins_report
+    report = start(saved(tmp_path, GROWING), tmp_path).ortplugins_report
     (remark,) = (remark for remark in report.remarks if remark.node == "session")
     assert remark.outcome.value == "refused"
     assert "tensors would lie on 5.8 MB for a peak of 2.4 MB" in remark.reason
@@ -233,8 +217,7 @@ def test_patterns_stay_on_where_tensors_would_spread(tmp_path):
 
 # The first and the last large tensor have one shape, so the last takes the buffer of the
 # first: it is held while the two others are there, and these make the peak.
-HELD_BETWEEN = """<ir_version: 10, opset_import: ["": 21]>
-held (float[1, 1] x) => (float[1, 1] y)
+HELD_BETWEEN = """held (float[1, 1] x) => (float[1, 1] y)
 <int64[2] one = {600, 1024}, int64[2] other = {1024, 599}, int64[2] all = {0, 1}> {
     [a] a = Expand(x, one)      [b] b = ReduceMax<keepdims = 1>(a, all)
     [c] c = Expand(b, other)    [d] d = Sign(c)    [e] e = ReduceMax<keepdims = 1>(d, all)
@@ -243,8 +226,7 @@ held (float[1, 1] x) => (float[1, 1] y)
 
 
 def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
-    path = tmp_path / "held.onnx"
-    ir.save(ir.from_onnx_text(HELD_BETWEEN), path)
+    path = saved(tmp_path, HELD_BETWEEN)
     so = onnxruntime.SessionOptions()
     ortplugins.configure(so, ortplugins.ShapeSizeReorder(), cache_dir=str(tmp_path / "cache"))
 

@@ -201,7 +201,7 @@ def test_what_an_expand_keeps_by_minus_1_is_passed():
     becomes(text, ["o = Shape(x)", "p = p"], feeds([(2, 3, 4)], [(1, 5, 4)]))
 
 
-def test_names_of_two_inputs_are_no_proof():
+def test_equal_names_are_no_proof_of_equal_sizes():
     # onnxruntime takes x[1, 3] with y[5, 3]: the sum has 5 rows.
     text = """g (float[n, 3] x, float[n, 3] y) => (int64[k] o, int64 r) <int64 zero = {0}> {
         h = Add (x, y)
@@ -212,19 +212,13 @@ def test_names_of_two_inputs_are_no_proof():
         ["o = Shape(h)", "r = Gather(Shape(h), 0)"],
         feeds([(1, 3), (5, 3)], [(5, 3), (1, 3)]),
     )
-
-
-def test_nor_are_those_of_one_input():
     text = """g (float[n, n] x) => (int64[k] o) { h = Transpose (x)\n o = Shape (h) }"""
     becomes(text, "o = Gather(Shape(x), [1, 0])", feeds([(2, 5)]))
 
 
-def test_a_declared_rank_of_0_is_no_proof():
+def test_a_declared_rank_of_0_and_a_size_of_minus_1_are_no_proof():
     text = "g (float x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }"
     becomes(text, "o = Shape(x)", feeds([()], [(2, 3)]))
-
-
-def test_a_declared_size_of_minus_1_is_no_proof():
     before = parse("g (float[a, 3] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     before.graph.inputs[0].shape = ir.Shape([-1, 3])  # as Paddle's exporter writes it
     after = ir.from_proto(ir.to_proto(before))
@@ -260,9 +254,6 @@ def test_a_transposed_shape_is_picked():
         n = Size (h) }"""
     expected = ["o = Gather(Shape(x), [2, 0, 1])", "p = Shape(x, end=2)", "n = Size(x)"]
     becomes(text, expected, RUNS_3D)
-
-
-def test_a_transposed_shape_at_opset_13():
     text = """g (float[a, b, c] x) => (int64[k] o, int64[k] p)
         <int64[1] zero = {0}, int64[1] two = {2}> {
         h = Relu (x)
@@ -371,9 +362,6 @@ def test_reshape_keeps_what_it_must():
         p = Shape <end = 2> (h) }"""
     expected = ["o = Shape(x)", "p = Shape(x, end=2)", "n = Size(x)"]
     becomes(text, expected, feeds([(2, 3, 6)], [(1, 4, 6)]))
-
-
-def test_reshape_to_a_size_that_may_be_0():
     # A 0 in the shape stands for the input's size: y[2, 3] to [0, 3] is [2, 3].
     text = """g (float[a, b] x, float[c, d] y) => (int64[k] o, int64[k] p) {
         s = Shape (x)
@@ -405,9 +393,6 @@ def test_a_lying_annotation_is_not_believed():
         n = Size (last) }"""
     after = kept(text, [{"x": np.ones((2, 3), F), "s": np.array([3, 2])}])
     assert written(after)[:2] == ["o = Shape(h)", "n = Size(x)"]
-
-
-def test_a_lying_output_is_not_believed():
     text = """g (float[a, b] x) => (float[7, 9] h, int64[k] o) {
         h = Relu (x)
         i = Exp (h)
@@ -457,7 +442,7 @@ IF = """g (float[a, b] x, bool c) => (int64[k] o, float[p, q] y) {
             u = Shape (z) }> }"""
 
 
-def test_bodies_read_what_they_capture():
+def test_bodies_read_what_they_capture_and_capture_no_more():
     after = kept(IF, BRANCHES)
     branches = [a.as_graph() for a in after.graph.node(-1).attributes.values()]
     read = {
@@ -467,9 +452,6 @@ def test_bodies_read_what_they_capture():
         if node.op_type == "Shape"
     }
     assert read == {"t": "x", "f": "w"}
-
-
-def test_bodies_capture_no_tensor_for_its_shape():
     # m would live on until the If has run.
     text = """g (float[a, b] x, bool c) => (int64[k] o) {
         m = NonZero (x)
@@ -483,20 +465,7 @@ def test_bodies_capture_no_tensor_for_its_shape():
     assert read == {"d", "h"}
 
 
-def test_a_constant_that_a_call_gives_is_unknown():
-    text = """<ir_version: 10, opset_import: ["": 21, "local": 1]>
-        g (float[a, b] x) => (int64[k] o) { o = local.rows <wanted = [4, 3]> (x) }
-        <domain: "local", opset_import: ["": 21]>
-        rows <wanted> (t) => (s) { w = Constant <value_ints: ints = @wanted> ()
-            u = Reshape (t, w)
-            v = Exp (u)
-            s = Shape (v) }"""
-    before, after = (ir.from_proto(onnx.parser.parse_model(text)) for _ in range(2))
-    simplify(after)
-    same(before, after, feeds([(2, 6)], [(3, 4)]))
-
-
-def test_an_if_has_the_shape_that_its_bodies_agree_on():
+def test_an_if_has_the_shape_that_its_bodies_agree_on_and_reads_nothing_later():
     text = """g (float[a, b] x, bool c) => (int64[k] o, int64 p) <int64 one = {1}> {
         y = If (c) <
             then_branch = t () => (float[j, l] d) { d = Neg (x) },
@@ -504,9 +473,6 @@ def test_an_if_has_the_shape_that_its_bodies_agree_on():
         o = Shape (y)
         p = Gather (o, one) }"""
     becomes(text, ["o = Shape(y)", "p = Gather(Shape(x), 1)"], BRANCHES)
-
-
-def test_a_body_does_not_read_what_comes_after_it():
     text = """g (float[a, b] x, bool c) => (int64[k] o, int64[k] p) {
         o = If (c) <
             then_branch = t () => (int64[i] s) { d = Add (x, x)
@@ -563,7 +529,7 @@ def test_elements_of_sequences_and_optionals_are_left(nodes):
     becomes(text, ["o = Shape(e)", "p = Shape(x)"], feeds([(2, 3)]), infer=False)
 
 
-def test_functions_are_rewritten_in_place():
+def test_functions_are_rewritten_in_place_where_no_call_decides():
     text = """<ir_version: 10, opset_import: ["": 21, "local": 1]>
         g (float[a, b] x) => (int64[k] o) { o = local.rows (x) }
         <domain: "local", opset_import: ["": 21]>
@@ -575,17 +541,24 @@ def test_functions_are_rewritten_in_place():
     (function,) = after.functions.values()
     assert [node.op_type for node in function] == ["Shape"]
     same(before, after, feeds([(2, 3)]))
+    text = """<ir_version: 10, opset_import: ["": 21, "local": 1]>
+        g (float[a, b] x) => (int64[k] o) { o = local.rows <wanted = [4, 3]> (x) }
+        <domain: "local", opset_import: ["": 21]>
+        rows <wanted> (t) => (s) { w = Constant <value_ints: ints = @wanted> ()
+            u = Reshape (t, w)
+            v = Exp (u)
+            s = Shape (v) }"""
+    before, after = (ir.from_proto(onnx.parser.parse_model(text)) for _ in range(2))
+    simplify(after)
+    same(before, after, feeds([(2, 6)], [(3, 4)]))
 
 
-def test_an_unsorted_graph_is_sorted():
+def test_an_unsorted_graph_is_sorted_and_a_cyclic_one_refused():
     model = parse("g (float[a] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     first = model.graph.node(0)
     model.graph.remove(first)
     model.graph.append(first)
     assert simplify(model) == ["o: reads the shape of 'x'"]
-
-
-def test_a_cyclic_graph_is_refused():
     model = parse("g (float[a] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     relu = model.graph.node(0)
     relu.replace_input_with(0, relu.outputs[0])
@@ -639,9 +612,6 @@ def test_twenty_thousand_nodes():
     model = parse(text)
     simplify(model, infer=False)
     assert sum(node.op_type == "Shape" for node in model.graph) == 1
-
-
-# Random graphs
 
 
 # Nodes, and the rank of what they give: r is the rank of {x}, i the number of the step.

@@ -13,9 +13,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import ortplugins_command
+from builders.command_line import as_json, ortplugins_command, printed, refused
 from builders.dequantized_models import DequantizedMatMul
-from builders.python_process import python
+from builders.processes import python
 from builders.sessions import CPU, EXACT, options
 from builders.text_models import proto_of
 
@@ -48,9 +48,6 @@ def caught_session(model: ir.Model) -> ort.InferenceSession:
     """A session that somebody else opens where passes are switched on."""
     with ortplugins.enabled(ortplugins.DqMatMulNBitsFusion()):
         return ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=CPU)
-
-
-# assert_fused
 
 
 @pytest.mark.parametrize(
@@ -105,9 +102,6 @@ def test_a_model_that_nobody_fused_is_reported():
         assert_fused(FUSED.model(), {"MatMulNBits": 1})
 
 
-# assert_no_unfused_weights
-
-
 def test_weights_that_the_fusion_refuses_are_named():
     assert_no_unfused_weights(FUSED.model())  # the fusion could take it
     for model in (REFUSED.model(), ortplugins.optimize(REFUSED.model())):
@@ -129,9 +123,6 @@ def test_records_of_packed_weights_are_no_obstacle(tmp_path):
     onnx.save(model, path)
     assert_fused(path, {"MatMulNBits": 1})
     assert_no_unfused_weights(path)
-
-
-# assert_same_outputs
 
 
 def test_the_same_outputs_pass_and_a_session_runs_as_it_is():
@@ -205,8 +196,6 @@ def test_texts_are_compared_and_cannot_be_made_up():
         assert_same_outputs(a, b, inputs={"x": np.array(["one", "two"])})
 
 
-# assert_runs_in_order
-
 # onnxruntime sorts from the outputs up: c before b, whatever the file says.
 BRANCHES = """g (float[2] x) => (float[2] y) {
     [a] u = Relu(x)  [b] v = Neg(u)  [c] w = Abs(u)  [d] y = Add(w, v) }"""
@@ -246,15 +235,9 @@ def test_a_node_that_does_not_run_is_named():
         assert_runs_in_order(model, ["a", "b", "a"])
 
 
-# GitHub's annotations
-
-
-def test_annotations_escape_what_github_would_read():
+def test_annotations_escape_text_and_name_files_of_the_checkout(tmp_path, monkeypatch):
     line = annotation("warning", "50 %\r\nof: a, b", "/x/m,1.onnx", "node: a,b")
     assert line == ("::warning file=/x/m%2C1.onnx,title=node%3A a%2Cb::50 %25%0D%0Aof: a, b")
-
-
-def test_files_of_the_checkout_are_named_relative_to_it(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
     outcomes = {
         "n1": (Outcome.FIRED, "done"),
@@ -280,14 +263,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("models")
 def test_inspect_annotates_what_was_refused():
-    done = ortplugins_command("inspect", "refused.onnx", "--format", "github")
-    (line,) = done.stdout.splitlines()
+    (line,) = printed("inspect", "refused.onnx", "--format", "github").splitlines()
     title = "title=dq_matmulnbits_fusion refused%3A matmul::"
     assert line.startswith(f"::warning file=refused.onnx,{title}")
     assert "block_size 24" in line
-
-
-# ortplugins check
 
 
 @pytest.mark.usefixtures("models")
@@ -298,7 +277,7 @@ def test_check_holds_a_model_to_its_bounds():
         ("refused.onnx",),
         ("refused.onnx", "--max-unfused", 1),
     ):
-        assert ortplugins_command("check", *arguments).returncode == 0
+        printed("check", *arguments)
     done = ortplugins_command("check", "refused.onnx", "--max-unfused", 0)
     assert done.returncode == 1
     assert "unfused matmul: " in done.stdout
@@ -315,23 +294,21 @@ def test_check_holds_a_model_to_its_bounds():
 def test_check_compares_outputs():
     level = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")  # int8 activations
     check = "check", "fused.onnx", *level
-    assert ortplugins_command(*check, "--rtol", 0.1).returncode == 0
+    printed(*check, "--rtol", 0.1)
     done = ortplugins_command(*check, "--rtol", 1e-5, "--format", "github")
     assert done.returncode == 1
     reported = "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
     assert done.stdout.startswith(reported)
-    assert ortplugins_command(*check, "--rtol", 0, "--atol", 1e3).returncode == 0
+    printed(*check, "--rtol", 0, "--atol", 1e3)
 
 
 @pytest.mark.usefixtures("models")
 def test_check_allows_the_error_that_onnxruntime_has_itself():
     """Where the level is onnxruntime's own, so is the rounding of activations to int8."""
-    done = ortplugins_command("check", "fused.onnx", "--format", "json")
-    assert done.returncode == 0, done.stdout
-    (error,) = json.loads(done.stdout)["errors"]
+    (error,) = as_json("check", "fused.onnx")["errors"]
     assert error["output"] == "y" and error["max_abs"] > 1e-3
     assert error["stock_max_abs"] == pytest.approx(error["max_abs"], rel=1e-3)
-    assert "onnxruntime's own" in ortplugins_command("check", "fused.onnx").stdout
+    assert "onnxruntime's own" in printed("check", "fused.onnx")
     chosen = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")
     done = ortplugins_command("check", "fused.onnx", *chosen)
     assert done.returncode == 1 and "onnxruntime's own" not in done.stdout
@@ -339,16 +316,11 @@ def test_check_allows_the_error_that_onnxruntime_has_itself():
 
 @pytest.mark.usefixtures("models")
 def test_check_leaves_with_2_where_it_cannot_check():
-    assert ortplugins_command("check", "fused.onnx", "--dims", "row=3").returncode == 2
-    assert ortplugins_command("check", "fused.onnx", "--dims", "rows").returncode == 2
-    done = ortplugins_command("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
-    assert done.returncode == 0
-    done = ortplugins_command("check", "none.onnx")
-    assert done.returncode == 2
-    assert done.stderr == "error: none.onnx: there is no such model file\n"
-
-
-# The pytest plugin
+    for dims in ("row=3", "rows"):
+        assert refused("check", "fused.onnx", "--dims", dims)
+    printed("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
+    reported = refused("check", "none.onnx")
+    assert reported == "error: none.onnx: there is no such model file\n"
 
 
 TESTS = """

@@ -8,15 +8,109 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common
 import pytest
-from builders.attention_graphs import LAYOUTS, REPEATS, D, G, H, R, attention, feeds, parsed
-from builders.dequantized_models import op_types, run
+from builders.dequantized_models import assert_same_outputs, op_types, run
 from builders.sessions import options, start
+from builders.text_models import normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+# Query heads, key and value heads, size of a head.
+H, G, D = 6, 2, 4
+R = H // G
+
+# How ``k[B, G, T, D]`` becomes ``k_all[B, H, T, D]``.
+_TARGET = """k_b = Shape<start = 0, end = 1>({sizes})
+    k_t = Shape<start = 2, end = 3>({sizes})
+    k_target = Concat<axis = 0>(k_b, groups, repeats, k_t, head_size)
+    k_merged = Concat<axis = 0>(k_b, heads, k_t, head_size)
+    k_one = Unsqueeze(k, two)"""
+REPEATS = {
+    "expand": _TARGET.format(sizes="k")
+    + """
+    k_many = Expand(k_one, k_target)
+    k_all = Reshape(k_many, k_merged)""",
+    # torch.onnx by tracing: sizes of -1 are replaced, though there is none.
+    "expand where": _TARGET.format(sizes="k")
+    + """
+    k_rank = Shape(k_target)
+    k_ones = ConstantOfShape<value = int64[1] {1}>(k_rank)
+    k_minus = Mul(k_ones, minus)
+    k_equal = Equal(k_target, k_minus)
+    k_sizes = Where(k_equal, k_ones, k_target)
+    k_many = Expand(k_one, k_sizes)
+    k_all = Reshape(k_many, k_merged)""",
+    # torch.onnx by export: sizes of another layer's cache.
+    "expand elsewhere": _TARGET.format(sizes="other")
+    + """
+    k_many = Expand(k_one, k_target)
+    k_all = Reshape<allowzero = 1>(k_many, k_merged)""",
+    "tile": _TARGET.format(sizes="k")
+    + """
+    k_many = Tile(k_one, tiles)
+    k_all = Reshape(k_many, k_merged)""",
+    "concat": _TARGET.format(sizes="k")
+    + """
+    k_many = Concat<axis = 2>(k_one, k_one, k_one)
+    k_all = Reshape(k_many, k_merged)""",
+    "gather": "k_all = Gather<axis = 1>(k, interleaved)",
+}
+# How ``k_all`` becomes the right operand of the scores' MatMul.
+LAYOUTS = {
+    "transpose": "k_right = Transpose<perm = [0, 1, 3, 2]>(k_all)",
+    "through three axes": """k_flat_sizes = Concat<axis = 0>(minus, k_t_now, head_size)
+    k_b_now = Shape<start = 0, end = 2>(k_all)
+    k_t_now = Shape<start = 2, end = 3>(k_all)
+    k_flat = Reshape(k_all, k_flat_sizes)
+    k_turned = Transpose<perm = [0, 2, 1]>(k_flat)
+    k_back_sizes = Concat<axis = 0>(k_b_now, head_size, k_t_now)
+    k_right = Reshape(k_turned, k_back_sizes)""",
+    "scaled": """k_turned = Transpose<perm = [0, 1, 3, 2]>(k_all)
+    k_right = Mul(scale, k_turned)""",
+}
+
+
+def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
+    """Read a model from its text, with a part of it exchanged; ``""`` for none."""
+    assert change[0] in text
+    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+
+
+def attention(
+    repeat: str = "expand", layout: str = "transpose", change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    """``Softmax(q @ k') @ v`` of ``q[B, H, S, D]`` and repeated heads of k and v."""
+    keys = f"{REPEATS[repeat]}\n    {LAYOUTS[layout]}"
+    values = REPEATS[repeat].replace("k_", "v_").replace("(k,", "(v,").replace("(k)", "(v)")
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k, float[B, {G}, T, {D}] v,
+           float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
+<int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
+ int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
+ int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}},
+ int64[{H}] interleaved = {{{", ".join(str(h // R) for h in range(H))}}}> {{
+    {keys}
+    {values}
+    scores = MatMul(q, k_right)
+    weights = Softmax<axis = -1>(scores)
+    y = MatMul(weights, v_all)
+}}"""
+    # The nodes are written in the order of reading.
+    graph = ir.from_proto(parsed(text, change))
+    graph.graph.sort()
+    model = ir.to_proto(graph)
+    onnx.checker.check_model(model)
+    return model
+
+
+def feeds(batch: int, queries: int, keys: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random inputs of :func:`attention`."""
+    names = enumerate(("k", "v", "other"), 3 * seed)
+    cache = {name: normal(batch, G, keys, D, seed=number) for number, name in names}
+    return {"q": normal(batch, H, queries, D, seed=seed), **cache}
 
 
 def fused(model: onnx.ModelProto) -> tuple[ir.Model, dict[str, list[str]]]:
@@ -32,9 +126,8 @@ def fused(model: onnx.ModelProto) -> tuple[ir.Model, dict[str, list[str]]]:
 
 
 def check(result: ir.Model, model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> None:
-    """Compare first outputs without onnxruntime's optimisers."""
-    actual, expected = run(result, inputs)[0], run(model, inputs)[0]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    """Compare outputs without onnxruntime's optimisers."""
+    assert_same_outputs(result, model, inputs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,9 +138,8 @@ def test_heads_are_read_once(repeat: str, layout: str):
     assert len(remarks["fired"]) == 2
     assert not remarks["refused"]
     assert not {"Expand", "Tile", "Gather"} & set(op_types(result))
-    for batch, queries, keys in ((1, 1, 9), (2, 3, 5), (3, 1, 1)):
-        inputs = feeds(batch, queries, keys)
-        check(result, model, inputs)
+    for sizes in ((1, 1, 9), (2, 3, 5), (3, 1, 1)):
+        check(result, model, feeds(*sizes))
 
 
 @settings(max_examples=25, deadline=None)
@@ -74,18 +166,11 @@ def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
 
 
 def test_heads_that_matmul_repeats_itself():
-    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
-    g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k) => (float[B, {H}, S, T] y) {{
-        y = MatMul(q, k)
-    }}""")
+    model = proto_of(f"""g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k)
+        => (float[B, {H}, S, T] y) {{ y = MatMul(q, k) }}""")
     result, remarks = fused(model)
     assert remarks["fired"] == [f"{H} query heads share each of 1 heads of 'k'"]
-    rng = np.random.default_rng(0)
-    inputs = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in (("q", (2, H, 3, D)), ("k", (2, 1, D, 5)))
-    }
-    check(result, model, inputs)
+    check(result, model, {"q": normal(2, H, 3, D), "k": normal(2, 1, D, 5)})
 
 
 @pytest.mark.parametrize(
@@ -104,14 +189,13 @@ def test_what_stays(old: str, new: str, reason: str | None):
     assert [reason in text for text in remarks["refused"]] == ([True] if reason else [])
 
 
-# Norms.
-
 SQUARES = {"power": "square = Pow(x, two)", "product": "square = Mul(x, x)"}
 INVERSES = {
     "reciprocal": "inverse = Reciprocal(root) normal = Mul(x, inverse)",
     "one over": "inverse = Div(one, root) normal = Mul(inverse, x)",
     "division": "normal = Div(x, root)",
 }
+ADDENDS = {"a": normal(2, 3, 8), "b": normal(2, 3, 8, seed=1)}
 WEIGHTS = {"behind": "y = Mul(normal, weight)", "before": "y = Mul(weight, normal)"}
 
 
@@ -141,10 +225,7 @@ def test_a_norm_and_its_residual_are_one_node(square: str, inverse: str, weight:
     model = rms_norm(square, inverse, weight)
     result, _ = fused(model)
     assert op_types(result) == ["SkipSimplifiedLayerNormalization"]
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal((2, 3, 8)).astype(np.float32) for name in "ab"}
-    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    check(result, model, ADDENDS)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +257,7 @@ def test_norms_share_what_they_read():
     assert sorted(op_types(result)) == [
         *("Mul", "Relu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
     ]
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal((2, 3, 8)).astype(np.float32) for name in "ab"}
-    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    check(result, model, ADDENDS)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64])
@@ -193,13 +271,9 @@ def test_norms_of_other_types(kind: type):
             tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(kind), tensor.name))
     result, _ = fused(model)
     assert "ReduceMean" not in op_types(result)
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal((2, 3, 8)).astype(kind) for name in "ab"}
-    for actual, expected in zip(run(result, inputs), run(model, inputs), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-2 if kind is np.float16 else 1e-7)
+    inputs = {name: array.astype(kind) for name, array in ADDENDS.items()}
+    assert_same_outputs(result, model, inputs, rtol=1e-2 if kind is np.float16 else 1e-7)
 
-
-# Activations.
 
 POWERS = {
     "pow": "square = Pow(x, two) cube = Pow(x, three)",

@@ -116,14 +116,11 @@ def test_any_mask_shape_and_head(given, options, computed):
     assert_same(result, model, feed)
 
 
-def test_twelve_nodes_at_most_are_added():
-    model = encoder()
-    assert len(trimmed(model).model.graph.node) - len(model.graph.node) <= 12
-
-
-def test_lengths_inside_are_not_known():
-    """With them onnxruntime would plan buffers, and fuse, what is slower so."""
-    values = {value.name: value for value in trimmed(encoder()).model.graph.value_info}
+def test_twelve_nodes_at_most_are_added_and_lengths_inside_are_not_known():
+    """With known lengths onnxruntime would plan buffers, and fuse, what is slower so."""
+    model = trimmed(encoder()).model
+    assert len(model.graph.node) - len(encoder().graph.node) <= 12
+    values = {value.name: value for value in model.graph.value_info}
     shape = values["scores"].type.tensor_type.shape.dim
     assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 0, 0]
 
@@ -161,8 +158,6 @@ def test_a_mask_of_another_length_fails_as_before():
         with pytest.raises(Exception, match="broadcast"):
             run(model, feed)
 
-
-# Refusals
 
 MIXING = {
     "ReduceMean": "y = ReduceMean<axes = [1], keepdims = 0>(hidden)",
@@ -322,11 +317,7 @@ def test_the_sequence_of_the_named_mask_is_trimmed(mask):
 def test_old_opsets_are_refused():
     model = encoder()
     model.opset_import[0].version = 10
-    reason = refusal(model)
-    assert "opset 10" in reason
-
-
-# What exporters write
+    assert "opset 10" in refusal(model)
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -349,8 +340,6 @@ def test_exports_compute_the_same(name):
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
     assert_same(result.model, model, feed, rtol=1e-6, atol=1e-6)
 
-
-# Pooling at a position that the input ids choose
 
 END = 31
 AT_END = """
@@ -436,8 +425,6 @@ def test_a_count_of_real_positions_is_no_real_position():
     assert reason.startswith("GatherND ")
 
 
-# Packing
-
 PROJECTED = """
     a = MatMul(hidden, query)
     b = Tanh(a)
@@ -480,9 +467,6 @@ def test_nothing_is_packed_where_padding_may_be_pooled():
     assert "padding may be pooled: not packed" in {
         remark.reason for remark in result.report.passes[0].remarks
     }
-
-
-# Trials
 
 
 def test_a_result_that_differs_is_withdrawn(monkeypatch):

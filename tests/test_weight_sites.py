@@ -55,12 +55,9 @@ def test_a_table_is_read_along_its_rows(axis, table, expected):
     assert found(text, {"W": table}) == {}
 
 
-def test_two_constants_are_one_site():
+def test_two_constants_are_one_site_and_products_without_any_none():
     text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
     assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}
-
-
-def test_products_of_activations_and_vectors_are_no_sites():
     text = """g (float[P, P] x, float[P] v) => (float[P, P] y) {
         [a] h = MatMul(x, x)
         [b] i = Gemm(h, x, bias)

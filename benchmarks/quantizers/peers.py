@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.models.corpus import CACHE
 from benchmarks.quantizers.quantizer_peers import Job
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import process_memory
 
 # torch comes first and alone: the wheel for CPUs satisfies the requirement of those after it.
 # Where pip finds only the one with CUDA, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu

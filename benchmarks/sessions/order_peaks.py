@@ -28,9 +28,9 @@ from benchmarks.models.branching_graphs import GRAPHS
 from benchmarks.models.real_nets import real_nets
 from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder.order.search import memory_order
 from rewrite_rules.shape_size_reorder.reorder import reorder
-from rewrite_rules.shapes.concrete_shapes import concrete_shapes
+from rewrite_rules.shape_size_reorder.search import memory_order
+from rewrite_rules.shapes.proved_shapes import concrete_shapes
 
 _RUNS, _PASS, _SECONDS = "benchmarks.sessions.order_runs", "shape_size_reorder", 2
 _ORDERS = ("DEFAULT", "PRIORITY_BASED", "ours")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import process_memory
 
 
 def peaks(session: Any, feeds: str) -> tuple[float, float]:

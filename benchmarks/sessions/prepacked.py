@@ -24,7 +24,7 @@ from ortplugins.measurement.measure import (
     write_feed,
 )
 from ortplugins.model_io.loading import load_path
-from ortplugins.runtime.process_memory import proportional_bytes
+from ortplugins.runtime.machine import proportional_bytes
 from ortplugins.samples.made_up import MadeUpInputs
 
 FUSION, PACKING = "dq_matmulnbits_fusion", "prepacked_weights"

@@ -28,7 +28,7 @@ from examples.smollm2.generate import STOP_IDS, chat_prompt
 from examples.smollm2.llama import build_llama
 from ortplugins.measurement.measure import Candidate, SessionProcess
 from ortplugins.quantization import quantize
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import process_memory
 
 FUSION = "dq_matmulnbits_fusion"
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "demo"

@@ -1,26 +1,40 @@
 # SPDX-License-Identifier: MIT
-"""Looks an entry up in the cache, and builds the one that is not there."""
+"""Looks an entry up in the cache, and builds the one that is not there, here or in a child.
+
+A child is a process of its own, so that a server never sees the peak. The parent writes a job
+to its standard input: a line of JSON, then the model's bytes where it was given as bytes. The
+child builds the entry and prints, as one line of JSON, where it is, or what went wrong.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts.directory import cache_limit, cache_root, remove_tree
-from ortplugins.artifacts.manifest import Entry, write_manifest
+from ortplugins.artifacts.directory import (
+    Entry,
+    cache_limit,
+    cache_root,
+    remove_tree,
+    write_manifest,
+)
 from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
-from session_options import Plan
+from ortplugins.runtime.child_process import child_environment, child_python
+from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
@@ -31,6 +45,11 @@ if TYPE_CHECKING:
 _FORMAT = 3
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
+# What a child raises goes on here.
+_ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError)}
+_ERROR_CHARACTERS = 500
+_SECONDS = 3600  # for a child, where no pass sets a limit
+_IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
 def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
@@ -101,7 +120,7 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
     """
     cache = cache_of(request.plan)
     try:
-        with cache.one_at_a_time(_digest(request, cache)):
+        with cache.lock(f"{_digest(request, cache)[:40]}.model"):
             entry = look_up(request, cache)
             if entry is not None and is_usable(entry, request.plan):
                 return entry.folder, "cache"
@@ -128,6 +147,85 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
         remove_tree(spare)
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
     return spare, "built"
+
+
+def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | None:
+    """Have a child do what :func:`.build_entry` does; None where this process has to."""
+    import subprocess
+
+    python = child_python("build")
+    if python is None or os.environ.get(_IN_PROCESS) == "1":
+        return None
+    limits = (item.child_seconds() for item in request.plan.passes)
+    seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
+    job = {"request": request.as_json(), "spare": os.fspath(spare)}
+    content = request.source if isinstance(request.source, bytes) else b""
+    code = "from ortplugins.artifacts.build import build_for_parent; build_for_parent()"
+    try:
+        done = subprocess.run(
+            # -P: not what lies in the working directory under the name of a module.
+            [python, "-P", "-c", code],
+            input=json.dumps(job).encode() + b"\n" + content,
+            capture_output=True,
+            env=child_environment("build"),
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PassError(
+            f"the process that optimises the model took more than {seconds} s and was stopped"
+        ) from None
+    except OSError:
+        return None
+    lines = done.stdout.decode(errors="replace").splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        tail = done.stderr.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
+        raise PassError(
+            f"the process that optimises the model ended with {done.returncode}: {tail}"
+        ) from None
+    for text in answer["warnings"]:
+        warn_caller(text, OrtpluginsWarning)
+    if answer["error"] is not None:
+        raise _ERRORS[answer["error"]](answer["text"])
+    if answer["built"] is None:
+        return None
+    folder, origin = answer["built"]
+    return Path(folder), origin
+
+
+def build_for_parent() -> None:
+    """Do the job on standard input, and end the process."""
+    # A graph is many objects and no garbage: looking for some takes a tenth of a build.
+    gc.set_threshold(100_000)
+    header, _, content = sys.stdin.buffer.read().partition(b"\n")
+    # Whatever else prints goes to the error output: the answer is the last line.
+    answer: dict[str, Any] = {"built": None, "error": None, "text": "", "warnings": []}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OrtpluginsWarning)
+        try:
+            built = _build_job(json.loads(header), content)
+            answer["built"] = built and (os.fspath(built[0]), built[1])
+        except tuple(_ERRORS.values()) as error:
+            kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
+            answer.update(error=kind, text=str(error))
+    answer["warnings"] = [
+        str(item.message) for item in caught if issubclass(item.category, OrtpluginsWarning)
+    ]
+    print(json.dumps(answer), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
+
+
+def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
+    try:
+        request = BuildRequest.from_json(job["request"], content)
+    except OptionError:
+        return None  # a pass that only the parent knows
+    if json.loads(json.dumps(request.as_json())) != job["request"]:
+        return None  # another version of it
+    return build_entry(request, Path(job["spare"]))
 
 
 def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> tuple[Path, str]:

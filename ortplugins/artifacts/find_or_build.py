@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: MIT
-"""Which file a session opens: the artifact of a request, found or built."""
+"""Which file a session opens: the artifact of a request, found or built.
+
+What earlier starts found for files that have not changed since is a shortcut past
+:mod:`.build`, whose key is the files' content: no file is read twice. Whatever is not known
+exactly takes the long way.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ortplugins.artifacts.directory import cache_folder
-from ortplugins.artifacts.known_starts import find_known_start, remember_start
+from ortplugins.artifacts.directory import (
+    MODEL,
+    cache_folder,
+    read_manifest,
+    recall,
+    remember,
+    usable_manifest,
+)
 from ortplugins.errors import PassError
-from ortplugins.optimization.request import BuildRequest
 
 if TYPE_CHECKING:
     import tempfile
 
-    from ortplugins.artifacts.manifest import Entry
+    from ortplugins.artifacts.directory import Entry
     from ortplugins.artifacts.store import ArtifactCache
+    from ortplugins.optimization.request import BuildRequest
+    from session_options.plan import Plan
 
 
 class Artifact(NamedTuple):
@@ -35,7 +48,7 @@ class Artifact(NamedTuple):
 def find_or_build(request: BuildRequest) -> Artifact:
     """Find the artifact of a request in the cache, or have it built."""
     root, started = cache_folder(request.plan.cache_dir), time.time()
-    known = find_known_start(root, request)
+    known = _known_start(root, request)
     if known is not None:
         return _artifact(*known, "cache", request)
     # The long way is by content, and imports more.
@@ -47,10 +60,10 @@ def find_or_build(request: BuildRequest) -> Artifact:
         artifact = _artifact(entry.folder, entry.manifest, "cache", request)
     else:
         artifact, entry = _build(request, cache)
-    if entry is not None and not entry.manifest["provisional"]:
+    if entry is not None and not entry.manifest["provisional"] and _can_be_known(request):
         files = source_files(request, cache)
         if files is not None:
-            remember_start(root, request, entry.folder.name, files, started)
+            remember(root, _text(request), entry.folder.name, files, started)
     return artifact
 
 
@@ -81,12 +94,10 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     import tempfile
     from pathlib import Path
 
-    from ortplugins.artifacts.build import build_entry
-    from ortplugins.artifacts.build_process import build_in_child
-    from ortplugins.artifacts.manifest import read_manifest
+    from ortplugins.artifacts.build import build_entry, build_in_child
 
     if request.plan.hint:
-        from ortplugins.runtime.hidden_options import custom_op_libraries
+        from ortplugins.runtime.session_settings import custom_op_libraries
 
         request = request._replace(custom_op_libraries=custom_op_libraries())
     try:
@@ -115,8 +126,6 @@ def _artifact(
     origin: str,
     request: BuildRequest,
 ) -> Artifact:
-    from ortplugins.artifacts.manifest import MODEL
-
     settings = dict(manifest["session_settings"])
     if MODEL not in manifest["files"]:
         # A hint may change nothing but settings; passes that modify nothing need none.
@@ -135,3 +144,48 @@ def _artifact(
         manifest["model_given"],
         as_bytes=bool(data),
     )
+
+
+def _known_start(root: str, request: BuildRequest) -> tuple[str, dict[str, Any]] | None:
+    """Return the entry, its folder and manifest, that an earlier start of a request took."""
+    key = recall(root, _text(request)) if _can_be_known(request) else None
+    if not isinstance(key, str):
+        return None
+    folder = os.path.join(root, "entries", key)
+    manifest = usable_manifest(folder)
+    return None if manifest is None else (folder, manifest)
+
+
+def lacks_operators(path: str, plan: Plan) -> bool:
+    """Whether each pass needs an operator that the model's file does not even name."""
+    names = sorted(item.needs_operator for item in plan.passes)
+    if plan.hint or not all(names):
+        return False
+    root, started = cache_folder(plan.cache_dir), time.time()
+    text = json.dumps({"lacks": names, "path": path})
+    if recall(root, text) is not None:
+        return True
+    import mmap
+
+    try:
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            found = any(content.find(name.encode()) >= 0 for name in names)
+    except (OSError, ValueError):  # whoever loads it says what is wrong
+        return False
+    if not found:
+        remember(root, text, "", [path], started)
+    return not found
+
+
+def _can_be_known(request: BuildRequest) -> bool:
+    plan = request.plan
+    reads_files = any(item.checks_digests() for item in plan.passes)
+    return not isinstance(request.source, bytes) and not plan.retry_failed and not reads_files
+
+
+def _text(request: BuildRequest) -> str:
+    parts = {**request.key_parts(), "path": request.name, "data": request.data_folder}
+    return json.dumps(parts, sort_keys=True)

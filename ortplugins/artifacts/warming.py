@@ -15,11 +15,9 @@ import onnxruntime
 
 import session_options
 from ortplugins.artifacts.build import cache_of, content_key, session_key_content
-from ortplugins.artifacts.directory import disk_size
+from ortplugins.artifacts.directory import Entry, disk_size
 from ortplugins.artifacts.find_or_build import find_or_build
-from ortplugins.artifacts.maintenance import share
-from ortplugins.artifacts.manifest import Entry
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts.store import ArtifactCache, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report

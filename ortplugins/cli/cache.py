@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
-from ortplugins.artifacts.manifest import KEY_CHARACTERS
+from ortplugins.artifacts.directory import KEY_CHARACTERS
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
@@ -22,7 +22,7 @@ from session_options import DqMatMulNBitsFusion, PrepackedWeights
 from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
-    from ortplugins.artifacts.manifest import Entry
+    from ortplugins.artifacts.directory import Entry
 
 cache = typer.Typer(
     help="Fill, show, check or empty the cache of sessions.",
@@ -43,7 +43,7 @@ def parse_age(text: str) -> float:
     return float(found[1]) * _AGES[found[2]]
 
 
-def _store(cache_dir: opt.CacheDir = "") -> Any:
+def _store(cache_dir: str = "") -> Any:
     from ortplugins.artifacts.directory import cache_root
     from ortplugins.artifacts.store import ArtifactCache
 
@@ -54,20 +54,16 @@ def _session_start(
     context: typer.Context,
     passes: opt.Passes = _WARM_PASSES,
     settings: opt.Settings = None,
-    session_entries: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--session-entry",
-            metavar="KEY=VALUE",
-            help="An entry of the sessions' SessionOptions; repeatable.",
-        ),
-    ] = None,
-    optimization_level: Annotated[
-        str, typer.Option(help="Of the sessions: disable, basic, extended, layout or all.")
-    ] = "all",
-    cache_dir: opt.CacheDir = "",
+    session_entries: Annotated[list[str] | None, typer.Option("--session-entry")] = None,
+    optimization_level: str = "all",
+    cache_dir: str = "",
 ) -> Any:
-    """Return what a start depends on besides its model, as ``warm`` takes it."""
+    """Return what a start depends on besides its model, as ``warm`` takes it.
+
+    Args:
+        session_entries (KEY=VALUE): An entry of the sessions' SessionOptions; repeatable.
+        optimization_level: Of the sessions: disable, basic, extended, layout or all.
+    """
     entries = opt.parse_settings(session_entries, "--session-entry")
     if entries.get(HINT_KEY) and not opt.is_given(context, "passes"):
         passes = []
@@ -95,10 +91,7 @@ def print_directory(store: Store) -> None:
 
 
 @_command("list")
-def list_entries(
-    store: Store,
-    format: opt.Format = "text",
-) -> None:
+def list_entries(store: Store, format: opt.Format = "text") -> None:
     """List the optimised models, the newest first."""
     entries = store.entries()
     if format == "json":
@@ -119,11 +112,12 @@ def list_entries(
 
 
 @_command("show")
-def show_entry(
-    store: Store,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of an entry, or its start.")],
-) -> None:
-    """Print all that the cache knows of an entry, as JSON."""
+def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
+    """Print all that the cache knows of an entry, as JSON.
+
+    Args:
+        key (KEY): Key of an entry, or its start.
+    """
     found = [entry for entry in store.entries() if entry.folder.name.startswith(key)]
     if len(found) != 1:
         number = f"{len(found)} entries" if found else "no entry"
@@ -158,11 +152,9 @@ def explain_miss(model: opt.Model, start: SessionStart) -> None:
 
 
 @_command("verify")
-def verify_entries(
-    store: Store,
-) -> None:
+def verify_entries(store: Store) -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
-    from ortplugins.artifacts.maintenance import verify
+    from ortplugins.artifacts.store import verify
 
     number = damaged = 0
     for item, damage in verify(store):
@@ -180,21 +172,16 @@ def verify_entries(
 @_command("prune")
 def prune_entries(
     store: Store,
-    max_size: Annotated[
-        int | None,
-        opt.size_option("Remove the least recently used above this: 500MB, 10GB, 1GiB."),
-    ] = None,
-    older_than: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_age,
-            metavar="AGE",
-            help="Remove what was not used for this long: 12h, 30d, 2w.",
-        ),
-    ] = None,
+    max_size: Annotated[int | None, typer.Option(parser=opt.parse_size)] = None,
+    older_than: Annotated[float | None, typer.Option(parser=parse_age)] = None,
 ) -> None:
-    """Remove what was not used for long, and the least recently used above a size."""
-    from ortplugins.artifacts.maintenance import prune
+    """Remove what was not used for long, and the least recently used above a size.
+
+    Args:
+        max_size (SIZE): Remove the least recently used above this: 500MB, 10GB, 1GiB.
+        older_than (AGE): Remove what was not used for this long: 12h, 30d, 2w.
+    """
+    from ortplugins.artifacts.store import prune
 
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
@@ -215,7 +202,7 @@ def prune_entries(
 @_command("clean")
 def clean_cache(store: Store) -> None:
     """Remove everything from the cache."""
-    from ortplugins.artifacts.maintenance import clean
+    from ortplugins.artifacts.store import clean
 
     number, size = clean(store)
     typer.echo(f"removed {number}, {decimal(size)}, from {store.root}")
@@ -223,13 +210,16 @@ def clean_cache(store: Store) -> None:
 
 @_command("warm")
 def warm(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL", help="An .onnx file.")],
+    models: Annotated[list[Path], typer.Argument()],
     start: SessionStart,
 ) -> None:
     """Build ahead what sessions on the CPU will look for; exit with 1 if a model fails.
 
     For an image, --cache-dir is a directory that every user may read; sessions find it through
     ORTPLUGINS_CACHE_DIR.
+
+    Args:
+        models (MODEL): An .onnx file.
     """
     from ortplugins.artifacts.warming import expected_bytes
     from ortplugins.artifacts.warming import warm as build

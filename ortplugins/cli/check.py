@@ -6,10 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,22 +26,9 @@ def check(
     model: opt.Model,
     chosen: opt.ChosenPasses,
     inputs: opt.Inputs,
-    max_unfused: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Nodes that may keep a dequantised weight; without it, any number.",
-            min=0,
-        ),
-    ] = None,
-    rtol: Annotated[float, typer.Option(help="Relative tolerance of outputs.", min=0)] = 1e-3,
-    atol: Annotated[
-        float | None,
-        typer.Option(
-            help="Absolute tolerance; else --rtol times the output's greatest magnitude.",
-            min=0,
-        ),
-    ] = None,
+    max_unfused: Annotated[int | None, typer.Option(min=0)] = None,
+    rtol: Annotated[float, typer.Option(min=0)] = 1e-3,
+    atol: Annotated[float | None, typer.Option(min=0)] = None,
     format: opt.ReportFormat = "text",
 ) -> None:
     """Hold an optimised model to bounds: exit with 1 if it is beyond them.
@@ -50,6 +36,11 @@ def check(
     The passes write to a temporary folder. The outputs of the plain and the optimised model,
     both without onnxruntime's own optimisers, may differ by atol + rtol * |plain|. Where
     accuracy_level is auto, by the greatest error of onnxruntime with all its optimisers, too.
+
+    Args:
+        max_unfused (N): Nodes that may keep a dequantised weight; without it, any number.
+        rtol: Relative tolerance of outputs.
+        atol: Absolute tolerance; else --rtol times the output's greatest magnitude.
     """
     report, unfused, errors, violations, lost = _check(model, chosen, (rtol, atol), inputs)
     failures = [*map(str, violations)]
@@ -97,50 +88,50 @@ def check(
         raise typer.Exit(1)
 
 
+class _Checked(NamedTuple):
+    """What the passes did to a model, and to its outputs."""
+
+    report: Report
+    unfused: Mapping[str, str]  # nodes that could take no weight, by what stands in the way
+    # Greatest absolute error of each output, and that of onnxruntime with all its optimisers,
+    # where that much is allowed.
+    errors: Mapping[str, tuple[float, float | None]]
+    violations: Collection[Violation]  # the worst sample of each output that is too far away
+    lost: Mapping[str, str]  # outputs that have no arrays on both sides, and why
+
+
 def _check(
     model: Path,
     chosen: Mapping[str, Any],
     tolerance: tuple[float, float | None],
     inputs: Mapping[str, Any],
-) -> tuple[
-    Report,
-    Mapping[str, str],
-    Mapping[str, tuple[float, float | None]],
-    Collection[Violation],
-    Mapping[str, str],
-]:
-    """Run the passes and compare outputs.
-
-    Returns:
-        What the passes did; nodes that could take no weight, by what stands in the way; the
-        greatest absolute error of each output, and that of onnxruntime with all its
-        optimisers, where that much is allowed; the worst sample of each output that is too
-        far away; outputs that have no arrays on both sides, and why.
-    """
+) -> _Checked:
+    """Run the passes and compare outputs."""
     from ortplugins.comparison.difference import difference_of, find_violation
-    from ortplugins.comparison.given_model import GivenModel, unfused_in
-    from ortplugins.comparison.model_pair import ModelPair
+    from ortplugins.comparison.models import (
+        GivenModel,
+        InputChoice,
+        ModelPair,
+        scratch_folder,
+        unfused_in,
+    )
     from ortplugins.optimization.optimize import optimize
     from ortplugins.runtime.stock_session import open_model
     from session_options.plan import plan_from_settings
 
+    on = InputChoice(**inputs)
     passes = plan_from_settings(chosen["passes"], chosen["options"]).passes
     fusion = next((item for item in passes if isinstance(item, DqMatMulNBitsFusion)), None)
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", ignore_cleanup_errors=True
-    ) as folder:
-        scratch = Path(folder)
+    with scratch_folder() as scratch:
         plain = GivenModel(model)
         stock: dict[tuple[int, str], float] = {}
         if fusion is not None and fusion.accuracy_level == "auto":
             session = GivenModel(open_model(model, "all"))
-            for sample, name, a, b in ModelPair(
-                plain, session, scratch=scratch, **inputs
-            ).run():
+            for sample, name, a, b in ModelPair(plain, session, on, scratch).run():
                 stock[sample, name] = difference_of(name, a, b).max_abs
         result = optimize(model, scratch / "optimised.onnx", **chosen)
         optimised = GivenModel(result)
-        pair = ModelPair(plain, optimised, scratch=scratch, **inputs)
+        pair = ModelPair(plain, optimised, on, scratch)
         errors: dict[str, tuple[float, float | None]] = {}
         worst: dict[str, Violation] = {}
         for sample, name, a, b in pair.run():
@@ -154,4 +145,4 @@ def _check(
             if item is not None and (name not in worst or item.count > worst[name].count):
                 worst[name] = item
         unfused = unfused_in(optimised, fusion)
-        return result.report, unfused, errors, worst.values(), pair.not_compared
+        return _Checked(result.report, unfused, errors, worst.values(), pair.not_compared)

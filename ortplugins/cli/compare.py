@@ -24,27 +24,26 @@ _SHOWN = 20
 
 def compare(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(metavar="A", help="An .onnx file: the reference.")],
+    model: Annotated[Path, typer.Argument()],
     inputs: opt.Inputs,
-    other: Annotated[
-        Path | None,
-        typer.Argument(metavar="[B]", help="Another; else A after --pass."),
-    ] = None,
+    other: Annotated[Path | None, typer.Argument()] = None,
     passes: opt.Passes = [],  # noqa: B006  typer copies it
     settings: opt.Settings = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Compare what each node computes, too.")
-    ] = False,
-    runs: Annotated[
-        int, typer.Option(metavar="N", help="Timed runs of each process; 0 for none.", min=0)
-    ] = 10,
-    rounds: Annotated[
-        int, typer.Option(metavar="N", help="Processes of each, which run in turn.", min=1)
-    ] = 5,
+    layers: bool = False,
+    runs: Annotated[int, typer.Option(min=0)] = 10,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Run two models on the same inputs: errors, speed and memory."""
+    """Run two models on the same inputs: errors, speed and memory.
+
+    Args:
+        model (A): An .onnx file: the reference.
+        other ([B]): Another; else A after --pass.
+        layers: Compare what each node computes, too.
+        runs (N): Timed runs of each process; 0 for none.
+        rounds (N): Processes of each, which run in turn.
+    """
     from ortplugins.comparison.compare import compare
 
     if other is not None and passes:

@@ -12,13 +12,13 @@ from pathlib import Path
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.options import CacheDir, Format
+from ortplugins.cli.options import Format
 from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST
 
 
 def doctor(
-    cache_dir: CacheDir = "",
+    cache_dir: str = "",
     format: Format = "text",
 ) -> None:
     """Check what ortplugins depends on: versions, CPU, cache, limits.

@@ -14,32 +14,31 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ortplugins.evaluation.evaluate import Evaluation
+    from ortplugins.evaluation import Evaluation
 
 
 def evaluate(
     model: opt.ModelOrFolder,
     *,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="FLOAT", help="The float model, or its folder, to compare with."),
-    ] = None,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="What is read, UTF-8.")],
-    tokenizer: opt.Tokenizer = None,
-    tokens: Annotated[
-        int, typer.Option(help="How many of the text a language model reads.", min=2)
-    ] = 4096,
-    window: Annotated[
-        int, typer.Option(help="Tokens that a language model reads at once.", min=2)
-    ] = 512,
-    pairs: Annotated[
-        int, typer.Option(help="Pairs of texts that an encoder is to match.", min=2)
-    ] = 500,
+    against: Path | None = None,
+    text: Path,
+    tokenizer: Path | None = None,
+    tokens: Annotated[int, typer.Option(min=2)] = 4096,
+    window: Annotated[int, typer.Option(min=2)] = 512,
+    pairs: Annotated[int, typer.Option(min=2)] = 500,
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Judge a model on a text: perplexity or retrieval, size and speed."""
-    from ortplugins.evaluation.evaluate import evaluate
+    """Judge a model on a text: perplexity or retrieval, size and speed.
+
+    Args:
+        against (FLOAT): The float model, or its folder, to compare with.
+        text (FILE): What is read, UTF-8.
+        tokens: How many of the text a language model reads.
+        window: Tokens that a language model reads at once.
+        pairs: Pairs of texts that an encoder is to match.
+    """
+    from ortplugins.evaluation import evaluate
 
     with progress_bar() as bar:
         found = evaluate(

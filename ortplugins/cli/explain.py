@@ -12,12 +12,12 @@ from ortplugins.errors import UsageError
 from ortplugins.reasons import Reason, code_of, reasons
 
 
-def explain(
-    what: Annotated[
-        str, typer.Argument(metavar="[CODE|TEXT]", help="ORP101, or words of a remark.")
-    ] = "",
-) -> None:
-    """Say what a refusal means, by its code or its text; without either, list all."""
+def explain(what: Annotated[str, typer.Argument()] = "") -> None:
+    """Say what a refusal means, by its code or its text; without either, list all.
+
+    Args:
+        what ([CODE|TEXT]): ORP101, or words of a remark.
+    """
     if not what:
         typer.echo("\n".join(_table()))
         return

@@ -14,7 +14,7 @@ def inspect(
     model: opt.Model,
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
-    onnxruntime: opt.OnnxruntimeVersion = None,
+    onnxruntime: str | None = None,
 ) -> None:
     """Print what would fire on a model, what would not, and why; write nothing."""
     from ortplugins.optimization.optimize import optimize

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import typer
 
@@ -12,9 +13,9 @@ from ortplugins.cli import options as opt
 
 def memory(
     model: opt.Model,
-    dims: opt.Dims = "",
-    svg: opt.SvgFile = None,
-    force: opt.Force = False,
+    dims: str = "",
+    svg: Path | None = None,
+    force: bool = False,
     format: opt.Format = "text",
 ) -> None:
     """Show what a run holds in memory, step by step, in each execution order."""

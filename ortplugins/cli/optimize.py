@@ -21,31 +21,21 @@ def optimize(
     output: opt.Output,
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
-    hint: Annotated[
-        Aim | None,
-        typer.Option(help="Take the passes that pay for this, measured here, as tune does."),
-    ] = None,
-    onnxruntime: opt.OnnxruntimeVersion = None,
-    bake: Annotated[
-        bool,
-        typer.Option(
-            "--bake",
-            help="Run onnxruntime's own optimisers, too: for this machine, and for sessions "
-            "that run none (ORT_DISABLE_ALL).",
-        ),
-    ] = False,
-    force: opt.Force = False,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="FILE.html",
-            help="Write a page about it, too, with sessions measured, as the command report "
-            "does.",
-        ),
-    ] = None,
+    hint: Aim | None = None,
+    onnxruntime: str | None = None,
+    bake: bool = False,
+    force: bool = False,
+    page: Annotated[Path | None, typer.Option("--report")] = None,
 ) -> None:
-    """Apply passes to a model and write the result."""
+    """Apply passes to a model and write the result.
+
+    Args:
+        hint: Take the passes that pay for this, measured here, as tune does.
+        bake: Run onnxruntime's own optimisers, too: for this machine, and for sessions that
+            run none (ORT_DISABLE_ALL).
+        page (FILE.html): Write a page about it, too, with sessions measured, as the command
+            report does.
+    """
     from ortplugins.cli.report import write_report
     from ortplugins.optimization.optimize import optimize
 

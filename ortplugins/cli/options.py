@@ -7,7 +7,9 @@ parameter ``Annotated[..., group]`` gets them all, and what the function returns
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -16,17 +18,49 @@ import typer
 
 from session_options import DqMatMulNBitsFusion, keys
 
+# Behind the name of a parameter: its metavar, where it has one, and its help.
+_DESCRIPTION = r"(?: \(([^)]+)\))?: (.+(?:\n {8}.+)*)"
+# The same for parameters that several commands have.
+_SHARED = """
+    model (MODEL): An .onnx file.
+    output: File to write.
+    force: Overwrite files that exist.
+    verbose: Print everything, not only refusals.
+    passes (NAME): A pass to run; repeatable.
+    settings (KEY=VALUE): An option of a pass, <pass>.<option>; repeatable.
+    onnxruntime (VERSION): Oldest onnxruntime to run on, for example 1.24; default: the
+        installed one.
+    cache_dir (DIR): Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.
+    dims (NAME=SIZE,...): Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a
+        name.
+    count: How many samples to make up, or to take of --text.
+    nodes_to_include (PATTERN): Nodes to quantise: name, glob, or re:REGEX; repeatable.
+    nodes_to_exclude (PATTERN): Nodes to leave in float: name, glob, or re:REGEX; repeatable.
+    providers (NAME): Execution provider to run on; repeatable.
+    work_dir (DIR): For intermediate files; default: the system's temporary folder.
+    tokenizer (FILE): tokenizer.json; default: the one beside the model.
+    svg (FILE): Draw the curves as SVG, too.
+"""
+
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command, or a group, that has the options of its groups in their place."""
+    """Return a command, or a group, that has the options of its groups in their place.
+
+    The help of a parameter is what its docstring, or that of all commands, says of it:
+    ``name (METAVAR): help``.
+    """
     groups: dict[str, Callable[..., Any]] = {}
     options: dict[str, inspect.Parameter] = {}
     own = inspect.signature(command, eval_str=True).parameters
+    text, _, described = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
     for name, parameter in own.items():
         metadata = getattr(parameter.annotation, "__metadata__", ())
+        line = re.search(rf"^    {name}{_DESCRIPTION}", described + _SHARED, re.MULTILINE)
         if group := next(filter(inspect.isfunction, metadata), None):
             groups[name] = with_groups(group)
             options |= inspect.signature(groups[name]).parameters
+        elif line:
+            options[name] = _with_help(parameter, line[1], " ".join(line[2].split()))
         else:
             options[name] = parameter
 
@@ -40,8 +74,20 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     ordered = [parameter.replace(kind=keyword) for parameter in options.values()]
     run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__, run.__doc__ = command.__name__, text
     return run
+
+
+def _with_help(parameter: inspect.Parameter, metavar: str, help: str) -> inspect.Parameter:
+    """Return a parameter as an option with a help; what is False is a flag without a --no."""
+    kind = parameter.annotation
+    if metadata := getattr(kind, "__metadata__", ()):
+        kind, info = kind.__origin__, copy.copy(metadata[0])
+    else:
+        flag = [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []
+        info = typer.Option(*flag)
+    info.help, info.metavar = info.help or help, metavar
+    return parameter.replace(annotation=Annotated[kind, info])
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -92,11 +138,6 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def size_option(help: str) -> Any:
-    """Declare an option that takes a number of bytes."""
-    return typer.Option(parser=parse_size, metavar="SIZE", help=help)
-
-
 def _pass_names() -> list[str]:
     from session_options import registered_passes
 
@@ -112,86 +153,19 @@ class Printing(NamedTuple):
 
 DEFAULT_PASSES = [DqMatMulNBitsFusion.name]
 CPU = ["CPUExecutionProvider"]
-_PATTERN = "name, glob, or re:REGEX; repeatable."
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.")]
-ModelOrFolder = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="An .onnx file, or a folder with one.")
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-Format = Annotated[Literal["text", "json"], typer.Option("--format")]
-ReportFormat = Annotated[Literal["text", "json", "github"], typer.Option("--format")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print everything, not only refusals.")
-]
-Passes = Annotated[
-    list[str],
-    typer.Option(
-        "--pass", metavar="NAME", help="A pass to run; repeatable.", autocompletion=_pass_names
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="An option of a pass, <pass>.<option>; repeatable."
-    ),
-]
-OnnxruntimeVersion = Annotated[
-    str | None,
-    typer.Option(
-        "--onnxruntime",
-        metavar="VERSION",
-        help="Oldest onnxruntime to run on, for example 1.24; default: the installed one.",
-    ),
-]
-CacheDir = Annotated[
-    str,
-    typer.Option(
-        "--cache-dir",
-        metavar="DIR",
-        help="Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.",
-    ),
-]
-Dims = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME=SIZE,...",
-        help="Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a name.",
-    ),
-]
-Count = Annotated[
-    int, typer.Option(help="How many samples to make up, or to take of --text.", min=1)
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option("--include", metavar="PATTERN", help=f"Nodes to quantise: {_PATTERN}"),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="PATTERN", help=f"Nodes to leave in float: {_PATTERN}"),
-]
-Providers = Annotated[
-    list[str],
-    typer.Option(
-        "--provider",
-        metavar="NAME",
-        help="Execution provider to run on; repeatable.",
-    ),
-]
-WorkDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="For intermediate files; default: the system's temporary folder."
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="tokenizer.json; default: the one beside the model."),
-]
-SvgFile = Annotated[
-    Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curves as SVG, too.")
-]
+Model = Annotated[Path, typer.Argument()]
+ModelOrFolder = Annotated[Path, typer.Argument(help="An .onnx file, or a folder with one.")]
+Output = Annotated[Path, typer.Option("--output", "-o")]
+Format = Literal["text", "json"]
+ReportFormat = Literal["text", "json", "github"]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v")]
+Passes = Annotated[list[str], typer.Option("--pass", autocompletion=_pass_names)]
+Settings = Annotated[list[str] | None, typer.Option("--set")]
+Count = Annotated[int, typer.Option(min=1)]
+Include = Annotated[list[str] | None, typer.Option("--include")]
+Exclude = Annotated[list[str] | None, typer.Option("--exclude")]
+Providers = Annotated[list[str], typer.Option("--provider")]
 
 
 def _chosen_passes(passes: Passes = DEFAULT_PASSES, settings: Settings = None) -> Any:
@@ -201,27 +175,19 @@ def _chosen_passes(passes: Passes = DEFAULT_PASSES, settings: Settings = None) -
 
 def _given_samples(
     context: typer.Context,
-    samples: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE.npz",
-            help="Inputs, an array for each; repeatable. Default: inputs are made up.",
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Samples: windows of a text, by --tokenizer."),
-    ] = None,
-    tokenizer: Tokenizer = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="With --text: each paragraph as a message of a conversation."
-        ),
-    ] = False,
+    samples: list[Path] | None = None,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    chat: bool = False,
     count: Count = 32,
 ) -> Any:
-    """Return the paths or the text; None where neither is given."""
+    """Return the paths or the text; None where neither is given.
+
+    Args:
+        samples (FILE.npz): Inputs, an array for each; repeatable. Default: inputs are made up.
+        text (FILE): Samples: windows of a text, by --tokenizer.
+        chat: With --text: each paragraph as a message of a conversation.
+    """
     if text is None:
         refuse_without_effect(context, "without --text", "tokenizer", "chat")
         if "dims" not in context.params:  # the command makes up as many as it needs
@@ -238,7 +204,6 @@ def _given_samples(
         raise typer.BadParameter(
             "there is none beside the model: give its path", param_hint="--tokenizer"
         )
-
     return TextSamples(text, tokenizer, count=count, chat=chat)
 
 
@@ -247,11 +212,15 @@ GivenSamples: TypeAlias = Annotated[Any, _given_samples]
 
 def _inputs(
     given: GivenSamples,
-    dims: Dims = "",
+    dims: str = "",
     count: Count = 1,
-    seed: Annotated[int, typer.Option(help="Seed of samples that are made up.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> Any:
-    """Return inputs, given or made up, as ``compare`` takes them."""
+    """Return inputs, given or made up, as ``compare`` takes them.
+
+    Args:
+        seed: Seed of samples that are made up.
+    """
     return {"inputs": given, "dims": parse_dims(dims), "samples": count, "seed": seed}
 
 

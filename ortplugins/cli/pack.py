@@ -15,17 +15,19 @@ from ortplugins.cli.terminal import print_report, progress_bar
 
 def pack(
     model: opt.ModelOrFolder,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o")],
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
-    server: Annotated[
-        Literal["genai", "triton", "plain"],
-        typer.Option("--for", help="Who reads the folder; plain keeps it as it is."),
-    ] = "plain",
-    onnxruntime: opt.OnnxruntimeVersion = None,
-    force: opt.Force = False,
+    server: Annotated[Literal["genai", "triton", "plain"], typer.Option("--for")] = "plain",
+    onnxruntime: str | None = None,
+    force: bool = False,
 ) -> None:
-    """Write a folder for a server: the optimised model and all that it needs."""
+    """Write a folder for a server: the optimised model and all that it needs.
+
+    Args:
+        output: Folder to write.
+        server: Who reads the folder; plain keeps it as it is.
+    """
     from ortplugins.packing.pack import pack
 
     with progress_bar() as bar:

@@ -41,77 +41,44 @@ def _count(text: str) -> float:
 
 def plan_precision(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An 8-bit QDQ .onnx file.")],
+    model: Annotated[Path, typer.Argument()],
     source: opt.GivenSamples,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            parser=_share,
-            metavar="COSINE",
-            help="Of the outputs to the reference's, to be reached: 99.5%.",
-        ),
-    ] = None,
-    max_16bit: Annotated[
-        float | None,
-        typer.Option(
-            "--max-16bit",
-            parser=_count,
-            metavar="N",
-            help="Activations that may get 16 bits: a number, or a share such as 25%.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="File for the result: overrides for mixed_precision_boundaries.overrides, or "
-            "a node_config for quantize; else it is printed.",
-        ),
-    ] = None,
-    svg: opt.SvgFile = None,
-    mode: Annotated[
-        Literal["int16", "float"],
-        typer.Option(help="What is measured: 16-bit regions, or regions in float."),
-    ] = "int16",
-    target: Annotated[
-        Literal["cpu", "qnn"], typer.Option(help="What runs the model.")
-    ] = "cpu",
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FLOAT_MODEL",
-            help="What outputs are compared with; else MODEL without its activations' grids.",
-        ),
-    ] = None,
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights", help="MODEL is a float one: which nodes' weights get 8 bits, not 4."
-        ),
-    ] = False,
-    max_8bit: Annotated[
-        float | None,
-        typer.Option(
-            "--max-8bit",
-            parser=_count,
-            metavar="N",
-            help="With --weights: nodes (a number) or weights (a share) that may get 8 bits.",
-        ),
-    ] = None,
-    method: Annotated[str, typer.Option(help="With --weights: as for quantize.")] = "rtn",
-    block_size: Annotated[int, typer.Option(help="With --weights: as for quantize.")] = 32,
-    max_calibration_memory: Annotated[
-        int,
-        opt.size_option("What is kept of weights in float."),
-    ] = "1GiB",  # type: ignore[assignment]
+    budget: Annotated[float | None, typer.Option(parser=_share)] = None,
+    max_16bit: Annotated[float | None, typer.Option("--max-16bit", parser=_count)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
+    svg: Path | None = None,
+    mode: Literal["int16", "float"] = "int16",
+    target: Literal["cpu", "qnn"] = "cpu",
+    reference: Path | None = None,
+    weights: bool = False,
+    max_8bit: Annotated[float | None, typer.Option("--max-8bit", parser=_count)] = None,
+    method: str = "rtn",
+    block_size: int = 32,
+    max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
     providers: opt.Providers = opt.CPU,
-    work_dir: opt.WorkDir = None,
-    force: opt.Force = False,
+    work_dir: Path | None = None,
+    force: bool = False,
 ) -> None:
     """Find the few activations of an 8-bit model that deserve 16 bits.
 
     With --weights: find the nodes of a float model whose weights deserve 8 bits instead of 4.
+
+    Args:
+        model (MODEL): An 8-bit QDQ .onnx file.
+        budget (COSINE): Of the outputs to the reference's, to be reached: 99.5%.
+        max_16bit (N): Activations that may get 16 bits: a number, or a share such as 25%.
+        output: File for the result: overrides for mixed_precision_boundaries.overrides, or a
+            node_config for quantize; else it is printed.
+        mode: What is measured: 16-bit regions, or regions in float.
+        target: What runs the model.
+        reference (FLOAT_MODEL): What outputs are compared with; else MODEL without its
+            activations' grids.
+        weights: MODEL is a float one: which nodes' weights get 8 bits, not 4.
+        max_8bit (N): With --weights: nodes (a number) or weights (a share) that may get 8
+            bits.
+        method: With --weights: as for quantize.
+        block_size: With --weights: as for quantize.
+        max_calibration_memory (SIZE): What is kept of weights in float.
     """
     if weights:
         refuse_without_effect(

@@ -22,7 +22,7 @@ from ortplugins.errors import CalibrationError, ModelFileError
 
 if TYPE_CHECKING:
     from ortplugins.model_io.saving import Progress
-    from ortplugins.quantization.weights.report import QuantizeReport
+    from ortplugins.quantization.weights.plan import QuantizeReport
     from ortplugins.samples.text import TextSamples
 
 
@@ -55,96 +55,58 @@ def quantize(
     context: typer.Context,
     model: opt.ModelOrFolder,
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write; for a folder, a folder."),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="small, balanced, best, or a YAML file; the options below change it.",
-        ),
-    ] = None,
-    method: Annotated[
-        Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"],
-        typer.Option(help="All but rtn look at samples."),
-    ] = "rtn",
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same model.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
+    recipe: str | None = None,
+    method: Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"] = "rtn",
+    checkpoint: Path | None = None,
     source: opt.GivenSamples,
-    bits: Annotated[int, typer.Option(help="2, 4 or 8.")] = 4,
-    block_size: Annotated[
-        int, typer.Option(help="Elements along K that share a scale; -1 for all of a column.")
-    ] = 32,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Unsigned codes with zero points.")
-    ] = False,
-    op_types: Annotated[
-        list[str],
-        typer.Option("--op-type", help="MatMul, Gemm or Gather; repeatable."),
-    ] = _OP_TYPES,
+    bits: int = 4,
+    block_size: int = 32,
+    asymmetric: bool = False,
+    op_types: Annotated[list[str], typer.Option("--op-type")] = _OP_TYPES,
     nodes_to_include: opt.Include = None,
     nodes_to_exclude: opt.Exclude = None,
-    node_config: Annotated[
-        dict[str, Any],
-        typer.Option(
-            parser=_read_config,
-            metavar="JSON",
-            help="""{"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.""",
-        ),
-    ] = "{}",  # type: ignore[assignment]
-    share_of_8_bits: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            help="Of the weights, 0 to 1: those that gain the most from it get 8 bits.",
-        ),
-    ] = 0.0,
-    quant_format: Annotated[
-        Literal["QDQ", "QDQ_transposed", "MatMulNBits"],
-        typer.Option(help="MatMulNBits is for onnxruntime alone."),
-    ] = "QDQ",
-    accuracy_level: Annotated[
-        int | None, typer.Option(help="Of MatMulNBits: 0 in float32, 4 with int8 activations.")
-    ] = None,
+    node_config: Annotated[Any, typer.Option(parser=_read_config)] = "{}",
+    share_of_8_bits: float = 0.0,
+    quant_format: Literal["QDQ", "QDQ_transposed", "MatMulNBits"] = "QDQ",
+    accuracy_level: int | None = None,
     providers: opt.Providers = opt.CPU,
-    max_calibration_memory: Annotated[
-        int, opt.size_option("What activations and their statistics may take at once.")
-    ] = "1GiB",  # type: ignore[assignment]
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            metavar="tcp://HOST:PORT",
-            help="A Dask scheduler whose workers do the work; they have to see the output's "
-            "folder, or --work-dir.",
-        ),
-    ] = "",
-    work_dir: opt.WorkDir = None,
-    run_folder: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Keeps statistics and codes: an interrupted run goes on, another method "
-            "finds the statistics.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be quantised; write nothing.")
-    ] = False,
-    force: opt.Force = False,
+    max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
+    scheduler: str = "",
+    work_dir: Path | None = None,
+    run_folder: Path | None = None,
+    dry_run: bool = False,
+    force: bool = False,
     verbose: opt.Verbose = False,
     format: opt.Format = "text",
 ) -> None:
-    """Quantise a model's weights to 4, 8 or 2 bits."""
+    """Quantise a model's weights to 4, 8 or 2 bits.
+
+    Args:
+        output: File to write; for a folder, a folder.
+        recipe (NAME|FILE): small, balanced, best, or a YAML file; the options below change it.
+        method: All but rtn look at samples.
+        checkpoint (FOLDER): Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same
+            model.
+        bits: 2, 4 or 8.
+        block_size: Elements along K that share a scale; -1 for all of a column.
+        asymmetric: Unsigned codes with zero points.
+        op_types: MatMul, Gemm or Gather; repeatable.
+        node_config (JSON): {"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.
+        share_of_8_bits (SHARE): Of the weights, 0 to 1: those that gain the most from it get 8
+            bits.
+        quant_format: MatMulNBits is for onnxruntime alone.
+        accuracy_level: Of MatMulNBits: 0 in float32, 4 with int8 activations.
+        max_calibration_memory (SIZE): What activations and their statistics may take at once.
+        scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
+            see the output's folder, or --work-dir.
+        run_folder (DIR): Keeps statistics and codes: an interrupted run goes on, another
+            method finds the statistics.
+        dry_run: Print what would be quantised; write nothing.
+    """
     from ortplugins.quantization import quantize
-    from ortplugins.quantization.weights.recipe_file import read_recipe
-    from ortplugins.quantization.weights.stages import Stages
+    from ortplugins.quantization.weights.quantize import Stages
+    from ortplugins.quantization.weights.recipe import read_recipe
     from ortplugins.samples.text import TextSamples
 
     if output is None and not dry_run:
@@ -196,7 +158,7 @@ def quantize(
 
 def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress) -> Any:
     """Return an Evaluation beside the float model, on the text of the samples, or why not."""
-    from ortplugins.evaluation.evaluate import evaluate
+    from ortplugins.evaluation import evaluate
 
     try:
         return evaluate(
@@ -210,16 +172,8 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
     """Refuse options that have no effect beside others of this call."""
     given = context.params
     if given["dry_run"]:
-        refuse_without_effect(
-            context,
-            "with --dry-run",
-            "output",
-            "force",
-            "scheduler",
-            "work_dir",
-            "run_folder",
-            "verbose",
-        )
+        unused = ("output", "force", "scheduler", "work_dir", "run_folder", "verbose")
+        refuse_without_effect(context, "with --dry-run", *unused)
     if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")
     if given["checkpoint"] is not None:
@@ -228,11 +182,8 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
         )
     samples = given["samples"] or given["text"]
     if not needs_samples and not samples:
-        refuse_without_effect(
-            context,
-            "with --method rtn and without samples",
-            *("providers", "max_calibration_memory"),
-        )
+        why = "with --method rtn and without samples"
+        refuse_without_effect(context, why, "providers", "max_calibration_memory")
 
 
 @contextlib.contextmanager

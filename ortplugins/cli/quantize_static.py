@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
@@ -16,44 +16,25 @@ def quantize_static(
     output: opt.Output,
     source: opt.GivenSamples,
     printing: opt.ReportPrinting,
-    overrides: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON",
-            help="""{"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.""",
-        ),
-    ] = "{}",
-    promote: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A tensor or node to give 16 bits; repeatable."),
-    ] = None,
-    mode: Annotated[
-        Literal["int16", "float"],
-        typer.Option(help="float leaves what is promoted unquantised: faster on CPUs."),
-    ] = "int16",
-    target: Annotated[
-        Literal["cpu", "qnn"],
-        typer.Option(help="qnn keeps every DQ -> Q, cpu those that change values."),
-    ] = "qnn",
-    activation_type: Annotated[str, typer.Option(help="QUInt8 or QInt8.")] = "QUInt8",
-    weight_type: Annotated[str, typer.Option(help="QInt8, QUInt8, and others.")] = "QInt8",
-    per_channel: Annotated[
-        bool, typer.Option(help="Weights get a scale for each channel.")
-    ] = True,
-    calibrate_method: Annotated[
-        Literal["MinMax", "Entropy", "Percentile", "Distribution"],
-        typer.Option(help="How ranges are found."),
-    ] = "MinMax",
-    op_types: Annotated[
-        list[str] | None,
-        typer.Option("--op-type", help="Operators to quantise; repeatable."),
-    ] = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
+    overrides: str = "{}",
+    promote: list[str] | None = None,
+    mode: Literal["int16", "float"] = "int16",
+    target: Literal["cpu", "qnn"] = "qnn",
+    per_channel: bool = True,
+    nodes_to_include: opt.Include = None,
+    nodes_to_exclude: opt.Exclude = None,
     providers: opt.Providers = opt.CPU,
-    force: opt.Force = False,
+    force: bool = False,
 ) -> None:
-    """Quantise weights and activations, some activations to 16 bits."""
+    """Quantise weights and activations, some activations to 16 bits.
+
+    Args:
+        overrides (JSON): {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
+        promote (NAME): A tensor or node to give 16 bits; repeatable.
+        mode: float leaves what is promoted unquantised: faster on CPUs.
+        target: qnn keeps every DQ -> Q, cpu those that change values.
+        per_channel: Weights get a scale for each channel.
+    """
     from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
@@ -68,13 +49,9 @@ def quantize_static(
                 promote=promote or (),
                 mode=mode,
                 target=target,
-                activation_type=activation_type,
-                weight_type=weight_type,
                 per_channel=per_channel,
-                calibrate_method=calibrate_method,
-                op_types_to_quantize=op_types,
-                nodes_to_quantize=include or (),
-                nodes_to_exclude=exclude or (),
+                nodes_to_quantize=nodes_to_include or (),
+                nodes_to_exclude=nodes_to_exclude or (),
                 calibration_providers=providers,
                 overwrite=force,
                 progress=bar,

@@ -18,25 +18,24 @@ from ortplugins.cli.terminal import console
 def report(
     context: typer.Context,
     model: opt.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .html file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o")],
     chosen: opt.ChosenPasses,
     inputs: opt.Inputs,
-    facts: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write everything as JSON, too."),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option(help="Start and run sessions, with the passes and without.")
-    ] = True,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Compare what each node computes.")
-    ] = False,
-    rounds: Annotated[
-        int, typer.Option(metavar="N", help="Processes of each kind to measure.", min=1)
-    ] = 5,
-    force: opt.Force = False,
+    facts: Annotated[Path | None, typer.Option("--json")] = None,
+    measure: bool = True,
+    layers: bool = False,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    force: bool = False,
 ) -> None:
-    """Write a page: what fires and what does not, and what sessions gain."""
+    """Write a page: what fires and what does not, and what sessions gain.
+
+    Args:
+        output: The .html file to write.
+        facts (FILE): Write everything as JSON, too.
+        measure: Start and run sessions, with the passes and without.
+        layers: Compare what each node computes.
+        rounds (N): Processes of each kind to measure.
+    """
     if not measure:
         opt.refuse_without_effect(context, "with --no-measure", "rounds")
     measured = {"measure": measure, "layers": layers, "rounds": rounds}

@@ -57,13 +57,8 @@ def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
 
 def run(
     context: typer.Context,
-    program: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT|MODULE [ARGUMENTS]...", help="What python would run."),
-    ],
-    module: Annotated[
-        bool, typer.Option("-m", help="It is a module, as for python -m.", show_default=False)
-    ] = False,
+    program: Annotated[list[str], typer.Argument()],
+    module: Annotated[bool, typer.Option("-m", show_default=False)] = False,
     passes: Passes = [],  # noqa: B006  typer copies it
     settings: Settings = None,
 ) -> None:
@@ -72,6 +67,10 @@ def run(
     Without --pass, passes are those of the environment variable ORTPLUGINS, else
     dq_matmulnbits_fusion. Options of ortplugins come before the program, all that follows is
     the program's. Python processes that it starts have the passes enabled, too.
+
+    Args:
+        program (SCRIPT|MODULE [ARGUMENTS]...): What python would run.
+        module: It is a module, as for python -m.
     """
     from ortplugins.session.patching import enable_entries
 

@@ -12,7 +12,7 @@ import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from ortplugins.runtime.temporary_settings import MALLOC_THRESHOLD_KEY
+from ortplugins.runtime.session_settings import MALLOC_THRESHOLD_KEY
 from session_options import enable_key
 from session_options.keys import PREFIX
 
@@ -25,25 +25,23 @@ _HEADINGS = ("change", "run", "start", "private memory", "")
 
 def tune(
     model: opt.Model,
-    hint: Annotated[Aim, typer.Option(help="What matters.")] = "latency",
-    seconds: Annotated[int, typer.Option(help="Time to take, about.", min=1)] = 60,
-    error: Annotated[
-        float,
-        typer.Option(
-            help="Greatest error over the greatest output; 0 for plain onnxruntime's own.",
-            min=0.0,
-        ),
-    ] = 0.0,
-    dims: opt.Dims = "",
-    samples: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Inputs to measure with.")
-    ] = None,
+    hint: Aim = "latency",
+    seconds: Annotated[int, typer.Option(min=1)] = 60,
+    error: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    dims: str = "",
+    samples: Path | None = None,
     format: opt.Format = "text",
 ) -> None:
     """Measure passes and session settings beside plain onnxruntime; write nothing.
 
     A session entry ortplugins.hint does the same at the first start of a session, and keeps
     the choice.
+
+    Args:
+        hint: What matters.
+        seconds: Time to take, about.
+        error: Greatest error over the greatest output; 0 for plain onnxruntime's own.
+        samples (FILE.npz): Inputs to measure with.
     """
     general: dict[str, Any] = {"hint_seconds": seconds, "hint_error": error, "hint_dims": dims}
     if samples is not None:

@@ -6,15 +6,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.given_model import GivenModel, ModelSource
+from ortplugins.comparison.difference import Difference, differences_of
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
-from ortplugins.comparison.model_pair import Inputs, ModelPair
+from ortplugins.comparison.models import (
+    GivenModel,
+    InputChoice,
+    Inputs,
+    ModelPair,
+    ModelSource,
+    scratch_folder,
+)
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,
@@ -150,10 +154,7 @@ def compare(
         raise UsageError(f"runs is {runs}: 0 or more is expected")
     if rounds < 1:
         raise UsageError(f"rounds is {rounds}: 1 or more is expected")
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", ignore_cleanup_errors=True
-    ) as folder:
-        scratch = Path(folder)
+    with scratch_folder() as scratch:
         first, report = GivenModel(a), None
         if b is None:
             from ortplugins.optimization.optimize import optimize
@@ -162,17 +163,9 @@ def compare(
             b = optimize(first.file(scratch), target, passes=passes, options=options)
             report = dataclasses.replace(b.report, artifact="")  # gone by the end
         second = GivenModel(b)
-        pair = ModelPair(
-            first,
-            second,
-            inputs,
-            scratch=scratch,
-            dims=dims,
-            samples=samples,
-            seed=seed,
-            providers=providers,
-        )
-        outputs, count = _outputs(pair)
+        chosen = InputChoice(inputs, dims, samples, seed)
+        pair = ModelPair(first, second, chosen, scratch, providers)
+        outputs = tuple(differences_of(pair.run()).values())
         feeds = pair.feeds
         not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
@@ -200,22 +193,13 @@ def compare(
         return Comparison(
             first.name,
             second.name if report is None else "optimised",
-            count,
+            feeds.read_all(),
             outputs,
             not_compared,
             compared,
             timings,
             report,
         )
-
-
-def _outputs(pair: ModelPair) -> tuple[tuple[Difference, ...], int]:
-    sums = {name: DifferenceSum(name) for name in pair.outputs}
-    count = 0
-    for index, name, x, y in pair.run():
-        sums[name].add(x, y)
-        count = index + 1
-    return tuple(item.result() for item in sums.values()), count
 
 
 def plain(content: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -109,11 +109,19 @@ class DifferenceSum:
         )
 
 
+def differences_of(
+    values: Iterable[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]],
+) -> dict[str, Difference]:
+    """Return how far values are apart over all samples, from what :func:`.run_both` yields."""
+    sums: dict[str, DifferenceSum] = {}
+    for _, name, a, b in values:
+        sums.setdefault(name, DifferenceSum(name)).add(a, b)
+    return {name: item.result() for name, item in sums.items()}
+
+
 def difference_of(name: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Difference:
     """Return how far ``b`` is from ``a``, in one sample of the value of this name."""
-    total = DifferenceSum(name)
-    total.add(a, b)
-    return total.result()
+    return differences_of([(0, name, a, b)])[name]
 
 
 @dataclasses.dataclass(frozen=True)

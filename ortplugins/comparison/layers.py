@@ -11,6 +11,9 @@ packed weights (int8 activations of MatMulNBits for one).
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,19 +23,19 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 import onnxruntime
 
-from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.given_model import GivenModel
-from ortplugins.comparison.model_pair import fetch
-from ortplugins.comparison.profile import profiled_run
+from ortplugins.comparison.difference import Difference, differences_of
+from ortplugins.comparison.models import GivenModel, run_both
+from ortplugins.errors import ModelFileError
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import NUMPY_TYPES, opened, stock_options
-from ortplugins.samples.kept import KeptSamples
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.sources import Feed, KeptSamples
 from rewrite_rules.graph.nodes import label
 
 _COMPARED = NUMPY_TYPES - {"string"}
 _MARK = "ortplugins#"
+_KERNEL = "_kernel_time"
 # Of values to fetch at a time, of both models together; one that takes more is fetched alone.
 _MAX_BYTES = 256 << 20
 
@@ -86,7 +89,8 @@ def compare_layers(
     chosen = [n for n in common if made_a[n].comparable and made_b[n].comparable]
     differences: dict[str, Difference] = {}
     for chunk in _chunks(chosen, made_a, made_b):
-        differences |= _compare_chunk(chunk, sides, feeds)
+        sessions = [(side.name, side.open(chunk)) for side in sides]
+        differences |= differences_of(run_both(sessions, chunk, feeds))
     layers = tuple(
         Layer(made_a[n].node, made_a[n].op_type, made_b[n].op_type, differences[n])
         for n in chosen
@@ -97,21 +101,6 @@ def compare_layers(
         sides[1].nodes_without(made_a),
         tuple(name for name in common if name not in differences),
     )
-
-
-def _compare_chunk(
-    chunk: Sequence[str], sides: Sequence[_Side], feeds: KeptSamples
-) -> dict[str, Difference]:
-    sums = {name: DifferenceSum(name) for name in chunk}
-    sessions = [side.open(chunk) for side in sides]
-    for feed in feeds:
-        found = [
-            fetch(session, chunk, feed, side.name)
-            for session, side in zip(sessions, sides, strict=True)
-        ]
-        for name, x, y in zip(chunk, *found, strict=True):
-            sums[name].add(x, y)
-    return {name: item.result() for name, item in sums.items()}
 
 
 def _chunks(
@@ -203,9 +192,7 @@ class _Side:
 
     def _options(self) -> onnxruntime.SessionOptions:
         options = stock_options()
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self._folder)
-        )
+        options.add_session_config_entry(DATA_FOLDER_KEY, str(self._folder))
         return options
 
 
@@ -227,3 +214,72 @@ def _type_of(value: ir.Value) -> str:
     if not isinstance(value.type, ir.TensorType) or value.dtype is None:
         return ""
     return value.dtype.name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfiledNode:
+    """A node that ran, in a subgraph or not."""
+
+    name: str
+    # Type, in onnxruntime's word, and bytes of each output that is a tensor; the bytes of all
+    # where its type has none of numpy's.
+    outputs: tuple[tuple[str, int], ...]
+
+
+def profiled_run(
+    source: str | bytes,
+    options: onnxruntime.SessionOptions,
+    feed: Feed,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    *,
+    name: str = "the model",
+) -> list[ProfiledNode]:
+    """Run a model once; return its nodes in the order in which they started, by its profile.
+
+    The order of a file is not that of a run: onnxruntime sorts the nodes itself.
+    """
+    before = options.enable_profiling, options.profile_file_prefix
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+        options.enable_profiling = True
+        options.profile_file_prefix = os.path.join(folder, "profile")
+        try:
+            session = opened(source, options, providers, name)
+        finally:
+            options.enable_profiling, options.profile_file_prefix = before
+        taken = {item.name for item in session.get_inputs()}
+        try:
+            # Without numpy's arrays, which not every type has.
+            values = {
+                k: onnxruntime.OrtValue.ortvalue_from_numpy(v)
+                for k, v in feed.items()
+                if k in taken and v.dtype.kind in "biufc"
+            }
+            if len(values) == len(taken & feed.keys()):
+                session.run_with_ort_values(None, values)
+            else:  # texts have no OrtValue of their own
+                session.run(None, {k: v for k, v in feed.items() if k in taken})
+        except Exception as error:
+            raise ModelFileError(f"{name}: onnxruntime failed to run it: {error}") from error
+        finally:
+            path = Path(session.end_profiling())
+        events = json.loads(path.read_text(encoding="utf-8"))
+        del session  # Windows removes no file that is open
+    ran = sorted(filter(_is_node, events), key=lambda event: int(event["ts"]))
+    return [_node(event) for event in ran]
+
+
+def _is_node(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "Node" and str(event["name"]).endswith(_KERNEL)
+
+
+def _node(event: Mapping[str, Any]) -> ProfiledNode:
+    args = event["args"]
+    described = (pair for item in args.get("output_type_shape", ()) for pair in item.items())
+    outputs = []
+    for kind, shape in described:
+        try:
+            size = int(ir.DataType[kind.upper()].itemsize * math.prod(shape))
+        except (KeyError, TypeError):
+            size = int(args.get("output_size", 0))
+        outputs.append((kind, size))
+    return ProfiledNode(str(event["name"]).removesuffix(_KERNEL), tuple(outputs))

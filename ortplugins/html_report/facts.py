@@ -8,7 +8,7 @@ import datetime
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,42 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.comparison.compare import compare, plain
-from ortplugins.comparison.given_model import operator_counts
-from ortplugins.comparison.model_pair import Inputs, comparison_feeds
+from ortplugins.comparison.models import InputChoice, Inputs, comparison_feeds, operator_counts
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.html_report.live_memory import order_of
-from ortplugins.html_report.weight_bytes import KINDS, PACKED, packed_bytes, weight_bytes
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import initializer_tensors, load_path, stored_bytes
+from ortplugins.model_io.saving import identity_of
 from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.runtime.machine import machine, versions
 from ortplugins.runtime.stock_session import open_model
-from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.made_up import MadeUpInputs, sizes_of
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shape_size_reorder.order.search import memory_order
-from rewrite_rules.shapes.concrete_shapes import concrete_shapes
+from ortplugins.samples.sources import KeptSamples
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shape_size_reorder.search import memory_order
+from rewrite_rules.shapes.proved_shapes import concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
 from session_options.plan import plan_from_settings, settings_of
+
+_KINDS = "quantised codes", "scales and zero points", "float constants", "other constants"
+_CODES, _SCALES, _FLOATS, _OTHERS = _KINDS
+
+# Inputs that are codes, and those that are scales and zero points.
+_ROLES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "DequantizeLinear": ((0,), (1, 2)),
+    "QuantizeLinear": ((), (1, 2)),
+    "MatMulNBits": ((1,), (2, 3)),
+    "GatherBlockQuantized": ((0,), (2, 3)),
+    "QLinearMatMul": ((0, 3), (1, 2, 4, 5, 6, 7)),
+    "QLinearConv": ((0, 3, 8), (1, 2, 4, 5, 6, 7)),
+    "MatMulInteger": ((0, 1), (2, 3)),
+    "ConvInteger": ((0, 1), (2, 3)),
+}
+_SMALL_INTEGERS = frozenset({
+    ir.DataType.INT2, ir.DataType.UINT2, ir.DataType.INT4, ir.DataType.UINT4,
+    ir.DataType.INT8, ir.DataType.UINT8,
+})  # fmt: skip
 
 
 def gather_facts(
@@ -92,14 +110,8 @@ def gather_facts(
     if measure or layers:
         with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
             try:
-                feeds = comparison_feeds(
-                    open_model(path, "disable"),
-                    inputs,
-                    scratch=Path(folder),
-                    dims=dims,
-                    samples=samples,
-                    seed=seed,
-                )
+                chosen = InputChoice(inputs, dims, samples, seed)
+                feeds = comparison_feeds(open_model(path, "disable"), chosen, Path(folder))
                 feed = feeds.largest()
             except ModelFileError as error:
                 failed = {"failed": str(error)}
@@ -169,7 +181,7 @@ def _sessions(
             return {"failed": failed}
         assert ours.report is not None
         artifact = ours.report["artifact"]
-        packed = packed_bytes(artifact) if artifact else (0, 0)
+        packed = _packed_bytes(artifact) if artifact else (0, 0)
     return {
         "rounds": rounds,
         "inputs": [
@@ -237,13 +249,68 @@ def _weights(
             "before": counts[0][kind][1],
             "after": counts[1][kind][1],
         }
-        for kind in KINDS
+        for kind in _KINDS
     ]
     packed = (sessions or {}).get("packed")
     if packed and packed["tensors"]:
         counted = {"tensors_before": 0, "tensors_after": packed["tensors"]}
-        rows.append({"kind": PACKED, **counted, "before": 0, "after": packed["bytes"]})
+        sizes = {"before": 0, "after": packed["bytes"]}
+        rows.append({"kind": "packed for kernels", **counted, **sizes})
     return rows
+
+
+def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of constants by what they are for; no tensor is read.
+
+    Bytes that two initializers share are counted once, for the first.
+    """
+    counts = dict.fromkeys(_KINDS, (0, 0))
+    seen: set[object] = set()
+    for value, tensor in _constants(model):
+        place = identity_of(tensor)
+        size = 0 if place in seen else stored_bytes(tensor)
+        seen.add(place)
+        kind = _kind(value, tensor)
+        counts[kind] = counts[kind][0] + 1, counts[kind][1] + size
+    return counts
+
+
+def _packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return how many initializers of a file have packed forms, and the bytes of these."""
+    import onnx
+
+    from rewrite_rules.prepacked_weights.records import read_records
+
+    found = read_records(onnx.load(model_path, load_external_data=False))
+    blobs = {
+        (offset, length)
+        for records in found.values()
+        for record in records
+        for offset, length, _ in record.blobs
+    }
+    return len(found), sum(length for _, length in blobs)
+
+
+def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    yield from initializer_tensors(model)
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        for node in graph.all_nodes():
+            held = node.attributes.get("value") if node.op_type == "Constant" else None
+            if held is not None:
+                yield node.outputs[0], held.as_tensor()
+
+
+def _kind(value: ir.Value, tensor: ir.TensorProtocol) -> str:
+    for node, index in value.uses():
+        codes, scales = _ROLES.get(node.op_type, ((), ()))
+        if index in codes:
+            return _CODES
+        if index in scales:
+            return _SCALES
+    if tensor.dtype.is_floating_point():
+        return _FLOATS
+    return _CODES if tensor.dtype in _SMALL_INTEGERS else _OTHERS
 
 
 def _memory(

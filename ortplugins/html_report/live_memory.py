@@ -12,9 +12,9 @@ from ortplugins.html_report.charts import Curve
 from ortplugins.model_io.loading import load_path
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.samples.made_up import MadeUpInputs
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shape_size_reorder.order.search import SimulatedOrder, memory_order
-from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 
 
 class OrderReport(NamedTuple):

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.runtime.child_process import child_environment, child_python
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import process_memory
 from ortplugins.runtime.stock_session import LEVELS
 
 _SCRIPT = Path(__file__).with_name("session_process.py")
@@ -72,33 +72,22 @@ class MeasureError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run a model.
+    """One way to run a model."""
 
-    Attributes:
-        model: The .onnx file.
-        name: In messages; by default the file's.
-        level: Optimisation level, a key of :data:`.LEVELS`.
-        settings: Of the ``SessionOptions``, after the level: a name with a dot is an entry,
-            one without an attribute; its value may be the name of an enumeration's member.
-        providers: Execution providers: names, or pairs of a name and its options.
-        custom_op_libraries: Paths of libraries to register operators from.
-        passes: Names of passes; without any the session is plain onnxruntime's, and its
-            process imports nothing of ortplugins.
-        hint: In place of passes, see ``ortplugins.hint``.
-        options: ``{"<pass>.<option>": value}``; beside a hint its own, ``hint_seconds`` say.
-        cache_dir: Cache of sessions with passes.
-    """
-
-    model: str | os.PathLike[str]
-    name: str = ""
-    level: str = "all"
+    model: str | os.PathLike[str]  # the .onnx file
+    name: str = ""  # in messages; by default the file's
+    level: str = "all"  # a key of LEVELS
+    # Of the SessionOptions, after the level: a name with a dot is an entry, one without an
+    # attribute; its value may be the name of an enumeration's member.
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
-    providers: Sequence[Any] = ("CPUExecutionProvider",)
+    providers: Sequence[Any] = ("CPUExecutionProvider",)  # or pairs of a name and its options
     custom_op_libraries: Sequence[str] = ()
+    # Without any the session is plain onnxruntime's, in a process without ortplugins.
     passes: Sequence[str] = ()
-    hint: str = ""
+    hint: str = ""  # in place of passes
+    # {"<pass>.<option>": value}; beside a hint its own, hint_seconds say.
     options: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
-    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None  # of sessions with passes
 
     @property
     def label(self) -> str:
@@ -126,7 +115,7 @@ class Measurement:
         start: Seconds to create the session; imports are not in it.
         run: Seconds of a run, of each process the median; of several feeds the geometric mean.
         runs: The same of each feed.
-        started_private: Private memory (see :mod:`.process_memory`) after the start.
+        started_private: Private memory (see :mod:`.machine`) after the start.
         private: The same after the runs.
         peak_private: The most seen until the warm-up runs were done.
         peak_resident: The most resident memory, mapped files included.
@@ -198,12 +187,7 @@ class Started:
 
 
 class SessionProcess:
-    """A process that holds one session; leaving its context ends it.
-
-    Attributes:
-        pid: Of the process.
-        peak_private: The most private memory seen, in bytes; None where /proc does not tell.
-    """
+    """A process that holds one session; leaving its context ends it."""
 
     def __init__(
         self,
@@ -219,7 +203,7 @@ class SessionProcess:
         ``server`` forks the process, in the environment that it has itself.
         """
         self._name, self._timeout = name, timeout
-        self.peak_private: int | None = None
+        self.peak_private: int | None = None  # the most bytes seen; None without /proc
         self._process: subprocess.Popen[str] | _Forked
         if server is None:
             self._process = _start_script(

@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# As in ortplugins.runtime.temporary_settings.
+# As in ortplugins.runtime.session_settings.
 _MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
 _DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
@@ -93,12 +93,11 @@ class _Child:
             import ortplugins
             from session_options.plan import plan_from_settings
 
-            general = {"cache_dir": job["cache_dir"], "strict": True}
+            general = {"cache_dir": job["cache_dir"], "strict": True, "hint": job["hint"]}
+            settings = job["options"]
             if job["hint"]:
-                general |= {"hint": job["hint"], **job["options"]}
-                plan = plan_from_settings((), {})
-            else:
-                plan = plan_from_settings(job["passes"], job["options"])
+                general, settings = {**general, **settings}, {}
+            plan = plan_from_settings(job["passes"], settings)
             ortplugins.configure(options, *plan.passes, **general)
             make, others = ortplugins.InferenceSession, {}
         providers = [x if isinstance(x, str) else tuple(x) for x in job["providers"]]

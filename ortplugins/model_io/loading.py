@@ -84,13 +84,22 @@ def load_path(
     return _load(content or read_model_file(path), folders, os.fspath(path))
 
 
-def load_bytes(content: bytes, folder: str | os.PathLike[str] | None) -> LoadedModel:
-    """Load a serialized model; ``folder`` holds its external data, None where it has none."""
-    folders = [] if folder is None else [Path(folder).absolute()]
-    return _load(content, folders, "model given as bytes")
+def load_model(
+    model: ModelLike | bytes,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    map_inline: bool = False,
+) -> LoadedModel:
+    """Load a model of any kind, as :func:`load_path`; an object is copied."""
+    if isinstance(model, (str, os.PathLike)):
+        return load_path(model, folder, map_inline=map_inline)
+    if isinstance(model, bytes):
+        folders = [] if folder is None else [Path(folder).absolute()]
+        return _load(model, folders, "model given as bytes")
+    return _from_memory(model)
 
 
-def from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
+def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
     name = "model given as object"
     if isinstance(model, ir.Model):
@@ -295,13 +304,6 @@ def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
 def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a model was given by its path."""
     return isinstance(model, (str, os.PathLike))
-
-
-def load_model(model: ModelLike, *, map_inline: bool = False) -> LoadedModel:
-    """Load a model of any kind, as :func:`load_path` or :func:`from_memory`."""
-    if isinstance(model, (str, os.PathLike)):
-        return load_path(model, map_inline=map_inline)
-    return from_memory(model)
 
 
 def same_kind(given: ModelLike, result: ir.Model) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Smaller tensors stay in the message.
@@ -42,37 +42,27 @@ def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
             return None
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
-                return _reduced_model(content, Path(path).name)
+                path_in_file = _MODEL_GRAPH, _GRAPH_INITIALIZER
+                return _reduced(content, 0, len(content), path_in_file, Path(path).name)
             except _MalformedError:
                 return None
 
 
-def _reduced_model(content: mmap.mmap, location: str) -> bytes | None:
-    parts, reduced = [], False
-    for number, kind, start, value, stop in _fields(content, 0, len(content)):
-        if number == _MODEL_GRAPH and kind == _BYTES:
-            graph, changed = _reduced_graph(content, value, stop, location)
-            parts.append(_field(_MODEL_GRAPH, graph) if changed else content[start:stop])
-            reduced |= changed
-        else:
-            parts.append(content[start:stop])
-    return b"".join(parts) if reduced else None
-
-
-def _reduced_graph(
-    content: mmap.mmap, start: int, stop: int, location: str
-) -> tuple[bytes, bool]:
+def _reduced(
+    content: mmap.mmap, start: int, stop: int, path: Sequence[int], location: str
+) -> bytes | None:
+    """Return a message without the data of the tensors at a path; None without any."""
     parts, reduced = [], False
     for number, kind, first, value, last in _fields(content, start, stop):
-        tensor = None
-        if number == _GRAPH_INITIALIZER and kind == _BYTES and last - value >= _MIN_BYTES:
-            tensor = _reduced_tensor(content, value, last, location)
-        if tensor is not None:
-            parts.append(_field(_GRAPH_INITIALIZER, tensor))
-            reduced = True
-        else:
-            parts.append(content[first:last])
-    return b"".join(parts), reduced
+        inner = None
+        if number == path[0] and kind == _BYTES:
+            if len(path) > 1:
+                inner = _reduced(content, value, last, path[1:], location)
+            elif last - value >= _MIN_BYTES:
+                inner = _reduced_tensor(content, value, last, location)
+        parts.append(content[first:last] if inner is None else _field(number, inner))
+        reduced |= inner is not None
+    return b"".join(parts) if reduced else None
 
 
 def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) -> bytes | None:

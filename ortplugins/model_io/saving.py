@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import (
+    LoadedModel,
     ModelLike,
     initializer_tensors,
     is_path,
@@ -220,7 +221,11 @@ def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
         raise ModelFileError(f"{output}: its folder does not exist")
 
 
-def needs_data_file(model: ir.Model) -> bool:
-    """Whether a model's tensors are too large to stay within its file."""
+def has_data_file(loaded: LoadedModel, model: ir.Model) -> bool:
+    """Whether a result gets a data file by default: where the source has one, or by size."""
+    # Tensors within the model's own file, mapped, are not external to it.
+    own = os.path.realpath(loaded.name)
+    if any(os.path.realpath(path) != own for path in loaded.data_files.values()):
+        return True
     size = sum(stored_bytes(tensor) for _, tensor in initializer_tensors(model))
     return size > _INLINE_BYTES

@@ -30,8 +30,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
 from ortplugins.report import Report
-from ortplugins.runtime.hidden_options import describe_model
-from ortplugins.runtime.optimizer_settings import OptimizerSettings
+from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
 from session_options.caller_warnings import warn_caller
 
 
@@ -72,7 +71,7 @@ def build(
         # model that no rule touches.
         infer_shapes(model)
     runs.run("rewrite", model)
-    if request.optimizers is None:
+    if not request.bakes:
         runs.run("rearrange", model, final_graph=request.final_graph)
 
     if placed is not None and (
@@ -82,7 +81,7 @@ def build(
 
     def finish(path: Path) -> None:
         nonlocal baked, placed
-        if request.optimizers is not None:
+        if request.bakes:
             baked = _run_optimizers(path, request.optimizers, notes, placed)
             if placed is not None and os.path.getsize(path) > NEW_BYTES:
                 _copy_data(path, placed)  # onnxruntime folded constants
@@ -92,10 +91,10 @@ def build(
         runs.run("finish", path, final_graph=request.final_graph or baked)
 
     files: list[Path] = []
-    later = request.optimizers is not None and runs.take_part_in("rearrange")
+    later = request.bakes and runs.take_part_in("rearrange")
     later |= runs.take_part_in("finish")
     if output is not None and (runs.modified or later or not only_if_modified):
-        finishing = request.optimizers is not None or runs.take_part_in("finish")
+        finishing = request.bakes or runs.take_part_in("finish")
         saving = {"keep_in_place": not finishing, **saving}
         if placed is not None:
             saving["data_folder"] = placed.folder

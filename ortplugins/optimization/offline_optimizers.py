@@ -15,8 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import PassError
-from ortplugins.runtime.optimizer_settings import OptimizerSettings
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, OptimizerSettings
 
 # New constants of this size leave the .onnx file, or every session would hold a copy.
 _INLINE_LIMIT = 1 << 16

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,16 +22,15 @@ from ortplugins.model_io.loading import (
     load_path,
     same_kind,
 )
-from ortplugins.model_io.saving import Progress, check_output, needs_data_file
+from ortplugins.model_io.saving import Progress, check_output, has_data_file
 from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import AfterPass
 from ortplugins.report import Report
-from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
 from session_options.keys import format_value
-from session_options.plan import make_plan, plan_from_settings, read_option_files
+from session_options.plan import plan_from_settings, read_option_files
 
 _SCRATCH = "ortplugins.optimize.scratch"
 
@@ -106,7 +107,7 @@ def optimize(
         model,
         plan_of(passes, options or {}),
         tuple(providers),
-        optimizers=ALL_OPTIMIZERS if bake else None,
+        bakes=bake,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
     target = None if output is None else Path(output)
@@ -126,17 +127,17 @@ def optimize_for(
     *,
     external_data: bool | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
-    after_pass: AfterPass | None = None,
+    **others: Any,
 ) -> OptimizeResult:
     """Do what a request asks for; arguments, result and errors as for :func:`optimize`."""
     model: Any = request.source
-    bake = request.optimizers is not None
+    start = time.perf_counter()
+    bake = request.bakes
     if target is not None:
         check_output(model, target, overwrite)
     loaded = request.load()
     if external_data is None:
-        external_data = bool(loaded.data_files) or needs_data_file(loaded.model)
+        external_data = has_data_file(loaded, loaded.model)
     finishing = bake or any(item.takes_part_in("finish") for item in request.plan.passes)
     scratch = None
     if target is None and finishing:
@@ -145,10 +146,9 @@ def optimize_for(
         request,
         loaded,
         target if scratch is None else Path(scratch.name, "model.onnx"),
-        after_pass=after_pass,
         inline=not external_data,
         overwrite=overwrite,
-        progress=progress,
+        **others,
     )
     needs = dict(result.session_settings)
     if result.baked:
@@ -173,6 +173,8 @@ def optimize_for(
             if path not in result.files
         ]
         report = Report(report.passes, "built", (*report.notes, *files), str(target))
+    seconds = time.perf_counter() - start
+    logging.getLogger("ortplugins").info("%s in %.3f s: %s", "optimize()", seconds, report)
     return OptimizeResult(target, report, same_kind(model, optimized), needs, data)
 
 
@@ -189,13 +191,8 @@ def _data_beside(output: Path, model: ir.Model) -> list[Path]:
 
 def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     """Return the plan of passes, objects or names, and options of those given by name."""
-    names = [item for item in passes if isinstance(item, str)]
-    objects = [item for item in passes if not isinstance(item, str)]
-    if wrong := [item for item in objects if not isinstance(item, Pass)]:
-        raise OptionError(f"{wrong[0]!r} is neither a pass nor the name of one")
     settings = {key: format_value(value) for key, value in options.items()}
-    plan = make_plan([*objects, *plan_from_settings(names, settings).passes])
-    return read_option_files(plan)
+    return read_option_files(plan_from_settings(passes, settings))
 
 
 def checked_version(text: str | None) -> str:

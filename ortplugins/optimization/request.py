@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import onnxruntime
 
 from ortplugins.runtime.machine import cpu_features, package_versions, usable_cores
-from ortplugins.runtime.optimizer_settings import OptimizerSettings, read_optimizer_settings
-from ortplugins.runtime.temporary_settings import (
+from ortplugins.runtime.session_settings import (
+    ALL_OPTIMIZERS,
     DATA_FOLDER_KEY,
     DISABLED_OPTIMIZERS_KEY,
+    OptimizerSettings,
     given_entry,
+    read_optimizer_settings,
 )
-from rewrite_rules.cpu_providers import are_cpu_only
+from rewrite_rules.onnxruntime_version import are_cpu_only
 from session_options.keys import stored
-from session_options.plan import Plan, plan_from_json
+from session_options.plan import Plan, plan_from_settings
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
@@ -51,42 +53,21 @@ _SPEED_ENTRIES = (
 
 
 class BuildRequest(NamedTuple):
-    """A model, and everything else that the result depends on.
+    """A model, and everything else that the result depends on."""
 
-    Attributes:
-        source: Absolute path or serialized model; for a file that no session asked for, a
-            model in memory as well.
-        plan: The passes and their options.
-        providers: Execution providers of the session, in order of precedence.
-        data_folder: Where the options say that external data is; None for beside the model.
-        optimizers: How onnxruntime's own optimisers run before the result is finished; None
-            to leave them to the session.
-        final_graph: Whether the session runs no optimiser.
-        cpu_arena: Whether the session's memory on the CPU comes from an arena.
-        native_accuracy_level: Level at which onnxruntime itself would fuse dequantised weights
-            in the session; None where it would not.
-        native_block_size: Block size that it gives weights with one scale, or one for each
-            column, then; 0 for its default, -1 for the size that pads K least.
-        onnxruntime_version: Oldest version that the result has to run on.
-        session_settings: Attributes and entries of the session, ``(name, value)``. A hint
-            measures with them, and with what follows.
-        provider_options: Options of the providers that have any, by their name.
-        custom_op_libraries: Paths of libraries that a session registers operators from.
-    """
-
+    # Absolute path or serialized; for a file that no session asked for, in memory as well.
     source: ModelLike | bytes
     plan: Plan
-    providers: tuple[str, ...] = ("CPUExecutionProvider",)
-    data_folder: str | None = None
-    optimizers: OptimizerSettings | None = None
-    final_graph: bool = False
-    cpu_arena: bool = True
-    native_accuracy_level: int | None = 4
-    native_block_size: int = 0
-    onnxruntime_version: str = onnxruntime.__version__
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)  # in order of precedence
+    data_folder: str | None = None  # where external data is; None for beside the model
+    optimizers: OptimizerSettings = ALL_OPTIMIZERS  # onnxruntime's own, as sessions run them
+    bakes: bool = False  # whether they run before the result is finished
+    cpu_arena: bool = True  # whether the session's memory on the CPU comes from an arena
+    onnxruntime_version: str = onnxruntime.__version__  # the oldest that the result runs on
+    # Attributes and entries of the session; a hint measures with them, and with what follows.
     session_settings: tuple[tuple[str, str], ...] = ()
-    provider_options: Mapping[str, Mapping[str, str]] = {}
-    custom_op_libraries: tuple[str, ...] = ()
+    provider_options: Mapping[str, Mapping[str, str]] = {}  # by the provider's name
+    custom_op_libraries: tuple[str, ...] = ()  # paths; a session registers operators from them
 
     @property
     def name(self) -> str:
@@ -99,17 +80,22 @@ class BuildRequest(NamedTuple):
         given = self.provider_options
         return [(name, given[name]) if name in given else name for name in self.providers]
 
+    @property
+    def final_graph(self) -> bool:
+        """Whether the session runs no optimiser."""
+        return self.optimizers.level == "ORT_DISABLE_ALL"
+
     def key_parts(self) -> dict[str, Any]:
         """Return what the result depends on besides the model and its data, as JSON."""
         depends_on_arena = any(item.depends_on_arena for item in self.plan.passes)
         return {
             "passes": self.plan.fingerprint(),
             "providers": list(self.providers),
-            "optimizers": self.optimizers and self.optimizers._asdict(),
+            "optimizers": self.optimizers._asdict() if self.bakes else None,
             "final_graph": self.final_graph,
             "cpu_arena": self.cpu_arena if depends_on_arena else None,
-            "native_accuracy_level": self.native_accuracy_level,
-            "native_block_size": self.native_block_size,
+            "native_accuracy_level": self.optimizers.native_accuracy_level,
+            "native_block_size": self.optimizers.native_block_size,
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
             "cpu": cpu_features(),
@@ -121,42 +107,27 @@ class BuildRequest(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return the request as JSON; the content of a serialized model is left out."""
         return {
-            **self.key_parts(),
+            **self._asdict(),
             "source": None if isinstance(self.source, bytes) else self.name,
-            "data_folder": self.data_folder,
             "plan": self.plan.as_json(),
-            "cpu_arena": self.cpu_arena,
-            "custom_op_libraries": list(self.custom_op_libraries),
+            "optimizers": self.optimizers._asdict(),
+            "key": self.key_parts(),
         }
 
     @classmethod
     def from_json(cls, content: dict[str, Any], model: bytes) -> BuildRequest:
         """Read what :meth:`as_json` returned."""
-        return cls(
-            source=model if content["source"] is None else content["source"],
-            plan=plan_from_json(content["plan"]),
-            providers=tuple(content["providers"]),
-            data_folder=content["data_folder"],
-            optimizers=_optimizers_from_json(content["optimizers"]),
-            final_graph=content["final_graph"],
-            cpu_arena=content["cpu_arena"],
-            native_accuracy_level=content["native_accuracy_level"],
-            native_block_size=content["native_block_size"],
-            onnxruntime_version=content["onnxruntime"],
-            session_settings=tuple((name, text) for name, text in content["session_settings"]),
-            provider_options=content["provider_options"],
-            custom_op_libraries=tuple(content["custom_op_libraries"]),
-        )
+        fields = {name: _tuples(content[name]) for name in cls._fields}
+        optimizers = {name: _tuples(value) for name, value in content["optimizers"].items()}
+        fields["optimizers"] = OptimizerSettings(**optimizers)
+        fields["plan"] = plan_from_settings(**content["plan"])
+        return cls(**{**fields, "source": content["source"] or model})
 
     def load(self) -> LoadedModel:
         """Load and check the model."""
-        from ortplugins.model_io.loading import from_memory, is_path, load_bytes, load_path
+        from ortplugins.model_io.loading import load_model
 
-        if isinstance(self.source, bytes):
-            return load_bytes(self.source, self.data_folder)
-        if is_path(self.source):
-            return load_path(self.source, self.data_folder)
-        return from_memory(self.source)  # type: ignore[arg-type]
+        return load_model(self.source, self.data_folder)
 
     def data_settings(
         self, names: Mapping[str, str], folder: str | os.PathLike[str]
@@ -183,19 +154,16 @@ def read_request(
 ) -> BuildRequest:
     """Read what a session's artifact depends on; the caller holds the lock of the options."""
     settings = read_optimizer_settings(options, disabled_optimizers)
-    final_graph = settings.level == "ORT_DISABLE_ALL"
-    on_cpu = are_cpu_only(providers)
+    runs_any = settings.level != "ORT_DISABLE_ALL"
     chosen = stored(options, DATA_FOLDER_KEY)
     return BuildRequest(
         source=source if isinstance(source, bytes) else os.path.abspath(source),
         plan=plan,
         providers=tuple(providers),
         data_folder=os.path.abspath(chosen) if chosen else None,
-        optimizers=settings if plan.bake and on_cpu and not final_graph else None,
-        final_graph=final_graph,
+        optimizers=settings,
+        bakes=plan.bake and runs_any and are_cpu_only(providers),
         cpu_arena=options.enable_cpu_mem_arena,
-        native_accuracy_level=settings.native_accuracy_level,
-        native_block_size=settings.native_block_size,
         session_settings=_session_settings(options, settings) if plan.hint else (),
         provider_options=provider_options if plan.hint else {},
     )
@@ -235,8 +203,6 @@ def _hint_parts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _optimizers_from_json(content: dict[str, Any] | None) -> OptimizerSettings | None:
-    if content is None:
-        return None
-    entries = tuple((key, text) for key, text in content["entries"])
-    return OptimizerSettings(content["level"], tuple(content["disabled"]), entries)
+def _tuples(value: Any) -> Any:
+    """Return what JSON holds with tuples for its lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

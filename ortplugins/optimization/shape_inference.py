@@ -20,7 +20,7 @@ def infer_shapes(model: ir.Model) -> None:
     """
     if _has_sequences(model):
         return  # onnx_ir's pass would call them tensors, and onnxruntime refuse the model
-    from rewrite_rules.graph.functions import check_inlined_size
+    from rewrite_rules.graph.nodes import check_inlined_size
 
     try:
         check_inlined_size(model)

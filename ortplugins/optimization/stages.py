@@ -15,7 +15,7 @@ from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
-from ortplugins.runtime.temporary_settings import temporarily_set
+from ortplugins.runtime.session_settings import temporarily_set
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks, RewriteError
 from session_options import Pass
@@ -56,11 +56,9 @@ class PassRuns:
             found.append(dataclasses.replace(item, remarks=item.remarks or (idle,)))
         return tuple(found)
 
-    def take_part_in(self, *stages: str) -> bool:
-        """Whether any pass takes part in one of these stages."""
-        return any(
-            item.takes_part_in(stage) for item in self._request.plan.passes for stage in stages
-        )
+    def take_part_in(self, stage: str) -> bool:
+        """Whether any pass takes part in a stage."""
+        return any(item.takes_part_in(stage) for item in self._request.plan.passes)
 
     def run(self, stage: str, target: ir.Model | Path, *, final_graph: bool = False) -> None:
         """Run the passes of a stage on the model; for ``"finish"``, on the path of the file.
@@ -85,8 +83,8 @@ class PassRuns:
             self.session_settings,
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
-            native_accuracy_level=self._request.native_accuracy_level,
-            native_block_size=self._request.native_block_size,
+            native_accuracy_level=self._request.optimizers.native_accuracy_level,
+            native_block_size=self._request.optimizers.native_block_size,
         )
         original = None
         if item.asks_for_trials and isinstance(target, ir.Model):

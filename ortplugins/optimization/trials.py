@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
-from rewrite_rules.trials import Trial
+from rewrite_rules.remarks import Trial
 
 # Of processor time for one timed trial; a few runs of a slow model may take longer. Sessions
 # of one thread, so that what else the machine does hardly counts.

@@ -15,7 +15,7 @@ import onnxruntime
 
 from ortplugins.errors import MissingFileError, ModelFileError, PassError
 from ortplugins.model_io.model_folder import OutputFolder
-from ortplugins.runtime.optimizer_settings import OptimizerSettings
+from ortplugins.runtime.session_settings import OptimizerSettings
 from session_options.keys import parse_bool
 
 _NAME = "genai_config.json"
@@ -43,10 +43,11 @@ def genai_layout(
     """Return a folder of onnxruntime-genai, what finishes it, how its sessions optimise."""
     source = model if model.is_dir() else model.parent
     config = _Config.read(source / _NAME)
-    found = source / config.filename if model.is_dir() else model
+    filename = config.decoder["filename"]
+    found = source / filename if model.is_dir() else model
     if not found.is_file():
         raise MissingFileError(
-            f"{config.path}: model.decoder.filename is {config.filename!r}, which is not there"
+            f"{config.path}: model.decoder.filename is {filename!r}, which is not there"
         )
 
     def finish(
@@ -57,7 +58,8 @@ def genai_layout(
     ) -> None:
         config.check(session)
         config.decoder["filename"] = written.relative_to(folder).as_posix()
-        config.decoder["session_options"] = {**config.session_options, **_embedded(settings)}
+        given = config.decoder.get("session_options") or {}
+        config.decoder["session_options"] = {**given, **_embedded(settings)}
         text = json.dumps(config.content, indent=4)
         (folder / _NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -101,19 +103,9 @@ class _Config(NamedTuple):
             raise ModelFileError(f"{path}: has no model.decoder.filename")
         return cls(path, content, decoder)
 
-    @property
-    def filename(self) -> str:
-        """Name of the model, relative to the folder."""
-        return str(self.decoder["filename"])
-
-    @property
-    def session_options(self) -> dict[str, Any]:
-        """``model.decoder.session_options``."""
-        return dict(self.decoder.get("session_options") or {})
-
     def optimizers(self) -> OptimizerSettings:
         """Return how sessions of this configuration optimise a model."""
-        given = self.session_options
+        given = dict(self.decoder.get("session_options") or {})
         level = given.pop("graph_optimization_level", "ORT_ENABLE_ALL")
         entries = ((key, text) for key, text in given.items() if isinstance(text, str))
         return OptimizerSettings(str(level), (), tuple(entries))

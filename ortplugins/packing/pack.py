@@ -21,7 +21,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.packing.genai import genai_layout
 from ortplugins.packing.triton import triton_layout
 from ortplugins.report import Report
-from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS, OptimizerSettings
+from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.onnxruntime_version import newest_format, parse_version
 from session_options import DqMatMulNBitsFusion, Pass
@@ -77,8 +77,7 @@ def pack(
     request = BuildRequest(
         folder.model,
         plan_of(passes, options or {}),
-        native_accuracy_level=optimizers.native_accuracy_level,
-        native_block_size=optimizers.native_block_size,
+        optimizers=optimizers,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
     source = load_path(folder.model)

@@ -17,7 +17,7 @@ import onnxruntime
 
 from ortplugins.errors import ModelFileError, PassError
 from ortplugins.model_io.model_folder import OutputFolder, model_in
-from ortplugins.runtime.optimizer_settings import ALL_OPTIMIZERS, OptimizerSettings
+from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import type_of
 
 _NAME = "config.pbtxt"

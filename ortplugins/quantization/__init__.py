@@ -18,11 +18,10 @@ __all__ = [
 ]
 
 from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
-from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.gptq import GptqOptions
-from ortplugins.quantization.methods.nearest import quantize_blocks
+from ortplugins.quantization.methods.nearest import BlockFormat, quantize_blocks
 from ortplugins.quantization.planner.activations import plan_precision
 from ortplugins.quantization.planner.weights import plan_bits
+from ortplugins.quantization.weights.plan import QuantizeReport
 from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
 from ortplugins.quantization.weights.recipe import Recipe, Rule
-from ortplugins.quantization.weights.report import QuantizeReport

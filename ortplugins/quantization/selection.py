@@ -18,11 +18,7 @@ _REGEX = "re:"
 
 
 def matches(pattern: Pattern, name: str) -> bool:
-    """Whether a pattern means the node of a name.
-
-    Raises:
-        QuantizationError: If a regular expression cannot be compiled.
-    """
+    """Whether a pattern means the node of a name."""
     if isinstance(pattern, re.Pattern):
         return pattern.search(name) is not None
     if pattern.startswith(_REGEX):
@@ -39,30 +35,20 @@ def matches(pattern: Pattern, name: str) -> bool:
 def check_names(
     option: str, patterns: Iterable[Pattern], names: Collection[str], *, all_patterns: bool
 ) -> list[str]:
-    """Check that patterns mean something.
+    """Refuse patterns of an option that mean none of some nodes, with the closest names.
 
-    Args:
-        option: What messages call them.
-        patterns: The patterns.
-        names: Names of the nodes that there are.
-        all_patterns: Whether globs and regular expressions must match, too.
-
-    Returns:
-        The globs and regular expressions that match nothing, as text.
-
-    Raises:
-        QuantizationError: Naming every pattern that means no node, with the closest names.
+    Return the globs and regular expressions that match nothing, as text, where they need not.
     """
     unmatched = [p for p in patterns if not any(matches(p, name) for name in names)]
     wrong = [p for p in unmatched if all_patterns or _is_name(p)]
     if wrong:
         raise QuantizationError(f"{option}: {'; '.join(_unknown(p, names) for p in wrong)}")
-    return [_text(pattern) for pattern in unmatched]
+    return [text_of(pattern) for pattern in unmatched]
 
 
 def _unknown(pattern: Pattern, names: Collection[str]) -> str:
     if not _is_name(pattern):
-        return f"{_text(pattern)!r} matches no node that can be quantised"
+        return f"{text_of(pattern)!r} matches no node that can be quantised"
     assert isinstance(pattern, str)
     hint = did_you_mean(pattern, names)
     return f"no node that can be quantised is called {pattern!r}{hint}"
@@ -78,5 +64,6 @@ def _is_glob(pattern: str) -> bool:
     return any(character in pattern for character in "*?[")
 
 
-def _text(pattern: Pattern) -> str:
+def text_of(pattern: Pattern) -> str:
+    """Return a pattern as messages have it."""
     return _REGEX + pattern.pattern if isinstance(pattern, re.Pattern) else pattern

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What runs here: the processor, by /proc/cpuinfo, the machine, and versions of packages."""
+"""What runs here: processor, machine, versions of packages, and the memory of a process.
+
+Of a process, as Linux tells it in /proc, in bytes:
+
+private   resident memory that no file backs (RssAnon): the heap, the stacks, pages that were
+          written to. Each process has its own, whatever others map. Private_Clean of
+          smaps_rollup is not counted: these are pages of a mapped model that one process alone
+          reads at the moment, and they are shared as soon as a second one opens it. Neither is
+          it read often without slowing the process, which RssAnon, a counter, is.
+resident  all of it, mapped files included (VmRSS), and the most that it ever was (VmHWM).
+pss       the same, but pages that n processes share count as 1/n (smaps_rollup).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +18,10 @@ import functools
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ortplugins._version import __version__
-from session_options.installed import installed_distributions
+from session_options.registry import installed_distributions
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript")
 # Those that onnxruntime's kernels for quantised weights differ by.
@@ -54,14 +65,20 @@ def package_versions() -> Mapping[str, str]:
 @functools.cache
 def cpu_features() -> str:
     """Return a checksum of the processor's architecture and instruction sets."""
-    return f"{_architecture()} {zlib.crc32(_flags().encode()):08x}"
+    if hasattr(os, "uname"):
+        architecture = os.uname().machine
+    else:
+        import platform  # milliseconds of a start
+
+        architecture = platform.machine()
+    return f"{architecture} {zlib.crc32(_flags().encode()):08x}"
 
 
 def processor_name() -> str:
     """Return what the processor calls itself."""
     if (name := _first_processor().get("model name")) is not None:
         return name
-    import platform  # milliseconds of a start
+    import platform
 
     return platform.processor() or platform.machine()
 
@@ -99,14 +116,6 @@ def _first_processor() -> dict[str, str]:
     except OSError:
         pass  # not Linux
     return found
-
-
-def _architecture() -> str:
-    if hasattr(os, "uname"):
-        return os.uname().machine
-    import platform
-
-    return platform.machine()
 
 
 def _flags() -> str:
@@ -164,7 +173,33 @@ def _quotas(root: str) -> Iterator[tuple[int, int]]:
 def _text(*parts: str) -> str:
     """Return what a file holds; nothing where there is none."""
     try:
-        with open(os.path.join(*parts), encoding="utf-8") as file:
+        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as file:
             return file.read().strip()
     except OSError:
         return ""
+
+
+class ProcessMemory(NamedTuple):
+    """What a process holds; None for what the system does not tell."""
+
+    private: int | None = None
+    resident: int | None = None
+    peak_resident: int | None = None
+
+
+def process_memory(pid: int | str = "self") -> ProcessMemory:
+    """Return what a process holds; nothing of one that has ended, or without /proc."""
+    found = _fields(pid, "status")
+    return ProcessMemory(found.get("RssAnon"), found.get("VmRSS"), found.get("VmHWM"))
+
+
+def proportional_bytes(pid: int | str = "self") -> int | None:
+    """Return the PSS of a process: shared pages by the number of processes that share them."""
+    return _fields(pid, "smaps_rollup").get("Pss")
+
+
+def _fields(pid: int | str, file: str) -> dict[str, int]:
+    """Read the lines ``Name:  1234 kB``."""
+    text = _text("/proc", str(pid), file)
+    pairs = (line.split() for line in text.splitlines() if line.endswith(" kB"))
+    return {pair[0].rstrip(":"): int(pair[1]) * 1024 for pair in pairs}

@@ -10,7 +10,7 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY, temporarily_set
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, temporarily_set
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import constant_ints
+from rewrite_rules.graph.parameters import constant_ints
 
 
 class Kind(enum.Enum):

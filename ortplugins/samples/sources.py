@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Samples: read from what users give, each checked against the model.
+"""Samples: read from what users give, each checked against the model, and kept for replay.
 
 A sample is a dict, input name -> array. A source of samples is one of
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -204,53 +205,166 @@ def _closest(name: str, inputs: Mapping[str, ir.Value]) -> str:
 
 
 def _checked_array(item: Any, value: ir.Value, what: str) -> npt.NDArray[Any]:
-    array = _as_array(item, value.dtype, what)
-    _check_dtype(array, value.dtype, what)
-    _check_shape(array, value.shape, what)
-    floating = value.dtype is not None and value.dtype.is_floating_point()
+    dtype, shape = value.dtype, value.shape
+    try:
+        # Tensors of other packages say that they are arrays; objects of any class do not.
+        if not hasattr(item, "__array__"):
+            raise TypeError
+        array: npt.NDArray[Any] = np.asarray(item)
+    except Exception:  # tensors on another device
+        raise CalibrationError(
+            f"{what} is a {type(item).__name__} that is not an array: give a numpy array"
+        ) from None
+    if dtype is ir.DataType.STRING:
+        expected, fits = "str", array.dtype.kind in "OU"
+        array = array.astype(np.str_) if array.dtype.kind == "O" else array
+    else:
+        expected = "" if dtype is None else str(dtype.numpy())
+        fits = dtype is None or array.dtype == dtype.numpy()
+    if not fits:
+        raise CalibrationError(
+            f"{what} is {array.dtype}, but the model takes {expected}: convert it, as with "
+            f"array.astype({expected!r})"
+        )
+    # PaddlePaddle writes -1 for an open dimension.
+    if shape is not None and not (
+        array.ndim == len(shape)
+        and all(
+            size == dim or not isinstance(dim, int) or dim < 0
+            for size, dim in zip(array.shape, shape, strict=True)
+        )
+    ):
+        wanted = "[" + ", ".join(str(dim) for dim in shape) + "]"
+        hint = "; is the batch axis missing?" if array.ndim == len(shape) - 1 else ""
+        raise CalibrationError(
+            f"{what} has shape {list(array.shape)}, but the model takes {wanted}{hint}"
+        )
+    floating = dtype is not None and dtype.is_floating_point()
     if floating and not np.isfinite(array).all():
         raise CalibrationError(f"{what} holds NaN or infinite values")
     return array
 
 
-def _as_array(item: Any, dtype: ir.DataType | None, what: str) -> npt.NDArray[Any]:
-    try:
-        # Tensors of other packages say that they are arrays; objects of any class do not.
-        if not hasattr(item, "__array__"):
-            raise TypeError
-        array = np.asarray(item)
-    except Exception:  # tensors on another device
-        raise CalibrationError(
-            f"{what} is a {type(item).__name__} that is not an array: give a numpy array"
-        ) from None
-    if dtype is ir.DataType.STRING and array.dtype.kind == "O":
-        return array.astype(np.str_)
-    return array
+class KeptSamples:
+    """Samples that can be gone through more than once, while the source is read once.
 
+    The first time, samples come from the source and are copied (readers may use their arrays
+    again); later, the copies are replayed. Beyond ``memory_bytes`` copies go to files in
+    ``scratch``, which has to stay as long as this object is used. An iterator that was given
+    up half-way costs nothing: the next one replays and reads on from there.
 
-def _check_dtype(array: npt.NDArray[Any], dtype: ir.DataType | None, what: str) -> None:
-    if dtype is None or (dtype is ir.DataType.STRING and array.dtype.kind == "U"):
-        return
-    if dtype is ir.DataType.STRING or array.dtype != dtype.numpy():
-        expected = "str" if dtype is ir.DataType.STRING else str(dtype.numpy())
-        raise CalibrationError(
-            f"{what} is {array.dtype}, but the model takes {expected}: convert it, as with "
-            f"array.astype({expected!r})"
-        )
+    With ``rewind`` nothing is kept: each new iteration calls the reader's ``rewind()``.
+    """
 
-
-def _check_shape(array: npt.NDArray[Any], shape: ir.Shape | None, what: str) -> None:
-    if shape is None:
-        return
-    expected = "[" + ", ".join(str(dim) for dim in shape) + "]"
-    if array.ndim != len(shape):
-        hint = "; is the batch axis missing?" if array.ndim == len(shape) - 1 else ""
-        raise CalibrationError(
-            f"{what} has shape {list(array.shape)}, but the model takes {expected}{hint}"
-        )
-    for size, dim in zip(array.shape, shape, strict=True):
-        # PaddlePaddle writes -1 for an open dimension.
-        if isinstance(dim, int) and dim >= 0 and size != dim:
+    def __init__(
+        self,
+        source: CalibrationSource,
+        model: ir.Model,
+        *,
+        scratch: Path,
+        memory_bytes: int = 64 << 20,
+        rewind: bool = False,
+    ) -> None:
+        """Check the source's kind; no sample is read."""
+        self._source, self._model = source, model
+        self._scratch, self._free = scratch, memory_bytes
+        self._fresh: Iterator[Feed] | None = checked_feeds(source, model)
+        self._kept: list[Feed | tuple[Path, dict[str, np.dtype[Any]]]] = []
+        self._largest = (-1, 0)  # bytes, index
+        self._failure: CalibrationError | None = None
+        self.count: int | None = None  # until the source has come to its end
+        self.rewinds = rewind
+        if rewind and not callable(getattr(source, "rewind", None)):
             raise CalibrationError(
-                f"{what} has shape {list(array.shape)}, but the model takes {expected}"
+                f"rewind is asked for, but a {type(source).__name__} has no rewind(): add it, "
+                "or let samples be kept"
             )
+
+    def __iter__(self) -> Iterator[Feed]:
+        """Yield every sample, in the source's order."""
+        if self.rewinds:
+            yield from self._from_the_start()
+            return
+        index = 0
+        while index < len(self._kept) or self._pull():
+            yield self._load(index)
+            index += 1
+
+    def read_all(self) -> int:
+        """Read the source to its end and return how many samples it has."""
+        if self.rewinds:
+            return sum(1 for _ in self)
+        while self._pull():
+            pass
+        return len(self._kept)
+
+    def largest(self) -> Feed:
+        """Return the sample of most bytes among those read, at least one; for planning memory.
+
+        Where samples are rewound it is the first.
+        """
+        if not self.rewinds and self._kept:
+            return self._load(self._largest[1])
+        return next(iter(self))
+
+    def _load(self, index: int) -> Feed:
+        kept = self._kept[index]
+        if isinstance(kept, dict):
+            return dict(kept)
+        path, types = kept
+        with np.load(path, allow_pickle=False) as file:
+            # bfloat16 and its like come back as raw bytes.
+            return {
+                name: file[f"input{place}"].view(dtype)
+                for place, (name, dtype) in enumerate(types.items())
+            }
+
+    def _pull(self) -> bool:
+        """Keep one more sample of the source; False at its end."""
+        if self._failure is not None:
+            raise self._failure
+        if self._fresh is None:
+            return False
+        try:
+            feed = next(self._fresh)
+        except StopIteration:
+            self.count, self._fresh = len(self._kept), None
+            return False
+        except CalibrationError as error:
+            self._failure = error
+            raise
+        size = feed_bytes(feed)
+        if size > self._largest[0]:
+            self._largest = (size, len(self._kept))
+        if size <= self._free:
+            self._free -= size
+            self._kept.append({name: np.array(array) for name, array in feed.items()})
+        else:
+            # Names and types stay here, as files know fewer of either.
+            path = self._scratch / f"sample-{len(self._kept)}.npz"
+            arrays = {f"input{place}": array for place, array in enumerate(feed.values())}
+            np.savez(path, allow_pickle=False, **arrays)
+            self._kept.append((path, {name: array.dtype for name, array in feed.items()}))
+        return True
+
+    def _from_the_start(self) -> Iterator[Feed]:
+        if self._fresh is None:
+            self._source.rewind()  # type: ignore[union-attr]  # looked at in __init__
+            fresh = checked_feeds(self._source, self._model)
+        else:
+            fresh, self._fresh = self._fresh, None
+        count = 0
+        for feed in fresh:
+            count += 1
+            yield feed
+        if self.count is not None and count != self.count:
+            raise CalibrationError(
+                f"the calibration reader gave {self.count} samples, and {count} after "
+                "rewind(): a pass must see what the last one saw"
+            )
+        self.count = count
+
+
+def feed_bytes(feed: Feed) -> int:
+    """Return how many bytes the arrays of a sample have."""
+    return sum(array.nbytes for array in feed.values())

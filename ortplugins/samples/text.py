@@ -9,10 +9,11 @@ which its mask leaves out. Caches are empty.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,12 @@ def _chat_template(tokenizer: Path) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ModuleNotFoundError:
         raise UsageError("chat needs: pip install 'ortplugins[text]'") from None
-    template, config = tokenizer.with_name("chat_template.jinja"), _config_beside(tokenizer)
-    source = config.get("chat_template")
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        text = tokenizer.with_name("tokenizer_config.json").read_text(encoding="utf-8")
+        found = json.loads(text)
+        config = found if isinstance(found, dict) else {}
+    source, template = config.get("chat_template"), tokenizer.with_name("chat_template.jinja")
     if template.is_file():
         source = template.read_text(encoding="utf-8")
     if not isinstance(source, str):
@@ -198,13 +203,3 @@ def _chat_template(tokenizer: Path) -> Any:
             raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
 
     return render
-
-
-def _config_beside(tokenizer: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(
-            tokenizer.with_name("tokenizer_config.json").read_text(encoding="utf-8")
-        )
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Opens a session on the model that the passes of its options make, whatever its class."""
+"""``InferenceSession``, and how sessions of any class open on what their passes make."""
 
 from __future__ import annotations
 
@@ -13,21 +13,99 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.artifacts.known_starts import lacks_operators
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.runtime.temporary_settings import construct_with, options_lock
+from ortplugins.runtime.session_settings import (
+    PROVIDERS_OF_OPTIONS,
+    added_initializer,
+    construct_with,
+    options_lock,
+    overrides_dimensions,
+)
 from session_options.caller_warnings import warn_caller
 from session_options.keys import OptionError
+from session_options.passes import NOTHING_TO_DO
+from session_options.plan import Plan, read_plan
 
 if TYPE_CHECKING:
     from ortplugins.artifacts.find_or_build import Artifact
     from ortplugins.optimization.request import BuildRequest
-    from session_options.plan import Plan
+    from ortplugins.report import Report
 
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
 # object would take a start longer than reading the entry.
 ReportDict = Mapping[str, Any]
 STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
+
+
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """``onnxruntime.InferenceSession`` on the model that the passes made.
+
+    Options without an ortplugins entry give the stock session: nothing is imported, nothing is
+    written. Else the model is optimised at the first start and comes from the cache
+    afterwards. The ``SessionOptions`` come back as they went in.
+    """
+
+    @property
+    def ortplugins_report(self) -> Report:
+        """What was done to the model, and what not and why."""
+        from ortplugins.report import Report
+
+        return Report.from_dict(self._ortplugins_report)
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str],
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the session; arguments as for ``onnxruntime.InferenceSession``.
+
+        Raises:
+            OptionError: If an ortplugins entry has a value that it can't have.
+            MissingFileError, ModelFileError: If the model or its data can't be used.
+            PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
+                warning and the untouched model runs.
+        """
+        self._ortplugins_report: ReportDict = STOCK
+        self._ortplugins_source = path_or_bytes
+        self._ortplugins_kwargs = kwargs
+        if sess_options is None:
+            start = time.perf_counter()
+            super().__init__(path_or_bytes, None, providers, provider_options, **kwargs)
+            _log_start(path_or_bytes, time.perf_counter() - start, STOCK)
+            return
+        self._ortplugins_report = open_session(
+            self,
+            super().__init__,
+            read_plan,
+            path_or_bytes,
+            sess_options,
+            providers,
+            provider_options,
+            kwargs,
+        )
+
+    def set_providers(
+        self,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Register providers and start again, from the model that was given.
+
+        An optimised model is for the providers it was made for.
+        """
+        if self._ortplugins_report["source"] == "stock":
+            super().set_providers(providers, provider_options)
+            return
+        self.__init__(  # type: ignore[misc]
+            self._ortplugins_source,
+            self._sess_options_initial,
+            providers,
+            provider_options,
+            **self._ortplugins_kwargs,
+        )
 
 
 def open_session(
@@ -63,6 +141,7 @@ def open_session(
         plan = read_plan(options)
     if not plan:
         construct_on(path_or_bytes)
+        _log_start(path_or_bytes, time.perf_counter() - start, STOCK)
         return STOCK
     report = _nothing_to_do(path_or_bytes, plan)
     if report is not None:
@@ -94,7 +173,7 @@ def open_session(
         from ortplugins.session.run_log import record
 
         record(report, seconds)
-    _log_start(_name_of(path_or_bytes), seconds, report)
+    _log_start(path_or_bytes, seconds, report)
     return report
 
 
@@ -132,8 +211,6 @@ def _open_artifact(
     construct_on: Callable[..., None],
 ) -> ReportDict:
     """Open an artifact, and give way to options that it was made without."""
-    from ortplugins.runtime.hidden_options import added_initializer, overrides_dimensions
-
     report = artifact.report
     if artifact.model is None:
         return report
@@ -173,10 +250,10 @@ def _nothing_to_do(
     path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
 ) -> ReportDict | None:
     """Return the report of a start that needs no artifact; None where one has to be found."""
+    from ortplugins.artifacts.find_or_build import lacks_operators
+
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
         return None
-    from session_options.passes import NOTHING_TO_DO
-
     # A Report would take milliseconds to import, and nobody may ask for it.
     remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
     passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
@@ -187,13 +264,16 @@ def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
     return "bytes" if isinstance(path_or_bytes, bytes) else os.path.abspath(path_or_bytes)
 
 
-def _log_start(name: str, seconds: float, report: ReportDict) -> None:
+def _log_start(
+    path_or_bytes: str | bytes | os.PathLike[str], seconds: float, report: ReportDict
+) -> None:
     # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
     logging = sys.modules.get("logging")
     if logging is None or not (logger := logging.getLogger("ortplugins")).isEnabledFor(20):
         return
     from ortplugins.report import Report
 
+    name = _name_of(path_or_bytes)
     logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(report))
 
 
@@ -238,8 +318,6 @@ def _provider_names(
     """Names of the providers in order, as onnxruntime chooses them when none are given."""
     # Set by device or by policy, which cannot be asked for names; onnxruntime 1.24 or newer.
     if not providers and getattr(options, "has_providers", lambda: False)():
-        from ortplugins.runtime.hidden_options import PROVIDERS_OF_OPTIONS
-
         return (PROVIDERS_OF_OPTIONS,)
     chosen = providers or onnxruntime.get_available_providers()
     return tuple(item if isinstance(item, str) else item[0] for item in chosen)

@@ -17,7 +17,6 @@ import functools
 import os
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,13 +27,11 @@ import session_options
 from ortplugins.report import Report
 from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
+from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
 from session_options.keys import PREFIX, stored
 from session_options.plan import HINT_KEY, read_plan
 from session_options.registry import pass_names
-
-# Whose sessions are never caught: one rule for the modules that there are and will be.
-_OURS = ("ortplugins", "rewrite_rules", "session_options")
 
 
 def enable(*passes: Pass, **general: bool | str) -> None:
@@ -112,18 +109,16 @@ class _Entries(dict[str, str]):
         return read_plan(options if own else _Layered(options, self))
 
 
-class _Layered:
+class _Layered(_Entries):
     """Reads a session's own entry first, then what is switched on."""
 
     def __init__(self, options: onnxruntime.SessionOptions, below: _Entries) -> None:
-        self._options, self._below = options, below
-
-    def add_session_config_entry(self, key: str, value: str, /) -> None:
-        raise TypeError("entries are only read here")
+        super().__init__(below)
+        self._options = options
 
     def get_session_config_entry(self, key: str, /) -> str:
         own = stored(self._options, key)
-        return self._below.get_session_config_entry(key) if own is None else own
+        return super().get_session_config_entry(key) if own is None else own
 
 
 def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entries:
@@ -211,7 +206,7 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         if (
             switched is None
             or _working.now
-            or _is_ours(sys._getframe().f_back)
+            or is_ours(sys._getframe().f_back)
             # For these onnxruntime has an error of its own.
             or not isinstance(path_or_bytes, str | bytes | os.PathLike)
             or not isinstance(sess_options, onnxruntime.SessionOptions | None)
@@ -270,12 +265,6 @@ def _forget_artifact(
     session._model_path = None if is_bytes else os.fspath(path_or_bytes)
     session._model_bytes = path_or_bytes if is_bytes else None
     session._sess_options_initial = options
-
-
-def _is_ours(caller: types.FrameType | None) -> bool:
-    """Whether a module of this distribution calls."""
-    module = None if caller is None else caller.f_globals.get("__name__")
-    return str(module).partition(".")[0] in _OURS
 
 
 # What ours stand for. Beside the functions: functools.wraps would copy an attribute to

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import usable_cores
-from ortplugins.runtime.temporary_settings import (
+from ortplugins.runtime.session_settings import (
     DISABLED_OPTIMIZERS_KEY,
     MALLOC_THRESHOLD_KEY,
 )
@@ -22,23 +22,14 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Change(NamedTuple):
-    """One way in which a start may differ from plain onnxruntime's, or several together.
+    """One way in which a start may differ from plain onnxruntime's, or several together."""
 
-    Attributes:
-        name: In tables.
-        passes: Names of the passes to run.
-        options: Of these, ``{"<pass>.<option>": value}``.
-        settings: Of the session, as ``Pass.session_settings`` has them.
-        keeps_graph: Whether onnxruntime's optimised graph is kept even if no pass fires.
-        operators: A model without any of these has nothing to gain; empty if any may gain.
-    """
-
-    name: str
+    name: str  # in tables
     passes: tuple[str, ...] = ()
-    options: Mapping[str, str] = NONE
-    settings: Mapping[str, str] = NONE
-    keeps_graph: bool = False
-    operators: tuple[str, ...] = ()
+    options: Mapping[str, str] = NONE  # of these, {"<pass>.<option>": value}
+    settings: Mapping[str, str] = NONE  # of the session, as Pass.session_settings has them
+    keeps_graph: bool = False  # even if no pass fires: as onnxruntime's optimisers leave it
+    operators: tuple[str, ...] = ()  # a model without any of these has nothing to gain
 
 
 def _pass(name: str) -> Change:
@@ -69,6 +60,8 @@ _SPEED = (
     _TRIM,
     Change("real tokens gathered", _TRIM.passes, {"trim_padding.pack": "1"}),
     _INT8,
+    # Long runs multiply float weights faster than int4 ones; that takes their memory.
+    _setting("float weights", "session.disable_quant_qdq", "1", "DequantizeLinear"),
     _setting("denormals as zero", "session.set_denormal_as_zero", "1"),
     # See offline_optimizers: the kernel that it makes is slower.
     _setting(

@@ -47,11 +47,9 @@ from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
 from ortplugins.report import Tried
-from ortplugins.runtime.hidden_options import PROVIDERS_OF_OPTIONS
-from ortplugins.runtime.machine import machine, usable_cores
-from ortplugins.runtime.process_memory import process_memory
+from ortplugins.runtime.machine import machine, process_memory, usable_cores
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, PROVIDERS_OF_OPTIONS
 from ortplugins.runtime.stock_session import open_model, quiet_runner
-from ortplugins.runtime.temporary_settings import DATA_FOLDER_KEY
 from ortplugins.tuning.changes import AND, Change, changes_for, combined
 from ortplugins.tuning.workloads import Workload, workloads
 from rewrite_rules.remarks import Outcome
@@ -86,12 +84,9 @@ _AIMS = {"latency": "run", "throughput": "run", "memory": "private", "start": "s
 
 
 class Tuned(NamedTuple):
-    """What was chosen.
+    """What was chosen: the changes taken, as one, and the artifact's manifest.
 
-    Attributes:
-        change: The changes taken, as one.
-        manifest: Of the artifact, as ``build_artifact`` returns it; its report has a row for
-            everything that was tried.
+    Its report has a row for everything that was tried.
     """
 
     change: Change
@@ -114,10 +109,10 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=folder) as scratch:
         search = _Search(request, loaded, Path(scratch))
         chosen, why = search.choose()
-        if chosen.graph.model != search.plain.graph.model:
-            for path in Path(chosen.graph.model).parent.iterdir():
+        if chosen.model != search.plain.model:
+            for path in Path(chosen.model).parent.iterdir():
                 shutil.move(path, folder / path.name)
-    manifest, report = chosen.graph.manifest, chosen.graph.manifest["report"]
+    manifest, report = chosen.manifest, chosen.manifest["report"]
     return Tuned(
         chosen.change,
         {
@@ -132,26 +127,13 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
     )
 
 
-class _Graph(NamedTuple):
-    """A model that sessions open.
-
-    Attributes:
-        model: The file.
-        settings: What sessions on it need.
-        manifest: As ``build_artifact`` returns it.
-    """
-
-    model: str | Path
-    settings: Mapping[str, str]
-    manifest: dict[str, Any]
-
-
 class _Built(NamedTuple):
-    """A session that can be measured: what it changes, and the graph that it opens."""
+    """A session that can be measured: what it changes, and the model that it opens."""
 
     change: Change
-    graph: _Graph
-    candidate: Candidate
+    model: str | Path
+    settings: Mapping[str, str]  # what sessions on the model need
+    manifest: dict[str, Any]  # as build_artifact returns it
 
 
 class _Search:
@@ -171,10 +153,9 @@ class _Search:
         self._server: ForkServer | None = None
         self._seconds = math.inf  # to measure a session once
         self.tried: dict[str, Tried] = {}
-        change = Change("plain onnxruntime")
-        graph = self._plain_graph(loaded)
-        self._graphs: dict[tuple[Any, ...], _Graph | None] = {_graph_key(change): graph}
-        self.plain = _Built(change, graph, self._candidate(change, graph))
+        self.plain = self._build_plain(loaded)
+        self._graphs: dict[tuple[Any, ...], _Built | None]
+        self._graphs = {_graph_key(self.plain.change): self.plain}
         # What has been taken so far, and its figures beside the plain session's.
         self._base = self.plain
         self._base_ratios = dict.fromkeys(_FIGURES, 1.0)
@@ -195,7 +176,7 @@ class _Search:
         try:
             if self._aim == "private" and process_memory().private is None:
                 raise MeasureError("private memory is not known on this system")
-            self._workloads = self._make_workloads(safe.candidate)
+            self._workloads = self._make_workloads(self._candidate(safe))
             forks = sys.platform == "linux"
             with ForkServer() if forks else contextlib.nullcontext() as self._server:
                 noise = self._choose_measured(fused, changes)
@@ -217,7 +198,7 @@ class _Search:
 
     # Sessions.
 
-    def _plain_graph(self, loaded: LoadedModel) -> _Graph:
+    def _build_plain(self, loaded: LoadedModel) -> _Built:
         request = self._request
         path: str | Path = request.name
         if isinstance(request.source, bytes):
@@ -225,7 +206,8 @@ class _Search:
             path.write_bytes(request.source)
         folder = request.data_folder
         settings = {} if folder is None else {DATA_FOLDER_KEY: folder}
-        return _Graph(path, settings, build_artifact(request, loaded, self._scratch))
+        manifest = build_artifact(request, loaded, self._scratch)
+        return _Built(Change("plain onnxruntime"), path, settings, manifest)
 
     def _build(self, change: Change) -> _Built | None:
         """Build what a change makes of the base; None where it makes nothing."""
@@ -237,16 +219,16 @@ class _Search:
         except FailedPass as error:
             self._note(change, str(error))
             return None
-        graph = self._graphs[key]
-        if graph is not None:
-            change = _without_idle_passes(change, graph.manifest)
-            self._graphs[_graph_key(change)] = graph
-        if graph is None or change[1:] == self._base.change[1:]:
+        built = self._graphs[key]
+        if built is not None:
+            change = _without_idle_passes(change, built.manifest)
+            self._graphs[_graph_key(change)] = built
+        if built is None or change[1:] == self._base.change[1:]:
             self._note(change, "it finds nothing to do")
             return None
-        return _Built(change, graph, self._candidate(change, graph))
+        return built._replace(change=change)
 
-    def _build_graph(self, change: Change) -> _Graph | None:
+    def _build_graph(self, change: Change) -> _Built | None:
         request = self._request
         folder = self._scratch / str(next(self._numbers))
         folder.mkdir()
@@ -264,14 +246,15 @@ class _Search:
         )
         if manifest["baked"]:
             settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
-        return _Graph(path, settings, manifest)
+        return _Built(change, path, settings, manifest)
 
-    def _candidate(self, change: Change, graph: _Graph) -> Candidate:
+    def _candidate(self, item: _Built) -> Candidate:
         request = self._request
+        settings = {**dict(request.session_settings), **item.settings, **item.change.settings}
         return Candidate(
-            graph.model,
-            change.name,
-            settings={**dict(request.session_settings), **graph.settings, **change.settings},
+            item.model,
+            item.change.name,
+            settings=settings,
             providers=request.session_providers,
             custom_op_libraries=request.custom_op_libraries,
         )
@@ -425,7 +408,7 @@ class _Search:
 
     def _measure(self, built: Sequence[_Built], rounds: int) -> list[Measurement]:
         return measure(
-            [item.candidate for item in built],
+            [self._candidate(item) for item in built],
             [workload.feed for workload in self._timed_workloads()],
             rounds=rounds,
             runs=_RUNS,
@@ -483,7 +466,7 @@ class _Search:
         given = self._request.plan.hint_error
         allowed = given or _ROUNDING
         try:
-            error = self._error(item.candidate)
+            error = self._error(self._candidate(item))
             if error > allowed and not given:
                 allowed = max(allowed, _LIKE_PLAIN * self._error_of_plain)
         except MeasureError as failed:
@@ -497,7 +480,7 @@ class _Search:
 
     @functools.cached_property
     def _error_of_plain(self) -> float:
-        return self._error(self.plain.candidate)
+        return self._error(self._candidate(self.plain))
 
     def _error(self, candidate: Candidate) -> float:
         """Return the greatest difference to ORT_DISABLE_ALL over the greatest output."""
@@ -513,7 +496,7 @@ class _Search:
 
     @functools.cached_property
     def _expected(self) -> list[npt.NDArray[Any]]:
-        plain = self.plain.candidate
+        plain = self._candidate(self.plain)
         settings = {**plain.settings, "graph_optimization_level": "ORT_DISABLE_ALL"}
         return self._outputs(dataclasses.replace(plain, settings=settings))
 
@@ -608,10 +591,8 @@ def _graph_key(change: Change) -> tuple[Any, ...]:
 def _with_change(request: BuildRequest, change: Change) -> BuildRequest:
     """Return the request of a session that differs by a change."""
     plan = plan_from_settings(change.passes, change.options)._replace(strict=True)
-    optimizers = request.optimizers
-    if optimizers is not None:
-        entries = {key: text for key, text in change.settings.items() if "." in key}
-        merged = tuple({**dict(optimizers.entries), **entries}.items())
-        optimizers = optimizers._replace(entries=merged)
+    entries = {key: text for key, text in change.settings.items() if "." in key}
+    merged = tuple({**dict(request.optimizers.entries), **entries}.items())
+    optimizers = request.optimizers._replace(entries=merged)
     arena = change.settings.get("enable_cpu_mem_arena", str(int(request.cpu_arena)))
     return request._replace(plan=plan, optimizers=optimizers, cpu_arena=arena == "1")

@@ -23,32 +23,20 @@ _MAX_SAMPLES = 4
 
 
 class Workload(NamedTuple):
-    """Inputs to measure with.
-
-    Attributes:
-        name: In tables.
-        feed: The inputs by name.
-        has_padding: Whether rows are padded, so that outputs there mean nothing.
-    """
+    """Inputs to measure with, and their name in tables."""
 
     name: str
     feed: Feed
-    has_padding: bool = False
+    has_padding: bool = False  # so that outputs there mean nothing
 
 
 def workloads(
     model: ir.Model, run: Run, *, dims: Mapping[str, int], samples: str = ""
 ) -> list[Workload]:
-    """Return the workloads of a model.
+    """Return the workloads of a model, or the ``samples`` of an .npz file.
 
     Of a decoder with a cache: a prompt, and the next token after a short and a longer past. Of
     an encoder with a mask: a whole text, and a short one that is padded. Else one run.
-
-    Args:
-        model: The model, for its inputs and their uses.
-        run: Runs it.
-        dims: Sizes, as :class:`.MadeUpInputs` takes them.
-        samples: Path of an .npz file to take instead.
 
     Raises:
         CalibrationError: If the samples do not fit; names the input.

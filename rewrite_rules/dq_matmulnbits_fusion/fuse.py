@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: MIT
 """DequantizeLinear on a constant -> MatMulNBits, GatherBlockQuantized or a float constant.
 
-The rules are in :mod:`.matmul_rules` and :mod:`.gather_rule`, the
-layouts that they take in :mod:`.dequantized_operand`. Each candidate that stays as
-it is gets a remark that says why.
+Rules: :mod:`.matmul_rules`, :mod:`.gather_rule`. Layouts: :mod:`.dequantized_operand`.
 """
 
 from __future__ import annotations
@@ -17,13 +15,16 @@ import onnx_ir.passes.common
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
-from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, LeftOperand, RightOperand
-from rewrite_rules.graph.constants import constant, source_of
-from rewrite_rules.graph.functions import check_inlined_size
-from rewrite_rules.graph.nodes import is_dequantize_linear, label
+from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, MultiplyByWeight
+from rewrite_rules.graph.nodes import check_inlined_size, is_dequantize_linear, label
+from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.weights.dequantized_operand import dequantize_chain, is_layout_op
+from rewrite_rules.weights.dequantized_operand import (
+    dequantize_chain,
+    is_layout_op,
+    renamed_values,
+)
 
 
 def fuse(
@@ -32,10 +33,7 @@ def fuse(
     context: PassContext,
     only: Collection[ir.Node] | None = None,
 ) -> None:
-    """Fuse in place, constants of some DequantizeLinear nodes only or of all (None).
-
-    ``context.remarks`` reports every candidate.
-    """
+    """Fuse constants of all DequantizeLinear nodes, or of some; remarks report each."""
     if not any(node.op_type == "DequantizeLinear" for node in _all_nodes(model)):
         return
     if "" not in model.opset_imports:
@@ -51,7 +49,7 @@ def fuse(
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
-        rules += [RightOperand.rule(run, op_type), LeftOperand.rule(run, op_type)]
+        rules += [MultiplyByWeight.rule(run, op_type, index) for index in (1, 0)]
     DispatchingRuleSet(rules).apply_to_model(model)
     _remark_unfused(model, run)
     run.compare_with_stock()
@@ -68,58 +66,49 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
     (32-bit biases, 16-bit tables) are noted.
     """
+    remarks = run.context.remarks
     for node in _all_nodes(model):
         if not is_dequantize_linear(node) or len(node.outputs) != 1:
             continue
         if run.only is not None and node not in run.only:
             continue
-        with run.context.remarks.at(label(node)):
-            if (quantize := _quantized_in_the_graph(node)) is not None:
-                run.context.remarks.refused(
+        with remarks.at(label(node)):
+            codes = source_of(node.inputs[0]) if node.inputs and node.inputs[0] else None
+            quantize = None if codes is None else codes.producer()
+            if quantize is not None and _quantizes_constant(quantize):
+                remarks.refused(
                     label(node),
                     f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
                     "constant at every inference: fold constants first",
                 )
-            elif dequantize_chain(node.outputs[0]) is not None:
-                _explain(node, run)
+            elif codes is not None and dequantize_chain(node.outputs[0]) is not None:
+                tensor = ir.convenience.get_const_tensor(codes)
+                is_code = tensor is None or (
+                    tensor.dtype.is_integer() and tensor.dtype.bitwidth <= 8
+                )
+                for reason in _uses(node, run):
+                    if is_code:
+                        remarks.refused(label(node), f"{reason}; it runs at every inference")
+                    else:
+                        remarks.note(label(node), reason)
 
 
-def _quantized_in_the_graph(node: ir.Node) -> ir.Node | None:
-    """The QuantizeLinear on a constant that makes the codes, as some quantizers write it."""
-    codes = source_of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
-    quantize = None if codes is None else codes.producer()
-    if quantize is None or quantize.op_type != "QuantizeLinear":
-        return None
-    return quantize if constant(quantize.inputs[0]) is not None else None
-
-
-def _explain(node: ir.Node, run: FusionRun) -> None:
-    codes = source_of(node.inputs[0]) if node.inputs[0] is not None else None
-    tensor = None if codes is None else ir.convenience.get_const_tensor(codes)
-    is_weight = tensor is None or (tensor.dtype.is_integer() and tensor.dtype.bitwidth <= 8)
-    for reason in _uses(node, run):
-        if is_weight:
-            run.context.remarks.refused(label(node), f"{reason}; it runs at every inference")
-        else:
-            run.context.remarks.note(label(node), reason)
+def _quantizes_constant(node: ir.Node) -> bool:
+    """Whether a node is a QuantizeLinear of a constant, as some quantizers write it."""
+    return node.op_type == "QuantizeLinear" and constant(node.inputs[0]) is not None
 
 
 def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
     """Yield what the output feeds, through renaming nodes, unless the rules reported it."""
-    pending = [node.outputs[0]]
-    followed = set(pending)
-    while pending:
-        value = pending.pop()
+
+    def follows(reader: ir.Node) -> bool:
+        return is_layout_op(reader) and not run.was_reported(reader, node)
+
+    for value in renamed_values(node.outputs[0], follows):
         if value.is_graph_output():
             yield f"output {value.name!r} is a graph output"
-        for use in value.uses():
-            consumer = use.node
-            if run.was_reported(consumer, node):
-                continue
-            if is_layout_op(consumer) and use.idx == 0 and len(consumer.outputs) == 1:
-                if consumer.outputs[0] not in followed:
-                    followed.add(consumer.outputs[0])
-                    pending.append(consumer.outputs[0])
-                continue
-            what = f"it feeds input {use.idx} of {consumer.op_type} {label(consumer)!r}"
-            yield f"{what}: weights of MatMul, Gemm and Gather fuse"
+        for reader, index in value.uses():
+            renames = index == 0 and len(reader.outputs) == 1 and is_layout_op(reader)
+            if not renames and not run.was_reported(reader, node):
+                what = f"it feeds input {index} of {reader.op_type} {label(reader)!r}"
+                yield f"{what}: weights of MatMul, Gemm and Gather fuse"

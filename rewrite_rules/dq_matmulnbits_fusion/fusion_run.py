@@ -3,10 +3,7 @@
 
     f(x, W)    ->    nodes that read W's codes, or f(x, float constant)
 
-where W is a dequantised constant in whatever layout :mod:`.dequantized_operand` reads. It
-becomes a float constant, unpacked once instead of at every inference, where no kernel takes
-it. Every match is refused by name when the weight, its scales or its zero points are not
-constant (an initializer that is also a graph input is not), or malformed.
+where W is a dequantised constant in whatever layout :mod:`.dequantized_operand` reads.
 """
 
 from __future__ import annotations
@@ -19,14 +16,13 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel
+from rewrite_rules.dq_matmulnbits_fusion.kernels import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.remarks import PassContext
-from rewrite_rules.weights.block_quantized_weight import Unrepresentable
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.dequantized_operand import (
     DequantizedOperand,
+    Unrepresentable,
     dequantize_chain,
     read_operand,
 )
@@ -66,11 +62,8 @@ class FusionOptions:
 class FusionRun:
     """One run over one model: its new constants and what became of each candidate.
 
-    Attributes:
-        only: The DequantizeLinear nodes whose constants are candidates; None for all.
-        made: The MatMulNBits nodes.
-        levels: Of each multiplication that became MatMulNBits: its accuracy level, and the one
-            at which onnxruntime itself would fuse it, None where it would not.
+    ``only``: the DequantizeLinear nodes whose constants are candidates; None for all.
+    ``levels``: of each MatMulNBits, its accuracy level and that of onnxruntime's own, if any.
     """
 
     def __init__(
@@ -113,21 +106,16 @@ class FusionRun:
             ) from None
 
     def is_small(self, operand: DequantizedOperand) -> bool:
-        """Whether an operand may become a float constant for speed, as it takes little.
-
-        At every run onnxruntime alone holds as much.
-        """
+        """Whether an operand may become a float constant for speed, as it takes little."""
         may_be_float = self.options.slow_kernels == "float" and self.context.cpu_only
         small = float_bytes(operand) <= _SMALL_BYTES
         return may_be_float and small and self.floats.fits(operand)
 
     def fired(self, consumer: ir.Node, dequantize: ir.Node, outcome: str) -> None:
-        """Record that a consumer was rewritten."""
         self._fired += 1
         self.context.remarks.fired(label(consumer), self._tell(consumer, dequantize, outcome))
 
     def refused(self, consumer: ir.Node, dequantize: ir.Node, reason: object) -> None:
-        """Record that a consumer was left as it was."""
         self.context.remarks.refused(label(consumer), self._tell(consumer, dequantize, reason))
 
     def folded(self, consumer: ir.Node, dequantize: ir.Node | None, what: str) -> None:
@@ -153,7 +141,6 @@ class FusionRun:
             )
 
     def was_reported(self, consumer: ir.Node, dequantize: ir.Node) -> bool:
-        """Whether a remark on the pair was made."""
         return (consumer, dequantize) in self._reported
 
     def _tell(self, consumer: ir.Node, dequantize: ir.Node, text: object) -> str:
@@ -181,7 +168,6 @@ class OperandRule(RewriteRuleClassBase):
         self, context: MatchContext, w: ir.Value, out: ir.Value, **_: object
     ) -> MatchResult:
         """Read W and decide its form; every refusal is a remark."""
-        del context  # Unused
         result, node, run = MatchResult(), producer(out), self._run
         chain = dequantize_chain(w)
         if chain is None or (run.only is not None and chain[0] not in run.only):
@@ -201,7 +187,6 @@ class OperandRule(RewriteRuleClassBase):
         return result
 
     def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
-        """Emit what :meth:`check` decided."""
         node, operand = producer(out), self._operand
         with self._run.context.remarks.at(label(node)):
             value, outcome = self._emit(op)

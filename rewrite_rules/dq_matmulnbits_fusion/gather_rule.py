@@ -4,11 +4,9 @@
     Gather(DequantizeLinear(codes, scales, zero_points?), indices, axis)
         -> GatherBlockQuantized(codes, indices, scales, zero_points?)
 
-A table that the operator takes in no form becomes a float constant, unpacked once; so does a
-small one of 2 or 4 bits. A batch may hold more indices than it has rows, and the kernel takes
-up to 3 times as long for a row as onnxruntime takes to unpack it (1.32).
-
-The operator (onnxruntime's docs/ContribOperators.md) takes
+A table that the operator takes in no form becomes a float constant; so does a small one of 2
+or 4 bits: the kernel takes up to 3 times as long for a row as onnxruntime takes to unpack it
+(1.32). The operator (onnxruntime's docs/ContribOperators.md) takes
 
     data         int4 or uint4 codes of any shape, blocks along any axis; or uint8, unsigned
                  codes packed along the last axis, for whole rows (gather_axis 0) only
@@ -16,9 +14,8 @@ The operator (onnxruntime's docs/ContribOperators.md) takes
     zero_points  int4 and uint4: as scales; uint8: packed along the last axis. Left out they
                  are 0 for int4 and uint4, 2**(bits - 1) for uint8
 
-in blocks of any power of 2 from 16 on, longer than the axis too. The uint8 form is
-MatMulNBits' order: a tied embedding and head share their bytes. Its attribute ``bits`` is
-known from onnxruntime 1.23 on.
+in blocks of any power of 2 from 16 on. The uint8 form is MatMulNBits' order: a tied embedding
+and head share their bytes. Its attribute ``bits`` is known from onnxruntime 1.23 on.
 """
 
 from __future__ import annotations
@@ -32,24 +29,30 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import Emit, OperandRule, check_type
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import NoKernel, table_unsupported
-from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
+from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     KernelInputs,
+    NoKernel,
     fitting_block_size,
     repacked,
+    table_unsupported,
     write_codes,
     write_scales,
     write_zero_points,
 )
-from rewrite_rules.graph.attributes import axis_of, int_attribute
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, packed_bytes
 from rewrite_rules.graph.nodes import is_dequantize_linear
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import axis_of, int_attribute
 from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.bit_packing import Bytes, pack_rows, unpack
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight, Unrepresentable
-from rewrite_rules.weights.dequantized_operand import DequantizedOperand, is_layout_op
+from rewrite_rules.weights.dequantized_operand import (
+    BlockQuantizedWeight,
+    DequantizedOperand,
+    Unrepresentable,
+    is_layout_op,
+    renamed_values,
+)
 from rewrite_rules.weights.strided_axes import offsets
 
 
@@ -65,7 +68,8 @@ class GatherToGatherBlockQuantized(OperandRule):
         return op.Gather(w, indices, _outputs=["out"])
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
-        if operand.bits == 8 and _is_quantized_again(node):
+        readers = {reader.op_type for reader in node.outputs[0].consumers()}
+        if operand.bits == 8 and readers == {"QuantizeLinear"}:
             raise Refusal(
                 "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves"
             )
@@ -78,13 +82,9 @@ class GatherToGatherBlockQuantized(OperandRule):
 
         def emit(op: Any) -> tuple[ir.Value, str]:
             table = write(self._run.initializers)
+            inputs = (table.codes, node.inputs[1], *table.scales_and_zero_points)
             value = op.GatherBlockQuantized(
-                table.codes,
-                node.inputs[1],
-                *table.scales_and_zero_points,
-                **table.attributes,
-                _domain="com.microsoft",
-                _name=node.name,
+                *inputs, **table.attributes, _domain="com.microsoft", _name=node.name
             )
             if table.scales.dtype != operand.dtype:
                 value = op.Cast(value, to=int(operand.dtype))
@@ -93,27 +93,18 @@ class GatherToGatherBlockQuantized(OperandRule):
         return emit
 
 
-def _is_quantized_again(node: ir.Node) -> bool:
-    users = [use.node.op_type for use in node.outputs[0].uses()]
-    return bool(users) and set(users) == {"QuantizeLinear"}
-
-
 def _is_tied(operand: DequantizedOperand) -> bool:
     """Whether anything but Gather reads the same codes, through whatever renames them."""
-    pending = [operand.codes]
-    followed = set(pending)
-    while pending:
-        for use in pending.pop().uses():
-            follow = use.idx == 0 and (
-                is_layout_op(use.node) or is_dequantize_linear(use.node)
-            )
-            if follow and len(use.node.outputs) == 1:
-                if use.node.outputs[0] not in followed:
-                    followed.add(use.node.outputs[0])
-                    pending.append(use.node.outputs[0])
-            elif use.node.op_type not in ("Gather", "GatherBlockQuantized"):
-                return True
-    return False
+
+    def follows(node: ir.Node) -> bool:
+        return is_layout_op(node) or is_dequantize_linear(node)
+
+    uses = [use for value in renamed_values(operand.codes, follows) for use in value.uses()]
+    return any(
+        node.op_type not in ("Gather", "GatherBlockQuantized")
+        and not (index == 0 and follows(node))
+        for node, index in uses
+    )
 
 
 _SMALLEST_BLOCK = 16
@@ -197,16 +188,9 @@ def _write_stored(
             return ChunkedTensor(chunks, dtype, tuple(source.shape.numpy()), name)
 
         scales = initializers.get(scales, f".{dtype.name.lower()}", make)
-    return KernelInputs(
-        operand.codes,
-        scales,
-        operand.zero_points,
-        {
-            "gather_axis": axis,
-            "quantize_axis": attributes.get_int("axis", 1) % len(operand.shape),
-            "block_size": attributes.get_int("block_size", 0),
-        },
-    )
+    quantized = attributes.get_int("axis", 1) % len(operand.shape)
+    made = _attributes(axis, quantized, attributes.get_int("block_size", 0))
+    return KernelInputs(operand.codes, scales, operand.zero_points, made)
 
 
 def _write_whole(
@@ -234,16 +218,8 @@ def _write_whole(
     scales = initializers.get(
         operand.scales, ".whole", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
     )
-    return KernelInputs(
-        operand.codes,
-        scales,
-        zero_points,
-        {
-            "gather_axis": axis,
-            "quantize_axis": whole,
-            "block_size": _covering_block(operand.shape[whole]),
-        },
-    )
+    attributes = _attributes(axis, whole, _covering_block(operand.shape[whole]))
+    return KernelInputs(operand.codes, scales, zero_points, attributes)
 
 
 def _write_packed(
@@ -271,12 +247,7 @@ def _write_packed(
         with_axes(_write_data(initializers, weight)),
         with_axes(scales),
         None if zero_points is None else with_axes(zero_points),
-        {
-            "gather_axis": 0,
-            "quantize_axis": len(operand.shape) - 1,
-            "block_size": block_size,
-            "bits": operand.bits,
-        },
+        _attributes(0, len(operand.shape) - 1, block_size) | {"bits": operand.bits},
     )
 
 
@@ -299,6 +270,14 @@ def _write_data(initializers: DerivedInitializers, weight: BlockQuantizedWeight)
 
     key = (weight.K, weight.N, weight.k_axis)
     return initializers.get(weight.operand.codes, ".rows", make, key)
+
+
+def _attributes(gather_axis: int, quantize_axis: int, block_size: int) -> dict[str, int]:
+    return {
+        "gather_axis": gather_axis,
+        "quantize_axis": quantize_axis,
+        "block_size": block_size,
+    }
 
 
 def _covering_block(size: int) -> int:

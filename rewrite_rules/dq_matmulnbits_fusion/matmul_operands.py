@@ -17,11 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import float_attribute, int_attribute
-from rewrite_rules.graph.constants import require_constant, source_of
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.nodes import is_dequantize_linear
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.nodes import dequantizer
+from rewrite_rules.graph.parameters import (
+    float_attribute,
+    int_attribute,
+    require_constant,
+    source_of,
+)
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.dequantized_operand import read_operand
 
 
@@ -33,34 +37,33 @@ class Product:
         index: Input that holds the weight.
         k_axis: Which of the last two axes of that input is reduced.
         transpose_x: Whether the last two axes of the other operand have to be swapped first.
-        transpose_y: Whether the last two axes of the product have to be swapped afterwards.
         alpha, beta: Factors of the product and of the bias.
-        batched: Whether operands may have more than two axes.
     """
 
     node: ir.Node
     index: int
     k_axis: int
     transpose_x: bool
-    transpose_y: bool
     alpha: float
     beta: float
-    batched: bool
+
+    @property
+    def on_left(self) -> bool:
+        """Whether the last two axes of the product have to be swapped afterwards."""
+        return self.index == 0
 
     @property
     def weight(self) -> ir.Value | None:
-        """The operand that may be a weight."""
         return self.node.inputs[self.index]
 
     @property
     def x(self) -> ir.Value | None:
-        """The other operand."""
         return self.node.inputs[1 - self.index]
 
     @property
     def x_rank(self) -> int | None:
         """Rank of the other operand; None where it isn't known."""
-        if not self.batched:
+        if self.node.op_type == "Gemm":
             return 2
         shape = None if self.x is None else self.x.shape
         return None if shape is None else len(shape)
@@ -75,21 +78,17 @@ class Product:
 
 def read_product(node: ir.Node, index: int) -> Product:
     """Read a node as a product whose weight is one of its first two inputs."""
-    trans_a = trans_b = 0
-    alpha = beta = 1.0
+    transposed, alpha, beta = [0, 0], 1.0, 1.0
     if node.op_type != "MatMul":
-        trans_a, trans_b = int_attribute(node, "transA", 0), int_attribute(node, "transB", 0)
+        transposed = [int_attribute(node, name, 0) for name in ("transA", "transB")]
         alpha = float_attribute(node, "alpha", 1.0)
     if node.op_type == "Gemm":
         beta = float_attribute(node, "beta", 1.0)
     elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
         raise Refusal(f"{node.op_type} transposes batches")
-    if index == 1:
-        k_axis, transpose_x, transpose_y = 1 if trans_b else 0, bool(trans_a), False
-    else:
-        k_axis, transpose_x, transpose_y = 0 if trans_a else 1, not trans_b, True
-    batched = node.op_type != "Gemm"
-    return Product(node, index, k_axis, transpose_x, transpose_y, alpha, beta, batched)
+    own, other = bool(transposed[index]), bool(transposed[1 - index])
+    on_left = index == 0
+    return Product(node, index, int(own != on_left), other != on_left, alpha, beta)
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -112,18 +111,15 @@ class ColumnBias:
 
 
 def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
-    """Read a float or dequantised bias of shape [N], [1, N], [1], [1, 1] ... or a scalar.
-
-    None for any other, and where its data is damaged: it stays as it is.
-    """
-    node = source_of(value).producer()
+    """Read a float or dequantised bias [N], [1, N], [1] ... or a scalar; else None."""
+    node = dequantizer(source_of(value))
     try:
-        if node is not None and is_dequantize_linear(node):
+        if node is not None:
             operand = read_operand([node])
             shape, dtype, anchor = operand.shape, operand.dtype, operand.codes
             key: Hashable = (operand.axes, operand.scales, operand.zero_points)
         else:
-            node, key = None, ()
+            key = ()
             anchor, tensor = require_constant(value, "bias")
             shape, dtype = tuple(tensor.shape.numpy()), tensor.dtype
     except Refusal:

@@ -8,13 +8,9 @@
     MatMul(x[G,M,K], W[G,K,N])       -> G times MatMulNBits, between Split and Concat
     Add(MatMulNBits(x), bias[N])     -> MatMulNBits(x, bias)
 
-where W is what :mod:`.fusion_run` says: the same codes and the same scales, so that with
-``accuracy_level`` 0 the numbers stay. Where the CPU has no fast kernel for the bits, block and
-accuracy level, or no kernel at all, W becomes a float constant:
-
-    MatMul(x, W)                     -> MatMul(x, constant)
-
-Refused where the activation is dequantised too, which onnxruntime has kernels of its own for.
+with the same codes and scales. Where the CPU has no fast kernel for the bits, block and
+accuracy level, W becomes a float constant. Refused where the activation is dequantised too,
+which onnxruntime has kernels of its own for.
 """
 
 from __future__ import annotations
@@ -33,10 +29,14 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     OperandRule,
     check_type,
 )
-from rewrite_rules.dq_matmulnbits_fusion.kernel_support import (
+from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     NoKernel,
+    fold_into_scales,
+    kernel_block_size,
     matmulnbits_unsupported,
+    slow_kernel,
     takes_bias,
+    write_matmulnbits,
 )
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
     ColumnBias,
@@ -45,22 +45,15 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
     read_product,
     write_column_bias,
 )
-from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
-    fold_into_scales,
-    kernel_block_size,
-    slow_kernel,
-    write_matmulnbits,
-)
 from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
     AccuracyLevel,
     choose_accuracy_level,
     native_block_size,
 )
-from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.nodes import is_dequantize_linear, label, owner, producer
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.weights.block_quantized_weight import BlockQuantizedWeight
-from rewrite_rules.weights.dequantized_operand import DequantizedOperand
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
 
 # Batched weights of more groups would swell the graph more than they save.
 _MAX_GROUPS = 64
@@ -82,14 +75,16 @@ class _Kernel:
     dtype: ir.DataType  # of activations and scales
 
 
-class _MatMulRule(OperandRule):
-    """A multiplication by W -> MatMulNBits; subclasses say on which side W is."""
+class MultiplyByWeight(OperandRule):
+    """A product with W on the right, or with ``index`` 0 on the left, -> MatMulNBits."""
 
-    def __init__(self, run: FusionRun, op_type: str) -> None:
+    def __init__(self, run: FusionRun, op_type: str, index: int) -> None:
         super().__init__(run)
         self._op_type = op_type
+        self.index = index
 
-    def _multiplication(self, op: Any, *operands: Any) -> Any:
+    def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
+        operands = (x, w) if self.index == 1 else (w, x)
         domain = {"_domain": "com.microsoft"} if self._op_type == "FusedMatMul" else {}
         return getattr(op, self._op_type)(
             *operands, _allow_other_inputs=self._op_type == "Gemm", _outputs=["out"], **domain
@@ -168,7 +163,7 @@ class _MatMulRule(OperandRule):
         if (
             bias is not None
             and in_scales
-            and not product.transpose_y
+            and not product.on_left
             and takes_bias(self._run.context)
         ):
             columns = read_column_bias(bias, weight.N)
@@ -178,7 +173,7 @@ class _MatMulRule(OperandRule):
         dtype = weight.operand.dtype
         if not in_scales:
             y = op.Mul(y, _scalar(op, alpha, dtype))
-        if product.transpose_y and rank != 1:
+        if product.on_left and rank != 1:
             y = _swapped(op, y, rank)
         if len(weight.operand.shape) == 3 and rank is not None and rank < 3:
             y = op.Unsqueeze(y, op.Constant(value=ir.tensor(np.array([0], np.int64))))
@@ -222,22 +217,6 @@ class _MatMulRule(OperandRule):
         return value if dtype == own else op.Cast(value, to=int(own))
 
 
-class RightOperand(_MatMulRule):
-    """x @ W -> MatMulNBits(x): MatMul, FusedMatMul and Gemm."""
-
-    def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
-        return self._multiplication(op, x, w)
-
-
-class LeftOperand(_MatMulRule):
-    """W @ x -> Transpose(MatMulNBits(Transpose(x))): MatMul, FusedMatMul and Gemm."""
-
-    index = 0
-
-    def pattern(self, op, w, x):  # type: ignore[no-untyped-def]
-        return self._multiplication(op, w, x)
-
-
 class AddBias(RewriteRuleClassBase):
     """Add(MatMulNBits(x), bias[N]) -> MatMulNBits(x, bias), for the nodes of this run.
 
@@ -257,8 +236,6 @@ class AddBias(RewriteRuleClassBase):
     def check(  # type: ignore[override]
         self, context: MatchContext, x: ir.Value, y: ir.Value, bias: ir.Value
     ) -> bool:
-        """Read the bias."""
-        del context  # Unused
         node = producer(y)
         rank = 1 if x.shape is None else len(x.shape)
         if node not in self._run.made or not takes_bias(self._run.context):
@@ -267,7 +244,6 @@ class AddBias(RewriteRuleClassBase):
         return len(node.inputs) < 6 and found is not None and found.rank <= rank
 
     def rewrite(self, op: Any, y: ir.Value, **_: object) -> ir.Value:
-        """Emit the same MatMulNBits with the bias."""
         node, (use,), bias = producer(y), y.uses(), self._bias
         assert bias is not None  # looked at by check
         self._run.folded(use.node, bias.dequantize, f"bias of MatMulNBits {label(node)!r}")
@@ -290,23 +266,24 @@ def _weights(
     name = operand.codes.name
     if rank == 2:
         fused = product.node.op_type == "FusedMatMul"
-        if fused and product.transpose_y and product.x_rank == 1:
+        if fused and product.on_left and product.x_rank == 1:
             # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
             # and not ours to change.
             raise NoKernel(f"weight {name!r} is on the left of a vector in FusedMatMul")
-        if (product.transpose_x or product.transpose_y) and product.x_rank is None:
+        if (product.transpose_x or product.on_left) and product.x_rank is None:
             raise NoKernel(
                 f"weight {name!r} is on the left, or its other operand transposed, and that "
                 "one's rank is unknown: infer shapes first"
             )
         return (operand.matrix(product.k_axis),)
-    plain = product.batched and not product.transpose_x and not product.transpose_y
+    batched = product.node.op_type != "Gemm"
+    plain = batched and not product.transpose_x and not product.on_left
     if rank != 3 or not plain or product.alpha != 1.0:
-        side = " on the left" if product.transpose_y else ""
+        side = " on the left" if product.on_left else ""
         raise NoKernel(f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses")
     groups = operand.shape[0]
     if groups == 1 and shape is not None:
-        return (operand.matrix(product.k_axis, 0),)
+        return (operand.matrix(product.k_axis),)
     if shape is None or len(shape) != 3 or shape[0] != groups:
         raise NoKernel(
             f"weight {name!r} has {groups} groups: they fuse where the other operand has "

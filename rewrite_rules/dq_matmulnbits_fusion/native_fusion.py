@@ -17,8 +17,8 @@ import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionOptions
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
-from rewrite_rules.graph.constants import constant, source_of
-from rewrite_rules.graph.nodes import is_dequantize_linear, owner
+from rewrite_rules.graph.nodes import dequantizer, owner
+from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
@@ -47,10 +47,7 @@ def choose_accuracy_level(
     options: FusionOptions,
     context: PassContext,
 ) -> AccuracyLevel:
-    """Return the level that the options ask for, or onnxruntime's own for this node.
-
-    As fast as onnxruntime where it would fuse the node, as exact where it would not.
-    """
+    """Return the level that the options ask for, or onnxruntime's own for this node."""
     stock, reason = context.native_accuracy_level, "auto: as onnxruntime fuses it"
     if stock is None:
         reason = "auto: onnxruntime's optimizer is off"
@@ -64,11 +61,7 @@ def choose_accuracy_level(
 
 
 def native_block_size(operand: DequantizedOperand, context: PassContext) -> int:
-    """Return the ``block_size`` of the MatMulNBits that onnxruntime makes of a weight.
-
-    Where the weight has none, the session's (``ComputeEffectiveBlockSize`` of onnxruntime's
-    qdq_actions.cc).
-    """
+    """Return the block size of onnxruntime's MatMulNBits (``ComputeEffectiveBlockSize``)."""
     if size := operand.dequantize.attributes.get_int("block_size", 0):
         return size
     if context.native_block_size != -1:
@@ -97,7 +90,10 @@ def why_not_native(
         (not _reads_layout(chain, operand, version), "it reads no such layout"),
         (_is_shared(chain, operand, version), "the weight is shared"),
         (_is_captured(node, operand), "the weight is outside the subgraph"),
-        (_is_dequantized(product.x), "the other operand is dequantised"),
+        (
+            product.x is not None and dequantizer(source_of(product.x)) is not None,
+            "the other operand is dequantised",
+        ),
         (
             node.op_type == "Gemm" and not _is_plain_gemm(product, operand),
             "alpha, beta or bias",
@@ -155,11 +151,6 @@ def _is_captured(node: ir.Node, operand: DequantizedOperand) -> bool:
     return any(value is not None and owner(value) is not node.graph for value in values)
 
 
-def _is_dequantized(value: ir.Value | None) -> bool:
-    node = None if value is None else source_of(value).producer()
-    return node is not None and is_dequantize_linear(node)
-
-
 def _is_plain_gemm(product: Product, operand: DequantizedOperand) -> bool:
     if abs(product.alpha - 1) > 1e-6 or product.transpose_x or product.k_axis != 0:
         return False
@@ -191,8 +182,8 @@ def _is_added_to_matrix(node: ir.Node) -> bool:
 
 def _shape(value: ir.Value) -> tuple[object, ...] | None:
     """The shape of a value, or of the codes that it is dequantised from."""
-    node = value.producer()
-    if node is not None and is_dequantize_linear(node) and node.inputs[0] is not None:
+    node = dequantizer(value)
+    if node is not None and node.inputs[0] is not None:
         value = node.inputs[0]
     tensor = constant(value)
     if tensor is not None:

@@ -12,10 +12,7 @@ import onnx_ir as ir
 
 
 class AliasTensor(ir.LazyTensor):
-    """The bytes of another initializer under another type or shape.
-
-    Whoever saves the model writes them once and gives both tensors the same place.
-    """
+    """The bytes of another initializer under another type or shape; saved once."""
 
     def __init__(
         self, original: ir.Value, dtype: ir.DataType, shape: tuple[int, ...], name: str
@@ -55,7 +52,6 @@ class ChunkedTensor(ir.LazyTensor):
         self._chunks = chunks
 
     def tofile(self, file: BinaryIO) -> None:
-        """Write the tensor chunk by chunk."""
         for chunk in self._chunks():
             file.write(_bytes(chunk))
 
@@ -73,14 +69,9 @@ def relabel(
     tensor: ir.ExternalTensor, dtype: ir.DataType, shape: tuple[int, ...], name: str
 ) -> ir.ExternalTensor:
     """Return the same bytes on disk under another type and shape; nothing is read."""
+    place = tensor.location, tensor.offset, tensor.length
     return ir.ExternalTensor(
-        tensor.location,
-        tensor.offset,
-        tensor.length,
-        dtype,
-        shape=ir.Shape(shape),
-        name=name,
-        base_dir=tensor.base_dir,
+        *place, dtype, shape=ir.Shape(shape), name=name, base_dir=tensor.base_dir
     )
 
 

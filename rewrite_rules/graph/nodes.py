@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A node's label, kind, producer, owner, subgraphs; removal of nodes and initializers."""
+"""A node's label, kind, producer, owner, subgraphs; removal of nodes; size of functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 _QUANTIZING_DOMAINS = ("", "com.microsoft")
+# Nodes that a model's functions may be once they are inlined.
+_MAX_INLINED = 200_000
 
 
 def label(node: ir.Node) -> str:
@@ -28,10 +30,7 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def normalize_domains(model: ir.Model) -> None:
-    """Import the default domain as ``""``, where a model calls it ``"ai.onnx"``.
-
-    onnx_ir does it for the domains of nodes. Rules look opsets up under one name.
-    """
+    """Import the default domain as ``""``, where a model calls it ``"ai.onnx"``."""
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     holders += [body for node in model.graph.all_nodes() for body in subgraphs(node)]
     for holder in holders:
@@ -66,6 +65,24 @@ def is_dequantize_linear(node: ir.Node) -> bool:
 def is_quantize_linear(node: ir.Node) -> bool:
     """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
     return node.op_type == "QuantizeLinear" and node.domain in _QUANTIZING_DOMAINS
+
+
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Return the node of some standard operators that computes a value; else None."""
+    node = None if value is None else value.producer()
+    found = node is not None and node.op_type in op_types and not node.domain
+    return node if found else None
+
+
+def dequantizer(value: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear that computes a value; None where something else does."""
+    node = None if value is None else value.producer()
+    return node if node is not None and is_dequantize_linear(node) else None
+
+
+def input_of(node: ir.Node, index: int) -> ir.Value | None:
+    """Return an input; None where it is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def captures(node: ir.Node) -> list[ir.Value]:
@@ -121,3 +138,31 @@ def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
         ):
             assert value.name is not None
             del value.graph.initializers[value.name]
+
+
+def check_inlined_size(model: ir.Model) -> None:
+    """Refuse functions that would fill memory once they are inlined, by a ValueError."""
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+
+    def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...] = ()) -> int:
+        total = 0
+        for node in nodes:
+            called = node.op_identifier()
+            if called not in model.functions:
+                total += 1
+                continue
+            if called in callers:
+                raise ValueError(f"calls are a cycle: function {called[1]!r} calls itself")
+            if called not in sizes:
+                inner = model.functions[called].graph.all_nodes()
+                sizes[called] = size(inner, (*callers, called))
+            total += sizes[called]
+        if total > _MAX_INLINED:
+            what = f"function {callers[-1][1]!r}" if callers else "the graph's calls"
+            raise ValueError(
+                f"{what} would be {total} nodes once functions are inlined: {_MAX_INLINED} at "
+                "most are"
+            )
+        return total
+
+    size(node for node in model.graph.all_nodes() if node.op_identifier() in model.functions)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxscript.optimizer import basic_constant_propagation
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
-from rewrite_rules.graph.names import name_apart
+from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import remove_unused
 
 

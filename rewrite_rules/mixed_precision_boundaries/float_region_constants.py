@@ -5,24 +5,25 @@
     op(x, DequantizeLinear(bias_int32, scale))           ->   op(x, float constant)
 
 for operators without a dequantised activation among their inputs, or whose outputs are not all
-quantised: onnxruntime has no quantised kernel for such a group, and would dequantise the
-constant at every inference. Where its optimisers ran before, that is every constant which they
-left. The numbers are DequantizeLinear's own, bit for bit.
-
-Refused, by name: constants in blocks and of less than 8 bits, for which MatMulNBits and
-GatherBlockQuantized are; constants that a caller may feed; what exceeds the limit.
+quantised: onnxruntime has no quantised kernel for such a group. Refused, by name: constants in
+blocks and of less than 8 bits, for which MatMulNBits and GatherBlockQuantized are; constants
+that a caller may feed; what exceeds the limit.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.nodes import is_dequantize_linear, label, remove_node
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.graph.nodes import (
+    dequantizer,
+    input_of,
+    is_dequantize_linear,
+    label,
+    remove_node,
+)
+from rewrite_rules.graph.parameters import constant, int_attribute, source_of
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.dequantized_operand import read_operand
 from rewrite_rules.weights.float_constant import FloatConstants
 
@@ -84,9 +85,5 @@ def _is_quantised(value: ir.Value) -> bool:
 
 
 def _is_activation(value: ir.Value | None) -> bool:
-    node = None if value is None else source_of(value).producer()
-    return (
-        node is not None
-        and is_dequantize_linear(node)
-        and (not node.inputs or constant(node.inputs[0]) is None)
-    )
+    node = None if value is None else dequantizer(source_of(value))
+    return node is not None and constant(input_of(node, 0)) is None

@@ -6,12 +6,9 @@
     BareCodes     Q(DQ(codes, a), b)                         ->  Identity(codes)
     Bridge        DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)
 
-``a``, ``b`` and ``c`` are the nodes' own grids. The first three rules change no bit: all 256
-or 65,536 codes of ``a`` go through the operators to decide them (see
-:meth:`.QuantizationGrid.keeps_codes`). So 16-bit pairs under float16 scales stay, which
-onnxruntime's own clean-up drops although most of their codes move, and so does a 16-bit pair
-that holds the range of the 8-bit one before it, but not its values. ``Bridge`` removes a
-rounding to 8 bits, and runs only on request.
+``a``, ``b`` and ``c`` are the nodes' own grids. The first three rules change no bit: all codes
+of ``a`` go through the operators to decide them (:meth:`.QuantizationGrid.keeps_codes`).
+``Bridge`` removes a rounding to 8 bits, and runs only on request.
 """
 
 from __future__ import annotations
@@ -29,11 +26,17 @@ from onnxscript.rewriter import (
     pattern,
 )
 
-from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label, producer
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.nodes import (
+    dequantizer,
+    input_of,
+    is_dequantize_linear,
+    is_quantize_linear,
+    label,
+    producer,
+)
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 
 
 def fold_pairs(
@@ -57,16 +60,14 @@ def fold_pairs(
 
 def _requantizes(node: ir.Node) -> bool:
     """Whether a node is a QuantizeLinear of a dequantised value."""
-    value = node.inputs[0] if is_quantize_linear(node) and node.inputs else None
-    before = None if value is None else value.producer()
-    return before is not None and is_dequantize_linear(before)
+    return is_quantize_linear(node) and dequantizer(input_of(node, 0)) is not None
 
 
 def _ends_pair(node: ir.Node) -> bool:
     """Whether a node may be the last of a pattern: nearly none is, and matching takes time."""
-    codes = node.inputs[0] if is_dequantize_linear(node) and node.inputs else None
+    codes = input_of(node, 0) if is_dequantize_linear(node) else None
     quantize = None if codes is None else codes.producer()
-    return _requantizes(node if quantize is None else quantize)
+    return _requantizes(quantize or node)
 
 
 class _Run:
@@ -112,10 +113,7 @@ def _dq(value: Any, name: str) -> Any:
 
 
 class _Fold(RewriteRuleClassBase):
-    """A rule whose pattern names the values behind its nodes, ``out`` the last.
-
-    It emits the last DequantizeLinear, or the first one, on ``codes``.
-    """
+    """A rule whose pattern names the values behind its nodes, ``out`` the last."""
 
     outcome = ""
     repeats_first = False
@@ -124,14 +122,8 @@ class _Fold(RewriteRuleClassBase):
     def rule(cls, run: _Run) -> RewriteRule:
         """Return the rule; its nodes may stand in several graphs."""
         fold = cls(run)
-        return RewriteRule(
-            fold.pattern,
-            fold.rewrite,
-            fold.check,
-            _AcrossGraphs,
-            name=fold.name,
-            remove_nodes=fold.remove_nodes,
-        )
+        steps = fold.pattern, fold.rewrite, fold.check
+        return RewriteRule(*steps, _AcrossGraphs, name=fold.name, remove_nodes=False)
 
     def __init__(self, run: _Run) -> None:
         # Others may read the values between: what nothing reads is removed at the end.
@@ -139,14 +131,12 @@ class _Fold(RewriteRuleClassBase):
         self._run = run
 
     def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        del op  # Unused: the operators of either domain match
         return _dq(_q(_dq(codes, "before"), "through"), "out")
 
     def check(  # type: ignore[override]
         self, context: MatchContext, out: ir.Value, **values: ir.Value
     ) -> MatchResult:
         """Apply :meth:`_obstacle`; a grid that cannot be read is a remark."""
-        del context  # Unused
         result = MatchResult()
         last = producer(out)
         # BareCodes ends in Q: it goes through its last node.
@@ -164,7 +154,6 @@ class _Fold(RewriteRuleClassBase):
         raise NotImplementedError
 
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value, **values: ir.Value) -> ir.Value:
-        """Emit a DequantizeLinear on the codes before the pair."""
         first, last = producer(values["before"]), producer(out)
         self._fired(first, producer(values["through"]), codes)
         # Not the value of the first: onnxruntime fuses operators with a DequantizeLinear of
@@ -189,13 +178,7 @@ class _Fold(RewriteRuleClassBase):
 class KeptCodes(_Fold):
     """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, c), where Q gives back every code.
 
-    Cases:
-        1. ``a`` = ``b`` = ``c``: of any number of pairs with equal parameters one is left.
-        2. The scales of ``a`` and ``b`` differ by less than what moves a code: ``c`` decodes.
-        3. Others read the codes of Q: they keep it.
-
-    Refused:
-        4. A code moves, or its type changes.
+    Of any number of pairs with equal parameters one is left. Others may read the codes of Q.
     """
 
     outcome = "gives back each code of {first!r}: folded"
@@ -209,16 +192,10 @@ class KeptCodes(_Fold):
 class KeptValues(_Fold):
     """DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, a), where ``c`` gives back every value.
 
-    Cases:
-        1. ``b`` = ``c`` is a 16-bit grid that refines the 8-bit grid ``a``: on CPUs, operators
-           of 16 bits compute in float on whatever DequantizeLinear gives them, and a boundary
-           into their region only costs two nodes.
-        2. ``a`` and ``b`` have one type, and codes move between such that have one value.
-
-    Refused:
-        3. ``qnn``, and the types differ: DQ -> Q is one Convert there, and operators behind it
-           have no kernels for two types.
-        4. A value moves, or its float type changes.
+    For instance where ``b`` = ``c`` is a 16-bit grid that refines the 8-bit grid ``a``: on
+    CPUs, operators of 16 bits compute in float on whatever DequantizeLinear gives them.
+    Refused for ``qnn`` where the types differ: DQ -> Q is one Convert there, and operators
+    behind it have no kernels for two types.
     """
 
     outcome = "{fine} gives back each value of {first!r}, {coarse}: folded"
@@ -234,20 +211,13 @@ class KeptValues(_Fold):
 class BareCodes(_Fold):
     """Q(DQ(codes, a), b)  ->  Identity(codes), where Q gives back every code.
 
-    Cases:
-        1. The caller or an integer operator reads the codes. Identity, since a value has one
-           name, and outputs keep theirs; onnxruntime removes it elsewhere.
-        2. DequantizeLinear reads them, too: it gets the codes themselves.
-
-    Refused:
-        3. Only DequantizeLinear reads them: :class:`KeptCodes` folds it.
-        4. A code moves, or its type changes.
+    For a caller or an integer operator that reads the codes; outputs keep their names.
+    DequantizeLinear gets the codes themselves; if only that reads them, KeptCodes folds it.
     """
 
     outcome = KeptCodes.outcome
 
     def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        del op  # Unused
         return _q(_dq(codes, "before"), "out")
 
     def _obstacle(self, before: ir.Node, through: ir.Node, last: ir.Node) -> str | None:
@@ -258,7 +228,6 @@ class BareCodes(_Fold):
         return None if grid(before).keeps_codes(grid(last)) else "codes move"
 
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value, **values: ir.Value) -> ir.Value:
-        """Emit the Identity."""
         node = producer(out)
         self._fired(producer(values["before"]), node, codes)
         # In place: behind an Identity, no operator would be fused with its DequantizeLinear.
@@ -273,18 +242,13 @@ class BareCodes(_Fold):
 class Bridge(_Fold):
     """DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)  ->  DQ(codes, a): 16 bits, 8 and 16 again.
 
-    The exit of a region leads into another region of the same grid. The values are not rounded
-    to 8 bits between any more: more accurate, and not the same bits.
-
-    Refused:
-        1. ``a`` has not 16 bits, or ``b`` not 8.
-        2. The grids of the two regions, or those of a pair, differ.
+    The exit of a region leads into another one of the same grid. Values are not rounded to 8
+    bits between any more: more accurate, and not the same bits.
     """
 
     outcome = "reads {codes!r}, which stayed in 16 bits"
 
     def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        del op  # Unused
         narrow = _dq(_q(_dq(codes, "before"), "narrow"), "narrowed")
         return _dq(_q(narrow, "through"), "out")
 

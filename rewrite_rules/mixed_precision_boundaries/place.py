@@ -7,16 +7,11 @@
     exit    P -> Q16 -+-> DQ16 -> C in the region
                       +-> DQ16' -> Q8 -> DQ8 -> others
 
-In three steps: a plan of types and grids, finished before anything is written; Q and DQ at
-each change of type, as many as onnxruntime's quantiser writes; :mod:`.fold_rules`. The 16-bit
-grid at an entry holds every value of the 8-bit one (:meth:`.QuantizationGrid.refine`), so an
-entry changes no bit. Outputs of the graph keep their names; codes that a caller feeds or reads
-keep their type.
-
-In mode "float", a region's tensors are not quantised: on CPUs that is faster than 16 bits, and
-more accurate.
-
-A region is checked whole before anything is written: one that is refused leaves no trace.
+In three steps: a plan of types and grids, finished before anything is written, so that a
+region that is refused leaves no trace; Q and DQ at each change of type; :mod:`.fold_rules`.
+The 16-bit grid at an entry holds every value of the 8-bit one
+(:meth:`.QuantizationGrid.refine`). Outputs keep their names, codes that a caller feeds or
+reads their type. In mode "float", a region's tensors are not quantised.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
-from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -56,7 +50,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
     check_overrides,
 )
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 
 _MODES = ("int16", "float")
 # From here on, Clip takes its ends as inputs.
@@ -86,7 +80,6 @@ class BoundaryOptions:
     ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check mode and target."""
         for field, known in (("target", _TARGETS), ("mode", _MODES)):
             if (found := getattr(self, field)) not in known:
                 raise OverrideError(f"{field} is {found!r}; it is one of {', '.join(known)}")
@@ -103,7 +96,6 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     graph = QuantizedGraph(model)
     overrides = _checked_overrides(model, graph, options, context)
     promote = _checked_promotions(model, graph, options, context)
-    as_float = options.mode == "float"
     entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
     for name, override in overrides.items():
         for tensor in graph.by_name.get(name, ()):
@@ -111,15 +103,11 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
             if (convert := override.convert) is not None and convert.quant_type is not None:
                 entries[tensor, convert.quant_type] = convert
     groups = sharing_groups(graph)
-    regions = find_regions(
-        graph,
-        {name: _as_float(entry) for name, entry in overrides.items()}
-        if as_float
-        else overrides,
-        promote,
-        ir.DataType.FLOAT if as_float else _wide_type(graph),
-        groups,
-    )
+    promoted = _wide_type(graph)
+    if options.mode == "float":
+        promoted = ir.DataType.FLOAT
+        overrides = {name: _as_float(entry) for name, entry in overrides.items()}
+    regions = find_regions(graph, overrides, promote, promoted, groups)
     # All is read before anything is written.
     ready = []
     for region in regions:
@@ -150,15 +138,10 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
                 remark_bias(label(change_or_reason[0]), change_or_reason[1])
         changed = False
         for tensor, plan in region.plans.items():
-            own = {
-                dtype: grids[tensor, dtype]
-                for dtype in plan.types()
-                if (tensor, dtype) in grids
-            }
-            changes = list(_changes(tensor, plan, own))
+            changes = list(_changes(tensor, plan, grids))
             if changes:
                 changed = written = True
-                writer.retype(tensor, plan, own)
+                writer.retype(tensor, plan, grids)
             for reason in changes:
                 context.remarks.fired(tensor.name, reason)
         for seed in () if changed else region.seeds:
@@ -217,11 +200,7 @@ _BOUNDED_OPERATORS = frozenset(
 
 
 def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
-    """Whether a Relu or Clip may have stood where the tensor is quantised.
-
-    Quantisers remove every one that a range stands for, and the pair of Q and DQ is all that
-    is left of it.
-    """
+    """Whether a Relu or Clip may have stood before Q; quantisers remove those of its range."""
     producer = tensor.producer
     if producer is None or producer.op_type not in SHARING_OPERATORS:
         return producer is None or producer.op_type not in _BOUNDED_OPERATORS
@@ -246,16 +225,11 @@ def _checked_overrides(
         for name, value in owner.initializers.items()
         if value.const_value is not None and name in asked
     }
-    for name in list(asked):
-        if name in activations:
-            continue
-        if (reason := graph.refused.get(name)) is not None:
-            context.remarks.refused(name, reason)
-            del asked[name]
+    for name in [name for name in asked if name in graph.refused and name not in activations]:
+        context.remarks.refused(name, graph.refused[name])
+        del asked[name]
     check_overrides(asked, activations, initializers, graph.by_label)
-    for name in list(asked):
-        if name in activations:
-            continue
+    for name in [name for name in asked if name not in activations]:
         context.remarks.refused(name, _CONSTANT)
         del asked[name]
     return {name: entries[0] for name, entries in asked.items()}
@@ -302,9 +276,7 @@ def _as_float(entry: TensorOverride) -> TensorOverride:
     return dataclasses.replace(entry, quant_type=quant_type, convert=convert)
 
 
-def _changes(
-    tensor: QuantizedTensor, plan: TensorPlan, grids: Mapping[ir.DataType, object]
-) -> Iterator[str]:
+def _changes(tensor: QuantizedTensor, plan: TensorPlan, grids: Grids) -> Iterator[str]:
     """What happens to a tensor, in words; nothing where it stays as it is."""
     own = tensor.grid.dtype
     produced = type_name(plan.produced)
@@ -314,8 +286,8 @@ def _changes(
             return  # all that read it read what is there
     if plan.produced != own:
         yield f"{type_name(own)} -> {produced}"
-    elif grids.get(own, tensor.grid) != tensor.grid:
-        yield f"{tensor.grid} -> {grids[own]}"
+    elif grids.get((tensor, own), tensor.grid) != tensor.grid:
+        yield f"{tensor.grid} -> {grids[tensor, own]}"
     others: dict[ir.DataType, list[str]] = {}
     for node, dtype in plan.reads.items():
         # What is dequantised is float already.

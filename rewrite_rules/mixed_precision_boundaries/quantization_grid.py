@@ -3,9 +3,8 @@
 
     value = (code - zero_point) * scale          code = round(value / scale) + zero_point
 
-Rounded half to even and clipped to the type's range, as ONNX's QuantizeLinear says. Whatever
-a fold or a boundary needs to know of two grids is asked here, and answered by running all
-their codes through both operators, never by reasoning about the numbers.
+Rounded half to even and clipped to the type's range. What a fold or a boundary needs to know
+of two grids is answered by running all their codes through both operators.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import Refusal
 
 # What the activations of onnxruntime's QDQ graphs are stored as.
 GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
@@ -25,11 +24,7 @@ GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataTy
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationGrid:
-    """A grid that one scale and one zero point span, per tensor.
-
-    The scale is a numpy scalar of the type that the model stores it in (float32, float16 or
-    bfloat16), which is the type of the values as well.
-    """
+    """A grid per tensor; its scale is a numpy scalar of the type that values have, too."""
 
     dtype: ir.DataType
     # A float16 and a float32 of one value are equal; the grids are not.
@@ -38,7 +33,6 @@ class QuantizationGrid:
     _stored: tuple[str, bytes] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse parameters that span no grid of an activation."""
         if self.dtype not in GRID_TYPES:
             raise Refusal(f"codes of type {self.dtype.name.lower()} are not activations")
         if not (np.isfinite(float(self.scale)) and float(self.scale) > 0):
@@ -61,18 +55,12 @@ class QuantizationGrid:
     ) -> QuantizationGrid:
         """Return the grid that onnxruntime's quantiser gives a range of values.
 
-        ``compute_scale_zp`` of onnxruntime/quantization/quant_utils.py: the range is made to
-        hold 0; ``scale = (rmax - rmin) / (high - low)`` in float64 and ``zero_point = low -
-        rmin / scale``, rounded half to even. A symmetric one spans ``-absmax..absmax``, its
-        zero point is the type's middle, and signed types leave their lowest code unused.
-
-        Raises:
-            Refusal: If the range is not finite, or its scale too small for the float type.
+        ``compute_scale_zp`` of onnxruntime/quantization/quant_utils.py. Refused: a range that
+        is not finite, or whose scale is too small for the float type.
         """
         if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
             raise Refusal(f"{rmin}..{rmax} is not a range of values")
-        info = np.iinfo(dtype.numpy())
-        low, high = int(info.min), int(info.max)
+        low, high = int(dtype.min), int(dtype.max)
         rmin, rmax = min(rmin, 0.0), max(rmax, 0.0)
         if symmetric:
             rmax = max(-rmin, rmax)
@@ -93,13 +81,11 @@ class QuantizationGrid:
 
     @property
     def low(self) -> int:
-        """The smallest code."""
-        return int(np.iinfo(self.dtype.numpy()).min)
+        return int(self.dtype.min)
 
     @property
     def high(self) -> int:
-        """The greatest code."""
-        return int(np.iinfo(self.dtype.numpy()).max)
+        return int(self.dtype.max)
 
     @property
     def bits(self) -> int:
@@ -108,16 +94,13 @@ class QuantizationGrid:
 
     @property
     def float_dtype(self) -> np.dtype[np.generic]:
-        """Type of the scale and of the values."""
         return np.dtype(type(self.scale))
 
     @property
     def range(self) -> tuple[np.generic, np.generic]:
         """The ends of the range of values that the grid was made for, of the scale's type.
 
-        A range that begins or ends at 0, as behind a Relu, is exact. Another one was
-        moved by up to half a step, for the zero point to be a code: it is taken half a step
-        wider.
+        Unless it begins or ends at 0, it was moved for the zero point to be a code.
         """
         steps = np.array([self.low - self.zero_point, self.high - self.zero_point], np.float64)
         if self.zero_point not in (self.low, self.high):
@@ -139,13 +122,10 @@ class QuantizationGrid:
         return values
 
     def quantize(self, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
-        """The codes of values, as QuantizeLinear computes them.
+        """The codes of values of the scale's type; NaN becomes the smallest code.
 
-        Args:
-            values: Of the scale's type; infinities are clipped, NaN becomes the smallest code.
-                onnxruntime 1.31 casts float16 values of 2^31 steps and more, infinities among
-                them, to an int that can't hold them, so that some get the code of the other
-                end; no fold or boundary rests on such.
+        onnxruntime 1.31 gives some float16 values of 2^31 steps and more, infinities among
+        them, the code of the other end; no fold or boundary rests on such.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             steps = np.rint(np.asarray(values, np.float32) / np.float32(self.scale))
@@ -160,28 +140,21 @@ class QuantizationGrid:
     def refine(self, dtype: ir.DataType) -> QuantizationGrid:
         """Return the grid of another type that has every value of this one, bit for bit.
 
-        Of equal width, it has another sign. The 16-bit one of an 8-bit grid is its refinement:
+            scale16 = scale8 / 256      code16 = (code8 - min8) * 256 + min16
 
-            scale16 = scale8 / 256      zero_point16 = (zero_point8 - min8) * 256 + min16
-
-        so code16 = (code8 - min8) * 256 + min16. 256 is a power of two, so no product is
-        rounded; 257, which would use the whole range, moves values by a unit in the last
-        place.
-
-        Raises:
-            Refusal: If the type has fewer bits, or the smaller scale is not exact in
-                its type (float16 scales below 2^-6, mostly), so that a value would move.
+        256 is a power of two, so no product is rounded; 257, which would use the whole range,
+        moves values. Refused: fewer bits, or a smaller scale that is not exact in its type.
         """
         bits = dtype.bitwidth - self.bits
         if bits < 0:
             raise Refusal(f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}")
-        low = int(np.iinfo(dtype.numpy()).min)
         scale = self.float_dtype.type(float(self.scale) / (1 << bits))
         if not float(scale) > 0:
             raise Refusal(
                 f"scale {float(self.scale)} / 256 is not a {self.float_dtype} above 0"
             )
-        fine = QuantizationGrid(dtype, scale, (self.zero_point - self.low << bits) + low)
+        zero_point = (self.zero_point - self.low << bits) + int(dtype.min)
+        fine = QuantizationGrid(dtype, scale, zero_point)
         if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(
                 f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
@@ -191,11 +164,7 @@ class QuantizationGrid:
 
     @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
     def keeps_codes(self, through: QuantizationGrid) -> bool:
-        """Return whether ``DQ(self) -> Q(through)`` gives back every code, in its type.
-
-        Of one grid with itself: always for float32 scales that are not subnormal; 16-bit codes
-        under float16 scales mostly not.
-        """
+        """Return whether ``DQ(self) -> Q(through)`` gives back every code, in its type."""
         if self.dtype != through.dtype or self.float_dtype != through.float_dtype:
             return False
         codes = self.codes()
@@ -204,10 +173,7 @@ class QuantizationGrid:
 
     @functools.lru_cache(4096)  # noqa: B019
     def keeps_values(self, through: QuantizationGrid, after: QuantizationGrid) -> bool:
-        """Return whether ``DQ(self) -> Q(through) -> DQ(after)`` gives back each value's bits.
-
-        False where the types of the values differ, which makes the pair a cast as well.
-        """
+        """Return whether ``DQ(self) -> Q(through) -> DQ(after)`` keeps each value's bits."""
         if len({self.float_dtype, through.float_dtype, after.float_dtype}) > 1:
             return False
         if through.dtype != after.dtype:  # not a valid graph

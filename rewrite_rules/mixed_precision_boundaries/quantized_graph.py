@@ -3,13 +3,9 @@
 
     float value -> QuantizeLinear -> codes -> DequantizeLinear* -> what reads them
 
-One description for each value of codes. Two QuantizeLinear of one float value are two
-activations of one name; a graph input of codes has no QuantizeLinear. A DequantizeLinear of an
-initializer is a constant and no activation; nor are weights that are stored as floats and
-quantised in the graph. What can't be described has a reason instead.
-
-Everything is followed by values and their uses: nodes need no names, and what reads a value in
-a subgraph of If or Loop counts like any other node.
+One description for each value of codes, or the reason why there is none. Two QuantizeLinear of
+one float value are two activations of one name; a graph input of codes has no QuantizeLinear.
+Dequantised initializers, and weights that are quantised in the graph, are no activations.
 """
 
 from __future__ import annotations
@@ -21,12 +17,21 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant, require_constant
-from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.nodes import (
+    input_of,
+    is_dequantize_linear,
+    is_quantize_linear,
+    label,
+)
+from rewrite_rules.graph.parameters import (
+    constant,
+    int_attribute,
+    require_constant,
+    type_attribute,
+)
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation
+from rewrite_rules.remarks import Refusal
 
 # Their constants are quantised like activations; those of others are weights.
 ELEMENTWISE_OPERATORS = frozenset({
@@ -38,32 +43,25 @@ _RENAMED = "_QuantizeLinear_Input"
 
 
 def read_grid(node: ir.Node) -> QuantizationGrid:
-    """The grid of a QuantizeLinear or DequantizeLinear.
-
-    Refused: parameters per axis or block, computed at run time, damaged, out of range, or
-    codes of a type that no activation has.
-    """
+    """Read the grid of a Q or DQ; refused unless it is constant, sound and per tensor."""
     if int_attribute(node, "block_size", 0):
         raise Refusal("it is quantised in blocks; per tensor is rewritten")
-    if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+    if input_of(node, 0) is None or input_of(node, 1) is None:
         raise Refusal(f"{node.op_type} {label(node)!r} has no scale")
     tensor = _single(node.inputs[1], "scale")
     if not tensor.dtype.is_floating_point():
         raise Refusal(f"scale {tensor.name!r} is of type {tensor.dtype.name.lower()}")
     scale = tensor.numpy().reshape(-1)[0]
     for attribute in ("output_dtype", "precision"):
-        named = _type_attribute(node, attribute)
+        named = type_attribute(node, attribute)
         # Of DequantizeLinear it is the type of the values, which grids take from the scale.
-        if (
-            named
-            and named != tensor.dtype
-            and (attribute == "precision" or is_dequantize_linear(node))
-        ):
+        of_values = attribute == "precision" or is_dequantize_linear(node)
+        if named and of_values and named != tensor.dtype:
             raise Refusal(
                 f"{attribute} of {label(node)!r} is {named.name.lower()}, but the "
                 f"scale is {tensor.dtype.name.lower()}"
             )
-    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    zero_point = input_of(node, 2)
     if zero_point is None:
         return QuantizationGrid(_type_without_zero_point(node), scale, 0)
     tensor = _single(zero_point, "zero point")
@@ -72,7 +70,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
     return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
 
 
-def _single(value: ir.Value, role: str) -> ir.TensorProtocol:
+def _single(value: ir.Value | None, role: str) -> ir.TensorProtocol:
     value, tensor = require_constant(value, role)
     if tensor.size != 1 or len(tensor.shape) > 1:
         raise Refusal(
@@ -82,17 +80,9 @@ def _single(value: ir.Value, role: str) -> ir.TensorProtocol:
     return tensor
 
 
-def _type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
-    number = int_attribute(node, name, 0)
-    try:
-        return ir.DataType(number) if number else None
-    except ValueError:
-        raise Refusal(f"{name} of {label(node)!r} is {number}, which is not a type") from None
-
-
 def _type_without_zero_point(node: ir.Node) -> ir.DataType:
     if not is_dequantize_linear(node):
-        return _type_attribute(node, "output_dtype") or ir.DataType.UINT8
+        return type_attribute(node, "output_dtype") or ir.DataType.UINT8
     codes = node.inputs[0]
     assert codes is not None
     if (producer := codes.producer()) is not None and is_quantize_linear(producer):
@@ -106,12 +96,8 @@ def _type_without_zero_point(node: ir.Node) -> ir.DataType:
 class QuantizedTensor:
     """One quantised activation; two of them are equal if they are the same.
 
-    Attributes:
-        name: Of the float tensor, as the float model called it.
-        codes: The quantised value.
-        quantize: None: a graph input, or what another operator computed from codes.
-        dequantizes: Bodies included.
-        grid: What all of them quantise by.
+    ``name`` is that of the float tensor. Without ``quantize``, the codes are fed, or computed
+    from codes. ``dequantizes`` has those of subgraphs, too.
     """
 
     name: str
@@ -122,7 +108,6 @@ class QuantizedTensor:
 
     @property
     def source(self) -> ir.Value | None:
-        """The float value that is quantised."""
         return None if self.quantize is None else self.quantize.inputs[0]
 
     @property
@@ -138,7 +123,6 @@ class QuantizedTensor:
 
     @property
     def is_output(self) -> bool:
-        """Whether a dequantised value is an output of a graph."""
         return any(node.outputs[0].is_graph_output() for node in self.dequantizes)
 
     def uses(self) -> Iterator[tuple[ir.Node, int]]:
@@ -162,7 +146,6 @@ class QuantizedGraph:
     """All quantised activations of a model, and by each name why another one is refused."""
 
     def __init__(self, model: ir.Model) -> None:
-        """Read a model; nothing is changed."""
         self.tensors: list[QuantizedTensor] = []
         self.refused: dict[str, str] = {}
         self.opset = model.opset_imports.get("", 0)
@@ -181,10 +164,10 @@ class QuantizedGraph:
     def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
         producer = codes.producer()
         quantize = producer if producer is not None and is_quantize_linear(producer) else None
-        source = quantize.inputs[0] if quantize is not None and quantize.inputs else None
+        source = None if quantize is None else input_of(quantize, 0)
         if _is_weight(source, dequantizes):
             return
-        name = _float_name(codes, quantize, dequantizes)
+        name = _float_name(codes, source, dequantizes)
         readings: QuantizedTensor | str
         try:
             if quantize is not None and source is None:
@@ -195,15 +178,13 @@ class QuantizedGraph:
                 listed = ", ".join(sorted(map(str, grids)))
                 raise Refusal(f"it is quantised and dequantised by different grids: {listed}")
             grid = grids.pop()
-            _check_value_type(quantize, grid)
+            _check_value_type(source, grid)
             tensor = QuantizedTensor(name, codes, quantize, dequantizes, grid)
         except Refusal as refusal:
             readings = str(refusal)
-            values = [codes, *(node.outputs[0] for node in dequantizes)]
-            if source is not None:
-                values.append(source)
-            for value_name in {name, *(value.name for value in values if value.name)}:
-                self.refused[value_name] = readings
+            values = (source, codes, *(node.outputs[0] for node in dequantizes))
+            names = [value.name for value in values if value is not None and value.name]
+            self.refused.update(dict.fromkeys([name, *names], readings))
         else:
             readings = tensor
             self.tensors.append(tensor)
@@ -272,9 +253,8 @@ def _quantized_values(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
 
 
 def _float_name(
-    codes: ir.Value, quantize: ir.Node | None, dequantizes: tuple[ir.Node, ...]
+    codes: ir.Value, source: ir.Value | None, dequantizes: tuple[ir.Node, ...]
 ) -> str:
-    source = quantize.inputs[0] if quantize is not None and quantize.inputs else None
     for value in (source, codes):
         if value is not None and value.name:
             # A graph output keeps its name behind the pair.
@@ -292,8 +272,7 @@ def _is_weight(source: ir.Value | None, dequantizes: tuple[ir.Node, ...]) -> boo
     )
 
 
-def _check_value_type(quantize: ir.Node | None, grid: QuantizationGrid) -> None:
-    source = None if quantize is None else quantize.inputs[0]
+def _check_value_type(source: ir.Value | None, grid: QuantizationGrid) -> None:
     if source is None or source.dtype is None:
         return
     if source.dtype.numpy() != grid.float_dtype:

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import constant, require_constant
-from rewrite_rules.graph.nodes import is_dequantize_linear, label
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.nodes import dequantizer, input_of, label
+from rewrite_rules.graph.parameters import constant, require_constant
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
     QuantizedGraph,
@@ -27,8 +26,9 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     read_grid,
 )
 from rewrite_rules.mixed_precision_boundaries.regions import Grids, Region
+from rewrite_rules.remarks import Refusal
 
-BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Float32 products of two scales, and Gemm's beta of 1, are this close.
 _SCALE_TOLERANCE = 1e-3
 
@@ -47,7 +47,9 @@ class ConstantChange:
     zero_point: npt.NDArray[np.generic] | None
 
 
-def node_types(region: Region, graph: QuantizedGraph) -> Iterator[tuple[ir.Node, ir.DataType]]:
+def _node_types(
+    region: Region, graph: QuantizedGraph
+) -> Iterator[tuple[ir.Node, ir.DataType]]:
     """The nodes whose activations are all of one type that is new to one of them."""
     types: dict[ir.Node, set[ir.DataType]] = {}
     changed: set[ir.Node] = set()
@@ -73,7 +75,7 @@ def node_types(region: Region, graph: QuantizedGraph) -> Iterator[tuple[ir.Node,
 def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
     """What becomes of the constants of a region's elementwise operators."""
     found: dict[tuple[ir.Node, ir.DataType], list[ir.Node]] = {}
-    for node, dtype in node_types(region, graph):
+    for node, dtype in _node_types(region, graph):
         if node.op_type in ELEMENTWISE_OPERATORS and dtype != ir.DataType.FLOAT:
             for dequantize in dict.fromkeys(_dequantized_constants(node)):
                 found.setdefault((dequantize, dtype), []).append(node)
@@ -87,19 +89,14 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
         name = label(dequantize)
         try:
             fine = grid.refine(dtype)
-            _, tensor = require_constant(_input(dequantize, 0), "codes")
+            _, tensor = require_constant(dequantize.inputs[0], "codes")
         except Refusal as refusal:
             raise Refusal(f"constant {name!r}: {refusal}") from None
         step = 1 << (fine.bits - grid.bits)
-        codes = (tensor.numpy().astype(np.int64) - grid.low) * step + fine.low
-        code_type = dtype.numpy()
-        yield ConstantChange(
-            dequantize,
-            tuple(nodes),
-            codes.astype(code_type),
-            np.asarray(fine.scale),
-            np.asarray(fine.zero_point, code_type),
-        )
+        wide = (tensor.numpy().astype(np.int64) - grid.low) * step + fine.low
+        codes, zero_point = (np.asarray(n, dtype.numpy()) for n in (wide, fine.zero_point))
+        scale = np.asarray(fine.scale)
+        yield ConstantChange(dequantize, tuple(nodes), codes, scale, zero_point)
 
 
 def bias_changes(
@@ -109,7 +106,7 @@ def bias_changes(
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
-            if dtype == ir.DataType.FLOAT or node.op_type not in BIASED_OPERATORS:
+            if dtype == ir.DataType.FLOAT or node.op_type not in _BIASED_OPERATORS:
                 continue
             ratio = float(tensor.grid.scale) / float(grids[tensor, dtype].scale)
             dequantize = _bias_of(node, tensor)
@@ -124,21 +121,13 @@ def bias_changes(
 
 def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:
     """The DequantizeLinear of a bias whose scale is that of the tensor times the weight's."""
-    if len(node.inputs) < 3 or node.inputs[0] is None or node.inputs[2] is None:
-        return None
-    if node.inputs[0] not in {dq.outputs[0] for dq in tensor.dequantizes}:
-        return None
-    bias, weight = node.inputs[2].producer(), node.inputs[1]
-    if bias is None or not is_dequantize_linear(bias) or weight is None:
+    bias, weight = dequantizer(input_of(node, 2)), dequantizer(input_of(node, 1))
+    reads = node.inputs[0] in {dq.outputs[0] for dq in tensor.dequantizes}
+    if not reads or bias is None or weight is None:
         return None
     codes = constant(bias.inputs[0])
-    reader = weight.producer()
-    if codes is None or codes.dtype != ir.DataType.INT32:
-        return None
-    if reader is None or not is_dequantize_linear(reader):
-        return None
-    scales = [constant(_input(dq, 1)) for dq in (bias, reader)]
-    if scales[0] is None or scales[1] is None:
+    scales = [constant(dq.inputs[1]) for dq in (bias, weight)]
+    if codes is None or codes.dtype != ir.DataType.INT32 or None in scales:
         return None
     own, of_weight = (np.ravel(scale.numpy()).astype(np.float64) for scale in scales if scale)
     product = float(tensor.grid.scale) * of_weight
@@ -148,8 +137,8 @@ def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:
 
 
 def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> ConstantChange:
-    _, codes = require_constant(_input(dequantize, 0), "codes")
-    _, scale = require_constant(_input(dequantize, 1), "scale")
+    _, codes = require_constant(dequantize.inputs[0], "codes")
+    _, scale = require_constant(dequantize.inputs[1], "scale")
     wide = np.rint(codes.numpy().astype(np.float64) * ratio)
     greatest = float(np.abs(wide).max(initial=0))
     if greatest > np.iinfo(np.int32).max:
@@ -165,17 +154,6 @@ def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> Consta
 
 
 def _dequantized_constants(node: ir.Node) -> Iterator[ir.Node]:
-    for value in node.inputs:
-        producer = None if value is None else value.producer()
-        if (
-            producer is not None
-            and is_dequantize_linear(producer)
-            and constant(producer.inputs[0]) is not None
-        ):
-            yield producer
-
-
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None
-    return value
+    for dequantize in map(dequantizer, node.inputs):
+        if dequantize is not None and constant(dequantize.inputs[0]) is not None:
+            yield dequantize

@@ -7,24 +7,30 @@ fold rules take out what changes no value, and :meth:`RegionWriter.finish` what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
 
-from rewrite_rules.graph.initializers import new_initializer
-from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, owner
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.nodes import (
+    dequantizer,
+    input_of,
+    is_quantize_linear,
+    owner,
+    producer,
+)
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
 from rewrite_rules.mixed_precision_boundaries.region_constants import ConstantChange
-from rewrite_rules.mixed_precision_boundaries.regions import TensorPlan
+from rewrite_rules.mixed_precision_boundaries.regions import Grids, TensorPlan
+from rewrite_rules.remarks import Refusal
 
 _FLOAT = ir.DataType.FLOAT
 _MICROSOFT = "com.microsoft"
+_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 # Over these, onnxruntime repeats a DequantizeLinear; Identity nodes it has removed by then.
 _PASSED_OPERATORS = frozenset(
     {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
@@ -41,19 +47,14 @@ class RegionWriter:
         self._opset = model.opset_imports.get("", 0)
         self._names = FreshNames(model)
         self._parameters: dict[
-            tuple[QuantizedTensor, QuantizationGrid], tuple[ir.Value, ...]
+            tuple[QuantizedTensor, QuantizationGrid], Sequence[ir.Value]
         ] = {}
         # Operators whose output is float now; whether a body reads it.
         self._left: list[tuple[ir.Node, bool]] = []
 
     # Tensors.
 
-    def retype(
-        self,
-        tensor: QuantizedTensor,
-        plan: TensorPlan,
-        grids: Mapping[ir.DataType, QuantizationGrid],
-    ) -> None:
+    def retype(self, tensor: QuantizedTensor, plan: TensorPlan, grids: Grids) -> None:
         """Produce a tensor in a type, and convert it once to each other type that is read.
 
         Every DequantizeLinear that is there reads the codes of the type that its readers want;
@@ -68,19 +69,19 @@ class RegionWriter:
         for node, found in readers.items():
             kept, *others = found or [plan.produced]
             for dtype in others:
-                twin = self._dequantize(tensor, codes[dtype], grids[dtype])
-                _graph(node).insert_after(node, twin)
+                twin = self._convert(_DQ, tensor, codes[dtype], grids[tensor, dtype])
+                node.append(twin)
                 for reader, index in found[dtype]:
                     reader.replace_input_with(index, twin.outputs[0])
             node.replace_input_with(0, codes[kept])
-            self._set_grid(node, tensor, grids[kept])
+            self._set_grid(node, tensor, grids[tensor, kept])
 
     def _codes(
         self,
         tensor: QuantizedTensor,
         produced: ir.DataType,
         read: Iterable[ir.DataType],
-        grids: Mapping[ir.DataType, QuantizationGrid],
+        grids: Grids,
     ) -> dict[ir.DataType, ir.Value]:
         """Return the codes of each type: ``Q(produced)``, and ``DQ -> Q`` behind it."""
         own, quantize = tensor.grid.dtype, tensor.quantize
@@ -88,19 +89,23 @@ class RegionWriter:
         if quantize is not None and produced != own and (own in read or tensor.codes_are_read):
             # Codes that others read stay the output of the QuantizeLinear that is there.
             assert tensor.source is not None
-            first = self._quantize(tensor, tensor.source, grids[produced])
-            start = self._dequantize(tensor, first.outputs[0], grids[produced])
-            _graph(quantize).insert_before(quantize, [first, start])
+            first = self._convert(_Q, tensor, tensor.source, grids[tensor, produced])
+            start = self._convert(_DQ, tensor, first.outputs[0], grids[tensor, produced])
+            quantize.prepend([first, start])
             quantize.replace_input_with(0, start.outputs[0])
-            self._set_grid(quantize, tensor, grids[own])
+            self._set_grid(quantize, tensor, grids[tensor, own])
             codes = {produced: first.outputs[0], own: tensor.codes}
         elif quantize is not None:
-            self._set_grid(quantize, tensor, grids[produced])
+            self._set_grid(quantize, tensor, grids[tensor, produced])
         for dtype in read:
             if dtype not in codes:
-                start = self._dequantize(tensor, codes[produced], grids[produced])
-                step = self._quantize(tensor, start.outputs[0], grids[dtype])
-                _insert_behind(codes[produced], [start, step])
+                start = self._convert(_DQ, tensor, codes[produced], grids[tensor, produced])
+                step = self._convert(_Q, tensor, start.outputs[0], grids[tensor, dtype])
+                if (maker := codes[produced].producer()) is not None:
+                    maker.append([start, step])
+                else:
+                    graph = _graph_of(tensor)
+                    graph.insert_before(graph[0], [start, step])
                 codes[dtype] = step.outputs[0]
         return codes
 
@@ -112,7 +117,7 @@ class RegionWriter:
         if plan.clipped:
             # To the range that it was quantised for.
             clip = self._clip(_graph_of(tensor), value, tensor.grid, tensor.name)
-            _graph(quantize).insert_before(quantize, clip)
+            quantize.prepend(clip)
             value = clip.outputs[0]
         for node, index in list(tensor.uses()):
             if plan.reads.get(node, _FLOAT) == _FLOAT:
@@ -149,7 +154,7 @@ class RegionWriter:
             repeated = grid.dtype == ir.DataType.INT8 and self._opset >= _OPSET_OF_16_BITS
             if isinstance(graph, ir.Graph) and (feeds_body or repeated):
                 clip = self._clip(graph, value, grid, value.name or "moved")
-                graph.insert_before(first, clip)
+                first.prepend(clip)
                 first.replace_input_with(0, clip.outputs[0])
         onnx_ir.passes.common.RemoveUnusedNodesPass()(self._model)
 
@@ -158,7 +163,8 @@ class RegionWriter:
     def change_constant(self, change: ConstantChange) -> None:
         """Give some readers of a constant new codes of it."""
         old = change.dequantize
-        graph, value = _graph(old), old.outputs[0]
+        graph, value = old.graph, old.outputs[0]
+        assert isinstance(graph, ir.Graph)
         stem = value.name or "constant"
         parameters = [(change.codes, "codes"), (change.scale, "scale")]
         if change.zero_point is not None:
@@ -168,39 +174,31 @@ class RegionWriter:
             for array, kind in parameters
         ]
         inputs += old.inputs[len(inputs) :]
-        node = self._node("DequantizeLinear", inputs, f"{stem}_converted", value)
+        node = self._node(_DQ, inputs, f"{stem}_converted", value)
         node.domain = self._domain(change.codes.dtype.itemsize == 2, old)
         if change.zero_point is None:
             node.attributes.update(old.attributes)
-        graph.insert_after(old, node)
+        old.append(node)
         for reader, index in list(value.uses()):
             if reader in change.readers:
                 reader.replace_input_with(index, node.outputs[0])
 
     # Nodes and initializers.
 
-    def _quantize(
-        self, tensor: QuantizedTensor, value: ir.Value, grid: QuantizationGrid
+    def _convert(
+        self, op_type: str, tensor: QuantizedTensor, value: ir.Value, grid: QuantizationGrid
     ) -> ir.Node:
-        stem = f"{tensor.name}_convert_QuantizeLinear"
-        node = self._node("QuantizeLinear", [value], stem, value)
-        self._set_parameters(node, tensor, grid)
-        return node
-
-    def _dequantize(
-        self, tensor: QuantizedTensor, codes: ir.Value, grid: QuantizationGrid
-    ) -> ir.Node:
-        like = tensor.dequantizes[0].outputs[0] if tensor.dequantizes else tensor.source
+        like = value if op_type == _Q else tensor.source
+        if op_type == _DQ and tensor.dequantizes:
+            like = tensor.dequantizes[0].outputs[0]
         assert like is not None
-        stem = f"{tensor.name}_convert_DequantizeLinear"
-        node = self._node("DequantizeLinear", [codes], stem, like)
+        node = self._node(op_type, [value], f"{tensor.name}_convert_{op_type}", like)
         self._set_parameters(node, tensor, grid)
         return node
 
     def _set_grid(
         self, node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid
     ) -> None:
-        """Give a Q or DQ of the tensor another grid."""
         if grid == tensor.grid:
             return
         # The output_dtype of a DequantizeLinear is the float type, which stays.
@@ -221,18 +219,27 @@ class RegionWriter:
 
     def _grid_inputs(
         self, tensor: QuantizedTensor, grid: QuantizationGrid
-    ) -> tuple[ir.Value, ...]:
+    ) -> Sequence[ir.Value]:
         """Return scale and zero point, which all nodes of a tensor share."""
-        found = self._parameters.get((tensor, grid)) or _initializers_of(tensor, grid)
-        if found is None:
+        if (tensor, grid) not in self._parameters:
+            graph = _graph_of(tensor)
+            # The tensor's own, if any node of its graph may read them.
+            own = [
+                value
+                for value in _first_node(tensor).inputs[1:]
+                if value is not None and value.is_initializer() and value.graph is graph
+            ]
             zero_point = np.asarray(grid.zero_point, grid.dtype.numpy())
             arrays = {"scale": np.asarray(grid.scale), "zero_point": zero_point}
-            found = tuple(
-                self._initializer(_graph_of(tensor), array, f"{tensor.name}_{kind}_convert")
-                for kind, array in arrays.items()
+            self._parameters[tensor, grid] = (
+                own
+                if grid == tensor.grid and len(own) == len(arrays)
+                else [
+                    self._initializer(graph, array, f"{tensor.name}_{kind}_convert")
+                    for kind, array in arrays.items()
+                ]
             )
-        self._parameters[tensor, grid] = found
-        return found
+        return self._parameters[tensor, grid]
 
     def _initializer(
         self, graph: ir.Graph, array: npt.NDArray[np.generic], name: str
@@ -276,33 +283,6 @@ def _first_node(tensor: QuantizedTensor) -> ir.Node:
     return tensor.quantize or tensor.dequantizes[0]
 
 
-def _initializers_of(
-    tensor: QuantizedTensor, grid: QuantizationGrid
-) -> tuple[ir.Value, ...] | None:
-    """Return the tensor's own parameters, if any node of its graph may read them."""
-    graph = _graph_of(tensor)
-    found = tuple(
-        value
-        for value in _first_node(tensor).inputs[1:]
-        if value is not None and value.is_initializer() and value.graph is graph
-    )
-    return found if grid == tensor.grid and len(found) == 2 else None
-
-
-def _insert_behind(value: ir.Value, nodes: Sequence[ir.Node]) -> None:
-    producer = value.producer()
-    if producer is not None:
-        _graph(producer).insert_after(producer, nodes)
-    else:
-        assert isinstance(value.graph, ir.Graph)
-        value.graph.insert_before(value.graph[0], nodes)
-
-
-def _graph(node: ir.Node) -> ir.Graph:
-    assert isinstance(node.graph, ir.Graph)
-    return node.graph
-
-
 def _graph_of(tensor: QuantizedTensor) -> ir.Graph:
     """Return the graph that holds an activation's codes; what is new is put there."""
     graph = owner(tensor.codes)
@@ -312,12 +292,12 @@ def _graph_of(tensor: QuantizedTensor) -> ir.Graph:
 
 def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
     """Whether data movement hands a float straight to the body of an If or Loop."""
-    producer = tensor.producer
+    maker = tensor.producer
     return (
-        producer is not None
-        and producer.op_type in _PASSED_OPERATORS
+        maker is not None
+        and maker.op_type in _PASSED_OPERATORS
         and any(
-            read == _FLOAT and node.graph is not producer.graph
+            read == _FLOAT and node.graph is not maker.graph
             for node, read in plan.reads.items()
         )
     )
@@ -325,28 +305,21 @@ def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
 
 def _dequantized_before(node: ir.Node) -> tuple[ir.Node, ir.Value, QuantizationGrid] | None:
     """The first node of the data movement that ends in one, and the value that it reads."""
-    while node.op_type in _PASSED_OPERATORS and node.inputs:
-        value = node.inputs[0]
-        before = None if value is None else value.producer()
-        if value is None or before is None:
-            return None
-        if is_dequantize_linear(before):
+    while node.op_type in _PASSED_OPERATORS and (value := input_of(node, 0)) is not None:
+        if (before := dequantizer(value)) is not None:
             try:
                 return node, value, read_grid(before)
             except Refusal:
                 return None  # per axis, for instance: stays where it is
-        node = before
+        if (maker := value.producer()) is None:
+            return None
+        node = maker
     return None
 
 
 def _give_output(value: ir.Value, source: ir.Value, free: str) -> None:
-    """Let a graph return ``source`` under the name of ``value``, if it can have that name.
-
-    ``value`` is called ``free`` then.
-    """
-    node = value.producer()
-    assert node is not None
-    graph = node.graph
+    """Return ``source`` under the name of ``value``, which is called ``free`` then."""
+    graph = producer(value).graph
     if (
         graph is None
         or source.producer() is None

@@ -10,10 +10,6 @@ A user names tensors or nodes; what has to follow is found here, in the manner o
 3. what such a node writes is produced in its type; what it reads is read by it in that type;
 4. everybody else reads the type that it read before.
 
-So for ``Op4_out`` in uint16, in the graph of onnxruntime's pull request 19925: ``Op2_out`` is
-uint8 and read as uint16 by ``Op4``, ``Op3_out`` by ``Op5``; ``Op5_out`` is uint16, and read as
-uint8 by ``Op6``.
-
 Unlike there, tensors of two types may be neighbours: a node between takes the type of what it
 writes. Contradictions are errors that name both sides.
 
@@ -32,7 +28,6 @@ import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_quantize_linear, label
-from rewrite_rules.graph.refusal import Refusal
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
@@ -42,6 +37,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     TensorOverride,
 )
+from rewrite_rules.remarks import Refusal
 
 # Their output has its input's parameters: onnxruntime's quantiser sees to it, and its CPU
 # kernels run on the codes, without Q and DQ, as long as it is so.
@@ -56,11 +52,8 @@ SHARING_OPERATORS = frozenset({
 class TensorPlan:
     """What becomes of one activation.
 
-    Attributes:
-        produced: Type of the codes; FLOAT: it is not quantised.
-        reads: The type that each consumer reads.
-        output: The type that a graph output of its values has.
-        clipped: Whether a tensor that is not quantised any more keeps its range.
+    ``produced`` is the type of its codes; FLOAT: it is not quantised, and keeps its range if
+    ``clipped``. ``output`` is that of a graph output of its values.
     """
 
     produced: ir.DataType
@@ -69,16 +62,12 @@ class TensorPlan:
     clipped: bool = False
 
     def types(self) -> set[ir.DataType]:
-        """All types that there are of it."""
         return {self.produced, self.output, *self.reads.values()}
 
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """What is rewritten together, or not at all, where the graph does not allow it.
-
-    ``seeds`` are what the user named, as messages call it.
-    """
+    """What is rewritten together, or not at all; ``seeds`` are what the user named."""
 
     seeds: list[str] = dataclasses.field(default_factory=list)
     plans: dict[QuantizedTensor, TensorPlan] = dataclasses.field(default_factory=dict)
@@ -151,7 +140,6 @@ class Groups:
         self._parents: dict[Hashable, Hashable] = {}
 
     def find(self, item: Hashable) -> Hashable:
-        """The representative of an item's set."""
         path = []
         while (parent := self._parents.get(item, item)) is not item:
             path.append(item)
@@ -161,7 +149,6 @@ class Groups:
         return item
 
     def union(self, first: Hashable, second: Hashable) -> None:
-        """Make one set of two."""
         first, second = self.find(first), self.find(second)
         if first is not second:
             self._parents[second] = first
@@ -196,13 +183,8 @@ def find_regions(
 ) -> list[Region]:
     """Find what has to change: the regions, those that the graph does not allow among them.
 
-    Args:
-        graph: The activations.
-        overrides: Of tensors of ``graph``, by any of their names; checked.
-        promote: Tensors or nodes of ``graph`` that are to be of type ``promoted``; a name of
-            both means the tensor.
-        promoted: A 16-bit type, or FLOAT.
-        groups: Of :func:`sharing_groups`.
+    What ``promote`` names is to be of type ``promoted``, 16 bits or FLOAT; a name of a tensor
+    and of a node means the tensor.
     """
     requests = _Requests()
     members: dict[Hashable, list[QuantizedTensor]] = {}
@@ -227,20 +209,24 @@ def find_regions(
                 seeds[node] = name
                 requests.unify(node, _Request(promoted, by, _NAMED))
 
-    converted = set(requests.explicit)
     for tensor, request in list(requests.produced.items()):
         if request.dtype == tensor.grid.dtype:
             if tensor.producer is not None:
                 requests.kept.add(tensor.producer)
             continue
-        if tensor in converted:
+        if tensor in requests.explicit:
             continue
         for member in members[groups.find(tensor)]:
             regions.union(tensor, member)
             requests.produce(member, request)
-            if member in converted:
+            if member in requests.explicit:
                 continue
-            for node in _ask_neighbours(requests, member, request):
+            readers = (node for node in member.consumers() if not is_quantize_linear(node))
+            ends = [(node, _CONSUMER) for node in readers]
+            if member.producer is not None:
+                ends.append((member.producer, _PRODUCER))
+            for node, strength in ends:
+                requests.unify(node, dataclasses.replace(request, strength=strength))
                 regions.union(member, node)
 
     refused: dict[Hashable, str] = {}
@@ -281,18 +267,6 @@ def _ask_override(
             requests.consume(tensor, node, _Request(convert.quant_type, by))
 
 
-def _ask_neighbours(
-    requests: _Requests, tensor: QuantizedTensor, request: _Request
-) -> list[ir.Node]:
-    nodes = [node for node in tensor.consumers() if not is_quantize_linear(node)]
-    for node in nodes:
-        requests.unify(node, dataclasses.replace(request, strength=_CONSUMER))
-    if (producer := tensor.producer) is not None:
-        requests.unify(producer, dataclasses.replace(request, strength=_PRODUCER))
-        nodes.append(producer)
-    return nodes
-
-
 def _gathered(
     requests: _Requests,
     regions: Groups,
@@ -313,8 +287,7 @@ def _gathered(
         read.setdefault(tensor, {})[node] = request.dtype
     for tensor in dict.fromkeys([*requests.produced, *read]):
         own = tensor.grid.dtype
-        request_or_none = requests.produced.get(tensor)
-        asked = own if request_or_none is None else request_or_none.dtype
+        asked = requests.produced[tensor].dtype if tensor in requests.produced else own
         others = asked if tensor in requests.explicit else own
         reads = {
             # A QuantizeLinear takes what there is: whatever follows it is behind a boundary.
@@ -444,10 +417,6 @@ def _asked_grid(
     if entry.rmin is None and entry.rmax is None and entry.symmetric is None:
         return None
     low, high = span or tuple(map(float, own.dequantize([own.low, own.high])))
-    return QuantizationGrid.of_range(
-        dtype,
-        low if entry.rmin is None else entry.rmin,
-        high if entry.rmax is None else entry.rmax,
-        own.float_dtype,
-        bool(entry.symmetric),
-    )
+    low = low if entry.rmin is None else entry.rmin
+    high = high if entry.rmax is None else entry.rmax
+    return QuantizationGrid.of_range(dtype, low, high, own.float_dtype, bool(entry.symmetric))

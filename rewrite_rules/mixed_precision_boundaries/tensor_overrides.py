@@ -26,39 +26,22 @@ if TYPE_CHECKING:
 _ACTIVATION_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """What an entry may say: its types, and the fields that have no place there."""
-
-    noun: str
-    types: tuple[str, ...]
-    misplaced: Mapping[str, str]
-
-
+_INITIALIZER_TYPES = (*_ACTIVATION_TYPES, "UINT4", "INT4")
 _FOR_INITIALIZERS = "is for initializers, and it is an activation"
 _FOR_ACTIVATIONS = "is for activations, and it is an initializer"
-_ACTIVATION = _Kind(
-    "an activation",
-    _ACTIVATION_TYPES,
-    {
+# Fields that have no place in an entry, by its kind.
+_MISPLACED = {
+    "activation": {
         "reduce_range": _FOR_INITIALIZERS,
         "recv_nodes": "stands outside of 'convert': it says who reads the converted type",
     },
-)
-_CONVERT = _Kind(
-    "an activation",
-    _ACTIVATION_TYPES,
-    {
+    "convert": {
         "reduce_range": _FOR_INITIALIZERS,
         "axis": _FOR_INITIALIZERS,
         "convert": "stands in another 'convert': a tensor has two types at most",
     },
-)
-_INITIALIZER = _Kind(
-    "an initializer",
-    (*_ACTIVATION_TYPES, "UINT4", "INT4"),
-    {"convert": _FOR_ACTIVATIONS, "recv_nodes": _FOR_ACTIVATIONS},
-)
+    "initializer": {"convert": _FOR_ACTIVATIONS, "recv_nodes": _FOR_ACTIVATIONS},
+}
 # What a fixed scale and zero point leave no room for.
 _RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
 # What all channels of an initializer have in common.
@@ -106,12 +89,9 @@ Overrides = Mapping[str, tuple[TensorOverride, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What overrides are checked against: a tensor that is, or will be, quantised per tensor.
+    """A tensor that is, or will be, quantised per tensor, as overrides are checked against it.
 
-    Attributes:
-        name: What it is called in the float model; two names of one tensor share it.
-        quant_type: Type of its codes without an override; None where it isn't known.
-        consumers: Labels of the nodes that read it, Q and DQ nodes not counted.
+    ``quant_type`` is that without an override, if known; Q and DQ are not among its consumers.
     """
 
     name: str
@@ -125,23 +105,27 @@ def check_overrides(
     initializers: Mapping[str, Sequence[int]],
     nodes: Collection[str],
 ) -> None:
-    """Check every entry; a tensor without any, or with one empty entry, is skipped.
-
-    Args:
-        overrides: What the user wants.
-        activations: By each name that an override may call them.
-        initializers: Shapes of the constants that may be quantised.
-        nodes: Labels of all nodes.
+    """Check every entry against the model, by names of activations, initializers and nodes.
 
     Raises:
         OverrideError: With the first ten things wrong, a line each.
     """
+
+    def problems_of(name: str, entries: tuple[TensorOverride, ...]) -> Iterator[str]:
+        if (activation := activations.get(name)) is not None:
+            yield from _activation_problems(entries, activation, nodes)
+        elif name in initializers:
+            yield from _initializer_problems(entries, tuple(initializers[name]))
+        else:
+            hint = did_you_mean(name, [*activations, *initializers])
+            yield f"no tensor of that name is quantised in the model{hint}"
+
     problems = itertools.chain(
         (
             f"override of tensor {name!r}: {problem}"
             for name, entries in overrides.items()
             if entries and entries != (TensorOverride(),)
-            for problem in _problems(name, entries, activations, initializers, nodes)
+            for problem in problems_of(name, entries)
         ),
         _contradictions(overrides, activations),
     )
@@ -149,22 +133,6 @@ def check_overrides(
     if found := list(itertools.islice(problems, _MAX_PROBLEMS + 1)):
         more = ["and more"] if len(found) > _MAX_PROBLEMS else []
         raise OverrideError("\n".join(found[:_MAX_PROBLEMS] + more))
-
-
-def _problems(
-    name: str,
-    entries: tuple[TensorOverride, ...],
-    activations: Mapping[str, Activation],
-    initializers: Mapping[str, Sequence[int]],
-    nodes: Collection[str],
-) -> Iterator[str]:
-    if (activation := activations.get(name)) is not None:
-        yield from _activation_problems(entries, activation, nodes)
-    elif name in initializers:
-        yield from _initializer_problems(entries, tuple(initializers[name]))
-    else:
-        hint = did_you_mean(name, [*activations, *initializers])
-        yield f"no tensor of that name is quantised in the model{hint}"
 
 
 def _activation_problems(
@@ -177,10 +145,10 @@ def _activation_problems(
             "activations are quantised per tensor"
         )
         return
-    yield from _entry_problems(first, _ACTIVATION, activation.quant_type)
+    yield from _entry_problems(first, "activation", activation.quant_type)
     if (convert := first.convert) is None:
         return
-    problems = list(_entry_problems(convert, _CONVERT, None))
+    problems = list(_entry_problems(convert, "convert", None))
     own = first.quant_type or activation.quant_type
     if convert.quant_type is None:
         problems.append("'quant_type' is missing: say which type the consumers are to read")
@@ -215,7 +183,7 @@ def _initializer_problems(
     first = entries[0]
     for index, entry in enumerate(entries):
         where = f"entry {index}: " if len(entries) > 1 else ""
-        for problem in _entry_problems(entry, _INITIALIZER, first.quant_type):
+        for problem in _entry_problems(entry, "initializer", first.quant_type):
             yield where + problem
     if first.axis is None:
         if len(entries) > 1:
@@ -253,17 +221,20 @@ def _channel_problems(entries: tuple[TensorOverride, ...], rank: int) -> Iterato
 
 
 def _entry_problems(
-    entry: TensorOverride, kind: _Kind, own: ir.DataType | None
+    entry: TensorOverride, kind: str, own: ir.DataType | None
 ) -> Iterator[str]:
     """What is wrong with an entry by itself."""
-    for field, reason in kind.misplaced.items():
+    for field, reason in _MISPLACED[kind].items():
         if getattr(entry, field) is not None:
             yield f"{field!r} {reason}"
     quant_type = entry.quant_type or own
-    if entry.quant_type is not None and entry.quant_type.name not in kind.types:
+    is_initializer = kind == "initializer"
+    types = _INITIALIZER_TYPES if is_initializer else _ACTIVATION_TYPES
+    if entry.quant_type is not None and entry.quant_type.name not in types:
+        noun = "an initializer" if is_initializer else "an activation"
         yield (
-            f"'quant_type' is {_type_name(entry.quant_type)}; {kind.noun} is one of "
-            f"{', '.join(name.lower() for name in kind.types)}"
+            f"'quant_type' is {_type_name(entry.quant_type)}; {noun} is one of "
+            f"{', '.join(types).lower()}"
         )
         quant_type = None
     if (entry.scale is None) != (entry.zero_point is None):
@@ -277,7 +248,7 @@ def _entry_problems(
     if entry.scale is not None and not 0 < _float32(entry.scale) < math.inf:
         yield f"'scale' is {entry.scale}; it has to be a positive float32"
     if entry.zero_point is not None and quant_type is not None:
-        low, high = _code_range(quant_type)
+        low, high = quant_type.min, quant_type.max
         if not low <= entry.zero_point <= high:
             yield (
                 f"'zero_point' is {entry.zero_point}, outside of {_type_name(quant_type)}'s "
@@ -309,12 +280,6 @@ def _contradictions(
 def _float32(number: float) -> float:
     with np.errstate(over="ignore"):
         return float(np.float32(number))
-
-
-def _code_range(quant_type: ir.DataType) -> tuple[int, int]:
-    codes = 1 << quant_type.bitwidth
-    low = 0 if quant_type.name.startswith("U") else -codes // 2
-    return low, low + codes - 1
 
 
 def _type_name(quant_type: ir.DataType | None) -> str:

@@ -48,11 +48,7 @@ def main() -> None:
 
 
 def _leave_with_parent() -> None:
-    """Wait until the other end of the standard input is gone.
-
-    A parent that was killed holds no lock any more: what this process went on writing would
-    get in the way of the next builder, and nobody would remove it.
-    """
+    """End when the other end of the standard input is gone: a killed parent holds no lock."""
     os.read(0, 1)
     os._exit(1)
 

@@ -5,12 +5,8 @@
         -> initializer, original and packed bytes in the file, records that say where
 
 onnxruntime packs (in a child process: its peak is never this one's), the file is laid out anew
-(:mod:`.records`), opened, run and compared. What comes out holds for
-this processor and this onnxruntime; elsewhere a session packs for itself and drops the blobs.
-
-Refused, and the model stays as it is: other providers than the CPU, a graph that onnxruntime's
-optimisers have not seen yet (they would replace nodes, and blobs belong to kernels), a file
-above the limit, a child that fails, hangs, or whose result is not bit-equal.
+(:mod:`.records`), opened, run and compared. What comes out holds for this processor and this
+onnxruntime; elsewhere a session packs for itself and drops the blobs.
 """
 
 from __future__ import annotations
@@ -25,70 +21,55 @@ from typing import Any
 
 from rewrite_rules.prepacked_weights.child import FINAL
 from rewrite_rules.prepacked_weights.records import places
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 
 _DATA_SUFFIX = ".data"
 # Of a child's error output, in a remark.
 _ERROR_CHARACTERS = 300
 
 
-class _Failed(Exception):
-    """The child did not make a model; the text is the reason a user reads."""
-
-
-class _Broken(_Failed):
-    """It did not, and might another time: killed, too slow, no room."""
+class _Broken(Refusal):
+    """The child made no model, and might another time: killed, too slow, no room."""
 
 
 def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: int) -> None:
-    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size.
+    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size."""
+    name = "model"
+    try:
+        outcome = _prepack(model_path, context, limit_mb, seconds)
+    except _Broken as failure:
+        context.remarks.failed(name, str(failure))
+    except Refusal as refusal:
+        context.remarks.refused(name, str(refusal))
+    else:
+        context.remarks.fired(name, outcome)
 
-    Its folder holds its files and nothing else; old data files are removed once nothing points
-    to them.
-    """
-    remarks, name = context.remarks, "model"
+
+def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int) -> str:
     if not context.cpu_only:
-        remarks.refused(
-            name, f"packs for the CPU only, not for {', '.join(context.providers)}"
-        )
-        return
+        raise Refusal(f"packs for the CPU only, not for {', '.join(context.providers)}")
     if not context.final_graph:
-        remarks.refused(
-            name,
+        raise Refusal(
             "onnxruntime's optimisers would replace the nodes whose weights are packed: they "
-            "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)",
+            "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)"
         )
-        return
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
     # Packed weights take about as much as the weights themselves.
     expected = 2.2 * before / 1e6
     if limit_mb and expected > limit_mb:
-        remarks.refused(
-            name, f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}"
-        )
-        return
+        raise Refusal(f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}")
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
-        try:
-            result = _run_child(model_path, folder, seconds, context)
-            _check(result, limit_mb)
-        except _Broken as failure:
-            remarks.failed(name, str(failure))
-            return
-        except _Failed as failure:
-            remarks.refused(name, str(failure))
-            return
+        result = _run_child(model_path, folder, seconds, context)
+        _check(result, limit_mb)
         _replace(model_path, folder)
-    remarks.fired(
-        name,
+    compared = "outputs not compared: no inputs were found that it runs on"
+    if result["compared"]:
+        compared = f"{result['compared']} outputs bit-equal"
+    return (
         f"{result['weights']} weights packed, {result['in_use']} of {result['recorded']} "
         f"blobs in use ({result['blob_bytes'] / 1e6:.0f} MB); file {before / 1e6:.0f} -> "
-        f"{result['data_bytes'] / 1e6:.0f} MB; "
-        + (
-            f"{result['compared']} outputs bit-equal"
-            if result["compared"]
-            else "outputs not compared: no inputs were found that it runs on"
-        ),
+        f"{result['data_bytes'] / 1e6:.0f} MB; {compared}"
     )
 
 
@@ -96,7 +77,7 @@ def _run_child(
     model_path: Path, folder: Path, seconds: int, context: PassContext
 ) -> dict[str, Any]:
     if context.child_python is None:
-        raise _Failed(
+        raise Refusal(
             "there is no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one"
         )
     python, environment = context.child_python
@@ -140,14 +121,14 @@ def _run_child(
 
 def _check(result: dict[str, Any], limit_mb: int) -> None:
     if not result["weights"]:
-        raise _Failed("no kernel of this model packs weights that can be kept")
+        raise Refusal("no kernel of this model packs weights that can be kept")
     if result["different"]:
-        raise _Failed(f"with packed weights outputs {result['different']} differ")
+        raise Refusal(f"with packed weights outputs {result['different']} differ")
     if not result["in_use"]:
-        raise _Failed(f"a session uses none of {result['recorded']} blobs")
+        raise Refusal(f"a session uses none of {result['recorded']} blobs")
     taken = result["data_bytes"] / 1e6
     if limit_mb and taken > limit_mb:
-        raise _Failed(f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
+        raise Refusal(f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
 
 
 def _replace(model_path: Path, folder: Path) -> None:

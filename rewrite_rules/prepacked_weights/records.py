@@ -7,11 +7,9 @@ onnxruntime writes, for each initializer that a kernel packs, entries
 
 into the initializer's ``external_data`` (core/framework/tensor_external_data_info.cc, 1.31). A
 session packs the weight again, and where operator and hash of the result are equal it drops
-its own copy and maps the one in the file.
-
-onnxruntime puts the packed weights anywhere, in the order of a hash table: unaligned, they
-cost a quarter of the speed of a long prompt. Here they are laid out in the order in which
-nodes read them, aligned, so that a cold start reads forward.
+its own copy and maps the one in the file. onnxruntime puts them anywhere, unaligned, which
+costs a quarter of the speed of a long prompt. Here they are laid out, aligned, in the order in
+which nodes read them, so that a cold start reads forward.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ _Scope = ChainMap[str, _Found]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One packed form of one initializer: operator and hash, and where its buffers lie.
-
-    ``key`` is the entry's name; a blob is an offset, a length and a checksum.
-    """
+    """One packed form of one initializer; a blob is an offset, a length and a checksum."""
 
     key: str
     kernel: str
@@ -65,17 +60,15 @@ class Record:
         return cls(key, kernel, tuple(blobs))
 
     def __str__(self) -> str:
-        """Return the entry's text."""
         return "|".join(
             [self.kernel, *(f"{offset};{length};{crc}" for offset, length, crc in self.blobs)]
         )
 
 
 def records_of(tensor: onnx.TensorProto) -> list[Record]:
-    """Read the records of one initializer.
+    """Read the records of one initializer, but for those with a buffer of no bytes.
 
-    Those with a buffer of no bytes, which some quantised kernels write, are left out: at the
-    end of a file onnxruntime can't map it, and there is nothing to share.
+    Some quantised kernels write such; at the end of a file onnxruntime can't map them.
     """
     records = (
         Record.parse(entry.key, entry.value)
@@ -109,10 +102,7 @@ def places(model: onnx.ModelProto) -> dict[Key, tuple[str, ...]]:
 
 
 def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Put nodes back into the order of the model that onnxruntime was given.
-
-    A graph into which onnxruntime put nodes of its own stays in onnxruntime's order.
-    """
+    """Put nodes back into the order that onnxruntime was given, where it added none."""
     graphs = dict(_graphs(source.graph))
     for way, graph in _graphs(model.graph):
         if way not in graphs:
@@ -127,12 +117,7 @@ def lay_out(
 ) -> int:
     """Write a new data file, make the model point into it, and return the file's bytes.
 
-    Args:
-        model: As onnxruntime saved it, without its data; changed.
-        folder: Holds the files that the model points to, and gets the new one.
-        data_name: Name of the new file.
-        same: By initializer: what its bytes were before onnxruntime copied them. Equal ones
-            are written once.
+    ``same`` says what the bytes of each initializer were; equal ones are written once.
     """
     written: dict[object, int] = {}
     with open(folder / data_name, "wb") as target:

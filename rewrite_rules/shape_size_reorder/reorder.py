@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.remarks import PassContext
-from rewrite_rules.shape_size_reorder.order.search import (
+from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.shape_size_reorder.search import (
     GraphOrder,
     SimulatedOrder,
     memory_order,
 )
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
-from rewrite_rules.shapes.concrete_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
 
 # What makes a session run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
@@ -47,12 +46,8 @@ def reorder(
 ) -> None:
     """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
 
-    Args:
-        model: The graph that will run, after all other rewrites.
-        context: Gets remarks, and what the session has to be set to.
-        dims: Numbers for symbolic dimensions.
-        for_default_order: Whether sessions take no order, so that the file has to be
-            one whose default order is good.
+    ``for_default_order``: sessions take no order, so that the file has to be one whose default
+    order is good.
     """
     simplify_shapes(model, context)
     try:
@@ -108,11 +103,7 @@ def _without_pattern(order: GraphOrder, context: PassContext) -> None:
 
 
 def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext) -> GraphOrder:
-    """Choose between an order for a session that reuses buffers and one for one that doesn't.
-
-    A buffer that is reused is held in between. Without reuse a session asks the system for
-    memory more often, so that it has to be worth it.
-    """
+    """Choose reuse of buffers, which holds them in between, or none, which takes some time."""
     with_bytes, bytes_without = (
         item.arena_bytes() if context.cpu_arena else item.ours.peak
         for item in (order, without)
@@ -173,10 +164,7 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
 
 
 def _is_better(order: GraphOrder) -> bool:
-    """Whether the computed order of a graph or a body holds less, or runs a Shape sooner.
-
-    Sooner, the few bytes of a Shape's numbers may lie on top of the peak.
-    """
+    """Whether ours holds less, or runs a Shape sooner, whose bytes may come on top."""
     ours, default = order.ours, order.default
     if ours.peak < default.peak:
         return True

@@ -10,46 +10,41 @@
     PickSizes    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
                  Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
 
-``x`` is the first value in the graph of which :class:`.ProvedShapes` shows that its sizes are
-the same in every run. A rule fires where what is read comes earlier, or from the same value in
-fewer nodes (:mod:`.readings`); so none fires twice.
-
-A scalar stays ``Gather(Shape(x), 1)``: ``Squeeze(Shape(x, start=1, end=2))`` takes as many
-nodes, and one more Shape for each dimension that is read.
-
-Afterwards, nodes with the same numbers become one:
-
-    Shape(x), Shape(x)                       -> Shape(x), once
-    Gather(Shape(x), 0), Gather(Shape(y), 0) -> the first, if both are the same size
-
-A Shape that still reads a computed tensor gets a remark that says why.
+A rule fires where what is read comes earlier, or from the same value in fewer nodes; so none
+fires twice. All is decided before any node is rewritten. Afterwards, nodes with the same
+numbers become one. A Shape that still reads a computed tensor gets a remark that says why.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable
-from typing import Any
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any, TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer, subgraphs
+from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder.readings import Reading, Readings
+from rewrite_rules.remarks import PassContext, Refusal, Remarks
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
 _ROOTS = ("Shape", "Size")
+# Operators that only pick what is in their first input.
+_PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
+# Operators whose numbers are read from a value directly, where they can be.
+_REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
+_FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
+_LONG_CHAIN = 4
 
 
 def simplify_shapes(model: ir.Model, context: PassContext) -> None:
-    """Rewrite in place; ``context.remarks`` tells what each Shape and Size reads now.
-
-    Names and types of the graph's outputs stay, and so do all numbers, whatever the sizes in
-    a run. The graph is sorted afterwards.
-    """
+    """Rewrite in place and sort; all numbers stay, whatever the sizes in a run."""
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     present = {node.op_type for graph in graphs for node in graph.all_nodes()}
     if present.isdisjoint(_ROOTS):
@@ -62,17 +57,284 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         return
     with context.remarks.at("model"):
         facts = ProvedShapes(model)
-        better = Readings(model, facts).better
+        better = _Readings(model, facts).better
     if better:
         op_types = dict.fromkeys(node.op_type for node in better)
         rules = [_BetterReading.rule(kind, better, context.remarks) for kind in op_types]
         DispatchingRuleSet(rules, better.__contains__).apply_to_model(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
-    merged = _Merge(facts, context)
     for graph in graphs:
-        merged.walk(graph, collections.ChainMap())
+        _merge(graph, collections.ChainMap(), facts, context)
     _explain_the_rest(graphs, facts, context)
+
+
+# The readings
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldNumbers:
+    """Numbers that no run can change -> a constant."""
+
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"constant {list(self.numbers)}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        numbers = np.array(self.numbers, np.int64).reshape(self.shape)
+        return op.Constant(value=ir.tensor(numbers), _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSpan:
+    """Sizes that lie side by side in a shape -> ``Shape(source, start, end)``."""
+
+    source: ir.Value
+    start: int | None = None
+    end: int | None = None
+    nodes = 1
+
+    def __str__(self) -> str:
+        what = "the shape"
+        if self.start is not None or self.end is not None:
+            what = f"dimensions {self.start or 0}:{'' if self.end is None else self.end}"
+        return f"reads {what} of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        ends = {"start": self.start, "end": self.end}
+        ends = {end: axis for end, axis in ends.items() if axis is not None}
+        return op.Shape(self.source, **ends, _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSize:
+    """Size -> Size of the first value of as many elements."""
+
+    source: ir.Value
+    nodes = 1
+
+    def __str__(self) -> str:
+        return f"reads the size of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        return op.Size(self.source, _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class PickSizes:
+    """Sizes anywhere in a shape -> ``Gather(Shape(source), axes)``; of one, maybe a scalar."""
+
+    source: ir.Value
+    axes: tuple[int, ...]
+    scalar: bool
+    nodes = 2
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"reads dimension{'s' * (len(self.axes) > 1)} {axes} of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        shape = op.Shape(self.source)
+        shape.type = ir.TensorType(ir.DataType.INT64)
+        axes = np.array(self.axes, np.int64).reshape(() if self.scalar else -1)
+        return op.Gather(shape, op.Constant(value=ir.tensor(axes)), axis=0, _name=name)  # type: ignore[no-any-return]
+
+
+Reading = FoldNumbers | ReadSpan | ReadSize | PickSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Now:
+    """What a node's numbers depend on: the latest place, nodes from there, the value read."""
+
+    place: int
+    nodes: int = 1 + _LONG_CHAIN
+    source: ir.Value | None = None
+
+
+class _EarliestValues:
+    """The first value of each shape, number of elements and dimension in each graph."""
+
+    def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
+        self._shapes = shapes
+        self._places: dict[ir.Value, int] = {}
+        self._node_places: dict[ir.Node, int] = {}
+        self._outer: dict[object, object] = {}
+        self._first: dict[tuple[object, str, Shape | Dim], ir.Value] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._walk(graph, None)
+
+    def place(self, value: ir.Value) -> int:
+        """Return where a value is computed; -1 for inputs and initializers."""
+        return self._places.get(value, -1)
+
+    def first(self, kind: str, size: Shape | Dim, reader: ir.Node) -> ir.Value | None:
+        """Return the first value of a "shape", "count" or "dim", from the outermost graph on.
+
+        A tensor that a subgraph newly captured would live until that has run.
+        """
+        scopes = []
+        graph: object = reader.graph
+        while graph is not None:
+            scopes.append(graph)
+            graph = self._outer.get(graph)
+        for graph in reversed(scopes):
+            found = self._first.get((graph, kind, size))
+            if found is None:
+                continue
+            place = self.place(found)
+            if place < 0 or (graph is reader.graph and place <= self._node_places[reader]):
+                return found
+        return None
+
+    def _walk(self, graph: ir.Graph, outer: ir.Node | None) -> None:
+        self._outer[graph] = None if outer is None else outer.graph
+        place = -1 if outer is None else self._node_places[outer]
+        for value in graph.inputs:
+            self._add(value, graph, place)
+        for value in graph.initializers.values():
+            self._places[value] = place
+        for node in graph:
+            self._node_places[node] = len(self._node_places)
+            for subgraph in subgraphs(node):
+                self._walk(subgraph, node)
+            # Behind the values of its subgraphs.
+            place = len(self._node_places)
+            for value in node.outputs:
+                self._places[value] = place
+                if node.op_type != "Constant":
+                    self._add(value, graph, place)
+
+    def _add(self, value: ir.Value, graph: ir.Graph, place: int) -> None:
+        self._places[value] = place
+        if value.name == "":  # an output that is left out
+            return
+        # A sequence, say, has no shape of its own.
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            return
+        shape = self._shapes.shape(value)
+        self._first.setdefault((graph, "shape", shape), value)
+        self._first.setdefault((graph, "count", self._shapes.count(value)), value)
+        if isinstance(shape, tuple):
+            for dim in shape:
+                if dim[1]:
+                    self._first.setdefault((graph, "dim", dim), value)
+
+
+class _Readings:
+    """What each node that can be read better becomes; the nodes are sorted."""
+
+    def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
+        self._shapes = shapes
+        self._earliest = _EarliestValues(model, shapes)
+        self._now: dict[ir.Value, _Now] = {}
+        self.better: dict[ir.Node, Reading] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._walk(graph)
+
+    def _walk(self, graph: ir.Graph) -> None:
+        for node in graph:
+            for subgraph in subgraphs(node):
+                self._walk(subgraph)
+            out = node.outputs[0] if len(node.outputs) == 1 else None
+            # A node without a consumer never mattered.
+            if out is None or node.domain or node.op_type not in _FOLDED:
+                continue
+            if not (out.uses() or out.is_graph_output()) or not node.inputs:
+                continue
+            now = self._reads(node)
+            if now is None:
+                continue
+            found = self._find(node, now)
+            if found is not None:
+                self.better[node] = found
+                now = _Now(-1, 0) if isinstance(found, FoldNumbers) else self._rank(found)
+            self._now[out] = now
+
+    def _reads(self, node: ir.Node) -> _Now | None:
+        """Return what a node's numbers depend on; None where nothing is known of them."""
+        if node.op_type in ("Shape", "Size"):
+            source = node.inputs[0]
+            return None if source is None else _Now(self._earliest.place(source), 1, source)
+        if self._shapes.integers(node.outputs[0]) is None:
+            return None
+        inputs = [self._now[value] for value in node.inputs if value in self._now]
+        place = max((now.place for now in inputs), default=-1)
+        first = self._now.get(node.inputs[0]) if node.inputs[0] is not None else None
+        if node.op_type not in _PICKS or first is None:
+            return _Now(place)
+        return _Now(place, first.nodes + 1, first.source)
+
+    def _find(self, node: ir.Node, now: _Now) -> Reading | None:
+        integers = self._shapes.integers(node.outputs[0])
+        if integers is not None and integers.constants is not None:
+            return FoldNumbers(integers.constants, integers.shape)
+        if node.op_type == "Size":
+            assert now.source is not None
+            first = self._earliest.first("count", self._shapes.count(now.source), node)
+            return ReadSize(first) if self._is_earlier(first, now) else None
+        dims = None if integers is None else integers.known
+        if integers is None or dims is None:
+            unranked = node.op_type == "Shape" and now.source is not None
+            return self._find_unranked(node, now) if unranked else None
+        scalar = not integers.shape
+        if node.op_type not in _REREAD or len(integers.shape) > 1:
+            return None
+        sources = [] if scalar else [self._earliest.first("shape", dims, node)]
+        sources += [self._earliest.first("dim", dim, node) for dim in dims]
+        sources.append(now.source)
+        readings = [
+            reading
+            for source in dict.fromkeys(sources)
+            if source is not None
+            for reading in self._forms(source, dims, scalar, self._shapes.opset(node))
+        ]
+        best = min(readings, key=self._order, default=None)
+        return (
+            best if best is not None and self._order(best) < (now.place, now.nodes) else None
+        )
+
+    def _find_unranked(self, node: ir.Node, now: _Now) -> Reading | None:
+        assert now.source is not None
+        shape = self._shapes.shape(now.source)
+        first = self._earliest.first("shape", shape, node)
+        if isinstance(shape, tuple) or not self._is_earlier(first, now):
+            return None
+        try:
+            start = int_attribute(node, "start", 0) or None
+            end = int_attribute(node, "end", 0) if "end" in node.attributes else None
+        except Refusal:
+            return None
+        return ReadSpan(first, start, end)
+
+    def _is_earlier(self, value: ir.Value | None, now: _Now) -> TypeGuard[ir.Value]:
+        return value is not None and self._earliest.place(value) < now.place
+
+    def _forms(
+        self, source: ir.Value, dims: Dims, scalar: bool, opset: int
+    ) -> Iterator[ReadSpan | PickSizes]:
+        """How to read sizes from a value."""
+        shape = self._shapes.shape(source)
+        if not isinstance(shape, tuple) or not set(dims) <= set(shape):
+            return
+        count = len(dims)
+        starts = [i for i in range(len(shape) - count + 1) if shape[i : i + count] == dims]
+        if scalar or not starts or (opset < 15 and count < len(shape)):
+            yield PickSizes(source, tuple(shape.index(dim) for dim in dims), scalar)
+        else:
+            end = starts[0] + count
+            yield ReadSpan(source, starts[0] or None, end if end < len(shape) else None)
+
+    def _rank(self, reading: ReadSpan | ReadSize | PickSizes) -> _Now:
+        return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
+
+    def _order(self, reading: ReadSpan | PickSizes) -> tuple[int, int]:
+        return self._earliest.place(reading.source), reading.nodes
+
+
+# The rules
 
 
 class _BetterReading(RewriteRuleClassBase):
@@ -89,7 +351,6 @@ class _BetterReading(RewriteRuleClassBase):
         return getattr(op, self._op_type)(x, _allow_other_inputs=True, _outputs=["out"])
 
     def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
-        """Emit the reading."""
         node = producer(out)
         reading = self._better[node]
         value = reading.emit(op, node.name)
@@ -98,45 +359,43 @@ class _BetterReading(RewriteRuleClassBase):
         return value
 
 
-class _Merge:
-    """Makes one of nodes that have the same numbers."""
-
-    def __init__(self, facts: ProvedShapes, context: PassContext) -> None:
-        self._facts = facts
-        self._context = context
-
-    def walk(self, graph: ir.Graph, seen: collections.ChainMap[Hashable, ir.Value]) -> None:
-        """Merge in a graph and its subgraphs; ``seen`` has what can be read there."""
-        for node in graph:
-            for subgraph in subgraphs(node):
-                self.walk(subgraph, seen.new_child())
-            key = self._key(node)
-            if key is None:
-                continue
-            out = node.outputs[0]
-            first = seen.setdefault(key, out)
-            # The name of a graph output is the caller's.
-            if first is out or out.is_graph_output():
-                continue
-            ir.convenience.replace_all_uses_with(out, first)
-            _remove_unused(node)
-            if _is_root(node):
-                self._context.remarks.fired(label(node), f"is {first.name!r}, its like")
-
-    def _key(self, node: ir.Node) -> Hashable:
-        """What identifies a node's numbers; None if it has none that are of use."""
-        if node.domain or len(node.outputs) != 1 or not node.outputs[0].name:
-            return None
-        if node.op_type not in INTEGER_OPERATORS:
-            return None
+def _merge(
+    graph: ir.Graph,
+    seen: collections.ChainMap[Hashable, ir.Value],
+    facts: ProvedShapes,
+    context: PassContext,
+) -> None:
+    """Make one of nodes with the same numbers, subgraphs included; ``seen`` can be read."""
+    for node in graph:
+        for subgraph in subgraphs(node):
+            _merge(subgraph, seen.new_child(), facts, context)
+        key = _key(node, facts)
+        if key is None:
+            continue
         out = node.outputs[0]
-        integers = self._facts.integers(out)
-        if integers is not None and integers.known is not None:
-            return integers
-        if not _is_root(node) or not node.inputs or node.inputs[0] is None:
-            return None
-        span = (str(node.attributes[name]) for name in sorted(node.attributes))
-        return (node.op_type, self._facts.shape(node.inputs[0]), *span)
+        first = seen.setdefault(key, out)
+        # The name of a graph output is the caller's.
+        if first is out or out.is_graph_output():
+            continue
+        ir.convenience.replace_all_uses_with(out, first)
+        _remove_unused(node)
+        if _is_root(node):
+            context.remarks.fired(label(node), f"is {first.name!r}, its like")
+
+
+def _key(node: ir.Node, facts: ProvedShapes) -> Hashable:
+    """What identifies a node's numbers; None if it has none that are of use."""
+    if node.domain or len(node.outputs) != 1 or not node.outputs[0].name:
+        return None
+    if node.op_type not in INTEGER_OPERATORS:
+        return None
+    integers = facts.integers(node.outputs[0])
+    if integers is not None and integers.known is not None:
+        return integers
+    if not _is_root(node) or not node.inputs or node.inputs[0] is None:
+        return None
+    span = (str(node.attributes[name]) for name in sorted(node.attributes))
+    return (node.op_type, facts.shape(node.inputs[0]), *span)
 
 
 def _remove_unused(node: ir.Node) -> None:

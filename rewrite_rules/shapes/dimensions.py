@@ -12,7 +12,9 @@ unknown (:meth:`Unknowns.remembered`).
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import onnx_ir as ir
 
 # A number times unknowns, sorted. With unknowns it is a size, so no less than 0; without, it
 # may be any int64 that a shape is computed from, -1 for instance.
@@ -36,10 +38,7 @@ def number(dim: Dim | None) -> int | None:
 
 
 class Unknowns:
-    """Makes the unknowns of one model, numbered from 1, and works out what depends on them.
-
-    Without ``arithmetic``, whatever depends on unknowns is an unknown of its own.
-    """
+    """Makes a model's unknowns; without ``arithmetic``, what depends on one is another."""
 
     def __init__(self, arithmetic: bool = True) -> None:
         self.count = 0
@@ -81,7 +80,6 @@ class Unknowns:
         return dim if self.arithmetic or not dim[1] else self.fresh_dim()
 
     def product(self, dims: Iterable[Dim]) -> Dim:
-        """Multiply sizes."""
         dims = tuple(dims)
         size = 1
         unknowns: list[int] = []
@@ -108,7 +106,6 @@ class Unknowns:
         return self.remembered("quotient", total, part)
 
     def sum(self, parts: Sequence[Dim]) -> Dim:
-        """Add sizes up."""
         terms: collections.Counter[tuple[int, ...]] = collections.Counter()
         for size, unknowns in parts:
             terms[unknowns] += size
@@ -151,3 +148,89 @@ class Unknowns:
         result = self.remembered("fit", *parts)
         self._broadcast[result] = parts
         return result
+
+
+class DeclaredNames:
+    """What the names of a model's dimensions stand for, taken at their word.
+
+    Two dimensions of one name have one size. Where no operator says more, annotations count:
+
+        Reshape(x[batch, 9, sequence, 64], [0, 3, -1, 64]) -> [batch, 3, unk__4, 64]
+            the number of elements stays: unk__4 is called 3 sequence
+
+    With unknown sizes onnxruntime's planner searches all free buffers for every node.
+
+    Args:
+        numbers: Sizes of names.
+        default: Size of other names of inputs, which ``defaulted`` has then; None: unknown.
+        arithmetic: Whether ``3 sequence / 3`` is ``sequence``. onnxruntime's own shape
+            inference only hands names on.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[str, int] | None = None,
+        default: int | None = None,
+        arithmetic: bool = True,
+    ) -> None:
+        self.arithmetic = arithmetic
+        self._dims = {name: known(size) for name, size in (numbers or {}).items()}
+        self._names: dict[Dim, str] = {}
+        self._default = default
+        self.defaulted: set[str] = set()
+
+    def declared(self, shape: ir.Shape | None, unknowns: Unknowns) -> Shape | None:
+        """Return the shape of an input of the main graph."""
+        return None if shape is None else tuple(self._of_input(d, unknowns) for d in shape)
+
+    def believe(
+        self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns, before: int
+    ) -> Shape | None:
+        """Complete a shape by an annotation; ``before``: unknowns that there were before."""
+        if annotation is None:
+            return shape
+        if not isinstance(shape, tuple):
+            shape = unknowns.fresh_dims(len(annotation))
+        if len(shape) != len(annotation):
+            return shape
+        return tuple(
+            self._settle(dim, named, unknowns.is_new(dim, before))
+            for dim, named in zip(shape, annotation, strict=True)
+        )
+
+    def name(self, dim: Dim) -> int | str | None:
+        """Return the number or the first name of a dimension; None where it has neither."""
+        return self._names.get(dim) if dim[1] else dim[0]
+
+    def _of_input(self, dim: int | ir.SymbolicDim, unknowns: Unknowns) -> Dim:
+        if isinstance(dim, int) and dim >= 0:
+            return known(dim)
+        name = None if isinstance(dim, int) else dim.value
+        if name is not None and name in self._dims:
+            return self._dims[name]
+        if self._default is None:
+            found = unknowns.fresh_dim()
+        else:
+            self.defaulted.add(name or "?")
+            found = known(self._default)
+        return found if name is None else self._call(found, name)
+
+    def _settle(self, dim: Dim, named: int | ir.SymbolicDim, is_new: bool) -> Dim:
+        """Return the one dimension that an operator and an annotation speak of."""
+        if not dim[1]:
+            found = None
+        elif isinstance(named, int):
+            return known(named) if named >= 0 else dim
+        else:
+            found = None if named.value is None else self._dims.get(named.value)
+        if found is not None and is_new:
+            return found
+        # A name that is first met at an earlier dimension is news to its other values.
+        speaks = self.arithmetic or is_new or not dim[1]
+        if found is None and speaks and isinstance(named, ir.SymbolicDim) and named.value:
+            self._call(dim, named.value)
+        return dim
+
+    def _call(self, dim: Dim, name: str) -> Dim:
+        self._names.setdefault(dim, name)
+        return self._dims.setdefault(name, dim)

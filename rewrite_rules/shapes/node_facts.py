@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute, ints_attribute
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import int_attribute, ints_attribute
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known, number
 
 
@@ -40,23 +39,26 @@ class Integers:
         return tuple(number[0] for number in self.numbers if number is not None)
 
 
-class Facts(Protocol):
-    """What has been worked out of the values before a node.
-
-    ``estimates``: whether something may be said that does not hold in every run.
-    """
+class Facts:
+    """What is known of the values before a node; ``estimates`` may not hold in every run."""
 
     unknowns: Unknowns
-    estimates: bool
+    estimates = False
 
     def shape(self, value: ir.Value) -> Shape:
         """The shape of a value."""
-
-    def count(self, value: ir.Value) -> Dim:
-        """How many elements a value has."""
+        raise NotImplementedError
 
     def integers(self, value: ir.Value) -> Integers | None:
         """The numbers of a small int64 tensor; None for anything else."""
+        raise NotImplementedError
+
+    def count(self, value: ir.Value) -> Dim:
+        """How many elements a value has."""
+        shape = self.shape(value)
+        if isinstance(shape, tuple):
+            return self.unknowns.product(shape)
+        return self.unknowns.remembered("count", shape)
 
 
 class Site:
@@ -69,7 +71,6 @@ class Site:
         self.unknowns = facts.unknowns
 
     def has(self, index: int) -> bool:
-        """Whether an optional input is there."""
         inputs = self.node.inputs
         return index < len(inputs) and inputs[index] is not None
 
@@ -81,7 +82,6 @@ class Site:
         return value
 
     def shape(self, index: int) -> Shape:
-        """The shape of an input."""
         return self.facts.shape(self.input(index))
 
     def dims(self, index: int) -> Dims:
@@ -111,16 +111,13 @@ class Site:
         return constants
 
     def integer(self, name: str, default: int) -> int:
-        """An int attribute."""
         return int_attribute(self.node, name, default)
 
     def ints(self, name: str) -> tuple[int, ...] | None:
-        """A list attribute; None where it is absent."""
         found = ints_attribute(self.node, name)
         return None if found is None else tuple(found)
 
     def text(self, name: str, default: str) -> str:
-        """A string attribute."""
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return default

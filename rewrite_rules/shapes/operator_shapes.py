@@ -23,9 +23,8 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import axes_of, axis_of
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import axes_of, axis_of, constant
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
 from rewrite_rules.shapes.node_facts import Site
 

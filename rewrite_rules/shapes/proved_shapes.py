@@ -3,54 +3,49 @@
 
 One walk over the graph, subgraphs included, gives each value the sizes of its dimensions, from
 those of the graph's inputs and the operators (:mod:`.operator_shapes`, :mod:`.shape_data`).
-What the walk starts from, its atoms, is a parameter:
+What the walk starts from is a parameter:
 
 - unknowns, the default: the result is proved. It starts from what onnxruntime checks at each
   run: ranks and numbers in the declared shapes of the graph's inputs, and the initializers;
 - :class:`.DeclaredNames`: dimensions of one name have one size, or the number given for the
-  name, and annotations are believed where an operator says nothing. That is what
-  onnxruntime's memory planner goes by, and what estimates of memory need.
+  name, and annotations are believed where an operator says nothing, as onnxruntime's memory
+  planner does.
 
-A proof does not start from
-
-- annotations of other values: nothing checks them, and onnx's shape inference keeps them where
-  it knows no better (onnxruntime itself folds a Shape by a wrong annotation);
-- names of dimensions: ``x[batch]`` and ``y[batch]`` may be fed with different sizes, and so
-  may both dimensions of ``x[n, n]``;
-- a declared rank of 0 or size of -1, which onnxruntime takes for none declared;
-- declared shapes of the inputs of subgraphs, which change from one iteration to the next.
+A proof does not start from annotations of other values, which nothing checks; names of
+dimensions (``x[batch]`` and ``y[batch]`` may be fed with different sizes); a declared rank of
+0 or size of -1, which onnxruntime takes for none declared; declared shapes of the inputs of
+subgraphs, which change from one iteration to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.constants import constant, constant_ints
 from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shapes.declared_names import DeclaredNames
-from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
-from rewrite_rules.shapes.node_facts import Integers, Site
+from rewrite_rules.graph.parameters import constant, constant_ints
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import DeclaredNames, Dim, Dims, Shape, Unknowns, known
+from rewrite_rules.shapes.node_facts import Facts, Integers, Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.shape_data import output_integers
 
 _MALFORMED = (Refusal, IndexError, ValueError)
-_MAX_INTS = 64
 _INT64_OR_32 = ir.DataType.INT64, ir.DataType.INT32
 
+DEFAULT_DIM = 128
+"""What a dimension counts as that no number is known for."""
 
-class ProvedShapes:
+
+class ProvedShapes(Facts):
     """Shapes of the values of a model whose nodes are sorted.
 
-    Args:
-        model: Stays as it is.
-        names: What names of dimensions and annotations stand for; None to believe neither,
-            so that everything that is found holds in every run.
-        on_demand: Whether to look only at what a value that is asked for is computed from;
-            else at the whole graph, and on demand at what was added since.
+    Without ``names``, everything that is found holds in every run. ``on_demand`` looks only at
+    what a value that is asked for is computed from; else at the whole graph, and on demand at
+    what was added since.
     """
 
     def __init__(
@@ -87,6 +82,16 @@ class ProvedShapes:
             self._shapes[value] = shape
         return shape
 
+    def dims(self, value: ir.Value | None, rank: int | None = None) -> Dims | None:
+        """Return the dimensions of a value; None where it is not known to have ``rank``."""
+        shape = 0 if value is None else self.shape(value)
+        return shape if isinstance(shape, tuple) and rank in (None, len(shape)) else None
+
+    def numbers(self, value: ir.Value | None) -> tuple[Dim | None, ...] | None:
+        """Return what is known of a small int64 tensor's elements, in flat order."""
+        found = None if value is None else self.integers(value)
+        return None if found is None else found.numbers
+
     def replace(self, value: ir.Value, other: ir.Value) -> None:
         """Note that another value stands for one: it has the same shape."""
         self._shapes[other] = self.shape(value)
@@ -99,16 +104,10 @@ class ProvedShapes:
         return tuple(size for size, _ in shape)
 
     def count(self, value: ir.Value) -> Dim:
-        """Return the number of elements of a value."""
         shape = self.shape(value)
-        count = self._counts.get(shape)
-        if count is None:
-            if isinstance(shape, tuple):
-                count = self.unknowns.product(shape)
-            else:
-                count = self.unknowns.remembered("count", shape)
-            self._counts[shape] = count
-        return count
+        if shape not in self._counts:
+            self._counts[shape] = super().count(value)
+        return self._counts[shape]
 
     def integers(self, value: ir.Value) -> Integers | None:
         """Return what is known of a small int64 tensor's elements; None for other tensors."""
@@ -206,36 +205,26 @@ class ProvedShapes:
         for ends in zip(*(branch.outputs for branch in branches), strict=False):
             one, other = (self.shape(end) for end in ends)
             if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-                result.append(
-                    tuple(
-                        a if a == b else self.unknowns.fresh_dim()
-                        for a, b in zip(one, other, strict=True)
-                    )
-                )
+                pairs = zip(one, other, strict=True)
+                fresh = self.unknowns.fresh_dim
+                result.append(tuple(a if a == b else fresh() for a, b in pairs))
             else:
                 result.append(one if one == other else None)
         return result
 
 
 def _constant_integers(value: ir.Value, dtypes: Sequence[ir.DataType]) -> Integers | None:
-    tensor = constant(value)
-    if tensor is None or tensor.dtype not in dtypes or tensor.size > _MAX_INTS:
-        return None
-    try:
-        numbers = constant_ints(value)
-    except Refusal:
-        return None
-    if numbers is None:
+    tensor, numbers = constant(value), None
+    if tensor is not None and tensor.dtype in dtypes:
+        with contextlib.suppress(Refusal):
+            numbers = constant_ints(value)
+    if tensor is None or numbers is None:
         return None
     return Integers(tuple(known(n) for n in numbers), tuple(tensor.shape.numpy()))
 
 
 def unify_dimension_names(model: ir.Model) -> None:
-    """Name equal dimensions alike in the shapes of the main graph's values.
-
-    Run after shape inference, on a sorted graph. Dimensions that no name is known for keep
-    theirs.
-    """
+    """Name equal dimensions alike in a sorted main graph; others keep their names."""
     names = DeclaredNames()
     facts = ProvedShapes(model, names)
     for node in model.graph:
@@ -246,3 +235,49 @@ def unify_dimension_names(model: ir.Model) -> None:
                 continue
             if len(shape) == len(value.shape):
                 value.shape = ir.Shape(names.name(dim) for dim in shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcreteShapes:
+    """Shapes for given numbers of the symbolic dimensions.
+
+    Attributes:
+        of: The shapes that could be worked out, of values that nodes make.
+        planned: The shapes that onnxruntime's memory planner goes by, of the values of which
+            it knows all dimensions: numbers, or names that it takes for equal sizes.
+        unknown_dims: Dimensions of inputs that counted as :data:`DEFAULT_DIM`; ``"?"`` for
+            those without a name.
+    """
+
+    of: Mapping[ir.Value, tuple[int, ...]]
+    planned: Mapping[ir.Value, tuple[object, ...]]
+    unknown_dims: tuple[str, ...] = ()
+
+
+def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
+    """Work out the shapes of all that nodes make, subgraphs included; the nodes are sorted."""
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    made = [value for node in nodes for value in node.outputs if value.name]
+    annotated = {value: value.shape for value in made if value.shape is not None}
+    if len(annotated) == len(made) and all(shape.is_static() for shape in annotated.values()):
+        static = {value: tuple(shape.numpy()) for value, shape in annotated.items()}
+        return ConcreteShapes(static, static)
+    numbers = DeclaredNames(dims, DEFAULT_DIM)
+    facts = ProvedShapes(model, numbers)
+    of = {value: facts.sizes(value) for value in made}
+    planned: dict[ir.Value, tuple[object, ...]] = {
+        value: tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+        for value, shape in annotated.items()
+    }
+    if len(annotated) < len(made):  # what optimisers make has no shape in the file
+        names = DeclaredNames(arithmetic=False)
+        facts = ProvedShapes(model, names)
+        for value in made:
+            shape = facts.shape(value)
+            if value not in annotated and isinstance(shape, tuple):
+                planned[value] = tuple(names.name(dim) for dim in shape)
+    return ConcreteShapes(
+        {value: sizes for value, sizes in of.items() if sizes is not None},
+        {value: named for value, named in planned.items() if None not in named},
+        tuple(sorted(numbers.defaulted)),
+    )

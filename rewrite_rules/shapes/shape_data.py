@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.node_facts import Integers, Site
 
@@ -207,12 +207,6 @@ def _added(site: Site, x: Dim, y: Dim) -> Dim | None:
     return site.unknowns.sum((x, y)) if x[0] >= 0 and y[0] >= 0 else None
 
 
-def _subtracted(site: Site, x: Dim, y: Dim) -> Dim | None:
-    del site  # Unused
-    first, second = number(x), number(y)
-    return None if first is None or second is None else known(first - second)
-
-
 def _divided(site: Site, x: Dim, y: Dim) -> Dim | None:
     divisor = number(y)
     if divisor is None or divisor <= 0 or x[0] < 0:
@@ -237,7 +231,7 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Size": lambda site: Integers((site.facts.count(site.input(0)),), ()),
     "Slice": _slice,
     "Squeeze": lambda site: _moved(site, lambda p: p.squeeze(site.axes(1))),
-    "Sub": _elementwise(_subtracted),
+    "Sub": _elementwise(lambda _, x, y: None if x[1] or y[1] else known(x[0] - y[0])),
     "Unsqueeze": _unsqueeze,
     "Transpose": lambda site: _moved(site, lambda p: p.transpose(site.ints("perm"))),
     "Where": _where,

@@ -2,7 +2,7 @@
 """Attention, in the form that is fastest for one token and for a prompt, or for an encoder.
 
     Transpose(MatMul(Softmax(scale * MatMul(q, repeat(k)') + mask), repeat(v)))
-        -> If(one token:   grouped queries, without a Transpose
+        -> If(one token:   Attention, or grouped queries, without a Transpose
               nothing cached: GroupQueryAttention(q, k, v), with attention_bias=mask
                               where that hides any earlier token
               else:        grouped queries)               where k and v are a cache
@@ -10,16 +10,11 @@
 
 Grouped queries are one MatMul for all query heads that share a key and value head. For one
 token they beat GroupQueryAttention, which clears the whole new cache before it copies the old
-one (24 against 41 ms for a token of SmolLM2 at 1,536); for a prompt the kernel is faster by a
-third. The model's own mask is added in all, but for prompts of which it hides nothing that the
-kernel would see: padding on either side, sliding windows and biases stay what they are. The
-cache's Concat, names and order stay.
-
-Without a cache, and across from a decoder to what an encoder made, the standard operator of
-opset 23 takes 0.6 to 0.8 of the time of the nodes: it reads heads where the projections wrote
-them. MultiHeadAttention transposes them first and gains nothing.
-
-A mask may hide scores by Where: with the lowest number that is the same as adding it.
+one, and the standard operator of opset 23 beats both where those query heads are rows of one
+head; for a prompt GroupQueryAttention is faster by a third. The model's own mask is added in
+all, but for prompts of which it hides nothing that the kernel would see. The cache's Concat,
+names and order stay. Without a cache, and across from a decoder to what an encoder made, the
+standard operator takes 0.6 to 0.8 of the time of the nodes.
 
 Refused by name: soft caps, masks of their own for the heads of a group, other types than
 float32, weights that something else reads; masks that let tokens see later ones get no
@@ -40,30 +35,37 @@ from onnxscript import TapeBuilder
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.masks.node_evaluator import CannotEvaluate
-from rewrite_rules.remarks import Remarks
+from rewrite_rules.graph.initializers import FreshNames
+from rewrite_rules.graph.nodes import label, made_by, producer
+from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
+from rewrite_rules.shapes.evaluator import CannotEvaluate
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
-from rewrite_rules.transformer_fusion.grouped_layout import GroupedLayout, read_grouped_layout
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, in_order, ints
-from rewrite_rules.transformer_fusion.mask_reading import Mask, MaskReader, MaskSight
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     before_unsqueeze,
     read_repeated_heads,
     scaled_input,
 )
+from rewrite_rules.transformer_fusion.scores import (
+    GroupedLayout,
+    Mask,
+    MaskSight,
+    read_grouped_layout,
+)
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _KERNELS = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
 _LOWEST = float(np.finfo(np.float32).min)
 _MAX_BETWEEN = 4
+# Older opsets are converted by ONNX itself, to another graph: rules after these lose sight of
+# theirs, and 10,000 nodes take a second more.
+_CONVERTED_IN_PLACE = 18
+# What a Reshape may ask for instead of a size.
+_INFERRED, _COPIED = (-1, ()), (0, ())
 # Half of what lies between float32 numbers of such size is far above any score.
 _NO_SCORE_CHANGES = -1e37
 
@@ -74,21 +76,17 @@ class FuseAttention(RewriteRuleClassBase):
     def __init__(
         self,
         facts: ProvedShapes,
-        masks: MaskReader,
+        read_mask: Callable[[Mask, GroupedLayout], MaskSight],
         names: FreshNames,
         remarks: Remarks,
         standard: bool,
         joined: list[tuple[ir.Value, ir.Value]],
         shared: SharedCache | None = None,
     ) -> None:
-        """Take what is known.
-
-        ``joined`` gets each new cache, and what replaces it; ``shared`` is there where the
-        cache is in buffers of the caller.
-        """
+        """``joined`` gets each new cache, and what replaces it."""
         super().__init__(remove_nodes=False)
         self._facts = facts
-        self._masks = masks
+        self._read_mask = read_mask
         self._names = names
         self._remarks = remarks
         self._standard = standard
@@ -119,7 +117,6 @@ class FuseAttention(RewriteRuleClassBase):
         **_: object,
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
-        del context  # Unused
         result, node = MatchResult(), producer(mixed)
         if int_attribute(producer(softmax), "axis", -1) not in (-1, 3):
             return result.fail("weights are not over keys", node)
@@ -176,7 +173,7 @@ class FuseAttention(RewriteRuleClassBase):
             "keys and values are not known to have heads of one size": size is None
             or (size, k.groups) != (other, v.groups),
             f"how many heads {query.name!r} has is not known": heads is None
-            or self._rank(query) != len(SPLIT_HEADS),
+            or self._facts.dims(query, len(SPLIT_HEADS)) is None,
             "the result is laid out in another way": not self._keeps_heads(
                 out, query, heads, layout
             ),
@@ -185,19 +182,12 @@ class FuseAttention(RewriteRuleClassBase):
             if applies:
                 raise Refusal(reason)
         assert heads is not None and size is not None
-        found = Attention(
-            self._facts, query, k, v, None, scale, heads, k.groups, size,
-            not out.is_graph_output() and all(map(self._reorders, out.consumers())),
-        )  # fmt: skip
+        found = Attention(self._facts, query, k, v, None, scale, heads, k.groups, size)
         return found, self._added(found, masks, layout, bool(guarded))
 
-    def _rank(self, value: ir.Value) -> int | None:
-        shape = self._facts.shape(value)
-        return len(shape) if isinstance(shape, tuple) else None
-
     def _number(self, value: ir.Value, axis: int) -> int | None:
-        shape = self._facts.shape(value)
-        return number(shape[axis]) if isinstance(shape, tuple) and len(shape) == 4 else None
+        shape = self._facts.dims(value, 4)
+        return None if shape is None else number(shape[axis])
 
     def _heads(self, operand: ir.Value | None, what: str) -> tuple[RepeatedHeads, bool]:
         """The heads of a MatMul's operand, and whether they have an axis to be repeated on."""
@@ -215,21 +205,19 @@ class FuseAttention(RewriteRuleClassBase):
         node, shape = producer(producer(out).inputs[0]), self._facts.shape(query)
         if node.op_type == "MatMul":
             return layout.repeats == 1
-        asked = self._facts.integers(node.inputs[1])  # type: ignore[arg-type]
-        if asked is None or isinstance(shape, int) or len(asked.numbers) != 4:
-            return False
-        batch, *rest = asked.numbers
-        wanted, inferred = ((heads, ()), *shape[2:]), (-1, ())
-        if any(one not in (size, inferred) for one, size in zip(rest, wanted, strict=True)):
-            return False
-        # The batch of another input counts as this one's; a number does not.
-        return inferred not in rest or bool(batch and (batch[1] or batch == (0, ())))
+        wanted = () if isinstance(shape, int) else ((heads, ()), *shape[2:])
+        return self._asks(node, *((size, _INFERRED) for size in wanted))
 
-    def _reorders(self, node: ir.Node) -> bool:
-        """Whether a node is a Reshape that takes no size from its input but the batch."""
-        target = node.inputs[1] if node.op_type == "Reshape" else None
-        asked = None if target is None else self._facts.integers(target)
-        return asked is not None and (0, ()) not in asked.numbers[1:]
+    def _asks(self, reshape: ir.Node, *wanted: Sequence[object]) -> bool:
+        """Whether a Reshape asks for the batch of all inputs, then for sizes among others."""
+        is_reshape = reshape.op_type == "Reshape"
+        asked = self._facts.numbers(reshape.inputs[1]) if is_reshape else None
+        if asked is None or len(asked) != 1 + len(wanted):
+            return False
+        batch, *rest = asked
+        # The batch of another input counts as this one's; a number does not.
+        known = bool(batch and (batch[1] or batch == _COPIED))
+        return all(map(operator.contains, wanted, rest)) and (known or _INFERRED not in rest)
 
     def _added(
         self,
@@ -241,12 +229,12 @@ class FuseAttention(RewriteRuleClassBase):
         sights: list[MaskSight | None] = []
         shapes: list[tuple[Dim | None, ...]] = []
         for mask in masks:
-            shape, name = self._facts.shape(mask.value), mask.value.name
-            if not isinstance(shape, tuple):
+            shape, name = self._facts.dims(mask.value), mask.value.name
+            if shape is None:
                 raise Refusal(f"the axes of mask {name!r} are not known")
             shapes.append(layout.dims(shape, name))
             try:
-                sights.append(self._masks.read(mask, layout))
+                sights.append(self._read_mask(mask, layout))
             except CannotEvaluate as error:
                 if guarded or layout.repeats > 1:
                     raise Refusal(f"mask {name!r} can't be computed: {error}") from error
@@ -268,40 +256,30 @@ class FuseAttention(RewriteRuleClassBase):
     def _is_prompt(self, found: Attention, added: _Added) -> bool:
         """Whether GroupQueryAttention may take the new tokens by themselves."""
         sight = added.sights[0] if added.sights else None
-        if sight is None or found.size % 8:
+        if sight is None or not sight.causal or not sight.full or sight.blind:
             return False
-        if not sight.causal or not sight.full or sight.blind:
+        if found.size % 8:
             return False
         # The kernel checks that there are as many new values as keys.
-        new = self._facts.shape(producer(found.keys).inputs[1])  # type: ignore[arg-type]
-        asked = self._facts.shape(found.query)
-        return isinstance(asked, tuple) and isinstance(new, tuple) and new[2] == asked[2]
+        new = self._facts.dims(producer(found.keys).inputs[1])
+        asked = self._facts.dims(found.query)
+        return asked is not None and new is not None and new[2] == asked[2]
 
     def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **_: object) -> Any:
         """Emit the forms, and what chooses between them at each run."""
-        attended, *cache = self._emit(op, mixed)
+        rows, *cache = self._emit(op, mixed)
         assert self._found is not None
         found = self._found[0]
-        self._facts.replace(out, attended)
-        kernel = producer(producer(attended).inputs[0])
-        if kernel.op_type == "GroupQueryAttention":
-            self._merge_heads(out, kernel.outputs[0])
-        self._joined += zip((found.keys, found.values), cache, strict=False)
-        return attended
-
-    def _merge_heads(self, out: ir.Value, rows: ir.Value) -> None:
-        """Give Reshapes of the result to ``[B, S, H * D]`` what the kernel wrote."""
-        _, length, width = self._facts.shape(rows)  # type: ignore[misc]
+        split = op.Reshape(rows, ints(op, 0, 0, found.heads, found.size))
+        self._facts.replace(out, split)
+        length, width = self._facts.shape(found.query)[2], found.heads * found.size  # type: ignore[index]
+        wanted = (length, _INFERRED, _COPIED), ((width, ()), _INFERRED)
         for node in out.consumers():
-            target = node.inputs[1] if node.op_type == "Reshape" else None
-            asked = None if target is None else self._facts.integers(target)
-            if asked is None or len(asked.numbers) != 3 or node.outputs[0].is_graph_output():
-                continue
-            # The batch of another input counts as this one's; a number does not.
-            batch, *rest = asked.numbers
-            wanted = (length, (0, ())), (width, (-1, ()))
-            if number(batch) in (None, 0) and all(map(operator.contains, wanted, rest)):
+            if self._asks(node, *wanted) and not node.outputs[0].is_graph_output():
+                self._facts.replace(node.outputs[0], rows)
                 node.outputs[0].replace_all_uses_with(rows)
+        self._joined += zip((found.keys, found.values), cache, strict=False)
+        return split
 
     def _emit(self, op: Any, mixed: ir.Value) -> Sequence[ir.Value]:
         assert self._found is not None
@@ -316,13 +294,15 @@ class FuseAttention(RewriteRuleClassBase):
         kind = kind or "no mask"
         if not added.cached:
             self._remarks.fired(label(node), f"attention: Attention; {kind}")
+            if all(map(number, map(self._facts.count, (found.query, found.keys)))):
+                return found.whole(op)
             is_something = self._is_something(op, found)
-            return self._either(op, is_something, (found.whole, found.nothing), 1, node.name)
+            return self._either(op, is_something, found.whole, found.nothing, name=node.name)
         if self._cache is not None:
             self._remarks.fired(label(node), f"attention: GroupQueryAttention; {kind}")
             joined = dataclasses.replace(found, joins=True)
             return joined.by_kernel(op, self._cache.last, self._cache.total, cached=True)
-        forms, outputs = "grouped queries", 3 if found.joins else 1
+        forms = "grouped queries"
         build: Callable[[Any], Sequence[ir.Value]] = found.any_tokens
         if self._is_prompt(found, added):
             past, forms = producer(found.keys).inputs[0], f"{forms}, GroupQueryAttention"
@@ -331,13 +311,38 @@ class FuseAttention(RewriteRuleClassBase):
 
             def build(op: Any) -> Sequence[ir.Value]:
                 empty = op.Less(op.Shape(past, start=2, end=3), least)
-                return self._either(op, empty, (kernel, found.any_tokens), outputs)
+                return self._either(op, empty, kernel, found.any_tokens)
 
         self._remarks.fired(label(node), f"attention: {forms}; {kind}")
         if self._number(found.query, 2) not in (None, 1):
             return build(op)
         is_one = self._is_one_token(op, found)
-        return self._either(op, is_one, (found.one_token, build), outputs, node.name)
+        mask_rows = self._group_rows(op, found, added)
+
+        def one_token(op: Any) -> Sequence[ir.Value]:
+            return found.one_token(op, mask_rows)
+
+        return self._either(op, is_one, one_token, build, name=node.name)
+
+    def _group_rows(self, op: Any, found: Attention, added: _Added) -> ir.Value | None:
+        """Emit the mask of one token, a row for each query head of a group.
+
+        None where the standard operator does not take it.
+        """
+        sight = added.sights[0] if added.sights else None
+        if not self._standard or sight is None or not sight.full or sight.blind:
+            return None
+        if self._facts.opset(producer(found.keys)) < _CONVERTED_IN_PLACE:
+            return None
+        repeats = found.heads // found.groups
+        if repeats == 1:
+            return found.mask
+        key = "rows", found.mask, repeats
+        if key not in self._shared:
+            # Of no tokens there is no row to repeat.
+            first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
+            self._shared[key] = op.Tile(first, ints(op, 1, 1, repeats, 1))
+        return self._shared[key]
 
     def _token_sizes(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Emit min(B * S, 1), S - 1 for each row, and S; the latter two as int32."""
@@ -357,8 +362,8 @@ class FuseAttention(RewriteRuleClassBase):
     ) -> Callable[[Any], Sequence[ir.Value]]:
         """Return what emits GroupQueryAttention, without the mask where it hides no past.
 
-        The kernel itself hides what comes later; adding zeros for every head takes a tenth of
-        its time. A window may be longer than any mask that was computed here: a run decides.
+        The kernel itself hides what comes later; adding zeros takes a tenth of its time.
+        A window may be longer than any mask that was computed here: a run decides.
         """
 
         def masked(op: Any) -> Sequence[ir.Value]:
@@ -374,20 +379,22 @@ class FuseAttention(RewriteRuleClassBase):
         if key not in self._shared:
             seen = op.ReduceL1(op.Trilu(found.mask, upper=0), keepdims=0)
             self._shared[key] = op.Equal(seen, op.Constant(value_float=0.0))
-        outputs = 3 if found.joins else 1
-        return lambda op: self._either(op, self._shared[key], (unmasked, masked), outputs)
+        return lambda op: self._either(op, self._shared[key], unmasked, masked)
 
     def _is_one_token(self, op: Any, found: Attention) -> ir.Value:
-        """Emit whether scores have one row, and so has the mask; layers share the answer."""
-        sizes = {self._facts.shape(found.query)[2]: found.length}  # type: ignore[index]
+        """Emit whether rows have one token each, and so has the mask; layers share it."""
+        batch, _, tokens, _ = self._facts.shape(found.query)  # type: ignore[misc]
+        sizes = {tokens: found.length}
         if found.mask is not None:
             rows = self._facts.shape(found.mask)[2]  # type: ignore[index]
             if rows != (1, ()):
                 sizes.setdefault(rows, lambda op: op.Shape(found.mask, start=2, end=3))
-        key = frozenset(sizes)
+        key = batch, frozenset(sizes)
         if key not in self._shared:
-            length, *others = (size(op) for size in sizes.values())
-            count = op.Mul(length, *others) if others else length
+            # The standard operator wants a row.
+            count = op.Min(found.batch(op), ints(op, 1))
+            for size in sizes.values():
+                count = op.Mul(count, size(op))
             self._shared[key] = op.Equal(count, ints(op, 1))
         return self._shared[key]
 
@@ -404,15 +411,14 @@ class FuseAttention(RewriteRuleClassBase):
         self,
         op: Any,
         condition: ir.Value,
-        forms: Sequence[Callable[[Any], Sequence[ir.Value]]],
-        outputs: int,
+        *forms: Callable[[Any], Sequence[ir.Value]],
         name: str | None = None,
     ) -> Sequence[ir.Value]:
         """Emit an If of two forms."""
         then, other = map(self._branch, forms)
         branches = {"then_branch": then, "else_branch": other, "_name": name}
-        made = op.If(condition, **branches, _outputs=outputs)
-        return made if outputs > 1 else [made]
+        made = op.If(condition, **branches, _outputs=len(then.outputs))
+        return made if len(then.outputs) > 1 else [made]
 
     def _depends(self, read: Iterable[ir.Value | None], found: Attention) -> bool:
         """Whether what a form reads is computed from the new cache."""
@@ -439,8 +445,8 @@ class FuseAttention(RewriteRuleClassBase):
         """Emit the sum of the masks; layers that share them share it."""
         if not added.masks:
             return None
-        asked, keys = self._facts.shape(found.query), self._facts.shape(found.keys)
-        assert isinstance(asked, tuple) and isinstance(keys, tuple)
+        asked, keys = self._facts.dims(found.query), self._facts.dims(found.keys)
+        assert asked is not None and keys is not None
         sizes = (asked[2], keys[1 if found.read_keys.split else 2])
         key = (added.masks, added.layout, None if added.cached else sizes)
         if key not in self._shared:
@@ -481,14 +487,9 @@ class FuseAttention(RewriteRuleClassBase):
 
 @dataclasses.dataclass(frozen=True)
 class _Added:
-    """What is added to scores.
+    """What is added to scores, of which ``shapes`` are for ``[B, H, S, T]``.
 
-    Attributes:
-        masks: What is added, or hides scores.
-        shapes: The sizes of each for ``[B, H, S, T]``.
-        sights: What each was seen to do; None where it can't be computed.
-        layout: How they are laid out.
-        cached: Whether keys and values are a cache.
+    A sight is None where the mask can't be computed. ``cached``: keys and values are a cache.
     """
 
     masks: tuple[Mask, ...]
@@ -526,13 +527,7 @@ def multiplied_weights(model: ir.Model) -> dict[ir.Node, tuple[str, ...]]:
 def refuse_the_rest(
     main: ir.Graph, products: Mapping[ir.Node, Sequence[str]], remarks: Remarks
 ) -> None:
-    """Say what differs in attention that no rule looked at.
-
-    Args:
-        main: The graph in which attention is fused.
-        products: What :func:`multiplied_weights` found before.
-        remarks: Has those of the rules.
-    """
+    """Say what differs in attention, of all found before, that no rule made a remark on."""
     seen = {remark.node for remark in remarks}
     for product, between in products.items():
         readers = product.outputs[0].consumers()
@@ -550,8 +545,8 @@ def refuse_the_rest(
 
 def _is_cache(value: ir.Value) -> bool:
     """Whether a value is ``Concat(past, new)`` of heads."""
-    node = value.producer()
-    if node is None or node.op_type != "Concat" or len(node.inputs) != 2:
+    node = made_by(value, "Concat")
+    if node is None or len(node.inputs) != 2:
         return False
     return int_attribute(node, "axis", 0) in (2, -2)
 

@@ -31,16 +31,10 @@ class Attention:
     """``softmax(scale q k' + mask) v``, where query heads share key and value heads.
 
     Attributes:
-        facts: Proves shapes.
         query: ``[B, H, S, D]``, before it is scaled.
-        read_keys: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
-        read_values: The same.
+        read_keys, read_values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
         mask: What is added to the scores; None for nothing.
-        scale: What the scores are multiplied by.
-        heads: H.
-        groups: G.
-        size: D.
-        reshaped: Whether only the order of the result's elements counts.
+        heads, groups, size: H, G, D.
         joins: Whether a form returns the new cache as well, made of the old one.
     """
 
@@ -53,7 +47,6 @@ class Attention:
     heads: int
     groups: int
     size: int
-    reshaped: bool
     joins: bool = False
 
     @property
@@ -82,46 +75,57 @@ class Attention:
             return split, 2
         return producer(split).inputs[0] if count_heads(split, self.facts) else split, 1
 
-    def one_token(self, op: Any) -> list[Any]:
-        """Emit ``[B, 1, H, D]``, where query heads of a group are the rows of one MatMul.
+    def one_token(self, op: Any, mask: ir.Value | None) -> list[Any]:
+        """Emit ``[B, 1, H * D]``, where query heads of a group are rows of one head.
 
-        Or ``[B, G, H / G, D]``, of the same elements in the same order.
+        ``mask`` is added to the rows of each head by the standard operator, which reads the
+        cache in fewer steps; None for nodes.
         """
         sizes = ints(op, -1, self.groups, self.heads // self.groups, self.size)
-        keys = self._cache(op, self.keys, one=True)
-        scores = self._scores(op, op.Reshape(in_order(self.query), sizes), keys)
-        values = self._cache(op, self.values, one=True)
-        mixed = op.MatMul(self._weights(op, scores), values)
-        mixed = mixed if self.reshaped else op.Reshape(mixed, self._sizes(op, -1, 1))
-        return self._results(mixed, keys, values)
+        query, both = op.Reshape(in_order(self.query), sizes), (self.keys, self.values)
+        attributes = {"scale": self.scale, "_domain": OPSET_23}
+        if mask is None:
+            keys, values = (self._cache(op, whole, one=True) for whole in both)
+            mixed = op.MatMul(self._weights(op, self._scores(op, query, keys)), values)
+        elif self.joins:
+            past = [producer(whole).inputs[0] for whole in both]
+            new = [self._one_new(op, whole) for whole in both]
+            mixed, keys, values = op.Attention(
+                query, *new, mask, *past, **attributes, _outputs=3
+            )
+        else:
+            keys, values = both
+            mixed = op.Attention(query, keys, values, mask, **attributes)
+        attended = op.Reshape(mixed, ints(op, -1, 1, self.heads * self.size))
+        return self._results(attended, keys, values)
 
     def any_tokens(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H, D]`` for any number of tokens."""
+        """Emit ``[B, S, H * D]`` for any number of tokens."""
         heads, groups = self.heads, self.groups
         query = self._split(op, self.query, heads)
         held, values = (self._cache(op, one) for one in (self.keys, self.values))
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
-            return self._results(op.Transpose(mixed, perm=SPLIT_HEADS), held, values)
+            return self._results(self._merged(op, mixed), held, values)
         keys, tokens = op.Shape(held, start=2, end=3), self.length(op)
         count = op.Mul(tokens, ints(op, heads // groups))
-        # Reshape cannot infer a size of an empty tensor: B or S may be 0.
-        rows = op.Reshape(query, ints(op, 0, groups, count, self.size))
-        each = op.Reshape(self._scores(op, rows, held), ints(op, 0, heads, tokens, keys))
-        grouped = op.Reshape(self._weights(op, each), ints(op, 0, groups, count, keys))
-        each = op.Reshape(op.MatMul(grouped, values), ints(op, 0, heads, tokens, self.size))
-        return self._results(op.Transpose(each, perm=SPLIT_HEADS), held, values)
+        # Reshape cannot infer a size of an empty tensor, and where one size alone is not a
+        # number, onnxruntime lets it be inferred: B or S may be 0.
+        batch = op.Shape(query, start=0, end=1)
+        rows = op.Reshape(query, ints(op, batch, groups, count, self.size))
+        each = op.Reshape(self._scores(op, rows, held), ints(op, batch, heads, tokens, keys))
+        grouped = op.Reshape(self._weights(op, each), ints(op, batch, groups, count, keys))
+        mixed = op.MatMul(grouped, values)
+        each = op.Reshape(mixed, ints(op, batch, heads, tokens, self.size))
+        return self._results(self._merged(op, each), held, values)
 
     def by_kernel(
         self, op: Any, last: ir.Value, total: ir.Value, cached: bool = False
     ) -> list[Any]:
-        """Emit ``[B, S, H, D]``, or ``[B, S, H * D]``, by GroupQueryAttention.
+        """Emit ``[B, S, H * D]`` by GroupQueryAttention.
 
-        Args:
-            op: Makes the nodes.
-            last: T - 1 for each row, int32.
-            total: T, int32.
-            cached: Whether the kernel reads the cache; else new tokens are by themselves.
+        ``last`` is T - 1 for each row and ``total`` T, int32. If ``cached``, the kernel reads
+        the cache; else new tokens are by themselves.
         """
         query = self._rows(op, self.query, self.heads)
         joins = [producer(whole).inputs for whole in (self.keys, self.values)]
@@ -141,12 +145,10 @@ class Attention:
             _domain=_MICROSOFT,
             _outputs=3,
         )
-        if not self.reshaped:
-            attended = op.Reshape(attended, self._sizes(op))
         return self._results(attended, keys, values)
 
     def whole(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H, D]`` by the standard operator, whose kernel needs no Transpose."""
+        """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose."""
         both = (self.read_keys, self.read_values)
         attributes = {"scale": self.scale, "_domain": OPSET_23}
         if any(not (heads.split or is_transposed_heads(heads.source)) for heads in both):
@@ -155,10 +157,11 @@ class Attention:
                 op.Transpose(heads.source, perm=SPLIT_HEADS) if heads.split else heads.source
                 for heads in both
             ]
-            mixed = op.Attention(self.query, *stored, self.mask, **attributes)
-            return [op.Transpose(mixed, perm=SPLIT_HEADS)]
+            return [
+                self._merged(op, op.Attention(self.query, *stored, self.mask, **attributes))
+            ]
         width = self.groups * self.size
-        mixed = op.Attention(
+        attended = op.Attention(
             self._rows(op, self.query, self.heads),
             *(rows(op, heads.source, self.facts, width, heads.split) for heads in both),
             self.mask,
@@ -166,19 +169,21 @@ class Attention:
             kv_num_heads=self.groups,
             **attributes,
         )
-        return [op.Reshape(mixed, self._sizes(op))]
+        return [attended]
 
     def nothing(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H, D]`` of zeros: what no tokens get, and what no keys add up to."""
+        """Emit ``[B, S, H * D]`` of zeros: what no tokens get, and what no keys add up to."""
         rows = op.Shape(unsplit(self.query), start=0, end=1)
-        sizes = ints(op, rows, self.length(op), self.heads, self.size)
+        sizes = ints(op, rows, self.length(op), self.heads * self.size)
         return [op.Expand(op.Constant(value_float=0.0), sizes)]
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
         return rows(op, split, self.facts, heads * self.size)
 
-    def _sizes(self, op: Any, batch: int = 0, length: int = 0) -> Any:
-        return ints(op, batch, length, self.heads, self.size)
+    def _merged(self, op: Any, mixed: ir.Value) -> Any:
+        """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``."""
+        split = op.Transpose(mixed, perm=SPLIT_HEADS)
+        return op.Reshape(split, ints(op, 0, 0, self.heads * self.size))
 
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
         return [mixed, keys, values] if self.joins else [mixed]
@@ -189,12 +194,17 @@ class Attention:
             return whole
         past, new = producer(whole).inputs
         assert new is not None
-        flat = in_order(new)
-        if not one:
-            new = self._split(op, new, self.groups)
-        elif flat is not new:
-            new = op.Reshape(flat, ints(op, -1, self.groups, 1, self.size))
+        new = self._one_new(op, whole) if one else self._split(op, new, self.groups)
         return op.Concat(past, new, axis=2)
+
+    def _one_new(self, op: Any, whole: ir.Value) -> Any:
+        """Emit ``[B, G, 1, D]`` of one new token."""
+        new = producer(whole).inputs[1]
+        assert new is not None
+        flat = in_order(new)
+        return (
+            new if flat is new else op.Reshape(flat, ints(op, -1, self.groups, 1, self.size))
+        )
 
     def _split(self, op: Any, heads: ir.Value, count: int) -> Any:
         """Emit ``[B, H, S, D]``, from what its Transpose reads."""

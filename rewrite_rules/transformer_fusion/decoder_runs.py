@@ -14,11 +14,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.shapes.declared_names import DeclaredNames
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.remarks import Refusal, Trial
+from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.trials import Trial
 
 # Sizes of float inputs that a cache or tokens do not explain.
 _OTHER = 5
@@ -26,14 +25,7 @@ _OTHER = 5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Sizes of one run; row r of the batch is padded by 2 r positions, on one side.
-
-    Attributes:
-        batch: Rows.
-        length: New tokens.
-        past: Tokens in the cache.
-        padding: ``"left"``, ``"right"`` or nothing.
-    """
+    """Sizes of one run; row r is padded by 2 r positions, ``"left"``, ``"right"`` or not."""
 
     batch: int
     length: int
@@ -81,18 +73,7 @@ _DECLARED = {
 
 
 class DecoderInputs:
-    """The inputs of a transformer by role.
-
-    Args:
-        model: Its inputs are read by type, rank and name.
-
-    Attributes:
-        has_cache: Whether there are inputs ``[batch, heads, past, size]``.
-        has_mask: Whether there is an attention mask.
-
-    Raises:
-        Refusal: If an input has no role here.
-    """
+    """The inputs of a transformer by role, read by type, rank and name; others are refused."""
 
     def __init__(self, model: ir.Model) -> None:
         self._model = model
@@ -165,12 +146,9 @@ class DecoderInputs:
         return feeds
 
     def trials(self, bound: float, timed: bool, row_by_row: bool = False) -> list[Trial]:
-        """Return the runs as trials; what padding computes does not count.
+        """Return the runs as trials, within ``bound``; what padding computes does not count.
 
-        Args:
-            bound: Greatest difference.
-            timed: Whether the result has to be faster.
-            row_by_row: Whether it takes chunks after a cache in batches of one row only.
+        ``timed``: it has to be faster. ``row_by_row``: no chunks after a cache in batches.
         """
         found = []
         short = self.runs(RUNS)
@@ -212,19 +190,18 @@ class DecoderInputs:
 
 
 def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[int, ...]:
-    """Return which axis of scores ``[B, H, S, T]`` each axis of a mask is.
+    """Return which axis of scores ``[B, H, S, T]`` each axis of a mask is; empty if unknown.
 
-    Found at the first value of four axes that it becomes, or that it is broadcast to; empty if
-    there is none.
+    Found at the first value of four axes that it becomes, or that it is broadcast to.
     """
-    dims, followed = facts.shape(mask), [mask]
-    if not isinstance(dims, tuple) or not 0 < len(dims) < _SCORE_AXES:
+    dims, followed = facts.dims(mask), [mask]
+    if dims is None or not 0 < len(dims) < _SCORE_AXES:
         return ()
     for value in followed:
-        own = facts.shape(value)
+        own = facts.dims(value)
         for node in value.consumers() if len(followed) < _MAX_FOLLOWED else ():
-            made = facts.shape(node.outputs[0])
-            if not isinstance(made, tuple) or not isinstance(own, tuple):
+            made = facts.dims(node.outputs[0])
+            if made is None or own is None:
                 continue
             if len(made) == _SCORE_AXES and node.op_type in _BROADCASTS:
                 made = ((1, ()),) * (_SCORE_AXES - len(own)) + own

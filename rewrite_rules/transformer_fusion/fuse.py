@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.initializers import new_initializer
-from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import remove_unused
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.masks.graph_evaluator import GraphEvaluator
-from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
-from rewrite_rules.remarks import Outcome, PassContext
+from rewrite_rules.remarks import Outcome, PassContext, Refusal
+from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.activations import fuse_activations
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
     multiplied_weights,
@@ -30,10 +27,14 @@ from rewrite_rules.transformer_fusion.attention import (
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
-from rewrite_rules.transformer_fusion.mask_reading import MaskReader
-from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
+from rewrite_rules.transformer_fusion.norms_and_activations import (
+    RmsNorm,
+    SkipNorm,
+    fuse_activations,
+)
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary
+from rewrite_rules.transformer_fusion.scores import read_mask
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 # Shape(x, start, end) stands in what grouped queries write.
@@ -51,17 +52,7 @@ _ROTARY_RUNS = (RUNS[1], RUNS[5])
 
 @dataclasses.dataclass(frozen=True)
 class TransformerOptions:
-    """Which parts to fuse.
-
-    Attributes:
-        norms: Normalisation, with the residual sum before it.
-        grouped_queries: MatMuls of query heads that share key and value heads.
-        rotary: Rotary embeddings.
-        attention: Attention with a cache.
-        projections: MatMulNBits nodes that multiply one input.
-        activations: Gelu by tanh.
-        kv_cache: ``"exported"``; or ``"shared"``, see :mod:`.shared_cache`.
-    """
+    """Which parts to fuse: the options of the pass."""
 
     norms: bool = True
     grouped_queries: bool = True
@@ -75,13 +66,7 @@ class TransformerOptions:
 def fuse_transformer(
     model: ir.Model, options: TransformerOptions, context: PassContext
 ) -> None:
-    """Rewrite in place.
-
-    Args:
-        model: With inferred shapes and types, and constants as initializers.
-        options: Which parts to fuse.
-        context: Gets a remark for each node that is fused, or that a reason keeps as it is.
-    """
+    """Rewrite a model with inferred shapes, and constants as initializers, in place."""
     model.graph.sort()
     remarks, opset = context.remarks, model.opset_imports.get("", 0)
     # Looked at only as far as rules ask, and what they made as well.
@@ -146,8 +131,9 @@ def _fuse_attention(
     if options.attention:
         weighted = multiplied_weights(model)
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
+        masks = functools.cache(functools.partial(read_mask, runs))
         rule = FuseAttention.rule(
-            shapes, MaskReader(runs), FreshNames(model), remarks, standard, joined, shared
+            shapes, masks, FreshNames(model), remarks, standard, joined, shared
         )
         _apply(model, [rule], in_main)
         if shared is not None and joined:
@@ -162,8 +148,9 @@ def _fuse_attention(
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
         shared.check((made for _, made in joined), next(refused, "it is not attention"))
-    # Of the other forms it is known which runs they are faster in.
-    timed = _raise_opset(model)
+    # Of the forms with a cache it is known which runs they are faster in.
+    timed = any("attention: Attention" in remark.reason for remark in remarks)
+    _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
         context.trials.extend(inputs.trials(_BOUND, timed, row_by_row=shared is not None))
 
@@ -178,10 +165,10 @@ def _apply(
         rule_set.apply_to_model(model)
 
 
-def _raise_opset(model: ir.Model) -> bool:
-    """Convert the model where nodes need opset 23; return whether any does."""
+def _raise_opset(model: ir.Model) -> None:
+    """Convert the model where nodes need opset 23."""
     if not any(node.domain == OPSET_23 for node in model.graph.all_nodes()):
-        return False
+        return
     from onnxscript.version_converter import ConvertVersionPass
 
     # onnxscript's conversion begins at 18; ONNX's own knows no nodes without a schema.
@@ -190,7 +177,6 @@ def _raise_opset(model: ir.Model) -> bool:
     for node in [node for node in model.graph.all_nodes() if node.domain == OPSET_23]:
         node.domain = ""
     model.opset_imports.pop(OPSET_23, None)
-    return True
 
 
 def _drop_copies(model: ir.Model) -> None:

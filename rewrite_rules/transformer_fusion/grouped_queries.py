@@ -6,10 +6,8 @@
     MatMul(L[..., r, S, X], K[..., 1, X, N])
         -> Reshape(MatMul(Reshape(L, [..., 1, r * S, X]), K), [..., r, S, N])
 
-The first is attention on repeated keys and on repeated values; the second is the same where
-MatMul's broadcasting repeats. Each sum has the same terms in the same order. Keys and values
-are read once for r heads and never copied: at long contexts, copying them takes half of the
-time of a token.
+The second is the same where MatMul's broadcasting repeats. Each sum has the same terms in the
+same order; keys and values are read once for r heads and never copied.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.remarks import Remarks
+from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import ints
@@ -48,7 +45,6 @@ class GroupQueries(RewriteRuleClassBase):
         self, context: MatchContext, left: ir.Value, right: ir.Value, out: ir.Value
     ) -> MatchResult:
         """Find what the right operand repeats; a repetition that stays is a remark."""
-        del context  # Unused
         result, node = MatchResult(), producer(out)
         with self._remarks.at(label(node)):
             try:
@@ -63,8 +59,8 @@ class GroupQueries(RewriteRuleClassBase):
     ) -> Any:
         """Emit the MatMul of all rows of a group, and the Reshapes around it."""
         heads, node = self._heads, producer(out)
-        rows, columns = self._facts.shape(left), self._facts.shape(right)
-        assert heads is not None and isinstance(rows, tuple) and isinstance(columns, tuple)
+        rows, columns = self._facts.dims(left), self._facts.dims(right)
+        assert heads is not None and rows is not None and columns is not None
         query_heads, before = heads.groups * heads.repeats, [0] * (len(rows) - 3)
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
@@ -85,28 +81,26 @@ class GroupQueries(RewriteRuleClassBase):
         return op.Reshape(product, ints(op, *before, query_heads, queries, width))
 
     def _read(self, left: ir.Value, right: ir.Value) -> RepeatedHeads | None:
-        rows, columns = self._facts.shape(left), self._facts.shape(right)
-        if not isinstance(columns, tuple) or len(columns) < 4:
+        rows, columns = self._facts.dims(left), self._facts.dims(right)
+        if columns is None or len(columns) < 4:
             return None
         heads = read_repeated_heads(right, self._facts) or _broadcast(rows, right, columns)
         if heads is None:
             return None
         query_heads = heads.groups * heads.repeats
-        if not isinstance(rows, tuple) or len(rows) != len(columns):
+        if rows is None or len(rows) != len(columns):
             raise Refusal(f"the rank of {left.name!r} is not known to be {len(columns)}")
         if number(rows[-3]) not in (query_heads, None):
             raise Refusal(f"{left.name!r} has {number(rows[-3])} heads, not {query_heads}")
         return heads
 
 
-def _broadcast(rows: Dims | int, right: ir.Value, columns: Dims) -> RepeatedHeads | None:
+def _broadcast(rows: Dims | None, right: ir.Value, columns: Dims) -> RepeatedHeads | None:
     """One head that MatMul itself repeats; None where there is no such."""
-    if not isinstance(rows, tuple) or len(rows) != len(columns) or number(columns[-3]) != 1:
+    if rows is None or len(rows) != len(columns) or number(columns[-3]) != 1:
         return None
-    repeats = number(rows[-3])
-    if repeats is None or repeats < 2:
-        return None
-    return RepeatedHeads(right, 1, repeats)
+    repeats = number(rows[-3]) or 0
+    return RepeatedHeads(right, 1, repeats) if repeats > 1 else None
 
 
 def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import producer
+from rewrite_rules.graph.nodes import made_by, producer
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -26,10 +26,8 @@ def ints(op: Any, *numbers: int | ir.Value) -> Any:
 
 def is_transposed_heads(value: ir.Value) -> bool:
     """Whether a value is ``Transpose(..., [0, 2, 1, 3])``."""
-    node = value.producer()
-    if node is None or node.op_type != "Transpose" or node.domain:
-        return False
-    perm = node.attributes.get("perm")
+    node = made_by(value, "Transpose")
+    perm = None if node is None else node.attributes.get("perm")
     return perm is not None and tuple(perm.as_ints()) == SPLIT_HEADS
 
 
@@ -40,14 +38,9 @@ def unsplit(heads: ir.Value) -> ir.Value:
 
 
 def in_order(heads: ir.Value) -> ir.Value:
-    """Return what has the elements of ``[B, H, S, D]`` in order wherever S is 1.
-
-    For one token, splitting and transposing heads moves nothing.
-    """
+    """Return what has the elements of ``[B, H, S, D]`` in order wherever S is 1."""
     value = unsplit(heads)
-    while (
-        (node := value.producer()) is not None and node.op_type == "Reshape" and node.inputs[0]
-    ):
+    while (node := made_by(value, "Reshape")) is not None and node.inputs[0] is not None:
         value = node.inputs[0]
     return value
 
@@ -59,15 +52,7 @@ def rows(
     width: int | ir.Value,
     are_split: bool = False,
 ) -> ir.Value:
-    """Return ``[B, S, H * D]`` of ``[B, H, S, D]``: what was split, where that is proved.
-
-    Args:
-        op: Makes the nodes.
-        heads: The heads.
-        facts: Proves shapes.
-        width: H * D.
-        are_split: Whether the heads are ``[B, S, H, D]``.
-    """
+    """Return ``[B, S, H * D]`` of ``[B, H, S, D]``; if ``are_split``, of ``[B, S, H, D]``."""
     split = heads if are_split else unsplit(heads)
     if split is heads and not are_split:
         split = op.Transpose(heads, perm=SPLIT_HEADS)
@@ -80,32 +65,23 @@ def rows(
 def count_heads(split: ir.Value, facts: ProvedShapes, exact: bool = True) -> int | None:
     """Return H of a Reshape ``[B, S, H * D] -> [B, S, H, D]``, for the batch of all inputs.
 
-    Args:
-        split: The result of the Reshape.
-        facts: Proves shapes.
-        exact: Whether S has to be proved; else a Reshape back to H * D has to check it.
+    Unless ``exact``, a Reshape back to H * D has to check S.
     """
-    node = split.producer()
-    if node is None or node.op_type != "Reshape" or node.domain:
+    node = made_by(split, "Reshape")
+    if node is None:
         return None if exact else _count_packed(split, facts)
-    source, target = node.inputs[0], node.inputs[1]
-    before = None if source is None else facts.shape(source)
-    asked = None if target is None else facts.integers(target)
-    if not isinstance(before, tuple) or len(before) != 3 or asked is None:
+    before, asked = facts.dims(node.inputs[0], 3), facts.numbers(node.inputs[1])
+    width = None if before is None else number(before[2])
+    if before is None or width is None or asked is None or len(asked) != 4:
         return None
-    width = number(before[2])
-    if width is None or len(asked.numbers) != 4:
-        return None
-    batch, length, heads, size = (number(dim) for dim in asked.numbers)
+    batch, length, heads, size = map(number, asked)
     if size is None or size < 1 or width % size or heads not in (-1, width // size):
         return None
     # The batch of another input counts as this one's; a number may merge rows.
     if batch not in (None, 0, -1, number(before[0])):
         return None
-    if length == -1:
-        same = heads != -1
-    else:
-        same = not exact or asked.numbers[1] in (before[1], (0, ()))
+    is_length = not exact or asked[1] in (before[1], (0, ()))
+    same = heads != -1 if length == -1 else is_length
     return width // size if same else None
 
 
@@ -116,13 +92,9 @@ def _count_packed(split: ir.Value, facts: ProvedShapes) -> int | None:
         node = None if node.inputs[0] is None else node.inputs[0].producer()
     if node is None or node.op_type != "Reshape" or node.inputs[0] is None:
         return None
-    before, after = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
-    shape = facts.shape(split)
-    if not (
-        isinstance(before, tuple) and isinstance(after, tuple) and isinstance(shape, tuple)
-    ):
-        return None
-    if (len(before), len(after), len(shape)) != (3, 5, 4) or shape[2] not in after[2:]:
+    before, after = facts.dims(node.inputs[0], 3), facts.dims(node.outputs[0], 5)
+    shape = facts.dims(split, 4)
+    if before is None or after is None or shape is None or shape[2] not in after[2:]:
         return None
     width = number(before[2])
     others = [number(dim) for dim in after[2:] if dim != shape[2]]

@@ -5,24 +5,23 @@
         -> Split(MatMulNBits(x, [q, k, v]))
 
 Codes, scales, zero points and biases lie one after another along N, so that each column is
-computed as before. A token reads the same weights in fewer, larger steps.
-
-Left as they are: nodes that differ in block size, bits, accuracy level or optional inputs, or
-that reorder K; weights that a run may change.
+computed as before. Nodes that differ otherwise, reorder K, or whose weights a run may change
+are left as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from rewrite_rules.graph.constants import constant
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes
 from rewrite_rules.graph.nodes import drop_unused_initializers, label
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Remarks
 
 _MICROSOFT = "com.microsoft"
@@ -30,12 +29,7 @@ _GROUP_INDICES = 4
 
 
 def merge_projections(model: ir.Model, remarks: Remarks) -> None:
-    """Merge in place, in the main graph.
-
-    Args:
-        model: Its nodes are sorted.
-        remarks: Gets one for each MatMulNBits that is made.
-    """
+    """Merge in place, in the main graph, whose nodes are sorted."""
     groups: dict[object, list[ir.Node]] = {}
     for node in model.graph:
         groups.setdefault(_key(node), []).append(node)
@@ -74,11 +68,9 @@ def _merge(nodes: Sequence[ir.Node], made: DerivedInitializers) -> None:
         None if value is None else _joined(value, [node.inputs[index] for node in nodes], made)
         for index, value in enumerate(first.inputs[1:], start=1)
     ]
-    sizes = made.get(
-        joined[0],  # type: ignore[arg-type]
-        "_columns",
-        lambda name: ir.Tensor(np.array(columns, np.int64), name=name),
-    )
+    numbers = np.array(columns, np.int64)
+    codes: Any = joined[0]
+    sizes = made.get(codes, "_columns", lambda name: ir.Tensor(numbers, name=name))
     op = TapeBuilder()
     kept = {name: attr.value for name, attr in first.attributes.items()}
     merged = op.MatMulNBits(
@@ -104,11 +96,8 @@ def _joined(
     tensors = [tensor for tensor in map(constant, values) if tensor is not None]
     shapes = [tuple(tensor.shape.numpy()) for tensor in tensors]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return made.get(
-        first,
-        "_merged",
-        lambda name: ChunkedTensor(
-            lambda: map(packed_bytes, tensors), tensors[0].dtype, shape, name
-        ),
-        key=tuple(values),
-    )
+
+    def make(name: str) -> ir.TensorProtocol:
+        return ChunkedTensor(lambda: map(packed_bytes, tensors), tensors[0].dtype, shape, name)
+
+    return made.get(first, "_merged", make, key=tuple(values))

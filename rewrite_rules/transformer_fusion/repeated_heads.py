@@ -8,13 +8,11 @@
     Expand(K[B, 1, T, D], [B, r, T, D])
 
 and behind it, on the way to the MatMul: Transpose, Reshapes that only merge and split axes,
-Mul and Div by a scalar. All of these commute with the repetition. Attention that repeats no
-head is read the same way: a cache, or heads as they were split.
+Mul and Div by a scalar. All of these commute with the repetition.
 
-Exporters take the sizes of Expand from whatever tensor was at hand, the batch of another
-layer's cache for instance, and no run checks that it is this one's. Where the sizes cannot be
-proved to be K's own, K is reshaped to them: that costs nothing, and fails where Expand would
-have stretched another axis as well.
+Exporters take the sizes of Expand from whatever tensor was at hand, and no run checks that it
+is this one's. Where they cannot be proved to be K's own, K is reshaped to them: that costs
+nothing, and fails where Expand would have stretched another axis as well.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.nodes import label, made_by
+from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_heads, unsplit
@@ -48,14 +45,12 @@ class RepeatedHeads:
 
     Attributes:
         source: ``[B, G, T, D]``, each head once.
-        groups: G.
-        repeats: How many query heads share a head, r.
+        groups, repeats: G, and how many query heads share a head, r.
         merge: The Reshape to ``[B, G * r, T, D]``, where its sizes are not proved to be those
             of ``source``; else None.
         transposed: Whether the MatMul reads ``[B, G * r, D, T]``.
         split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
-        scalings: Mul and Div nodes by a scalar on the way to the MatMul, in order, each with
-            the index of the input that it scales.
+        scalings: Mul and Div nodes by a scalar on the way, and which input each scales.
     """
 
     source: ir.Value
@@ -72,13 +67,7 @@ def read_repeated_heads(
 ) -> RepeatedHeads | None:
     """Read the right operand of a MatMul; None where it repeats no head.
 
-    Args:
-        operand: The operand.
-        facts: Proves shapes.
-        once: Whether to read heads that are not repeated as well.
-
-    Raises:
-        Refusal: If heads are repeated in a way that can't be taken apart; says where.
+    ``once`` reads heads that are not repeated as well.
     """
     chain: list[tuple[ir.Node, int]] = []
     value: ir.Value | None = operand
@@ -93,7 +82,7 @@ def read_repeated_heads(
             if order not in _HEADS_FIRST:
                 raise Refusal(f"{label(chain[0][0])!r} mixes heads with other axes")
             return _laid_out(found, order, chain)
-        index = _followed_input(node)
+        index = 0 if node.op_type in ("Transpose", "Reshape") else scaled_input(node)
         if index is None:
             break
         chain.append((node, index))
@@ -116,8 +105,8 @@ def _own_heads(
     values = [operand, *(node.inputs[index] for node, index in chain)]
     for count in range(len(chain), -1, -1):
         source = values[count]
-        dims = None if source is None else facts.shape(source)
-        if source is None or not isinstance(dims, tuple) or len(dims) != _RANK:
+        dims = facts.dims(source, _RANK)
+        if source is None or dims is None:
             continue
         try:
             order = _order(source, [node for node, _ in chain[:count][::-1]], facts)
@@ -134,14 +123,13 @@ def _own_heads(
 
 def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
-    shape = facts.shape(node.outputs[0])
     if node.op_type != "Concat" or len(node.inputs) != 2:
         return None
-    if not isinstance(shape, tuple) or len(shape) != _RANK:
+    if facts.dims(node.outputs[0], _RANK) is None:
         return None
     # What is fed has as many heads as declared; new ones that have others fit no MatMul.
-    past = None if node.inputs[0] is None else facts.shape(node.inputs[0])
-    groups = number(past[_HEADS]) if isinstance(past, tuple) else None
+    past = facts.dims(node.inputs[0])
+    groups = None if past is None else number(past[_HEADS])
     if groups is None or int_attribute(node, "axis", 0) % _RANK != 2:
         return None
     return RepeatedHeads(node.outputs[0], groups, 1)
@@ -149,19 +137,19 @@ def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads."""
-    maker = None if node.inputs[0] is None else node.inputs[0].producer()
-    if maker is None or maker.domain or maker.op_type not in ("Concat", "Expand", "Tile"):
+    maker = made_by(node.inputs[0], "Concat", "Expand", "Tile")
+    if maker is None:
         return None
     source = _unsqueezed(maker, facts)
     repeated = None if source is None else _repeated_sizes(maker, facts.shape(source), facts)
     if source is None or repeated is None:
         return None
     groups, repeats = number(repeated[1]), number(repeated[2])
-    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    target = facts.numbers(node.inputs[1])
     if groups is None or repeats is None or repeats < 2 or target is None:
         return None
     heads_once = (repeated[0], (groups, ()), *repeated[3:])
-    if target.numbers != (repeated[0], (groups * repeats, ()), *repeated[3:]):
+    if target != (repeated[0], (groups * repeats, ()), *repeated[3:]):
         raise Refusal(f"Reshape {label(node)!r} does not merge each head with its repeats")
     same = facts.shape(source) == heads_once
     return RepeatedHeads(source, groups, repeats, None if same else node)
@@ -176,12 +164,10 @@ def _unsqueezed(node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
 
 def before_unsqueeze(value: ir.Value, facts: ProvedShapes) -> ir.Value | None:
     """Return ``K[B, G, T, D]`` of ``[B, G, 1, T, D]``; None for other values."""
-    maker = value.producer()
-    if maker is None or maker.domain or maker.op_type not in ("Unsqueeze", "Reshape"):
-        return None
-    source = maker.inputs[0]
-    before = None if source is None else facts.shape(source)
-    if not isinstance(before, tuple) or len(before) != _RANK:
+    maker = made_by(value, "Unsqueeze", "Reshape")
+    source = None if maker is None else maker.inputs[0]
+    before = facts.dims(source, _RANK)
+    if before is None:
         return None
     return source if facts.shape(value) == (*before[:2], (1, ()), *before[2:]) else None
 
@@ -194,25 +180,24 @@ def _repeated_sizes(
     if node.op_type == "Concat":
         on_repeats = int_attribute(node, "axis", 0) in (2, -3)
         return (*before[:2], (len(node.inputs), ()), *before[2:]) if on_repeats else None
-    asked = None if node.inputs[1] is None else facts.integers(node.inputs[1])
-    if asked is None or len(asked.numbers) != _RANK + 1:
+    asked = facts.numbers(node.inputs[1])
+    if asked is None or len(asked) != _RANK + 1:
         return None
     if node.op_type == "Expand":
-        return asked.numbers
+        return asked
     once = (1, ())
-    if (*asked.numbers[:2], *asked.numbers[3:]) != (once,) * _RANK:
+    if (*asked[:2], *asked[3:]) != (once,) * _RANK:
         return None
-    return (*before[:2], asked.numbers[2], *before[2:])
+    return (*before[:2], asked[2], *before[2:])
 
 
 def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Gather(K, [0, 0, ..., 1, 1, ...], axis=1): repeat_interleave."""
-    source, indices = node.inputs[0], node.inputs[1]
-    shape = None if source is None else facts.shape(source)
-    tensor = constant(indices)
-    if source is None or not isinstance(shape, tuple) or tensor is None:
+    source, tensor = node.inputs[0], constant(node.inputs[1])
+    shape = facts.dims(source, _RANK)
+    if source is None or shape is None or tensor is None:
         return None
-    groups = number(shape[_HEADS]) if len(shape) == _RANK else None
+    groups = number(shape[_HEADS])
     if groups is None or int_attribute(node, "axis", 0) % _RANK != _HEADS:
         return None
     array = tensor.numpy()
@@ -227,11 +212,8 @@ def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Expand(K[B, 1, T, D], [B, r, T, D])."""
     source = node.inputs[0]
-    before = None if source is None else facts.shape(source)
-    after = facts.shape(node.outputs[0])
-    if source is None or not isinstance(before, tuple) or not isinstance(after, tuple):
-        return None
-    if len(before) != _RANK or len(after) != _RANK or number(before[_HEADS]) != 1:
+    before, after = facts.dims(source, _RANK), facts.dims(node.outputs[0], _RANK)
+    if source is None or before is None or after is None or number(before[_HEADS]) != 1:
         return None
     repeats = number(after[_HEADS])
     if repeats is None or repeats < 2:
@@ -239,11 +221,6 @@ def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads |
     if (before[0], *before[2:]) != (after[0], *after[2:]):
         raise Refusal(f"Expand {label(node)!r} may stretch more than the heads")
     return RepeatedHeads(source, 1, repeats)
-
-
-def _followed_input(node: ir.Node) -> int | None:
-    """The input that a node lays out or scales; None for any other node."""
-    return 0 if node.op_type in ("Transpose", "Reshape") else scaled_input(node)
 
 
 def scaled_input(node: ir.Node) -> int | None:
@@ -256,13 +233,9 @@ def scaled_input(node: ir.Node) -> int | None:
 
 
 def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tuple[int, ...]:
-    """Follow the axes of heads to the MatMul; return which of them is where.
-
-    Raises:
-        Refusal: If they do not arrive as ``[B, H, T, D]`` or ``[B, H, D, T]``.
-    """
-    dims = facts.shape(heads)
-    if not isinstance(dims, tuple):
+    """Follow the axes of heads to the MatMul; return which of them is where."""
+    dims = facts.dims(heads)
+    if dims is None:
         raise Refusal(f"the rank of {heads.name!r} is not known")
     axes: list[list[int]] = [[axis] for axis in range(len(dims))]
     for node in chain:
@@ -302,11 +275,7 @@ def _regrouped(
 
 
 def _asked(node: ir.Node, sizes: Sequence[Dim], facts: ProvedShapes) -> Dims:
-    """The sizes that a Reshape asks for; a size that turns out 0 makes everything empty.
-
-    Raises:
-        Refusal: If one is not known.
-    """
+    """The sizes that a Reshape asks for; a size that turns out 0 makes everything empty."""
     target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
     known = None if target is None else target.known
     if known is None:

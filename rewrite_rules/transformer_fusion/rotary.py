@@ -6,14 +6,11 @@
         -> RotaryEmbedding(x, positions, cos, sin)
 
 ``turned`` is found by what it computes: ``[-x2, x1]`` of the halves of a head, or
-``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved); so are the halves ``x1`` and ``x2``.
-The sign may stand in ``sin`` instead: ``[x2, x1]`` beside ``[-sin, sin]``.
+``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved); the sign may stand in ``sin`` instead.
 ``cos`` and ``sin`` stay as the graph computes or gathers them, with each number once, and
-serve as the caches of the kernel: row ``b * S + s`` for token s of row b, so that no greatest
-length is needed. A rotation of a part of each head rotates the Slice that the exporter wrote.
-
-Left as it is: a rotation that is not one of the two, or whose cosines are not the same in both
-halves; both get a remark.
+serve as the caches of the kernel: row ``b * S + s`` for token s of row b. A rotation of a part
+of each head rotates the Slice that the exporter wrote. Other rotations, and cosines that are
+not the same in both halves, get a remark.
 """
 
 from __future__ import annotations
@@ -28,11 +25,9 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.masks.graph_evaluator import GraphEvaluator
-from rewrite_rules.masks.node_evaluator import Array, CannotEvaluate, NodeEvaluator
-from rewrite_rules.remarks import Remarks
+from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
@@ -63,20 +58,13 @@ class Rotary(RewriteRuleClassBase):
     def pattern(self, op, x, cos, turned, sin):  # type: ignore[no-untyped-def]
         return op.Add(op.Mul(x, cos), op.Mul(turned, sin), _outputs=["out"])
 
-    def check(
-        self,
-        context: MatchContext,
-        x: ir.Value,
-        cos: ir.Value,
-        turned: ir.Value,
-        sin: ir.Value,
-        out: ir.Value,
+    def check(  # type: ignore[override]
+        self, context: MatchContext, x: ir.Value, turned: ir.Value, **tables: ir.Value
     ) -> MatchResult:
         """Compare what the subgraph computes with a rotation."""
-        del context  # Unused
-        if turned.producer() is None or cos is sin:
+        if turned.producer() is None or tables["cos"] is tables["sin"]:
             return MatchResult().fail("nothing is turned", turned)
-        return self._check(x, [turned], cos, sin, out)
+        return self._check(x, [turned], **tables)
 
     def _check(
         self,
@@ -88,8 +76,8 @@ class Rotary(RewriteRuleClassBase):
     ) -> MatchResult:
         """Check what x becomes, as a whole or in halves, and the tables for each part."""
         result, node = MatchResult(), producer(out)
-        sizes = self._facts.shape(x)
-        if not isinstance(sizes, tuple) or len(sizes) != 4 or x.dtype != ir.DataType.FLOAT:
+        sizes = self._facts.dims(x, 4)
+        if sizes is None or x.dtype != ir.DataType.FLOAT:
             return result.fail("x is not [B, H, S, D] in float32", x)
         try:
             found = [(run.array(cos), run.array(sin)) for run in self._runs]
@@ -119,10 +107,7 @@ class Rotary(RewriteRuleClassBase):
     ) -> tuple[bool, int] | None:
         """Return whether pairs are turned, and the sign of the sines that make it a rotation.
 
-        None for what is not computed from x alone.
-
-        Raises:
-            Refusal: If x becomes something else.
+        None for what is not computed from x alone; refused if x becomes something else.
         """
         if size < 2 or size % 2:
             return None
@@ -181,32 +166,22 @@ class SplitRotary(Rotary):
         return op.Concat(low, high, axis=-1, _outputs=["out"])
 
     def check(  # type: ignore[override]
-        self,
-        context: MatchContext,
-        first: ir.Value,
-        second: ir.Value,
-        cos: ir.Value,
-        sin: ir.Value,
-        out: ir.Value,
+        self, context: MatchContext, first: ir.Value, second: ir.Value, **tables: ir.Value
     ) -> MatchResult:
         """Compare the terms with the halves of what they are cut from."""
-        del context  # Unused
         node = first.producer()
         x = node.inputs[0] if node is not None and node.inputs else None
         if x is None:
             return MatchResult().fail("nothing is split", first)
-        return self._check(x, [first, second], cos, sin, out)
+        return self._check(x, [first, second], **tables)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rotation:
-    """What is rotated.
+    """What is rotated: x ``[B, H, S, D]``; ``size`` is D.
 
-    Attributes:
-        x: ``[B, H, S, D]``.
-        size: D.
-        interleaved: Whether pairs are turned instead of halves.
-        doubled: Whether cos and sin hold each number twice, ``[B, 1, S, D]``.
+    ``interleaved``: pairs are turned instead of halves. ``doubled``: cos and sin hold each
+    number twice, ``[B, 1, S, D]``.
     """
 
     x: ir.Value

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from rewrite_rules.graph.attributes import int_attribute
 from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs
 from rewrite_rules.transformer_fusion.head_layout import ints
 
@@ -27,12 +27,8 @@ _RANK, _LENGTH = 4, 2
 class SharedCache:
     """Says how many tokens a cache holds, whatever the length of its buffers.
 
-    Attributes:
-        last: T - 1 for each row, of cached and new tokens, int32 ``[B]``.
-        total: T, int32 ``[1]``.
-
-    Raises:
-        ValueError: If no input has a column for each of them.
+    ``last`` is T - 1 for each row, of cached and new tokens, int32 ``[B]``; ``total`` T,
+    int32 ``[1]``. A ValueError if no input has a column for each of them.
     """
 
     def __init__(self, model: ir.Model, inputs: DecoderInputs) -> None:
@@ -62,15 +58,7 @@ class SharedCache:
                     _replace(node, past, length)
 
     def check(self, present: Iterable[ir.Value], reason: str) -> None:
-        """Check that nothing but GroupQueryAttention reads the cache.
-
-        Args:
-            present: What it writes.
-            reason: Why it may be that something else does.
-
-        Raises:
-            ValueError: If so; names the reader.
-        """
+        """Raise a ValueError if anything but GroupQueryAttention reads the cache."""
         for cache in (*self._inputs.all("cache"), *present):
             for node in cache.consumers():
                 if node.op_type not in ("GroupQueryAttention", "Shape"):

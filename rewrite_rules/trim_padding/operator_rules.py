@@ -8,6 +8,7 @@ sequence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,9 +16,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.attributes import axes_of, axis_of
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import axes_of, axis_of, constant
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.trim_padding.token_axes import (
     UNFIT,
@@ -42,10 +42,6 @@ _Join = Callable[[list[bool]], bool]
 
 def _never(_: list[bool]) -> bool:
     return False
-
-
-def _first(flags: list[bool]) -> bool:
-    return flags[0]
 
 
 def _merged(
@@ -87,10 +83,6 @@ def _elementwise(zero: _Join = _never, low: _Join = _never) -> Callable[[Site], 
         return _broadcast(site.operands(), zero, low, beside)
 
     return rule
-
-
-def _keeps_flags(site: Site) -> Axes:
-    return site.operands()[0]
 
 
 def _keeps_axes(site: Site) -> Axes:
@@ -183,10 +175,7 @@ def _reduce(flag: str) -> Rule:
 
 
 def _arg_reduce(site: Site) -> Axes | Evaluated:
-    """Take a position that an input chooses to be a real one: where it is not, none is cut.
-
-    The same place is then found with and without the padding behind it.
-    """
+    """Take a position that an input chooses to be a real one; where it is not, none is cut."""
     choice = _choice(site) if site.axis(0) == 1 and site.exact else None
     if choice is None:
         return _reduced(site, {site.axis(0)}, "")
@@ -245,10 +234,6 @@ def _transpose(site: Site) -> Axes:
     if len(axes_of(perm, len(axes))) != len(axes):
         raise Refusal(UNFIT)
     return tuple(axes[i] for i in perm)
-
-
-def _reshaped(site: Site) -> Axes:
-    return split_axes(site.tokens(), site.sizes()[0], site.runs)
 
 
 def _repeated(site: Site) -> Axes:
@@ -316,10 +301,9 @@ def _gather(site: Site) -> Axes:
 
 
 def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
-    """Whether an index into axes picks the same real positions in both runs of each pair.
+    """Whether an index into rows and positions picks the same real ones in each pair of runs.
 
-    The axes are rows and positions, or their product; if joined, the last axis of the index
-    holds a number for each of them.
+    If joined, its last axis holds a number for each.
     """
     index, runs = site.evaluated(1), site.runs
     *rows, last = [factor for axis in plain(axes) for factor in axis] or [1]
@@ -398,7 +382,7 @@ def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
 
 _STANDARD: dict[str, Rule] = {
     # Elementwise: what keeps padded positions 0, and far below the others.
-    **_rows(_keeps_flags, "Cast CastLike Dropout Identity"),
+    **_rows(lambda site: site.operands()[0], "Cast CastLike Dropout Identity"),
     **_rows(
         _elementwise(zero=all),
         "Abs Ceil Celu Elu Erf Floor Gelu HardSwish LeakyRelu Mish Relu Round Selu Sign Sin "
@@ -415,9 +399,9 @@ _STANDARD: dict[str, Rule] = {
         "Max Mean Min Mod Or PRelu Pow Sum Xor",
     ),
     "Add": _elementwise(zero=all, low=any),
-    "Sub": _elementwise(zero=all, low=_first),
+    "Sub": _elementwise(zero=all, low=operator.itemgetter(0)),
     "Mul": _elementwise(zero=any),
-    "Div": _elementwise(zero=_first),
+    "Div": _elementwise(zero=operator.itemgetter(0)),
     "Where": _where,
     # Along axes: which flag leaves padding out.
     **_rows(_softmax, "LogSoftmax Softmax"),
@@ -432,7 +416,10 @@ _STANDARD: dict[str, Rule] = {
     "Gemm": _gemm,
     "MatMul": _matmul,
     # Moving tokens.
-    **_rows(_reshaped, "Flatten Reshape Squeeze Unsqueeze"),
+    **_rows(
+        lambda site: split_axes(site.tokens(), site.sizes()[0], site.runs),
+        "Flatten Reshape Squeeze Unsqueeze",
+    ),
     **_rows(_repeated, "Expand Tile"),
     "Concat": _concat,
     "Gather": _gather,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The nodes that count padding, cut inputs and pad outputs.
+"""The nodes that count padding, cut inputs and pad outputs, or run on real tokens only.
 
     mask [batch, sequence] -> Cast(bool) -> Cast(int32)
          -> ReduceMax over rows               [sequence], 1 where any row is real
@@ -16,19 +16,33 @@ Where a position that an input chooses is not a real one, nothing is cut: longes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.initializers import new_initializer
-from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.trim_padding.token_flow import Choice
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.parameters import constant_ints, int_attribute
+from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
+from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, TokenFlow
 
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
 _INT64_MIN = np.iinfo(np.int64).min
+_MICROSOFT = "com.microsoft"
+_ELEMENTWISE = frozenset({
+    "Add", "BiasGelu", "Cast", "Clip", "Div", "Dropout", "Elu", "Erf", "Exp", "FastGelu",
+    "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Mul", "Neg", "Pow", "QuickGelu",
+    "Reciprocal", "Relu", "Selu", "Sigmoid", "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
+})  # fmt: skip
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+# What a product's other inputs are at most: a matrix for MatMul, any constants for the other.
+_PRODUCTS = {"MatMul": 2, "MatMulNBits": 9}
+_ALLOWZERO_SINCE = 14
+# A region has to save more than its gathers take.
+_MIN_PRODUCTS = 2
 
 
 class PaddingNodes:
@@ -40,7 +54,7 @@ class PaddingNodes:
         names: FreshNames,
         mask: ir.Value,
         multiple: int,
-        choices: Sequence[Choice],
+        choices: list[Choice],
     ) -> None:
         """Count the padding behind the longest row of ``mask``, ``[batch, sequence]``."""
         self._graph = model.graph
@@ -51,7 +65,7 @@ class PaddingNodes:
         self._choices = choices
         self._cut = self._count(mask, multiple, model.opset_imports[""])
 
-    def cut_input(self, value: ir.Value, axes: Sequence[int]) -> None:
+    def cut_input(self, value: ir.Value, axes: list[int]) -> None:
         """Have all readers of an input read it without padding."""
         readers = [(node, i) for node, i in value.uses() if node not in self._before]
         pads = self._pads_of(value, axes, -1, self._before)
@@ -60,7 +74,7 @@ class PaddingNodes:
         for node, index in readers:
             node.replace_input_with(index, cut)
 
-    def pad_output(self, value: ir.Value, axes: Sequence[int]) -> None:
+    def pad_output(self, value: ir.Value, axes: list[int]) -> None:
         """Pad an output to the length that was given; the padding is 0."""
         assert value.shape is not None and value.name is not None
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
@@ -72,7 +86,6 @@ class PaddingNodes:
         self._graph.outputs[list(self._graph.outputs).index(value)] = padded
 
     def insert(self) -> None:
-        """Put the nodes in front of the graph's and behind them."""
         first = next(iter(self._graph), None)
         if first is None:
             self._graph.extend(self._before)
@@ -121,7 +134,7 @@ class PaddingNodes:
         return make("ReduceMin", make("GatherElements", numbers, place, axis=1), keepdims=0)
 
     def _pads_of(
-        self, value: ir.Value, axes: Sequence[int], sign: int, nodes: NewNodes
+        self, value: ir.Value, axes: list[int], sign: int, nodes: NewNodes
     ) -> ir.Value:
         """The pads that change the ends of some axes by what is cut."""
         assert value.shape is not None
@@ -155,7 +168,6 @@ class NewNodes(list[ir.Node]):
         return node.outputs[0]
 
     def integers(self, numbers: Any) -> ir.Value:
-        """Return an int64 constant."""
         name = self._names.take("trim_padding_number")
         return new_initializer(self._graph, ir.Tensor(np.array(numbers, np.int64), name=name))
 
@@ -164,3 +176,154 @@ class NewNodes(list[ir.Node]):
         if mask.dtype is ir.DataType.BOOL:
             return mask
         return self.make("Cast", mask, name=name, to=ir.DataType.BOOL.value)
+
+
+# Real tokens only
+
+
+def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames) -> int:
+    """Pack in place; return how many nodes run on real tokens. The caller sorts the graph.
+
+        x [batch, sequence, D] -> MatMul -> Add -> LayerNormalization -> y [batch, sequence, D]
+
+        x -> Reshape [batch sequence, D] -> Gather(rows of real tokens) -> MatMul -> Add
+          -> LayerNormalization -> Gather(a row for each position) -> y [batch, sequence, D]
+
+    Attention keeps its padding. A padded position gets the row of the real one before it,
+    which the mask leaves out like what stood there; the first position of a row counts as
+    real, for models that pool it.
+    """
+    packed = [node for node in model.graph if _is_packable(node, flow)]
+    if sum(node.op_type in _PRODUCTS for node in packed) < _MIN_PRODUCTS:
+        return 0
+    _Packing(model, flow, mask, names).apply(packed)
+    return len(packed)
+
+
+def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
+    """Whether a node computes rows of ``[batch, sequence, D]`` each by itself."""
+    if node.domain not in ("", _MICROSOFT) or not node.inputs:
+        return False
+    if any(_rows_width(value, flow) is None for value in node.outputs):
+        return False
+    first, *others = node.inputs
+    if node.op_type == "ReduceMean":
+        last_only = bool(others) and constant_ints(others[0]) == [-1]
+        return last_only and _rows_width(first, flow) is not None
+    if node.op_type in _PRODUCTS:
+        rank = _PRODUCTS[node.op_type]
+        fixed = all(v is None or _is_constant(v, flow, rank) for v in others)
+        return fixed and _rows_width(first, flow) is not None
+    if node.op_type not in _ELEMENTWISE | _NORMS or first is None:
+        return False
+    if node.op_type in _NORMS and int_attribute(node, "axis", -1) not in (-1, 2):
+        return False
+    rows = [_rows_width(value, flow) is not None for value in node.inputs]
+    return any(rows) and all(
+        is_rows or value is None or _is_constant(value, flow, 1)
+        for value, is_rows in zip(node.inputs, rows, strict=True)
+    )
+
+
+def _rows_width(value: ir.Value | None, flow: TokenFlow) -> int | None:
+    """D of a value ``[batch, sequence, D]`` that depends on tokens; None of others."""
+    if value is None or isinstance(flow.value(value), Evaluated):
+        return None
+    match flow.tokens(value).axes:
+        case ((batch,), (Sequence(),), width) if batch == BATCH:
+            sizes = [factor for factor in width if isinstance(factor, int)]
+            return math.prod(sizes) if len(sizes) == len(width) else None
+    return None
+
+
+def _is_constant(value: ir.Value, flow: TokenFlow, rank: int) -> bool:
+    """Whether a value is the same in every run, and of so few dimensions."""
+    axes = flow.tokens(value).axes
+    return (
+        axes is not None
+        and all(isinstance(factor, int) for axis in axes for factor in axis)
+        and len(axes) <= rank
+    )
+
+
+class _Packing:
+    """The nodes that pack and unpack, and what they were made for."""
+
+    def __init__(
+        self, model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames
+    ) -> None:
+        self._graph = model.graph
+        self._flow = flow
+        self._names = names
+        self._rows = dict[ir.Value, ir.Value]()
+        self._shaped = dict[int, ir.Value]()
+        self._new = NewNodes(model.graph, names)
+        self._index_rows(mask, model.opset_imports[""])
+
+    def apply(self, packed: list[ir.Node]) -> None:
+        inside = set(packed)
+        for node in packed:
+            for i, value in enumerate(node.inputs):
+                width = _rows_width(value, self._flow)
+                if value is None or width is None or value.producer() in inside:
+                    continue
+                self._shaped.setdefault(width, value)
+                node.replace_input_with(i, self._pack(value, width))
+            if node.op_type in _NORMS:
+                node.attributes["axis"] = ir.AttrInt64("axis", -1)
+        for value in [value for node in packed for value in node.outputs]:
+            self._unpack(value, inside)
+        self._graph.extend(self._new)
+
+    def _pack(self, value: ir.Value, width: int) -> ir.Value:
+        if value not in self._rows:
+            shape = self._new.integers([-1, width])
+            flat = self._new.make("Reshape", value, shape, name=f"{value.name}_rows")
+            name = f"{value.name}_packed"
+            rows = self._new.make("Gather", flat, self._real, name=name, axis=0)
+            rows.type = value.type
+            self._rows[value] = rows
+        return self._rows[value]
+
+    def _unpack(self, value: ir.Value, inside: set[ir.Node]) -> None:
+        """Give the readers that are not packed a row for each position."""
+        width = _rows_width(value, self._flow)
+        assert width is not None
+        shape, value.shape = value.shape, ir.Shape([None, width])
+        readers = [(node, i) for node, i in value.uses() if node not in inside]
+        whole_readers = []
+        for node, i in readers:
+            if node.op_type == "Shape" and width in self._shaped:
+                node.replace_input_with(i, self._shaped[width])
+            else:
+                whole_readers.append((node, i))
+        outputs = [i for i, one in enumerate(self._graph.outputs) if one is value]
+        if not whole_readers and not outputs:
+            return
+        name = str(value.name)
+        if outputs:
+            value.name = self._names.take(f"{name}_packed")
+        whole = self._new.make("Gather", value, self._places, name=f"{name}_unpacked", axis=0)
+        whole.type, whole.shape = value.type, shape
+        self._flow.values[whole] = self._flow.value(value)
+        for node, i in whole_readers:
+            node.replace_input_with(i, whole)
+        for i in outputs:
+            whole.name = name
+            self._graph.outputs[i] = whole
+
+    def _index_rows(self, mask: ir.Value, opset: int) -> None:
+        """Rows of real tokens, and for each position the row that it gets back."""
+        make, integers = partial(self._new.make, name="packing"), self._new.integers
+        zero, one, flat = integers(0), integers(1), integers([-1])
+        shape = make("Shape", mask)
+        length = make("Gather", shape, one, axis=0)
+        first = make("Equal", make("Range", zero, length, one), zero)
+        kept = make("Or", self._new.is_real(mask, "packing"), first)
+        kept = make("Reshape", kept, flat)
+        self._real = make("Reshape", make("NonZero", kept), flat)
+        counted = make("Cast", kept, to=ir.DataType.INT64.value)
+        rows = make("Sub", make("CumSum", counted, zero), one)
+        # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
+        literal: dict[str, Any] = {"allowzero": 1} if opset >= _ALLOWZERO_SINCE else {}
+        self._places = make("Reshape", rows, shape, **literal)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,8 @@ class Sequence:
     """The sequence as a factor of an axis.
 
     Where all other sequence factors of the tensor are at real positions, and this one at a
-    padded position, the values
-
-    Attributes:
-        zero: are exactly 0.
-        low: are so far below the others that a softmax makes 0 of them.
+    padded position, values are exactly 0 (``zero``), or so far below the others that a softmax
+    makes 0 of them (``low``).
     """
 
     zero: bool = False
@@ -48,14 +45,10 @@ Sizes = tuple[int, ...]
 
 
 class Runs:
-    """The runs on which sizes are compared and masks evaluated.
+    """The runs on which sizes are compared and masks evaluated, bool ``[batch, length]``.
 
-    Runs come in pairs: rows with padding behind every row, and the same rows cut at the
-    longest of them.
-
-    Attributes:
-        masks: What the attention mask is in every run, bool ``[batch, length]``.
-        batch, length: Sizes in every run.
+    They come in pairs: rows with padding behind every row, and the same rows cut at the
+    longest of them. ``batch`` and ``length`` are the sizes in every run.
     """
 
     def __init__(self, pairs: Iterable[tuple[NDArray[np.bool_], int]]) -> None:
@@ -70,14 +63,12 @@ class Runs:
         return len(self.masks)
 
     def size(self, axis: Axis) -> Sizes:
-        """The size of an axis in every run."""
         result = (1,) * len(self)
         for factor in axis:
             result = tuple(a * b for a, b in zip(result, self.factor(factor), strict=True))
         return result
 
     def factor(self, factor: Factor) -> Sizes:
-        """The size of a factor in every run."""
         if isinstance(factor, Sequence):
             return self.length
         return self.batch if isinstance(factor, str) else (factor,) * len(self)
@@ -131,14 +122,9 @@ def split_axes(axes: Axes, targets: Iterable[Sizes], runs: Runs) -> Axes:
     return tuple(result)
 
 
-def sequences_of(axis: Axis) -> list[Sequence]:
-    """Return the sequence factors of an axis."""
-    return [factor for factor in axis if isinstance(factor, Sequence)]
-
-
-def flat_sequences(axes: Iterable[Axis]) -> list[Sequence]:
-    """Return the sequence factors of all axes."""
-    return [factor for axis in axes for factor in sequences_of(axis)]
+def sequences_of(*axes: Axis) -> list[Sequence]:
+    """Return the sequence factors of some axes."""
+    return [factor for axis in axes for factor in axis if isinstance(factor, Sequence)]
 
 
 def marked(axis: Axis, zero: bool | None = None, low: bool | None = None) -> Axis:

@@ -24,13 +24,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.attributes import axis_of
-from rewrite_rules.graph.constants import check_payload, constant
 from rewrite_rules.graph.nodes import label, subgraphs
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.masks.node_evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.graph.parameters import axis_of, check_payload, constant
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
+from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
@@ -40,7 +39,7 @@ from rewrite_rules.trim_padding.token_axes import (
     Runs,
     Sequence,
     Sizes,
-    flat_sequences,
+    sequences_of,
 )
 
 Array = NDArray[Any]
@@ -57,10 +56,8 @@ _LOW = -1000.0
 class Tokens:
     """A value that depends on what is fed, or a constant too large to evaluate.
 
-    Attributes:
-        axes: Its axes; None where they are not known, and the value the same in both runs.
-        exact: Whether it is the same at every position that both runs have, and not only at
-            the real ones.
+    Without axes it is the same in both runs. ``exact``: it is the same at every position that
+    both runs have, and not only at the real ones.
     """
 
     axes: Axes | None
@@ -79,12 +76,10 @@ Value = Tokens | Evaluated
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """One position for each row, chosen by an input; the proof takes it to be a real one.
+    """One position for each row, chosen by an input ``[batch, sequence]``; taken to be real.
 
-    Attributes:
-        source: The input, ``[batch, sequence]``.
-        steps: Nodes from it to an ArgMax or ArgMin over the sequence; which input of each
-            comes from the one before. The others are constants.
+    ``steps``: nodes from it to an ArgMax or ArgMin over the sequence, and which input of each
+    comes from the one before. The others are constants.
     """
 
     source: ir.Value
@@ -196,12 +191,7 @@ class TokenFlow:
             if any(map(self._changes, inputs)):
                 raise
             # What goes in is the same in both runs, and so is what comes out.
-            return [
-                Tokens(
-                    _static_axes(out.shape) if out.shape and out.shape.is_static() else None
-                )
-                for out in node.outputs
-            ]
+            return [Tokens(_static_axes(out.shape or None)) for out in node.outputs]
 
     def _by_rule(self, node: ir.Node) -> list[Value]:
         if (node.domain, node.op_type) in self._functions:
@@ -227,7 +217,7 @@ class TokenFlow:
     def _changes(self, value: Value | None) -> bool:
         """Whether a value may differ between the two runs of a pair."""
         if not isinstance(value, Evaluated):
-            return value is not None and bool(flat_sequences(value.axes or ()))
+            return value is not None and bool(sequences_of(*(value.axes or ())))
         pairs = zip(value.arrays[::2], value.arrays[1::2], strict=True)
         return any(one is not other and not np.array_equal(one, other) for one, other in pairs)
 
@@ -243,8 +233,6 @@ class TokenFlow:
 class _Facts(node_facts.Facts):
     """What :mod:`rewrite_rules.shapes` asks: what is the same in some of the runs."""
 
-    estimates = False
-
     def __init__(self, flow: TokenFlow, runs: Collection[int]) -> None:
         self.unknowns = Unknowns()
         self._flow = flow
@@ -256,22 +244,13 @@ class _Facts(node_facts.Facts):
             return self.unknowns.fresh()
         return tuple(self._same(size) or self.unknowns.fresh_dim() for size in sizes)
 
-    def count(self, value: ir.Value) -> Dim:
-        shape = self.shape(value)
-        return (
-            self.unknowns.fresh_dim()
-            if isinstance(shape, int)
-            else self.unknowns.product(shape)
-        )
-
     def integers(self, value: ir.Value) -> node_facts.Integers | None:
         found = self._flow.value(value)
         if not isinstance(found, Evaluated):
             return None
         shapes = {array.shape for array in found.arrays}
-        if found.arrays[0].dtype.kind not in "iu" or found.arrays[0].size > _MAX_INTEGERS:
-            return None
-        if len(shapes) != 1:
+        first = found.arrays[0]
+        if first.dtype.kind not in "iu" or first.size > _MAX_INTEGERS or len(shapes) != 1:
             return None
         numbers = zip(*(array.reshape(-1).tolist() for array in found.arrays), strict=True)
         return node_facts.Integers(tuple(map(self._same, numbers)), shapes.pop())
@@ -282,10 +261,7 @@ class _Facts(node_facts.Facts):
 
 
 class Site(node_facts.Site):
-    """A node as the rules see it.
-
-    ``exact``: whether all tokens that were looked at are exact, and none was left out.
-    """
+    """A node as the rules see it; ``exact``: whether all tokens that it looked at are."""
 
     def __init__(self, node: ir.Node, flow: TokenFlow) -> None:
         super().__init__(node, _Facts(flow, range(len(flow.runs))), flow.opset)
@@ -302,7 +278,6 @@ class Site(node_facts.Site):
         return found.axes
 
     def operands(self) -> list[Axes]:
-        """Return the axes of all inputs that are there."""
         return [self.tokens(i) for i in range(len(self.node.inputs)) if self.has(i)]
 
     def evaluated(self, index: int) -> Evaluated | None:
@@ -311,7 +286,6 @@ class Site(node_facts.Site):
         return value if isinstance(value, Evaluated) else None
 
     def is_zero(self, index: int) -> bool:
-        """Whether an input is 0 everywhere."""
         value = self.evaluated(index)
         return value is not None and not any(array.any() for array in value.arrays)
 
@@ -343,11 +317,8 @@ class Site(node_facts.Site):
         return axis_of(self.integer("axis", default), len(self.tokens()))
 
     def mixes(self, axes: Iterable[Axis], flag: str = "") -> bool:
-        """Take down that the node works along axes; return whether they hold the sequence.
-
-        ``flag`` is what leaves padding out, ``zero`` or ``low``; refused if nothing does.
-        """
-        found = flat_sequences(axes)
+        """Take down what a node works along; refused unless ``flag`` leaves padding out."""
+        found = sequences_of(*axes)
         if not all(flag and getattr(one, flag) for one in found):
             raise Refusal("mixes positions, and no mask leaves padding out")
         if found:
@@ -366,10 +337,7 @@ def _static_axes(shape: ir.Shape | None) -> Axes | None:
 
 
 def _real_along(axes: Axes, runs: Runs, run: int) -> dict[int, Mask] | None:
-    """Return for each sequence factor which entries are real; None where rows are unknown.
-
-    Masks are to be broadcast to one dimension per factor.
-    """
+    """Return masks of real entries for each sequence factor; None where rows are unknown."""
     factors = [factor for axis in axes for factor in axis]
     sequences = [i for i, factor in enumerate(factors) if isinstance(factor, Sequence)]
     batch = factors.index(BATCH) if BATCH in factors else None

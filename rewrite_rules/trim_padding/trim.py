@@ -4,29 +4,35 @@
     cut = padded positions behind the longest row of the mask
     inputs [batch, sequence] -> Pad by -cut -> the model -> Pad by cut -> outputs
 
-Positions are counted from the end: a mask of another length than the inputs, left padding and
-a mask without any real position leave the inputs as they are. :mod:`.token_flow` proves that
-real positions keep their numbers; trials on made-up batches check it.
+:mod:`.token_flow` proves that real positions keep their numbers; trials on made-up batches
+check it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
-from rewrite_rules.graph.names import FreshNames
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.graph.initializers import FreshNames
+from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.trim_padding.operator_rules import RULES
-from rewrite_rules.trim_padding.packed_regions import pack_regions
-from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
-from rewrite_rules.trim_padding.token_axes import BATCH, Axis, Runs, Sequence, sequences_of
+from rewrite_rules.trim_padding.padding_nodes import PaddingNodes, pack_regions
+from rewrite_rules.trim_padding.token_axes import (
+    BATCH,
+    Axis,
+    Factor,
+    Runs,
+    Sequence,
+    sequences_of,
+)
 from rewrite_rules.trim_padding.token_flow import Evaluated, Stopped, TokenFlow, Tokens, Value
-from rewrite_rules.trim_padding.trial_batches import trial_batches
 
 _MODEL = "model"
 _MIN_OPSET = 11  # Pad takes its sizes as an input
@@ -45,6 +51,19 @@ _LONG_PAIR = (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 1
 _MIDDLE_PAIR = (("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43)
 # Sizes of other dimensions, unlike each other.
 _OTHER_SIZES = (17, 19, 23, 29, 37, 41, 47, 53, 59, 61)
+# Batches that are tried.
+_LENGTH, _LONG = 24, 160
+# Name, rows of (padding in front, real positions), and whether the batch is a long one.
+_BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
+    ("one token", ((0, 1),), _LENGTH),
+    ("odd lengths", ((0, 7), (0, 5), (0, 3)), _LENGTH),
+    ("full length", ((0, _LENGTH), (0, _LENGTH)), _LENGTH),
+    ("mixed lengths", ((0, 2), (0, 17), (0, 1), (0, 11)), _LENGTH),
+    ("left padding", ((5, 19), (0, _LENGTH), (23, 1)), _LENGTH),
+    ("padding on both sides", ((3, 9), (0, 14), (0, 4)), _LENGTH),
+    ("a row of padding only", ((0, 9), (0, 0), (0, 4)), _LENGTH),
+    ("long rows", ((0, 140), (0, 71)), _LONG),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,12 +85,8 @@ def trim_padding(
 ) -> None:
     """Trim in place; remarks say what was cut, or what stood in the way.
 
-    Args:
-        model: The user's graph.
-        context: Gets the remarks and the trials.
-        multiple: The length that is kept is a multiple of this.
-        mask: Name of the input that is the mask; empty to find it.
-        pack: Whether what works token by token runs on real tokens only.
+    The length that is kept is a multiple of ``multiple``. ``mask`` names the input that is the
+    mask; empty to find it. ``pack`` runs what works token by token on real tokens only.
     """
     try:
         proof = _find_mask(model, mask)
@@ -79,7 +94,7 @@ def trim_padding(
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
-    context.trials.extend(trial_batches(model, proof.mask, proof.inputs, proof.flow))
+    context.trials.extend(_trial_batches(model, proof))
     names = FreshNames(model)
     _forget_lengths(model, proof.flow)
     # Packing puts other values in place of outputs.
@@ -181,7 +196,6 @@ def _is_index(value: ir.Value) -> bool:
 
 
 def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
-    """Walk over the model with a candidate."""
     assert mask.shape is not None
     stopped = None
     for pair in (_LONG_PAIR, _MIDDLE_PAIR):
@@ -264,9 +278,8 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
 def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
     """Drop the sizes of values inside that depend on the length.
 
-    They are not called by a new name either. Where onnxruntime knows that two values are as
-    large as each other it lets them share a buffer, which makes Transpose 1.3 and attention's
-    products 1.4 times as slow, and fuses SkipLayerNormalization, slower than its parts.
+    Where onnxruntime knows that two values are equally large it lets them share a buffer,
+    which makes attention's products 1.4 times as slow, and fuses SkipLayerNormalization.
     """
     batch = flow.runs.batch
     for value in [value for node in model.graph for value in node.outputs if value.shape]:
@@ -279,3 +292,70 @@ def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
                 for size, dim in zip(sizes, value.shape, strict=True)
             ]
         )
+
+
+# What is tried
+
+
+def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
+    """Make the trials; what the model computes at real positions has to be the same."""
+    mask, flow = proof.mask, proof.flow
+    assert mask.shape is not None and mask.dtype is not None
+    rng = np.random.default_rng(17)
+    rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)
+    for name, rows, length in _BATCHES:
+        if length_fixed is not None:
+            if length == _LONG:
+                continue
+            length = length_fixed
+        if rows_fixed is not None:
+            rows = (rows * rows_fixed)[:rows_fixed]
+        real = np.zeros((len(rows), length), np.bool_)
+        for row, (front, count) in zip(real, rows, strict=True):
+            # With a fixed length the rows reach as far as it lets them.
+            row[front : length if count == _LENGTH else front + count] = True
+        feeds = {
+            str(value.name): real.astype(mask.dtype.numpy())
+            if isinstance(known, Evaluated)
+            else _array(value, known, real.shape, flow.index_limits.get(value, 2), rng)
+            for value, known in proof.inputs.items()
+            if value.name not in model.graph.initializers
+        }
+        compared = {str(v.name): _counted(flow.tokens(v), real) for v in model.graph.outputs}
+        yield Trial(name, feeds, compared, optional=length == _LONG)
+
+
+def _array(
+    value: ir.Value,
+    known: Tokens,
+    shape: tuple[int, ...],
+    limit: int,
+    rng: np.random.Generator,
+) -> NDArray[Any]:
+    symbols: dict[Factor, Any] = {BATCH: shape[0], Sequence(): shape[1]}
+    sizes = [math.prod(symbols.get(f, f) for f in axis) for axis in known.axes or ()]
+    assert value.dtype is not None
+    dtype = value.dtype.numpy()
+    if dtype.kind == "f":
+        return rng.standard_normal(sizes).astype(dtype)
+    return rng.integers(0, limit, sizes).astype(dtype)
+
+
+def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which elements of an output belong to real positions; rows without any do not count."""
+    axes = known.axes or ()
+    rank = len(axes)
+    result: NDArray[np.bool_] = np.ones([1] * rank, np.bool_)
+    batch = next((i for i, axis in enumerate(axes) if axis == (BATCH,)), None)
+    if batch is not None:
+        shape = [1] * rank
+        shape[batch] = len(real)
+        result = result & real.any(axis=1).reshape(shape)
+    for i in (i for i, axis in enumerate(axes) if sequences_of(axis)):
+        shape = [1] * rank
+        shape[i] = real.shape[1]
+        if batch is not None:
+            shape[batch] = len(real)
+        rows = real.all(axis=0) if batch is None else real if batch < i else real.T
+        result = result & rows.reshape(shape)
+    return result

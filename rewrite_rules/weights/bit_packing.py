@@ -37,10 +37,7 @@ def unpack_rows(packed: Bytes, bits: int) -> Bytes:
 
 
 def pack_rows(codes: Bytes, bits: int) -> Bytes:
-    """Pack the last axis, low bits first, each row padded with zeros to whole bytes.
-
-    uint8 ``[..., n]``, each below ``2**bits`` -> uint8 ``[..., ceil(n * bits / 8)]``.
-    """
+    """Pack uint8 ``[..., n]`` to ``[..., ceil(n * bits / 8)]``, low bits first."""
     if bits == 8:
         return codes
     per_byte = 8 // bits

@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.attributes import axes_of, axis_of, int_attribute, ints_attribute
-from rewrite_rules.graph.constants import constant_ints, require_constant, source_of
 from rewrite_rules.graph.lazy_tensors import packed_bytes
 from rewrite_rules.graph.nodes import is_dequantize_linear
-from rewrite_rules.graph.refusal import Refusal
-from rewrite_rules.weights.bit_packing import unpack
-from rewrite_rules.weights.block_quantized_weight import (
-    BlockQuantizedWeight,
-    ScaleLayout,
-    Unrepresentable,
+from rewrite_rules.graph.parameters import (
+    axes_of,
+    axis_of,
+    constant_ints,
+    int_attribute,
+    ints_attribute,
+    require_constant,
+    source_of,
+    type_attribute,
 )
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.weights.bit_packing import unpack
 from rewrite_rules.weights.strided_axes import (
     Axis,
     Run,
@@ -42,17 +45,19 @@ from rewrite_rules.weights.strided_axes import (
 )
 
 # What weights are stored as, and biases besides.
-_CODE_TYPES = frozenset(
-    {
-        *(ir.DataType.INT2, ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT32),
-        *(ir.DataType.UINT2, ir.DataType.UINT4, ir.DataType.UINT8),
-    }
-)
+_CODE_TYPES = frozenset({
+    ir.DataType.INT2, ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT32,
+    ir.DataType.UINT2, ir.DataType.UINT4, ir.DataType.UINT8,
+})  # fmt: skip
 _RENAMING = frozenset({"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 _CHUNK_ELEMENTS = 1 << 20
 _MAX_AXES = 8
 # More nodes in a row rename nothing that a fewer could not; and a cycle must end.
 _LONGEST_TRAIL = 64
+
+
+class Unrepresentable(Refusal):
+    """The weight is sound, but its layout has no description; a float constant might do."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +88,6 @@ class DequantizedOperand:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
         return self.code_tensor.dtype.bitwidth
 
     @property
@@ -93,50 +97,39 @@ class DequantizedOperand:
 
     @property
     def dtype(self) -> ir.DataType:
-        """Type of the operand."""
         return self.casts[-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the operand."""
         return tuple(math.prod(run.size for run in axis) for axis in self.axes)
 
-    def matrix(self, k_axis: int, group: int | None = None) -> BlockQuantizedWeight:
+    def matrix(self, k_axis: int, group: int = 0) -> BlockQuantizedWeight:
         """Describe the operand as ``W[K, N]``; its codes have to lie in order.
 
         ``k_axis`` is the reduced one of the last two axes; ``group`` the index before them.
         """
-        *batch, rows, columns = self.axes
-        k_run, n_run = (
-            coalesced((rows, columns)[k_axis]),
-            coalesced((rows, columns)[1 - k_axis]),
-        )
-        batch_run = coalesced(batch[0]) if batch else Run(1, 0)
-        if k_run is None or n_run is None or batch_run is None:
+        *batch, rows, columns = (coalesced(axis) for axis in self.axes)
+        k, n = (rows, columns) if k_axis == 0 else (columns, rows)
+        groups = batch[0] if batch else Run(1, 0)
+        if k is None or n is None or groups is None:
             raise Unrepresentable(
                 f"the numbers of weight {self.codes.name!r} lie at uneven steps"
             )
-        K, N = self.shape[-2:] if k_axis == 0 else self.shape[:-3:-1]
-        order = _order(k_run, n_run, K, N)
-        if order is None:
+        if (n.size == 1 or n.codes == 1) and (k.size == 1 or k.codes == n.size):
+            order = 0
+        elif (k.size == 1 or k.codes == 1) and (n.size == 1 or n.codes == k.size):
+            order = 1
+        else:
             raise Unrepresentable(
                 f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]"
             )
-        block_size = K if k_run.scales == 0 else k_run.block
-        index = group or 0
-        if index * batch_run.codes * self.bits % 8:
+        first = group * groups.codes
+        if first * self.bits % 8:
             raise Unrepresentable(
                 f"a group of weight {self.codes.name!r} starts within a byte"
             )
-        grid = ScaleLayout(
-            offset=index // batch_run.block * batch_run.scales,
-            block_step=k_run.scales,
-            column_step=n_run.scales,
-            column_block=n_run.block,
-        )
-        return BlockQuantizedWeight(
-            self, K, N, block_size, order, grid, offset=index * batch_run.codes
-        )
+        first_scale = group // groups.block * groups.scales
+        return BlockQuantizedWeight(self, k, n, order, first, first_scale)
 
     def stored_scales(self) -> npt.NDArray[Any]:
         """The scales, flat, as they are stored."""
@@ -145,8 +138,8 @@ class DequantizedOperand:
     def stored_zero_points(self) -> npt.NDArray[np.uint8]:
         """The zero points, flat, a byte each, not yet signed; there must be some."""
         assert self.zero_point_tensor is not None
-        count = np.arange(self.zero_point_tensor.size, dtype=np.int64)
-        return unpack(packed_bytes(self.zero_point_tensor), self.bits, count)
+        every = np.arange(self.zero_point_tensor.size)
+        return unpack(packed_bytes(self.zero_point_tensor), self.bits, every)
 
     def rows(self) -> Iterator[npt.NDArray[Any]]:
         """Yield the operand's numbers in order, in chunks ``[rows, last axis]``.
@@ -156,8 +149,8 @@ class DequantizedOperand:
         scales = self.stored_scales()
         zero_points = None
         if self.zero_point_tensor is not None:
-            count = np.arange(self.zero_point_tensor.size, dtype=np.int64)
-            zero_points = _integers(self.zero_point_tensor, count)
+            every = np.arange(self.zero_point_tensor.size)
+            zero_points = _integers(self.zero_point_tensor, every)
         row_codes, row_scales = offsets(self.axes[:-1])
         codes_along, scales_along = offsets(self.axes[-1:])
         step = max(1, _CHUNK_ELEMENTS // codes_along.size)
@@ -174,11 +167,78 @@ class DequantizedOperand:
             yield product
 
 
-def dequantize_chain(value: ir.Value | None) -> list[ir.Node] | None:
-    """The nodes from a DequantizeLinear on a candidate constant to ``value``, in order.
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockQuantizedWeight:
+    """A constant weight ``W[K, N]`` in blocks along K; tensors by reference, never unpacked.
 
-    None where ``value`` comes from elsewhere, or what is dequantised is computed at run time.
+        W[k, n] = (codes[k, n] - zero_points[k // block_size, n]) * scales[k // block_size, n]
+
+    One scale for a whole column, or for the whole weight, is a block as long as K.
+
+    Attributes:
+        operand: The dequantised operand that it is, or is a part of: codes, scales, types.
+        k, n: Where neighbours along K and along N lie.
+        k_axis: 0 when the codes lie as ``[K, N]``, row-major; 1 when as ``[N, K]``.
+        first, first_scale: Elements of the codes and of the scales before the weight's own.
     """
+
+    operand: DequantizedOperand
+    k: Run
+    n: Run
+    k_axis: int
+    first: int
+    first_scale: int
+
+    @property
+    def K(self) -> int:
+        return self.k.size
+
+    @property
+    def N(self) -> int:
+        return self.n.size
+
+    @property
+    def block_size(self) -> int:
+        """Neighbours along K that share one scale; K where a column has only one."""
+        return self.k.block if self.k.scales else self.K
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """What tells its scales from those of other parts of the operand."""
+        return self.first_scale, self.k.scales, self.n.scales, self.n.block
+
+    @property
+    def lossless_dtype(self) -> ir.DataType:
+        """The wider type of the consumer's and the scales': no scale loses bits in it."""
+        types = (self.operand.dtype, self.operand.scale_tensor.dtype)
+        return max(types, key=lambda dtype: dtype.bitwidth)
+
+    @property
+    def one_block(self) -> bool:
+        """Whether each column has a single scale, so that any block size fits."""
+        return self.block_size >= self.K
+
+    def blocks(self, block_size: int) -> int:
+        """Blocks per column, ``ceil(K / block_size)``; the last one may be short."""
+        return -(-self.K // block_size)
+
+    def cuts(self, block_size: int) -> int:
+        """How many blocks of ``block_size``, a divisor, each stored block is cut into."""
+        return self.blocks(block_size) if self.one_block else self.block_size // block_size
+
+    def grid_rows(
+        self, stored: npt.NDArray[Any], block_size: int
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Yield scales or zero points ``[columns, blocks]`` of successive columns."""
+        block = np.arange(self.blocks(block_size)) // self.cuts(block_size) * self.k.scales
+        column = np.arange(self.N) // self.n.block * self.n.scales + self.first_scale
+        step = max(1, _CHUNK_ELEMENTS // 4 // block.size)
+        for start in range(0, self.N, step):
+            yield stored[column[start : start + step, None] + block]
+
+
+def dequantize_chain(value: ir.Value | None) -> list[ir.Node] | None:
+    """Return the nodes from a DQ of a candidate constant to ``value``; else None."""
     trail: list[ir.Node] = []
     while value is not None and (node := value.producer()) is not None:
         if len(node.outputs) != 1 or len(trail) >= _LONGEST_TRAIL:
@@ -202,11 +262,24 @@ def is_layout_op(node: ir.Node) -> bool:
     return node.op_type in _RENAMING and node.domain == ""
 
 
+def renamed_values(
+    value: ir.Value, follows: Callable[[ir.Node], bool] = is_layout_op
+) -> list[ir.Value]:
+    """Return a value, and what nodes that are followed make of it, their first input."""
+    found, seen = [value], {value}
+    for each in found:  # grows
+        for node, index in each.uses():
+            if index == 0 and len(node.outputs) == 1 and follows(node):
+                found += [out for out in node.outputs if out not in seen]
+                seen.update(node.outputs)
+    return found
+
+
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
     """Read what :func:`dequantize_chain` found.
 
-    Refused: what a caller can change, or is malformed; the text names the tensor, what was
-    found and what would be needed. Unrepresentable: a sound layout without a description.
+    Refused: what a caller can change, or is malformed. Unrepresentable: a sound layout without
+    a description.
     """
     operand = _read_dequantize(trail[0])
     for node in trail[1:]:
@@ -216,16 +289,16 @@ def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
 
 def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     inputs = [*dq.inputs, None, None, None]
-    codes, code_tensor = _input(inputs[0], "weight")
-    scales, scale_type = inputs[1], 0
+    codes, code_tensor = require_constant(inputs[0], "weight")
+    scales, scale_type = inputs[1], None
     cast = None if scales is None else source_of(scales).producer()
     if cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
         # Stored in fewer bits than they are used in; onnxruntime folds it at the start.
-        scales, scale_type = cast.inputs[0], int_attribute(cast, "to", 0)
-    scales, scale_tensor = _input(scales, "scale")
+        scales, scale_type = cast.inputs[0], type_attribute(cast, "to")
+    scales, scale_tensor = require_constant(scales, "scale")
     zero_points, zero_point_tensor = None, None
     if inputs[2] is not None:
-        zero_points, zero_point_tensor = _input(inputs[2], "zero point")
+        zero_points, zero_point_tensor = require_constant(inputs[2], "zero point")
 
     if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
@@ -241,8 +314,7 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
             f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
             "fuse"
         )
-    scale_type = scale_type or int(scale_tensor.dtype)
-    dtype = _data_type(int_attribute(dq, "output_dtype", 0) or scale_type)
+    dtype = type_attribute(dq, "output_dtype") or scale_type or scale_tensor.dtype
     axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
     if zero_points is not None and zero_point_tensor is not None:
         if zero_point_tensor.dtype != code_tensor.dtype:
@@ -329,7 +401,7 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     if node.op_type == "Identity":
         return operand
     if node.op_type == "Cast":
-        dtype = _data_type(int_attribute(node, "to", 0))
+        dtype = type_attribute(node, "to") or ir.DataType.UNDEFINED
         return dataclasses.replace(operand, casts=(*operand.casts, dtype))
     if node.op_type == "Transpose":
         order = list(range(len(operand.axes)))
@@ -380,11 +452,7 @@ def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
 
 
 def _check_scales(operand: DequantizedOperand) -> None:
-    """Refuse scales that are not numbers, or that make numbers vanish.
-
-    A scale of 0 is what quantizers write for a block of zeros, and is right there: all its
-    codes are the zero point.
-    """
+    """Refuse scales that are not numbers, or are 0 under codes other than the zero point."""
     scales = operand.stored_scales()
     any_zero = False
     for start in range(0, scales.size, _CHUNK_ELEMENTS):
@@ -396,12 +464,8 @@ def _check_scales(operand: DequantizedOperand) -> None:
                 f"scale {operand.scales.name!r} holds {chunk[at]} (element {start + at})"
             )
         any_zero = any_zero or not chunk.all()
-    if any_zero:
-        _check_zero_scales(operand, scales)
-
-
-def _check_zero_scales(operand: DequantizedOperand, scales: npt.NDArray[Any]) -> None:
-    """Refuse a scale of 0 under codes that differ from the zero point."""
+    if not any_zero:
+        return
     # The numbers themselves, with every scale but 0 taken away: any that is left stood for
     # something.
     tensor = ir.Tensor((scales == 0).astype(np.float32))
@@ -415,22 +479,6 @@ def _check_zero_scales(operand: DequantizedOperand, scales: npt.NDArray[Any]) ->
             )
 
 
-def _data_type(number: int) -> ir.DataType:
-    try:
-        return ir.DataType(number)
-    except ValueError:
-        raise Refusal(f"type {number} is none of ONNX") from None
-
-
-def _order(k_run: Run, n_run: Run, K: int, N: int) -> int | None:
-    """0 when codes lie as [K, N], row-major, 1 when as [N, K], None when as neither."""
-    if (N == 1 or n_run.codes == 1) and (K == 1 or k_run.codes == N):
-        return 0
-    if (K == 1 or k_run.codes == 1) and (N == 1 or n_run.codes == K):
-        return 1
-    return None
-
-
 def _integers(
     tensor: ir.TensorProtocol, at: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int16 | np.int32]:
@@ -442,12 +490,6 @@ def _integers(
     if tensor.dtype.is_signed():
         values -= (values >> (bits - 1)) << bits
     return values
-
-
-def _input(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
-    if value is None:
-        raise Refusal(f"{role} is missing")
-    return require_constant(value, role)
 
 
 def _type_name(tensor: ir.TensorProtocol) -> str:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Writes a dequantised constant as the float constant that DequantizeLinear would make.
-
-For weights that no fast kernel takes: unpacked once, while the model is saved, instead of at
-every inference. The numbers are DequantizeLinear's own, bit for bit.
-"""
+"""Writes a dequantised constant as the float constant that DequantizeLinear would make."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Where the elements of a reshaped, transposed tensor lie in the tensor that is stored.
 
-A dequantised weight reaches its consumer through any number of Reshape, Transpose, Squeeze and
-Unsqueeze nodes. None of them moves a number relative to its scale; they only name the axes
-anew. An axis is therefore kept as runs of adjacent elements, outermost first, each with the
-step that it takes through the codes and through the scales:
+Layout operators between a dequantised weight and its consumer move no number relative to its
+scale; they only name the axes anew. An axis is therefore kept as runs of adjacent elements,
+outermost first, each with the step that it takes through the codes and through the scales:
 
     stored int4 [N, blocks, 32]   (N, step 32 * blocks), (blocks, step 32), (32, step 1)
     Reshape to [N, K]             (N, step K), (K, step 1)
@@ -23,10 +22,10 @@ import numpy.typing as npt
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Neighbours that lie at even steps.
+    """Neighbours at even steps.
 
     Element ``i`` has its code at ``i * codes`` and its scale at ``(i // block) * scales``,
-    both counted in elements of the stored tensors.
+    counted in elements of the stored tensors.
     """
 
     size: int
@@ -50,10 +49,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reshape(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...] | None:
-    """Regroup the runs for a shape of as many elements; None where a run cannot be split so.
-
-    That is the case for a ragged last block, and for sizes without a common factor.
-    """
+    """Regroup the runs for another shape; None where a run, or a ragged block, is cut."""
     rest = [run for axis in axes for run in axis][::-1]  # a stack, the outermost on top
     result = []
     for size in shape:

@@ -61,13 +61,4 @@ class TransformerFusion(Pass):
         """Rewrite in place; see :mod:`.fuse`."""
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
-        options = TransformerOptions(
-            self.norms,
-            self.grouped_queries,
-            self.rotary,
-            self.attention,
-            self.projections,
-            self.activations,
-            self.kv_cache,
-        )
-        fuse_transformer(model, options, context)
+        fuse_transformer(model, TransformerOptions(**dataclasses.asdict(self)), context)

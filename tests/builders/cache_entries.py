@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from ortplugins.artifacts.manifest import Entry
+from ortplugins.artifacts.directory import Entry
 from ortplugins.artifacts.store import ArtifactCache
 
 DAY = 86400.0

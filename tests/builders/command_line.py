@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import subprocess
 import sys
 import warnings
+from typing import Any
 from unittest import mock
 
 from ortplugins.cli import main
@@ -30,3 +32,26 @@ def ortplugins_command(*arguments: object) -> subprocess.CompletedProcess[str]:
             code = left.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(argv, code or 0, out.getvalue(), errors.getvalue())
+
+
+def printed(*arguments: object) -> str:
+    """Run a command that ends well and without a word of warning; return what it printed."""
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), arguments
+    return done.stdout
+
+
+def as_json(*arguments: object) -> Any:
+    """Return what a command prints with ``--format json``."""
+    return json.loads(printed(*arguments, "--format", "json"), parse_constant=_no_json)
+
+
+def _no_json(text: str) -> None:
+    raise AssertionError(f"{text} is not JSON")
+
+
+def refused(*arguments: object) -> str:
+    """Run a command that cannot be used so, and return its one sentence."""
+    done = ortplugins_command(*arguments)
+    assert (done.returncode, done.stdout) == (2, ""), arguments
+    return done.stderr

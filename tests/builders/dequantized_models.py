@@ -135,6 +135,20 @@ def run(
     return session(model, optimised=optimised).run(None, dict(feeds))
 
 
+def assert_same_outputs(
+    actual: ir.Model | onnx.ModelProto,
+    expected: ir.Model | onnx.ModelProto,
+    feeds: Mapping[str, npt.NDArray],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Run both models unoptimised and compare all outputs; by default every number stays."""
+    for a, b in zip(run(actual, feeds), run(expected, feeds), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
 def relative_error(actual: npt.NDArray, expected: npt.NDArray) -> float:
     """Greatest difference over the greatest expected magnitude."""
     difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max()

@@ -34,15 +34,7 @@ _OF_THE_SHELL = re.compile(r"[$`*?~|&;<>(){}]")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block.
-
-    Attributes:
-        page: The file's name.
-        line: Of its first line of text, counted from 1.
-        language: As the fence says; empty for none.
-        text: What is between the fences.
-        reason: Why it does not run; None if it does.
-    """
+    """One fenced block, as its fence and the line before it say."""
 
     page: str
     line: int
@@ -56,12 +48,7 @@ class Block:
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
-    """Yield the blocks of a page.
-
-    Raises:
-        ValueError: If a fence is indented, stays open, has a language that is in neither list,
-            or a reason stands before no block that would run.
-    """
+    """Yield the blocks of a page; ValueError for what would neither run nor say why not."""
     opened: tuple[int, str, str | None] | None = None
     body: list[str] = []
     reason: tuple[int, str] | None = None
@@ -110,17 +97,7 @@ def commands(script: str) -> list[list[str]] | None:
 
 
 def run_blocks(blocks: list[Block], call: Callable[[list[str]], int], **names: object) -> None:
-    """Run the blocks of one page in the current folder.
-
-    Args:
-        blocks: In the order of the page.
-        call: Runs the command line ``ortplugins`` with arguments; returns its exit status.
-        **names: What pages take from the reader's own program.
-
-    Raises:
-        AssertionError: If a command fails.
-        Exception: What a Python block raises.
-    """
+    """Run the blocks of one page in this folder; ``call`` returns the status of a command."""
     namespace: dict[str, Any] = {"__name__": "__main__", **names}
     for block in blocks:
         if block.reason is not None or block.language not in RUN:

@@ -68,17 +68,7 @@ def encoder(
     extra: dict[str, NDArray[Any]] | None = None,
     output: str = "float",
 ) -> onnx.ModelProto:
-    """Return ``embedding -> attention of one head -> head``.
-
-    Args:
-        mask: Nodes from ``scores`` ``[batch, sequence, sequence]`` to ``masked``.
-        head: Nodes from ``hidden`` ``[batch, sequence, 8]`` to ``y``.
-        shape: Of ``input_ids`` and ``attention_mask``.
-        mask_type: Type of ``attention_mask``.
-        opset: Version of the default domain.
-        extra: More constants.
-        output: Type of ``y``.
-    """
+    """Return ``embedding -> attention of one head -> head``, with more constants."""
     rng = np.random.default_rng(3)
     constants: dict[str, NDArray[Any]] = {
         "table": rng.standard_normal((VOCABULARY, HIDDEN)).astype(np.float32),

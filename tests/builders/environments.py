@@ -16,14 +16,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache"
 
 
 def python_with(home: Path, *calls: tuple[str, ...]) -> Path:
-    """Return the interpreter of an environment, made at the first call.
-
-    Without one, tests are skipped; where nobody would see that, they fail.
-
-    Args:
-        home: Where it is.
-        calls: What to install, for one call of pip each.
-    """
+    """Return the interpreter of an environment, made at the first call; else skip the test."""
     python, reason = _environment(home, calls)
     if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
         pytest.fail(reason, pytrace=False)

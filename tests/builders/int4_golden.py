@@ -104,10 +104,7 @@ def searches(int4):
     """The AWQ searches: exponents and scales per node and per activation, ratios per block."""
     gains = np.linspace(0.02, 3, 48, dtype=np.float32) ** 2
     inputs = [{"x": numbers(seed, 1, 12, 48) * gains} for seed in (1, 2, 3)]
-    pack = [
-        packed("a", weight(4, 48, 20)),
-        packed("b", weight(5, 48, 12), transposed=True),
-    ]
+    pack = [packed("a", weight(4, 48, 20)), packed("b", weight(5, 48, 12), transposed=True)]
     places = [None, None]
     helpers, _ = int4.run_awq_scale_search_per_node(
         pack, "model.onnx", 48, False, Session(), places, inputs, "", False, False, [], {}

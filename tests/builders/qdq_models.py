@@ -50,15 +50,7 @@ def quantized(
     default: QuantizationGrid | None = None,
     zero_points: bool = True,
 ) -> ir.Model:
-    """Put a pair behind every float activation of the top graph.
-
-    Args:
-        text: Of the float graph.
-        grids: By names of tensors; others get ``default``.
-        opset: Of the standard operators.
-        default: See ``grids``.
-        zero_points: Whether Q and DQ have one; without, grids are uint8 of zero point 0.
-    """
+    """Put a pair behind every float activation; without zero points, grids are uint8 of 0."""
     model = parse(text, opset)
     graph = model.graph
     real = next(value.dtype for value in graph.inputs if value.dtype.is_floating_point())
@@ -131,10 +123,7 @@ def refused(model: ir.Model, words: str, **options: object) -> None:
 
 
 def chains(model: ir.Model) -> set[str]:
-    """Each path from an operator to an operator over Q and DQ, as ``P>u8>u16>C``.
-
-    Inputs and outputs of the graph are called by their names.
-    """
+    """Each path between operators over Q and DQ, as ``P>u8>u16>C``; inputs by their names."""
     short = {"UINT8": "u8", "INT8": "i8", "UINT16": "u16", "INT16": "i16"}
     found = set()
 

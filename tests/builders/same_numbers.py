@@ -27,13 +27,7 @@ def session(
     optimised: bool = False,
     accuracy_level: int | None = None,
 ) -> ort.InferenceSession:
-    """Open a model as it stands: without onnxruntime's own fusions, where not asked for.
-
-    Args:
-        model: Or the path of one.
-        optimised: Whether onnxruntime's optimisers run.
-        accuracy_level: Of the weights that these fuse; None for their default.
-    """
+    """Open a model, or a path, as it stands; a level is that of onnxruntime's own fusion."""
     options = ort.SessionOptions()
     if accuracy_level is not None:
         key = "session.qdq_matmulnbits_accuracy_level"

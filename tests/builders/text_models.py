@@ -69,6 +69,21 @@ def text_model(
     return model
 
 
+def model_of_nodes(
+    nodes: Sequence[onnx.NodeProto],
+    tensors: Sequence[onnx.TensorProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[str | onnx.ValueInfoProto],
+    opset: int = 21,
+) -> onnx.ModelProto:
+    """Return the model of nodes that no text could hold; outputs may have a name alone."""
+    ends = [onnx.ValueInfoProto(name=end) if isinstance(end, str) else end for end in outputs]
+    graph = helper.make_graph(nodes, "graph", inputs, ends, tensors)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    version = 13 if opset == 25 else 10
+    return helper.make_model(graph, opset_imports=imports, ir_version=version)
+
+
 def quoted(names: Iterable[str]) -> str:
     """Names as they stand in the text, whatever signs they hold."""
     return ", ".join(f'"{name}"' for name in names)
@@ -201,7 +216,9 @@ def add_weights(graph: onnx.GraphProto, weights: Mapping[str, npt.ArrayLike]) ->
         graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
 
 
-def model_of(text: str, weights: Mapping[str, npt.ArrayLike], **options: int) -> ir.Model:
+def model_of(
+    text: str, weights: Mapping[str, npt.ArrayLike] | None = None, **options: int
+) -> ir.Model:
     """Return the same as an ``onnx_ir.Model``."""
     return ir.from_proto(proto_of(text, weights, **options))
 

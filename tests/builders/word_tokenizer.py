@@ -10,12 +10,7 @@ import tokenizers
 
 
 def write_tokenizer(path: Path, words: Sequence[str]) -> None:
-    """Write a ``tokenizer.json`` that puts the first two words around a text.
-
-    Args:
-        path: The file.
-        words: The vocabulary, words between spaces; the third is for all others.
-    """
+    """Write a tokenizer that puts the first two words around a text; the third is [UNK]."""
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel(vocabulary, unk_token=words[2])

@@ -2,7 +2,7 @@
 """Packages that open their own sessions, under ``ortplugins run``: ``make test-packages``.
 
 pytest collects files called ``test_*.py``, so that this one runs only where it is named. Each
-program beside it runs twice, by python and by ``ortplugins run``, in a virtual environment
+program of programs.py runs twice, by python and ``ortplugins run``, in a virtual environment
 with the package, made once in .cache/packages. Models come with the packages, or are
 all-MiniLM-L6-v2 from a wheel.
 """
@@ -142,13 +142,13 @@ def results(
     program: str, kind: str, start: list[str], *arguments: str, folder: Path
 ) -> tuple[dict[str, npt.NDArray], list[str]]:
     """Run a program; return what it computed, and what was printed of its sessions."""
-    script = Path(__file__).with_name(f"{program}.py")
     output = folder / "results.npz"
     done = subprocess.run(
         [
             python_with(CACHE / "packages" / kind, *ENVIRONMENTS[kind]),
             *start,
-            script,
+            Path(__file__).with_name("programs.py"),
+            program,
             *arguments,
             output,
         ],

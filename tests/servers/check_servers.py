@@ -44,28 +44,16 @@ WORKER = re.compile(r"worker (\d+): (\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A way to serve the model.
-
-    Attributes:
-        name: As the table has it.
-        folder: Of its example.
-        packages: To install beside ortplugins.
-        command: Its program, in the environment, and arguments; ``{port}`` and ``{folder}``,
-            for files of its own, are filled in.
-        path: Of a request.
-        body: Makes the JSON of a request.
-        answer: Finds the vectors in the JSON of an answer.
-        load: Path of a request that brings a killed worker back, where nothing else does.
-    """
+    """A way to serve the model."""
 
     name: str
     folder: str
     packages: tuple[str, ...]
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # in the environment; {port} and {folder} are filled in
     path: str = "/embed"
     body: Callable[[Sequence[str]], Any] = lambda texts: {"texts": texts}
     answer: Callable[[Any], Any] = lambda found: found["embeddings"]
-    load: str = ""
+    load: str = ""  # path that brings a killed worker back, where nothing else does
 
 
 def triton_body(texts: Sequence[str]) -> Any:

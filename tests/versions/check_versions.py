@@ -47,13 +47,7 @@ SHOWN = 25  # failures in one message
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One optimised file of a case.
-
-    Attributes:
-        model: As ``run_models.py`` names it.
-        remarks: What was said of each node.
-        refused: Whether a weight was left as it was.
-    """
+    """One optimised file of a case; the model is named as in ``run_models.py``."""
 
     model: str
     remarks: tuple[str, ...]
@@ -71,14 +65,7 @@ Settings = tuple[int, str, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Every file of every case.
-
-    Attributes:
-        folder: Holds them.
-        cases: By name.
-        originals: By name of the case.
-        variants: By settings, then by name of the case.
-    """
+    """Every file of every case, by name of the case."""
 
     folder: Path
     cases: dict[str, LayoutCase]
@@ -168,13 +155,7 @@ def python_of(version: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one version made of one model at one level of its optimisers.
-
-    Attributes:
-        off: Greatest relative error; infinite for a wrong shape, NaN or infinity. None where
-            it did not run.
-        error: Why it did not run.
-    """
+    """What one version made of one model: its greatest relative error, or why none."""
 
     off: float | None
     error: str = ""

@@ -1,30 +1,51 @@
 # SPDX-License-Identifier: MIT
-"""onnxruntime's quantiser with four changes, and tensor overrides as it takes them.
+"""onnxruntime's calibrators and quantiser: ranges of samples, and the all-8-bit QDQ graph.
 
-It removes a Relu or Clip that the 8-bit range does itself: not where one side of it will be
-of another type, and the removed name is kept. A tensor without a range is an error that names
-it. Tensors that would share the parameters of one that is never quantised are an error; there,
-they are waited for without end. A Softmax in float16 gets a float16 scale.
+onnxruntime removes a Relu or Clip that the 8-bit range does itself: here not where one side of
+it will be of another type, and the removed name is kept. A tensor without a range is an error
+that names it. Tensors that would share the parameters of one that is never quantised are an
+error; there, they are waited for without end. A Softmax in float16 gets a float16 scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import dataclasses
+import functools
+import io
+import logging
+import os
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
+import onnx_ir as ir
 import onnxruntime
-from onnxruntime.quantization import QDQQuantizer, QuantType
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QDQQuantizer,
+    QuantType,
+    create_calibrator,
+)
 from onnxruntime.quantization.calibrate import TensorData
+from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.samples.sources import Feed, KeptSamples
+from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     Overrides,
     TensorOverride,
 )
-from session_options.override_json import quant_type_name
+
+OP_TYPES = sorted({*QLinearOpsRegistry, *QDQRegistry})
+"""All operators that onnxruntime can quantise."""
 
 _OVERRIDDEN = (
     "try_replacing_upstream_output",
@@ -32,9 +53,171 @@ _OVERRIDDEN = (
     "_make_tensor_scale_zp_initializers",
     "_quantize_sharing_param_tensors",
 )
+_FLOATS: dict[int, type[np.floating[Any]]] = {
+    onnx.TensorProto.FLOAT: np.float32,
+    onnx.TensorProto.FLOAT16: np.float16,
+}
 
 
-class EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
+CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
+
+# Smallest and greatest value of each activation, of the activation's own type: from float16
+# onnxruntime computes another scale than from the same number in float32.
+Ranges = dict[str, tuple[np.generic, np.generic]]
+
+
+def calibrate(
+    path: Path,
+    samples: KeptSamples,
+    method: str,
+    op_types: Sequence[str],
+    providers: Sequence[Any],
+) -> Ranges:
+    """Return the range of each activation of a model, beside which onnxruntime writes."""
+    try:
+        calibrator = create_calibrator(
+            path,
+            list(op_types),
+            augmented_model_path=os.fspath(path.with_name("augmented.onnx")),
+            calibrate_method=CalibrationMethod[method],
+            use_external_data_format=True,
+            providers=list(providers),
+        )
+        for feeds in _rounds(samples, method):
+            take = functools.partial(next, iter(feeds), None)
+            calibrator.collect_data(types.SimpleNamespace(get_next=take))
+        found = calibrator.compute_data()
+    except CalibrationError:
+        raise
+    except Exception as error:  # whatever the session or numpy raise
+        raise CalibrationError(
+            f"onnxruntime's {method} calibrator failed: {type(error).__name__}: {error}"
+        ) from error
+    return {
+        name: tuple(np.asarray(end).reshape(-1)[0] for end in data.range_value)
+        for name, data in found.items()
+    }
+
+
+def _rounds(samples: KeptSamples, method: str) -> Iterator[Iterable[Feed]]:
+    """All samples in one go, as onnxruntime has it; of several shapes, one by one.
+
+    Histograms are made of an array of all samples, which those of several shapes can't form.
+    """
+    if method != "MinMax":
+        samples.read_all()
+        shapes = {
+            tuple((name, array.shape) for name, array in sorted(feed.items()))
+            for feed in samples
+        }
+        if len(shapes) > 1:
+            yield from ([feed] for feed in samples)
+            return
+    yield samples
+
+
+@contextlib.contextmanager
+def quiet_quantizer() -> Iterator[list[str]]:
+    """Keep onnxruntime's quantiser from printing; yield what it warns of, as it does.
+
+    It writes to stdout and to the root logger; other loggers are left alone.
+    """
+    messages: list[str] = []
+
+    def others(record: logging.LogRecord) -> bool:
+        if os.path.join("onnxruntime", "quantization") not in record.pathname:
+            return True
+        if record.levelno >= logging.WARNING:
+            messages.append(record.getMessage())
+        return False
+
+    root = logging.getLogger()
+    # Without any handler, logging.warning() would give the root one that stays.
+    handler = logging.NullHandler()
+    root.addHandler(handler)
+    root.addFilter(others)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield messages
+    finally:
+        root.removeFilter(others)
+        root.removeHandler(handler)
+
+
+def quantize_to_eight_bits(
+    path: Path,
+    ranges: Mapping[str, tuple[float, float] | tuple[np.generic, np.generic]],
+    overrides: Overrides,
+    converted: Collection[str],
+    activation_type: ir.DataType,
+    weight_type: ir.DataType,
+    **settings: Any,
+) -> tuple[ir.Model, dict[str, tuple[float, float]], dict[str, str]]:
+    """Quantise the model of a temporary folder, where shape inference writes.
+
+    Overrides of initializers are passed on; of activations, all but other types. ``converted``
+    are the activations that will have two types. Return the QDQ graph; the ranges of float
+    tensors as they were used: the input of a Relu has its output's, Softmax 0 to 1; and inputs
+    of Relu and Clip nodes that are gone, each with the output that took its place.
+    """
+    proto = load_model_with_shape_infer(path)
+    dtypes = _float_types(proto.graph)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    known: dict[str, Any] = dict(ranges)
+    given: dict[str, list[dict[str, Any]]] = {}
+    for name, entries in overrides.items():
+        if name not in initializers and entries:
+            entry = entries[0]
+            known[name] = _fixed_range(entry, ranges.get(name), activation_type)
+            if entry.quant_type in (None, activation_type):
+                entry = dataclasses.replace(entry, quant_type=activation_type, convert=None)
+            else:
+                entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
+            entries = (entry,)
+        given |= to_onnxruntime({name: entries}, dtypes.get(name, np.float32))
+    tensors_range, infinite = {}, {}
+    for name, (low, high) in known.items():
+        if not (np.isfinite(low) and np.isfinite(high)):
+            if name in ranges:
+                infinite[name] = f"its range is {low} to {high}"
+            continue
+        dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
+        ends = (np.asarray(end, dtype) for end in (low, high))
+        tensors_range[name] = TensorData(**dict(zip(("lowest", "highest"), ends, strict=True)))
+    try:
+        quantizer = _EightBitQuantizer(
+            converted,
+            infinite,
+            dtypes,
+            model=proto,
+            reduce_range=False,
+            weight_qType=_quant_type(weight_type),
+            activation_qType=_quant_type(activation_type),
+            tensors_range=tensors_range,
+            extra_options={"TensorQuantOverrides": given},
+            **settings,
+        )
+        quantizer.quantize_model()
+        quantizer.model.topological_sort()
+    except QuantizationError:
+        raise
+    except Exception as error:  # anything, AssertionError among it
+        raise QuantizationError(
+            f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
+        ) from error
+    # onnxruntime adjusts some, then overrides have the last word.
+    used = {}
+    for name, data in tensors_range.items():
+        low, high = (float(end) for end in data.range_value)
+        entry = next(iter(overrides.get(name, ())), TensorOverride())
+        used[name] = (
+            low if entry.rmin is None else entry.rmin,
+            high if entry.rmax is None else entry.rmax,
+        )
+    return ir.from_proto(quantizer.model.model), used, quantizer.renamed
+
+
+class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
     """Makes an 8-bit QDQ graph.
 
     Attributes:
@@ -49,17 +232,7 @@ class EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has 
         dtypes: Mapping[str, type[np.floating[Any]]],
         **arguments: Any,
     ) -> None:
-        """Take what onnxruntime's class takes, and more.
-
-        Args:
-            converted: Activations that will have two types.
-            infinite: Why some activations have no range.
-            dtypes: Float types of tensors.
-            arguments: For the base class.
-
-        Raises:
-            QuantizationError: If the base class lacks a method that is overridden here.
-        """
+        """Take activations that will have two types, why some have no range, and all types."""
         for name in _OVERRIDDEN:
             if not callable(getattr(QDQQuantizer, name, None)):
                 raise QuantizationError(
@@ -121,13 +294,6 @@ def to_onnxruntime(
 
     Types become members of its QuantType, scales, zero points and ranges arrays of the type
     that it asserts, consumers a set.
-
-    Args:
-        overrides: From :func:`.read_overrides`, for instance.
-        float_dtype: Of the model's activations, float32 or float16: the scales' type.
-
-    Raises:
-        OverrideError: If a zero point has no ``quant_type`` beside it, or lies outside of it.
     """
     return {
         name: [
@@ -141,7 +307,7 @@ def _fields(override: TensorOverride, real: npt.DTypeLike, what: str) -> dict[st
     fields: dict[str, Any] = {}
     quant_type = override.quant_type
     if quant_type is not None:
-        fields["quant_type"] = QuantType[quant_type_name(quant_type)]
+        fields["quant_type"] = _quant_type(quant_type)
     if (zero_point := override.zero_point) is not None:
         if quant_type is None:
             raise OverrideError(f"{what}: 'zero_point' needs 'quant_type' beside it")
@@ -165,3 +331,64 @@ def _fields(override: TensorOverride, real: npt.DTypeLike, what: str) -> dict[st
     if override.recv_nodes is not None:
         fields["recv_nodes"] = set(override.recv_nodes)
     return fields
+
+
+def _float_types(graph: onnx.GraphProto) -> dict[str, type[np.floating[Any]]]:
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return {name: _FLOATS[kind] for name, kind in types.items() if kind in _FLOATS}
+
+
+def _fixed_range(
+    entry: TensorOverride, known: Any, activation_type: ir.DataType
+) -> tuple[np.generic, np.generic]:
+    """Return the range of an activation with an override: no sample need have reached it."""
+    low, high = known or (np.float32(np.nan), np.float32(np.nan))
+    if entry.scale is not None and entry.zero_point is not None:
+        codes = np.iinfo((entry.quant_type or activation_type).numpy())
+        low = np.float32((int(codes.min) - entry.zero_point) * entry.scale)
+        high = np.float32((int(codes.max) - entry.zero_point) * entry.scale)
+    low = low if entry.rmin is None else np.float32(entry.rmin)
+    high = high if entry.rmax is None else np.float32(entry.rmax)
+    return low, high
+
+
+def _quant_type(dtype: ir.DataType) -> Any:
+    return next(kind for kind in QuantType if kind.tensor_type == dtype)
+
+
+def converted_tensors(
+    graph: ir.Graph,
+    overrides: Overrides,
+    promote: Collection[str],
+    activation_type: ir.DataType,
+) -> frozenset[str]:
+    """Return the activations that some node will write, or read, in another type than others.
+
+    Only what the nearest nodes of each named tensor bring about; groups of operators that
+    share a type may reach further.
+    """
+    first = {name: entries[0] for name, entries in overrides.items() if entries}
+    named = {*promote} | {
+        name
+        for name, entry in first.items()
+        if entry.quant_type not in (None, activation_type)
+    }
+    result = {name for name, entry in first.items() if entry.convert is not None}
+    activations = [value for value in graph.inputs if value.name not in graph.initializers]
+    activations += [value for node in graph for value in node.outputs]
+    nodes = {node for node in graph if label(node) in named}
+    for value in activations:
+        if value.name in named:
+            nodes.update(value.consumers())
+            if (producer := value.producer()) is not None:
+                nodes.add(producer)
+    for value in activations:
+        writer = value.producer()
+        written = value.name in named or writer in nodes
+        if writer is not None and any(
+            (reader in nodes) != written for reader in value.consumers()
+        ):
+            result.add(value.name or "")
+    return frozenset(result)

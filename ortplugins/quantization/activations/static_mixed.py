@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
@@ -28,39 +29,28 @@ from ortplugins.model_io.loading import LoadedModel, ModelLike, load_model, same
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
-    needs_data_file,
+    has_data_file,
     save_with_data,
     scratch_within,
 )
 from ortplugins.model_io.staged import stage
-from ortplugins.quantization.activations.arguments import (
-    check_float_model,
-    check_names_given,
-    quant_type_of,
-    selected_nodes,
-)
-from ortplugins.quantization.activations.eight_bit_graph import (
-    EightBitGraph,
-    converted_tensors,
-    quantize_to_eight_bits,
-)
-from ortplugins.quantization.activations.ranges import (
-    CALIBRATION_METHODS,
-    calibrate,
-    quiet_quantizer,
-)
-from ortplugins.quantization.selection import Pattern
+from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
-from ortplugins.samples.kept import KeptSamples
-from ortplugins.samples.sources import CalibrationSource
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from rewrite_rules.closest_name import did_you_mean
+from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    Activation,
+    OverrideError,
+    Overrides,
     TensorOverride,
+    check_overrides,
 )
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
-from session_options.override_json import read_overrides
+from session_options.override_json import read_overrides, read_quant_type
 from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
@@ -161,6 +151,14 @@ def quantize_static_mixed(
             onnxruntime can't quantise the model. No output is written, whatever is raised.
         OSError: If a file can't be written.
     """
+    from ortplugins.quantization.activations.onnxruntime_quantizer import (
+        CALIBRATION_METHODS,
+        OP_TYPES,
+        converted_tensors,
+        quantize_to_eight_bits,
+        quiet_quantizer,
+    )
+
     output = None if model_output is None else Path(model_output)
     if output is not None:
         check_output(model_input, output, overwrite)
@@ -172,8 +170,8 @@ def quantize_static_mixed(
             f"calibrate_method is {method!r}: one of {', '.join(CALIBRATION_METHODS)} is "
             "expected"
         )
-    activation = quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
-    op_types = list(op_types_to_quantize or ()) or _quantisable()
+    activation = _quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
+    op_types = list(op_types_to_quantize or ()) or OP_TYPES
     if isinstance(overrides, str) and overrides.startswith("@"):
         overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
     wanted = BoundaryOptions(
@@ -184,13 +182,13 @@ def quantize_static_mixed(
     )
     loaded = load_model(model_input)
     graph = loaded.model.graph
-    check_float_model(loaded, per_channel, op_types_to_quantize)
-    check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
-    weights = quant_type_of(weight_type, "weight_type", _WEIGHTS)
+    _check_float_model(loaded, per_channel, op_types_to_quantize)
+    _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
+    weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
     settings = {
         "per_channel": per_channel,
-        "nodes_to_quantize": selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
-        "nodes_to_exclude": selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
+        "nodes_to_quantize": _selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
+        "nodes_to_exclude": _selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         "op_types_to_quantize": op_types,
     }
     converted = converted_tensors(graph, wanted.overrides, wanted.promote, activation)
@@ -200,16 +198,17 @@ def quantize_static_mixed(
         with quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
-            base = quantize_to_eight_bits(
+            model, used, renamed = quantize_to_eight_bits(
                 path, found, wanted.overrides, converted, activation, weights, **settings
             )
-        model = base.model
-        wanted = _for_graph(wanted, base, graph.initializers, activation)
+        wanted = _for_graph(
+            dataclasses.replace(wanted, ranges=used), renamed, graph.initializers, activation
+        )
         passes = _rewrite(model, wanted, calibration_providers)
         notes = (note, *_counted(warned))
         if output is not None:
             if external_data is None:
-                external_data = bool(loaded.data_files) or needs_data_file(model)
+                external_data = has_data_file(loaded, model)
             save_with_data(
                 model,
                 output,
@@ -219,14 +218,90 @@ def quantize_static_mixed(
             )
     artifact = "" if output is None else os.fspath(output)
     report = Report(passes, "built", notes, artifact)
-    return StaticMixedResult(output, report, same_kind(model_input, model), base.ranges)
+    return StaticMixedResult(output, report, same_kind(model_input, model), used)
 
 
-def _quantisable() -> list[str]:
-    """All operators that onnxruntime can quantise."""
-    from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+def _quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.DataType:
+    """Read a type by any of its names."""
+    names = ", ".join(kind.name.lower() for kind in known)
+    try:
+        kind = ir.DataType[read_quant_type(given, what)]
+    except OverrideError as error:
+        raise QuantizationError(str(error)) from None
+    if kind not in known:
+        hint = "; name tensors that get 16 in promote" if what == "activation_type" else ""
+        raise QuantizationError(f"{what} is {kind.name.lower()}: one of {names}{hint}")
+    return kind
 
-    return sorted({*QLinearOpsRegistry, *QDQRegistry})
+
+def _check_float_model(
+    loaded: LoadedModel, per_channel: bool, op_types: Sequence[str] | None
+) -> None:
+    """Refuse what onnxruntime's quantiser would make a broken graph of, or nothing."""
+    if any(node.op_type == "QuantizeLinear" for node in loaded.model.graph):
+        raise QuantizationError(
+            f"{loaded.name}: is quantised already: give its 8-bit activations 16 bits with "
+            f"the pass 'mixed_precision_boundaries'"
+        )
+    imports = loaded.model.opset_imports
+    opset = imports.get("", 0)
+    least, reason = (13, "per_channel=True") if per_channel else (10, "QuantizeLinear")
+    if opset < least:
+        hint = "; or give per_channel=False" if per_channel and opset >= 10 else ""
+        raise QuantizationError(
+            f"{loaded.name}: has opset {opset}, but {reason} needs {least}: export it anew, "
+            f"or convert it with onnx.version_converter{hint}"
+        )
+    known = {node.op_type for owner in loaded.model.graphs() for node in owner}
+    if op_types and known.isdisjoint(op_types):
+        hint, named = did_you_mean(op_types[0], known), ", ".join(map(repr, op_types))
+        raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
+
+
+def _check_names_given(
+    graph: ir.Graph,
+    overrides: Overrides,
+    promote: Collection[str],
+    activation_type: ir.DataType,
+    ranges: Mapping[str, tuple[float, float]],
+) -> None:
+    """Check every name that the user gave, before samples are run."""
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    activations = {
+        value.name or "": Activation(
+            value.name or "", activation_type, frozenset(map(label, value.consumers()))
+        )
+        for value in values
+        if value.name not in graph.initializers
+    }
+    initializers = {
+        name: tuple(value.const_value.shape.numpy())
+        for name, value in graph.initializers.items()
+        if value.const_value is not None
+    }
+    nodes = {label(node) for node in graph}
+    check_overrides(overrides, activations, initializers, nodes)
+    for what, names, known in (
+        ("promote", promote, [*activations, *initializers, *nodes]),
+        ("ranges", ranges, activations),
+    ):
+        for name in names:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise QuantizationError(f"{what}: the model has no {name!r}{hint}")
+    for name, (low, high) in ranges.items():
+        if not (np.isfinite(low) and np.isfinite(high) and low <= high):
+            raise QuantizationError(
+                f"ranges[{name!r}] is {low} to {high}: two finite numbers are expected, the "
+                "smaller first"
+            )
+
+
+def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -> list[str]:
+    """Return the names of the nodes that patterns mean."""
+    names = [node.name for node in graph if node.name]
+    check_names(option, patterns, names, all_patterns=True)
+    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
 
 
 def _ranges(
@@ -246,6 +321,8 @@ def _ranges(
             "there is no calibration data: give data, samples of inputs as the model will see "
             "them, or ranges"
         )
+    from ortplugins.quantization.activations.onnxruntime_quantizer import calibrate
+
     samples = KeptSamples(data, loaded.model, scratch=path.parent)
     found = calibrate(path, samples, method, op_types, providers)
     note = f"ranges of {len(found)} tensors from {samples.count} samples, {method}"
@@ -265,7 +342,7 @@ def _counted(warnings: Sequence[str]) -> list[str]:
 
 def _for_graph(
     wanted: BoundaryOptions,
-    base: EightBitGraph,
+    renamed: Mapping[str, str],
     initializers: Mapping[str, Any],
     activation_type: ir.DataType,
 ) -> BoundaryOptions:
@@ -283,12 +360,11 @@ def _for_graph(
             # 8 bits beyond a boundary.
             entry = dataclasses.replace(entry, rmin=None, rmax=None)
         if entry != TensorOverride():
-            overrides.setdefault(base.renamed.get(name, name), (entry,))
+            overrides.setdefault(renamed.get(name, name), (entry,))
     return dataclasses.replace(
         wanted,
         overrides=overrides,
-        promote=frozenset(base.renamed.get(name, name) for name in wanted.promote),
-        ranges=base.ranges,
+        promote=frozenset(renamed.get(name, name) for name in wanted.promote),
     )
 
 

@@ -69,21 +69,13 @@ from ortplugins.quantization.int4.searches import (
     run_awq_scale_search_per_subgraph,
 )
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
+from ortplugins.quantization.weights.recipe import Rule
 from ortplugins.quantization.weights.sites import WeightSite, find_sites
 from rewrite_rules.closest_name import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 
-_DEFAULT_BLOCK_SIZE = 128
-_DEFAULT_GATHER_BLOCK_SIZE = 32
-# Scales and codes of ModelOpt's methods, by ours.
-_METHODS = {
-    "rtn": "rtn",
-    "rtn_dq": "rtn",
-    "awq_lite": "awq_lite",
-    "awq_clip": "awq_clip",
-    "awq_full": "awq_full",
-}
+_METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
 # Those that write operators which only TensorRT has, and what gives the same in standard ones.
 _TENSORRT_METHODS = {"rtn_trt": "rtn", "rtn_trt_dq": "rtn_dq", "awq_clip_trt": "awq_clip"}
 _PROVIDERS = {
@@ -198,10 +190,10 @@ def quantize(
         )
     if calibration_method not in _METHODS:
         raise QuantizationError(
-            f"calibration_method is {calibration_method!r}: one of {tuple(_METHODS)} is "
+            f"calibration_method is {calibration_method!r}: one of {_METHODS} is "
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
-    method = _METHODS[calibration_method]
+    method = calibration_method.removesuffix("_dq")
     level = logging.getLevelNamesMapping().get(str(log_level).upper())
     if level is None:
         raise QuantizationError(f"log_level is {log_level!r}: INFO or the like is expected")
@@ -209,17 +201,22 @@ def quantize(
     if method != "rtn":
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
-    size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
     source = load_model(onnx_path).model
-    labels = _labels(source, options["op_types"])
+    sites = [s for s in find_sites(source, options["op_types"]) if isinstance(s, WeightSite)]
+    products = [site.label for site in sites if site.activation is not None]
+    rules = [
+        Rule(":table", block_size=kwargs.get("gather_block_size", 32), optional=True),
+        # ModelOpt's 8 bits are per column.
+        *(Rule(_exactly(name), bits=8, block_size=-1) for name in _wider(products, kwargs)),
+        *_excluded(nodes_to_exclude, [site.label for site in sites]),
+    ]
     result = quantize_weights(
         source,
         method=method,
-        block_size=size,
+        block_size=128 if block_size is None else block_size,
         is_symmetric=not use_zero_point,
         grid="amax" if method == "rtn" else "extreme",
-        nodes_to_exclude=_excluded(nodes_to_exclude, [*labels["products"], *labels["tables"]]),
-        node_config=_node_config(labels, kwargs),
+        rules=rules,
         **options,
     )
     if level <= logging.INFO:
@@ -336,21 +333,11 @@ def _providers(
     return found
 
 
-def _labels(model: ir.Model, op_types: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of the nodes that can be quantised: products, and Gather's tables."""
-    labels: dict[str, list[str]] = {"products": [], "tables": []}
-    for site in find_sites(model, op_types):
-        if isinstance(site, WeightSite):
-            kind = "tables" if site.node.op_type == "Gather" else "products"
-            labels[kind].append(site.label)
-    return labels
-
-
-def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.Pattern[str]]:
-    """Return what our quantizer is to exclude for expressions at the start of names."""
+def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[Rule]:
+    """Return rules that leave nodes in float, for expressions at the start of names."""
     if isinstance(patterns, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
-    excluded = []
+    excluded: list[Rule] = []
     for pattern in patterns or ():
         try:
             compiled = re.compile(pattern)
@@ -358,30 +345,24 @@ def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[re.
             raise QuantizationError(
                 f"nodes_to_exclude: {pattern!r} is not a regular expression: {error}"
             ) from error
-        excluded += [_exactly(label) for label in labels if compiled.match(label)]
+        matching = filter(compiled.match, labels)
+        excluded += [Rule(_exactly(label), keep_float=True) for label in matching]
     return excluded
 
 
-def _node_config(
-    labels: Mapping[str, Sequence[str]], kwargs: Mapping[str, Any]
-) -> dict[re.Pattern[str], dict[str, int]]:
-    """Return bits and block size of the nodes that have others than the rest."""
-    size = kwargs.get("gather_block_size", _DEFAULT_GATHER_BLOCK_SIZE)
-    config = {_exactly(label): {"block_size": size} for label in labels["tables"]}
-    layers = kwargs.get("layers_8bit")
-    if layers:
-        wider = _listed(layers, labels["products"])
-    elif kwargs.get("enable_mixed_quant"):
-        wider = _sensitive(labels["products"])
-        if not wider:
-            _warn(
-                "enable_mixed_quant has no effect: no node is named as in "
-                "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
-            )
-    else:
-        wider = []
-    # ModelOpt's 8 bits are per column.
-    return config | {_exactly(label): {"bits": 8, "block_size": -1} for label in wider}
+def _wider(labels: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the nodes whose weights get 8 bits."""
+    if layers := kwargs.get("layers_8bit"):
+        return _listed(layers, labels)
+    if not kwargs.get("enable_mixed_quant"):
+        return []
+    wider = _sensitive(labels)
+    if not wider:
+        _warn(
+            "enable_mixed_quant has no effect: no node is named as in "
+            "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
+        )
+    return wider
 
 
 def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:

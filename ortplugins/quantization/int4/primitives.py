@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
     dequantize_blocks,
     in_blocks,
     round_to_grid,
@@ -95,13 +95,8 @@ def rtn(
 
     8-bit codes with zero points are uint8: ModelOpt's int8 turns those above 127 negative.
 
-    Args:
-        w: As for :func:`find_scales`.
-        s: Its scales.
-        block_size: The same as there. Scales of fewer blocks are spread evenly.
-        quantize_axis: The same as there.
-        zp: Its zero points; None for signed codes.
-        num_bits: The same as there.
+    Arguments are those of :func:`find_scales` and what it returned: ``s``, whose blocks are
+    spread evenly where they are fewer, and ``zp``.
 
     Returns:
         int8, of ``w``'s shape; 0 and more with zero points.
@@ -118,17 +113,9 @@ def rtn(
 def dq_tensor(
     w: Array, s: Array, block_size: int, quantize_axis: int = 0, zp: Array | None = None
 ) -> Array:
-    """Return ``(w - zp) * s``, each block with its own scale and zero point.
+    """Return ``(w - zp) * s`` for codes ``w``, each block with its own scale and zero point.
 
-    Args:
-        w: Codes, as :func:`rtn` returns them.
-        s: Scales.
-        block_size: As for :func:`rtn`.
-        quantize_axis: As for :func:`rtn`.
-        zp: Zero points; None for 0.
-
-    Returns:
-        ``w``'s shape, in the type that numpy gives the product of codes and scales.
+    Arguments are those of :func:`rtn`; the type is what numpy gives the product.
 
     Raises:
         QuantizationError: If an argument is out of range, or scales do not divide the axis.

@@ -32,8 +32,7 @@ from ortplugins.quantization.int4.primitives import (
     quant_tensor,
     relative_magnitude,
 )
-from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.nearest import in_blocks
+from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
 
 # Activation, weight, whether it is [N, K], its type, and the name of the node.
 WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]

@@ -52,14 +52,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.methods.block_format import BlockFormat
 from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
     Codes,
     Floats,
     ZeroPoints,
     candidate_grids,
-    check_gram,
-    check_weight,
     stored_scales,
 )
 
@@ -80,7 +78,7 @@ _ATTEMPTS = 12
 
 @dataclasses.dataclass(frozen=True)
 class GptqOptions:
-    """Options of :func:`gptq`.
+    """Options of the method gptq.
 
     Attributes:
         order: ``"energy"``, blocks of the greatest mean diag(H) first, and in each the rows of
@@ -119,16 +117,6 @@ class GptqOptions:
             )
 
 
-def gptq(
-    weight: npt.NDArray[Any],
-    gram: npt.NDArray[Any],
-    form: BlockFormat | None = None,
-    **options: Any,
-) -> tuple[Codes, Floats, ZeroPoints | None]:
-    """Quantise one weight as :class:`Gptq` does; ``options`` are those of GptqOptions."""
-    return Gptq(gram, GptqOptions(**options)).quantize(weight, form or BlockFormat())
-
-
 class Gptq:
     """Quantises weights so that the errors of their rows make up for each other.
 
@@ -139,27 +127,13 @@ class Gptq:
     """
 
     def __init__(self, gram: npt.NDArray[Any], options: GptqOptions) -> None:
-        """Start.
-
-        Args:
-            gram: H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit.
-            options: Damping, order and searches.
-
-        Raises:
-            QuantizationError: If H is not ``[K, K]``, holds NaN or infinity or is not a Gram
-                matrix.
-        """
-        check_gram(gram, len(gram))
+        """Take H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit."""
         self._options = options
         self._hessian = _Hessian(gram, options.damping, options.relative_damping)
         self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
 
     def factor(self, form: BlockFormat) -> tuple[list[Rows], Doubles, Floats]:
-        """Factor H for blocks of this size, unless it was the last one: for any columns.
-
-        Raises:
-            QuantizationError: If H cannot be factored.
-        """
+        """Factor H for blocks of this size, unless it was the last one: for any columns."""
         size = form.size_along(len(self._hessian.energy))
         if self._factored is None or self._factored[0] != size:
             self._factored = None  # before there are two
@@ -170,25 +144,12 @@ class Gptq:
     def quantize(
         self, weight: npt.NDArray[Any], form: BlockFormat, lacking: Floats | None = None
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
-        """Quantise a weight, or some of its columns; in threads once H is factored.
+        """Quantise a weight ``[K, N]``, or some of its columns; in threads once H is factored.
 
-        Args:
-            weight: Float ``[K, N]``, of any N.
-            form: Bits, block size and grid.
-            lacking: float32 ``[K, N]``, X^T (Y - X W) over the number of tokens, where the
-                outputs are to be Y; None where they are to be X W.
-
-        Returns:
-            Codes, scales and zero points as ``quantize_blocks`` returns them.
-
-        Raises:
-            QuantizationError: If the weight is not ``[K, N]``, holds NaN or infinity or is too
-                large for the type of the scales; if H cannot be factored.
+        ``lacking`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
+        outputs are to be Y and not X W.
         """
         k = len(self._hessian.energy)
-        check_weight(weight, k)
-        if not np.isfinite(weight).all():
-            raise QuantizationError("the weight holds NaN or infinite values")
         size, ratios = form.size_along(k), self._options.ratios
         turns, rows, cost = self.factor(form)
         if lacking is not None:
@@ -248,12 +209,23 @@ class _Job:
             settled = sequence.undo_feedback(moved)
             for columns in self._strips:
                 part = self._part(rows, columns)
+                target = part - moved[:, columns]
                 # What the block would be if it were not rounded: that decides its range.
                 free = part - settled[:, columns]
-                grids = candidate_grids(free, ratios, self._form)
-                done = sequence.quantize(part, part - moved[:, columns], *grids)
-                self._keep(rows, columns, done)
-                errors[start:stop, columns] = done.errors
+                scales, zeros = candidate_grids(free, ratios, self._form)
+                if len(scales) > 1:
+                    _, losses = sequence.round(part, target, scales, zeros)
+                    best = losses.argmin(axis=0)[None]
+                    scales = np.take_along_axis(scales, best, 0)
+                    zeros = None if zeros is None else np.take_along_axis(zeros, best, 0)
+                codes = np.empty(part.shape, self._form.code_dtype)
+                # Again, with the best alone: cheaper than to keep the codes of all.
+                done, _ = sequence.round(part, target, scales, zeros, codes)
+                block = self._block(rows)
+                self.codes[rows, columns], self.scales[block, columns] = codes, scales[0]
+                if self.zero_points is not None and zeros is not None:
+                    self.zero_points[block, columns] = zeros[0]
+                self._errors[rows, columns] = errors[start:stop, columns] = done[:, 0]
             start = stop
 
     def revisit(self) -> None:
@@ -299,14 +271,6 @@ class _Job:
     def _part(self, rows: Rows, columns: slice) -> Floats:
         return np.ascontiguousarray(self._weight[rows, columns], np.float32)
 
-    def _keep(self, rows: Rows, columns: slice, done: _Quantized) -> None:
-        block = self._block(rows)
-        self.codes[rows, columns] = done.codes
-        self.scales[block, columns] = done.scales
-        if self.zero_points is not None and done.zeros is not None:
-            self.zero_points[block, columns] = done.zeros
-        self._errors[rows, columns] = done.errors
-
 
 class _Hessian:
     """H with its damping, over the mean of its diagonal: so it has no unit.
@@ -319,8 +283,6 @@ class _Hessian:
         self, gram: npt.NDArray[Any], damping: float, relative_damping: float
     ) -> None:
         self.energy: Doubles = np.diagonal(gram).astype(np.float64)
-        if (self.energy < 0).any():
-            raise QuantizationError("the Gram matrix has negative numbers on its diagonal")
         self._gram = gram
         self._damping, self._relative_damping = damping, relative_damping
         self._mean = float(self.energy.mean()) or 1.0
@@ -328,9 +290,8 @@ class _Hessian:
     def factor(self, order: Rows) -> tuple[Doubles, Floats]:
         """Factor H with its rows and columns in this order.
 
-        Returns:
-            float64 ``[K, K]``, row k of which is A[:, k], and 0 from the diagonal on; float32
-            ``[K]``, R[k, k]**2.
+        Return float64 ``[K, K]``, row k of which is A[:, k], and 0 from the diagonal on; and
+        float32 ``[K]``, R[k, k]**2.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -405,16 +366,6 @@ def _factor_in_place(hessian: Doubles) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Quantized:
-    """A block's columns: codes and D ``[rows, n]``; scales and zero points ``[n]``."""
-
-    codes: Codes
-    scales: Floats
-    zeros: ZeroPoints | None
-    errors: Floats
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Sequence:
     """Rounds the rows of one block after each other.
 
@@ -438,29 +389,7 @@ class _Sequence:
         settled: Floats = unit.astype(np.float32) @ moved
         return settled
 
-    def quantize(
-        self, weight: Floats, target: Floats, scales: Floats, zeros: ZeroPoints | None
-    ) -> _Quantized:
-        """Quantise on the best of several grids for each column.
-
-        Args:
-            weight: float32 ``[rows, n]``.
-            target: The weight less what other blocks move it by.
-            scales: float32 ``[grids, n]``.
-            zeros: Zero points ``[grids, n]``; None when symmetric.
-        """
-        if len(scales) > 1:
-            _, losses = self._round(weight, target, scales, zeros)
-            best = losses.argmin(axis=0)[None]
-            scales = np.take_along_axis(scales, best, 0)
-            zeros = None if zeros is None else np.take_along_axis(zeros, best, 0)
-        codes = np.empty(weight.shape, self.form.code_dtype)
-        # Again, with the best alone: cheaper than to keep the codes of all.
-        errors, _ = self._round(weight, target, scales, zeros, codes)
-        zero = None if zeros is None else zeros[0]
-        return _Quantized(codes, scales[0], zero, errors[:, 0])
-
-    def _round(
+    def round(
         self,
         weight: Floats,
         target: Floats,
@@ -468,10 +397,10 @@ class _Sequence:
         zeros: ZeroPoints | None,
         codes: Codes | None = None,
     ) -> tuple[Floats, Floats]:
-        """Round on each of the grids; a single one's codes go to ``codes``.
+        """Round ``[rows, n]`` to be ``target`` on each of some grids ``[grids, n]``.
 
-        Returns:
-            D ``[rows, grids, n]`` and losses ``[grids, n]``.
+        Return D ``[rows, grids, n]`` and losses ``[grids, n]``; a single grid's codes go to
+        ``codes``.
         """
         count, shape = len(weight), scales.shape
         errors = np.empty((count, *shape), np.float32)

@@ -21,9 +21,8 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.planner.loop import Plan, PlannerRun
-from ortplugins.quantization.planner.search import Search, Unit
-from ortplugins.quantization.planner.switches import add_switches
+from ortplugins.quantization.planner.search import Plan, PlannerRun, Search, Unit
+from ortplugins.quantization.planner.switched_model import add_switches
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -117,13 +116,22 @@ def plan_precision(
         instrumented = run.model.clone()
         read = QuantizedGraph(instrumented)
         places = _places(read, instrumented.graph)
-        # Before the graph is changed:
-        groups, implied = _grouped(read, places), _implication(places)
+        # Before the graph is changed. Activations of one name are one, too.
+        groups, implied = sharing_groups(read), _implication(places)
+        for first, second in itertools.pairwise(sorted(places, key=lambda place: place.name)):
+            if first.name == second.name:
+                groups.union(first, second)
         wider = {tensor.name: _WIDER.get(tensor.grid.dtype) for tensor in places}
         names = add_switches(instrumented, places)
         units = _units(groups, places, names)
         if not units:
-            raise QuantizationError(_nothing(graph))
+            text = (
+                "the model has no activation of 8 bits between a QuantizeLinear and a "
+                "DequantizeLinear: quantise it first, to a QDQ graph"
+            )
+            for name, reason in [*graph.refused.items()][:1]:
+                text += f" (of {name!r}: {reason})"
+            raise QuantizationError(text)
         options = BoundaryOptions(mode=mode, target=target)
         stay: list[str] = []
 
@@ -160,16 +168,6 @@ def plan_precision(
     )
 
 
-def _nothing(graph: QuantizedGraph) -> str:
-    text = (
-        "the model has no activation of 8 bits between a QuantizeLinear and a "
-        "DequantizeLinear: quantise it first, to a QDQ graph"
-    )
-    for name, reason in [*graph.refused.items()][:1]:
-        text += f" (of {name!r}: {reason})"
-    return text
-
-
 def _places(graph: QuantizedGraph, main: ir.Graph) -> list[QuantizedTensor]:
     """Return the activations whose grid can be switched off."""
     return [
@@ -181,15 +179,6 @@ def _places(graph: QuantizedGraph, main: ir.Graph) -> list[QuantizedTensor]:
         and all(node.graph is main for node in tensor.dequantizes)
         and not tensor.codes_are_read
     ]
-
-
-def _grouped(graph: QuantizedGraph, places: Sequence[QuantizedTensor]) -> Groups:
-    """Put activations together that share a grid, or a name."""
-    groups = sharing_groups(graph)
-    for first, second in itertools.pairwise(sorted(places, key=lambda tensor: tensor.name)):
-        if first.name == second.name:
-            groups.union(first, second)
-    return groups
 
 
 def _implication(

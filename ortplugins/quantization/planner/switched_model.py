@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""How far the outputs of a model move when some of its grids are switched on or off.
+"""A model whose grids can be switched on and off, and how far its outputs move then.
 
-A model has switches: inputs of type bool that choose between two ways to compute a value. Each
-setting of them gives outputs, which are compared with those of a reference. One session serves
-all settings: opening one folds and packs all weights.
+    x -> Q -> DQ -> consumers        x -> If(switch) { Q -> DQ } else { Clip } -> consumers
+
+Past the grid a value is clipped to the grid's range and not rounded: what a grid of infinitely
+many codes would do. Plain ``x`` would be another function, as onnxruntime's quantiser drops a
+Relu or Clip whose range the grid has. An If runs one branch only; its switch is an input of
+type bool. One session serves all settings: opening one folds and packs all weights.
+
+Outputs are compared with those of a reference:
+
+    error  = sum |y - r|^2 / sum |r|^2     of each output, the mean over the outputs
+    cosine = y . r / (|y| |r|)             of each sample and output, the mean over all
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,15 +30,34 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.errors import QuantizationError
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.planner.deviation import Deviation, deviation_of
-from ortplugins.quantization.statistics.collect import detach_tensors, open_detached
+from ortplugins.quantization.statistics.collect import (
+    detach_tensors,
+    open_detached,
+    run_sample,
+)
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.kept import KeptSamples
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.sources import Feed, KeptSamples
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 
 _COMPARED = frozenset({"tensor(float)", "tensor(float16)", "tensor(double)"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How far outputs are from those of the reference.
+
+    Attributes:
+        error: Squared error over all samples relative to the reference's energy, the mean over
+            the outputs; infinite where an output is not finite.
+        cosine: To the reference, the mean over samples and outputs.
+    """
+
+    error: float
+    cosine: float
 
 
 class SwitchedModel:
@@ -49,20 +78,9 @@ class SwitchedModel:
         max_memory: int,
         providers: Sequence[Any],
     ) -> None:
-        """Open the session.
+        """Open the session on a model, which is taken over, with its switches as bool inputs.
 
-        Args:
-            model: The model, with its switches as bool inputs; it is taken over.
-            switches: Names of these inputs.
-            samples: What it is run on; read to the end.
-            scratch: An existing folder, to be kept as long as this object is used.
-            max_memory: Bytes; weights that take up to a quarter of it are kept in float.
-            providers: Execution providers, as for ``onnxruntime.InferenceSession``.
-
-        Raises:
-            CalibrationError: If a sample can't be used or onnxruntime refuses the model
-                (chained).
-            QuantizationError: If no output is a float tensor.
+        Weights that take up to a quarter of ``max_memory`` are kept in float.
         """
         cores = os.cpu_count() or 1
         self.switches = tuple(switches)
@@ -95,23 +113,11 @@ class SwitchedModel:
             )
 
     def values(self, on: Collection[str] = ()) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        """Run a setting; yield the compared outputs of each sample, by name.
-
-        Raises:
-            CalibrationError: If onnxruntime fails on a sample, chained.
-        """
+        """Run a setting; yield the compared outputs of each sample, by name."""
         flags = {name: np.array(name in on) for name in self.switches}
 
         def run(index: int, feed: Feed) -> list[npt.NDArray[Any]]:
-            try:
-                found: list[npt.NDArray[Any]] = self._session.run(
-                    list(self.outputs), feed | flags
-                )
-            except Exception as error:  # onnxruntime's own classes
-                raise CalibrationError(
-                    f"sample {index}: onnxruntime failed to run the model on it: {error}"
-                ) from error
-            return found
+            return run_sample(self._session, self.outputs, feed | flags, f"sample {index}")
 
         with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
             feeds = enumerate(self._samples)
@@ -121,14 +127,7 @@ class SwitchedModel:
                     yield dict(zip(self.outputs, outputs, strict=True))
 
     def refer_to(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> None:
-        """Take outputs as the reference: of :meth:`values`, of this model or of another.
-
-        They lie in a file, mapped.
-
-        Raises:
-            QuantizationError: If one is missing, has another shape than here (found when it is
-                compared) or is not finite.
-        """
+        """Take outputs of :meth:`values` as the reference; they lie in a file, mapped."""
         path = self._scratch / "reference"
         path.unlink(missing_ok=True)
         writer = ScratchWriter(path)
@@ -143,22 +142,39 @@ class SwitchedModel:
 
     def compare(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Deviation:
         """Measure outputs of another model, sample by sample, against the reference."""
-        return deviation_of(
-            self._beside_reference(index, values) for index, values in enumerate(outputs)
-        )
+        measured = [
+            [
+                self._deviation(index, name, values[name], reference.map())
+                for name, reference in zip(self.outputs, self._reference[index], strict=True)
+            ]
+            for index, values in enumerate(outputs)
+        ]
+        errors, energies, cosines = np.array(measured).transpose(2, 0, 1)
+        # An output that is 0 in every sample has no energy: its error counts as it is.
+        energy = energies.sum(axis=0)
+        relative = errors.sum(axis=0) / np.where(energy > 0, energy, 1.0)
+        return Deviation(float(relative.mean()), float(np.mean(cosines)))
 
-    def _beside_reference(
-        self, index: int, values: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
-        found = [values[name] for name in self.outputs]
-        wanted = [reference.map() for reference in self._reference[index]]
-        for name, x, y in zip(self.outputs, found, wanted, strict=True):
-            if x.shape != y.shape:
-                raise QuantizationError(
-                    f"output {name!r} has shape {list(x.shape)} for sample {index}, but "
-                    f"{list(y.shape)} in the reference: it is another model"
-                )
-        return found, wanted
+    @staticmethod
+    def _deviation(
+        index: int, name: str, found: npt.NDArray[Any], wanted: npt.NDArray[Any]
+    ) -> tuple[float, float, float]:
+        """Return squared error, the reference's energy and the cosine of one output."""
+        if found.shape != wanted.shape:
+            raise QuantizationError(
+                f"output {name!r} has shape {list(found.shape)} for sample {index}, but "
+                f"{list(wanted.shape)} in the reference: it is another model"
+            )
+        x, y = found.astype(np.float64).ravel(), wanted.astype(np.float64).ravel()
+        with np.errstate(invalid="ignore", over="ignore"):
+            # Sums and no BLAS: its threads would fight with onnxruntime's, 3 ms a product.
+            error = float(np.square(x - y).sum())
+            energy = float(np.square(y).sum())
+            lengths = math.sqrt(float(np.square(x).sum()) * energy)
+            product = float((x * y).sum())
+        if not (math.isfinite(error) and math.isfinite(lengths)):
+            return math.inf, energy, 0.0
+        return error, energy, product / lengths if lengths else float(error == 0)
 
     def _checked_reference(
         self, index: int, values: Mapping[str, npt.NDArray[Any]]
@@ -184,3 +200,125 @@ def _folded_bytes(model: ir.Model) -> int:
         if node.op_type == "DequantizeLinear" and node.inputs
     )
     return sum(4 * value.const_value.size for value in codes if value and value.const_value)
+
+
+def add_switches(model: ir.Model, places: Sequence[QuantizedTensor]) -> list[str]:
+    """Add a bool input for each of some activations that have Q and DQ; return their names."""
+    names = FreshNames(model)
+    switches = []
+    for number, place in enumerate(places):
+        assert place.quantize is not None and place.source is not None
+        first = place.dequantizes[0]
+        quantize = _copy(place.quantize, [place.source, *place.quantize.inputs[1:]], names)
+        dequantize = _copy(first, [quantize.outputs[0], *first.inputs[1:]], names)
+        clips = _clip(model.graph, place, names)
+        switch = _new_switch(model, names.take(f"ortplugins.grid_{number}"))
+        # A body whose output has no type is refused; the grid's scale tells it.
+        dtype = ir.DataType.from_numpy(place.grid.float_dtype)
+        node = _choice(switch, [quantize, dequantize], clips, dtype, names)
+        model.graph.insert_before(first, node)
+        for old in place.dequantizes:
+            _redirect(model.graph, old.outputs[0], node.outputs[0], names)
+        switches.append(switch.name or "")
+    return switches
+
+
+def add_weight_switch(
+    model: ir.Model, coarse: ir.Node, fine: ir.Node, names: FreshNames
+) -> str:
+    """Let a bool input choose between two dequantised forms of a weight; return its name.
+
+    ``coarse`` is a node of the model, for when it is on; ``fine`` one of another model.
+    """
+    stem = coarse.outputs[0].name
+    inputs = []
+    for value in fine.inputs:
+        tensor = constant(value)
+        assert tensor is not None
+        own = ir.Value(
+            name=names.take(f"{tensor.name}_fine"),
+            shape=ir.Shape(tensor.shape.numpy()),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        model.graph.register_initializer(own)
+        inputs.append(own)
+    switch = _new_switch(model, names.take(f"ortplugins.bits_{stem}"))
+    scale = constant(coarse.inputs[1])
+    assert scale is not None
+    node = _choice(
+        switch,
+        [_copy(coarse, coarse.inputs, names)],
+        [_copy(fine, inputs, names)],
+        scale.dtype,
+        names,
+    )
+    model.graph.insert_before(coarse, node)
+    _redirect(model.graph, coarse.outputs[0], node.outputs[0], names)
+    return switch.name or ""
+
+
+def _new_switch(model: ir.Model, name: str) -> ir.Value:
+    switch = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
+    model.graph.inputs.append(switch)
+    return switch
+
+
+def _choice(
+    switch: ir.Value,
+    then: Sequence[ir.Node],
+    otherwise: Sequence[ir.Node],
+    dtype: ir.DataType,
+    names: FreshNames,
+) -> ir.Node:
+    """Make an If of two chains of nodes, each with one output."""
+    branches = {}
+    for name, nodes in (("then_branch", then), ("else_branch", otherwise)):
+        nodes[-1].outputs[0].type = ir.TensorType(dtype)
+        branches[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
+    node = ir.node("If", [switch], branches, name=names.take(f"{switch.name}_if"))
+    node.outputs[0].name = names.take(f"{switch.name}_value")
+    node.outputs[0].type = ir.TensorType(dtype)
+    return node
+
+
+def _redirect(graph: ir.Graph, old: ir.Value, new: ir.Value, names: FreshNames) -> None:
+    """Let everybody read another value; an output of the graph keeps its name."""
+    for index, item in enumerate(graph.outputs):
+        if item is old:
+            keep = ir.node("Identity", [new], name=names.take(f"{new.name}_output"))
+            keep.outputs[0].type, keep.outputs[0].shape = old.type, old.shape
+            keep.outputs[0].name, old.name = old.name, names.take(f"{old.name}_old")
+            graph.append(keep)
+            graph.outputs[index] = keep.outputs[0]
+    old.replace_all_uses_with(new)
+
+
+def _copy(node: ir.Node, inputs: Sequence[ir.Value | None], names: FreshNames) -> ir.Node:
+    copy = ir.node(
+        node.op_type,
+        inputs,
+        dict(node.attributes),
+        domain=node.domain,
+        name=names.take(f"{node.name or node.op_type}_switched"),
+    )
+    copy.outputs[0].name = names.take(f"{node.outputs[0].name}_switched")
+    return copy
+
+
+def _clip(graph: ir.Graph, place: QuantizedTensor, names: FreshNames) -> list[ir.Node]:
+    """Clip the source to the grid's range: Clip has no constants as inputs before opset 11."""
+    assert place.source is not None
+    low, high = (
+        new_initializer(
+            graph,
+            ir.tensor(np.asarray(end), name=names.take(f"{place.source.name}_{which}")),
+        )
+        for end, which in zip(place.grid.range, ("least", "greatest"), strict=True)
+    )
+    above = ir.node("Max", [place.source, low])
+    clips = [above, ir.node("Min", [above.outputs[0], high])]
+    for node in clips:
+        node.name = names.take(f"{place.source.name}_clip")
+        node.outputs[0].name = names.take(f"{place.source.name}_clipped")
+    return clips

@@ -20,16 +20,15 @@ import onnx_ir as ir
 
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.loop import Plan, PlannerRun
-from ortplugins.quantization.planner.search import Unit
-from ortplugins.quantization.planner.switches import add_weight_switch
+from ortplugins.quantization.planner.search import Plan, PlannerRun, Unit
+from ortplugins.quantization.planner.switched_model import add_weight_switch
+from ortplugins.quantization.weights.plan import QuantizeReport
 from ortplugins.quantization.weights.quantize import quantize
 from ortplugins.quantization.weights.recipe import Settings
-from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.samples.sources import CalibrationSource
-from rewrite_rules.graph.constants import constant
-from rewrite_rules.graph.names import FreshNames
+from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.nodes import is_dequantize_linear, label
+from rewrite_rules.graph.parameters import constant
 
 _FEW, _MANY = 4, 8
 

@@ -33,55 +33,50 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivationStatistics:
-    """An activation as calibration saw it; K is its last axis, a token all before that.
+    """An activation as calibration saw it; K is its last axis, a token all before that."""
 
-    Attributes:
-        count: Tokens seen.
-        mean_abs: float32 ``[K]``, the mean of ``|x|`` over all tokens.
-        tokens: float32 ``[T, K]``, a uniform random sample of the tokens, in their order; all
-            of them where there were no more than asked for.
-        gram: float32 ``[K, K]``, ``X^T X / count`` over all tokens, or None where it was not
-            asked for. Exactly symmetric.
-    """
-
-    count: int
-    mean_abs: Floats
+    count: int  # tokens seen
+    mean_abs: Floats  # [K], the mean of |x| over all tokens
+    # [T, K], a uniform random sample in their order, or all where no more were asked for.
     tokens: Floats
-    gram: Floats | None
+    gram: Floats | None  # [K, K], X^T X / count over all tokens; exactly symmetric
+
+    def arrays(self) -> dict[str, Floats]:
+        """Return the arrays that there are, by name."""
+        found = {"mean_abs": self.mean_abs, "tokens": self.tokens, "gram": self.gram}
+        return {name: array for name, array in found.items() if array is not None}
 
 
-def accumulator_bytes(k: int, *, gram: bool, max_tokens: int) -> int:
-    """Return what a :class:`StatisticsAccumulator` takes at most, in bytes."""
-    waiting = (k * k + _GRAM_TOKENS * k) * 4 if gram else 0
-    return waiting + max_tokens * (k + 2) * 4 + k * 8
+@dataclasses.dataclass(frozen=True)
+class ActivationRequest:
+    """An activation to collect, and what of it."""
+
+    name: str  # of the value, in the main graph: a node's output or a graph input
+    k: int  # size of its last axis
+    gram: bool = False  # whether the Gram matrix is wanted
+    # At most; all where they are fewer than half of K, and so take less memory than the Gram
+    # matrix, which is then left out.
+    max_tokens: int = 128
+    gram_tokens: int | None = None  # about how many are in it, picked at random; None: all
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its accumulator, at most."""
+        waiting = (self.k * self.k + _GRAM_TOKENS * self.k) * 4 if self.gram else 0
+        return waiting + self.max_tokens * (self.k + 2) * 4 + self.k * 8
 
 
 class StatisticsAccumulator:
-    """Makes :class:`ActivationStatistics` of tokens that stream through it."""
+    """Makes :class:`ActivationStatistics` of tokens that stream through it.
 
-    def __init__(
-        self,
-        name: str,
-        k: int,
-        *,
-        gram: bool,
-        max_tokens: int,
-        gram_stride: int = 1,
-        seed: int = 0,
-    ) -> None:
-        """Start with no tokens.
+    Activations that have equally many tokens keep those of the same positions.
+    """
 
-        Args:
-            name: The activation, for messages.
-            k: Size of its last axis.
-            gram: Whether to collect the Gram matrix, which takes most of time and memory.
-            max_tokens: Tokens to keep, at most.
-            gram_stride: Of each so many tokens a random one counts for the Gram matrix.
-            seed: Activations of one seed keep the tokens of the same positions, as long as
-                they have equally many.
-        """
-        self._name, self._k, self._max_tokens = name, k, max_tokens
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, request: ActivationRequest, gram_stride: int = 1) -> None:
+        """Start; of each ``gram_stride`` tokens a random one counts for the Gram matrix."""
+        self._name, self._k, self._max_tokens = request.name, request.k, request.max_tokens
+        k, max_tokens, gram = request.k, request.max_tokens, request.gram
+        self._rng = np.random.default_rng(0)
         self._count = 0
         self._sum_abs = np.zeros(k, np.float64)
         self._tokens: Floats = np.empty((max_tokens, k), np.float32)
@@ -91,26 +86,14 @@ class StatisticsAccumulator:
         self._waiting_tokens = 0
         self._gram_stride, self._gram_count = gram_stride, 0
         self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
-        self._picks = np.random.default_rng(seed)
+        self._picks = np.random.default_rng(0)
 
     def update(self, x: npt.NDArray[Any]) -> None:
-        """Take in tokens; the array is not kept.
-
-        Args:
-            x: ``[..., K]``, float32, float16 or bfloat16.
-
-        Raises:
-            CalibrationError: If the last axis is not K, the type is not a float, or there are
-                NaN or infinite values; names the activation.
-        """
+        """Take in tokens ``[..., K]`` of any float type; the array is not kept."""
         if not x.ndim or x.shape[-1] != self._k:
             raise CalibrationError(
                 f"activation {self._name!r} has shape {list(x.shape)}: its last axis should "
                 f"be K = {self._k}"
-            )
-        if x.dtype.kind not in "fV":
-            raise CalibrationError(
-                f"activation {self._name!r} is {x.dtype}: a float type is expected"
             )
         rows: Floats = np.ascontiguousarray(x.reshape(-1, self._k), np.float32)
         self._add_magnitudes(rows)
@@ -120,11 +103,7 @@ class StatisticsAccumulator:
         self._count += len(rows)
 
     def finish(self) -> ActivationStatistics:
-        """Return the statistics; the accumulator is spent.
-
-        Raises:
-            CalibrationError: If there were no tokens.
-        """
+        """Return the statistics; the accumulator is spent."""
         if not self._count:
             raise CalibrationError(
                 f"activation {self._name!r} had no tokens: every calibration sample left it "
@@ -212,12 +191,8 @@ def _add_upper(rows: Floats, gram: Floats) -> None:
 def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
     """Return the statistics of all tokens together, for a weight that has several inputs.
 
-    Args:
-        statistics: One or more, of one K, all of them with a Gram matrix or none.
-
-    Returns:
-        The means weighted by token counts; as many tokens as the longest sample has, taken
-        from each in proportion to its count and evenly spread over it.
+    Tokens are as many as the longest sample has, taken from each in proportion to its count
+    and evenly spread over it.
     """
     if len(statistics) == 1:
         return statistics[0]

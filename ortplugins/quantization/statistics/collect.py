@@ -35,47 +35,18 @@ from ortplugins.errors import CalibrationError, OrtpluginsWarning
 from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
 from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
 from ortplugins.quantization.statistics.accumulator import (
+    ActivationRequest,
     ActivationStatistics,
     StatisticsAccumulator,
-    accumulator_bytes,
 )
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.kept import KeptSamples, feed_bytes
 from ortplugins.samples.roles import counted_tokens
-from ortplugins.samples.sources import Feed
-
-
-@dataclasses.dataclass(frozen=True)
-class ActivationRequest:
-    """An activation to collect, and what of it.
-
-    Attributes:
-        name: The value's name, in the main graph: a node's output or a graph input.
-        k: Size of its last axis.
-        gram: Whether the Gram matrix is wanted.
-        max_tokens: Tokens to keep, at most; all of them where they are fewer than half of K
-            and so take less memory than the Gram matrix, which is then left out.
-        gram_tokens: About how many tokens the Gram matrix is made of, picked at random; None
-            for all.
-        group: Activations of one group land in the same batch; None is a group by itself.
-    """
-
-    name: str
-    k: int
-    gram: bool = False
-    max_tokens: int = 128
-    gram_tokens: int | None = None
-    group: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its accumulator."""
-        return accumulator_bytes(self.k, gram=self.gram, max_tokens=self.max_tokens)
+from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
 
 
 def collect(
     model: ir.Model,
-    requests: Sequence[ActivationRequest],
+    groups: Sequence[Sequence[ActivationRequest]],
     samples: KeptSamples,
     *,
     scratch: Path,
@@ -85,49 +56,34 @@ def collect(
 ) -> Iterator[dict[str, ActivationStatistics]]:
     """Yield statistics of activations, batch after batch, in the order of the graph.
 
-    A batch is made when it is asked for, and not held afterwards. The statistics do not depend
-    on the batches.
-
-    Args:
-        model: The model; it is not changed. Tensors in memory of 1 KiB or more are written to
-            ``scratch``, those in files are used where they lie.
-        requests: The activations, each once.
-        samples: Calibration samples; gone through once per batch.
-        scratch: An existing folder, to be kept until the last batch is made.
-        max_calibration_memory: Bytes for accumulators and fetched activations of a pass. A
-            group that needs more alone gets it, with an OrtpluginsWarning. The rest of a run
-            comes on top: onnxruntime's own intermediate values, the samples that are kept.
-        providers: Execution providers, as for ``onnxruntime.InferenceSession``.
-        progress: Called before each sample with (samples run, samples to run in all passes, 0
-            where that is not known, what is being done).
-
-    Raises:
-        CalibrationError: If a name is not an activation of the model, K is another,
-            onnxruntime refuses the model or fails at a sample (chained), an activation has NaN
-            or infinite values or no tokens, or samples are unusable.
-        ValueError: If ``max_calibration_memory`` is not positive, or a name comes twice.
+    A group, of activations that are in no other, lands in one batch. A batch is made when it
+    is asked for, and not held afterwards; the statistics do not depend on the batches. The
+    budget is for accumulators and fetched activations: a group that needs more alone gets it,
+    with an OrtpluginsWarning, and onnxruntime's own values and the samples come on top.
+    Tensors of 1 KiB or more in memory go to files in ``scratch``, kept until the last batch.
     """
     if max_calibration_memory < 1:
         raise ValueError(
             f"max_calibration_memory is {max_calibration_memory}: 1 byte or more is needed"
         )
-    order = _graph_order(model, requests)
-    if not samples.rewinds:
-        # They are kept anyway. Bad ones show before hours of work, and the largest one is
-        # known before memory is planned by it.
-        samples.read_all()
-    else:
-        for _ in samples:
-            pass  # how many there are decides what is kept of each
+    # Bad ones show before hours of work; the largest one and their number before memory is
+    # planned by them.
+    samples.read_all()
     probe = samples.largest()
     parts = _Parts(model, scratch, providers)
-    shapes = parts.activation_shapes(requests, probe)
+    names = [request.name for group in groups for request in group]
+    shapes = parts.activation_shapes(names, probe)
     # Inputs are there anyway.
     inputs = {value.name for value in model.graph.inputs}
     sizes = {n: 0 if n in inputs else math.prod(shape) * 4 for n, shape in shapes.items()}
     tokens = {n: math.prod(shape[:-1]) * (samples.count or 0) for n, shape in shapes.items()}
-    requests = _without_needless_grams(requests, tokens)
-    batches = _batches(requests, order, sizes, max_calibration_memory)
+    order = {name: place for place, name in enumerate(_values(model))}
+    groups = [
+        sorted(_without_needless_grams(group, tokens), key=lambda item: order[item.name])
+        for group in groups
+    ]
+    groups.sort(key=lambda group: order[group[0].name])
+    batches = _batches(groups, sizes, max_calibration_memory)
     done = 0
     for number, batch in enumerate(batches, 1):
         # How BLAS shares a sum out among threads changes its last bits; activations are shared
@@ -136,11 +92,8 @@ def collect(
             fetch = parts.open([request.name for request in batch])
             accumulators = {
                 request.name: StatisticsAccumulator(
-                    request.name,
-                    request.k,
-                    gram=request.gram,
-                    max_tokens=request.max_tokens,
-                    gram_stride=max(1, round(tokens[request.name] / request.gram_tokens))
+                    request,
+                    max(1, round(tokens[request.name] / request.gram_tokens))
                     if request.gram_tokens is not None
                     else 1,
                 )
@@ -162,54 +115,26 @@ def collect(
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
 
 
-def _graph_order(model: ir.Model, requests: Sequence[ActivationRequest]) -> dict[str, int]:
-    """Return where in the graph each requested activation is made."""
-    places = {
-        name: place
-        for place, name in enumerate(_values(model))
-        if name and name not in model.graph.initializers
-    }
-    order: dict[str, int] = {}
-    for name in (request.name for request in requests):
-        if name in order:
-            raise ValueError(f"activation {name!r} is requested twice")
-        if name not in places:
-            kind = "an initializer" if name in model.graph.initializers else "not there"
-            raise CalibrationError(
-                f"activation {name!r} is {kind}: outputs of nodes of the main graph and graph "
-                "inputs can be collected"
-            )
-        order[name] = places[name]
-    return order
-
-
 def _without_needless_grams(
-    requests: Sequence[ActivationRequest], tokens: Mapping[str, int]
+    group: Sequence[ActivationRequest], tokens: Mapping[str, int]
 ) -> list[ActivationRequest]:
     """Keep all tokens instead of Gram matrices where there are few; a group decides as one."""
-    large = {r.group for r in requests if not 0 < 2 * tokens[r.name] <= r.k}
+    few = all(0 < 2 * tokens[request.name] <= request.k for request in group)
     return [
         dataclasses.replace(r, gram=False, max_tokens=max(r.max_tokens, tokens[r.name]))
-        if r.gram and r.group is not None and r.group not in large
+        if r.gram and few
         else r
-        for r in requests
+        for r in group
     ]
 
 
 def _batches(
-    requests: Sequence[ActivationRequest],
-    order: Mapping[str, int],
-    sizes: Mapping[str, int],
-    budget: int,
+    groups: Iterable[Sequence[ActivationRequest]], sizes: Mapping[str, int], budget: int
 ) -> list[list[ActivationRequest]]:
-    """Fill batches with whole groups, in the order of their first activation."""
-    groups: dict[object, list[ActivationRequest]] = {}
-    for request in sorted(requests, key=lambda request: order[request.name]):
-        key = ("activation", request.name) if request.group is None else request.group
-        groups.setdefault(key, []).append(request)
+    """Fill batches with whole groups."""
     batches: list[list[ActivationRequest]] = []
     left = 0
-    for group in groups.values():
+    for group in groups:
         need = sum(request.nbytes + sizes[request.name] for request in group)
         if need > budget:
             names = ", ".join(repr(request.name) for request in group[:3])
@@ -303,27 +228,15 @@ class _Parts:
         return self._cut(model, outputs)
 
     def activation_shapes(
-        self, requests: Sequence[ActivationRequest], feed: Feed
+        self, names: Sequence[str], feed: Feed
     ) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each activation in a run of ``feed``.
-
-        Only shapes are fetched, so that this takes no memory to speak of.
-        """
+        """Return the shape of each activation in a run: fetched alone, it takes no memory."""
         model = self._model.clone()
         values = _values(model)
-        shapes = {
-            item.name: _appended(model, "Shape", values[item.name], {}) for item in requests
-        }
+        shapes = {name: _appended(model, "Shape", values[name], {}) for name in names}
         fetch = self._cut(model, shapes, runs_often=False)
-        found = dict(fetch(list(shapes), feed, "the largest sample"))
-        for item in requests:
-            shape = found[item.name].tolist()
-            if not shape or shape[-1] != item.k:
-                raise CalibrationError(
-                    f"activation {item.name!r} has shape {shape}: its last axis should be K = "
-                    f"{item.k}"
-                )
-        return {name: tuple(shape.tolist()) for name, shape in found.items()}
+        found = fetch(names, feed, "the largest sample")
+        return {name: tuple(shape.tolist()) for name, shape in found}
 
     def _cut(
         self, model: ir.Model, outputs: Mapping[str, ir.Value], *, runs_often: bool = True
@@ -344,12 +257,7 @@ class _Parts:
             made = [outputs[name].name for name in names if name in outputs]
             arrays = []
             if session is not None and made:
-                try:
-                    arrays = session.run(made, feed)[::-1]
-                except Exception as error:  # onnxruntime's own classes, none is documented
-                    raise CalibrationError(
-                        f"{what}: onnxruntime failed to run the model on it: {error}"
-                    ) from error
+                arrays = run_sample(session, made, feed, what)[::-1]
             for name in names:
                 yield name, arrays.pop() if name in outputs else feed[name]
 
@@ -453,11 +361,7 @@ def open_detached(
     options: onnxruntime.SessionOptions,
     providers: Sequence[Any],
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a graph that :func:`detach_tensors` left; its threads do not spin.
-
-    Raises:
-        CalibrationError: If onnxruntime refuses the model, chained.
-    """
+    """Open a session on a graph that :func:`detach_tensors` left; its threads do not spin."""
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(folder)
@@ -471,3 +375,16 @@ def open_detached(
         raise CalibrationError(
             f"onnxruntime refuses the model for calibration: {error}"
         ) from error
+
+
+def run_sample(
+    session: onnxruntime.InferenceSession, names: Sequence[str | None], feed: Feed, what: str
+) -> list[npt.NDArray[Any]]:
+    """Run a session; an error names the sample."""
+    try:
+        arrays: list[npt.NDArray[Any]] = session.run(names, feed)
+    except Exception as error:  # onnxruntime's own classes, none is documented
+        raise CalibrationError(
+            f"{what}: onnxruntime failed to run the model on it: {error}"
+        ) from error
+    return arrays

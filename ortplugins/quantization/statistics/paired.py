@@ -13,6 +13,7 @@ until the last of them has run; one sample is in memory at a time.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
 import shutil
 import tempfile
@@ -26,17 +27,19 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import CalibrationError
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.statistics.accumulator import StatisticsAccumulator
+from ortplugins.quantization.statistics.accumulator import (
+    ActivationRequest,
+    StatisticsAccumulator,
+)
 from ortplugins.quantization.statistics.collect import (
     detach_tensors,
     open_for_samples,
+    run_sample,
     without_padding,
 )
-from ortplugins.samples.kept import KeptSamples
 from ortplugins.samples.roles import counted_tokens
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.sources import Feed, KeptSamples
 
 Array = npt.NDArray[Any]
 
@@ -61,14 +64,7 @@ class PairedModels:
         scratch: Path,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
-        """Start before the first node.
-
-        Args:
-            model: The model; it is not changed.
-            samples: What both are run on; gone through for every activation.
-            scratch: An existing folder, to be kept as long as this object is used.
-            providers: Execution providers, as for ``onnxruntime.InferenceSession``.
-        """
+        """Start before the first node; the samples are gone through for every activation."""
         self._samples, self._providers = samples, providers
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
         model = model.clone()
@@ -89,40 +85,26 @@ class PairedModels:
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
     def replace(self, node: str, index: int, weight: Callable[[], Array]) -> None:
-        """Have a node of the quantised model that has not run yet read another weight.
+        """Have a node of the quantised model, by its first output, read another weight.
 
-        Args:
-            node: Name of its first output.
-            index: Which input the weight is.
-            weight: Returns it; called when the node is to run.
+        ``weight`` returns it, and is called when the node is to run.
         """
         self._weights.setdefault(node, {})[index] = weight
 
     def statistics(
-        self, name: str, k: int, max_tokens: int, writer: ScratchWriter
+        self, request: ActivationRequest, writer: ScratchWriter
     ) -> dict[str, TensorReference]:
         """Run both models up to an activation; write what is known of its X.
 
-        Args:
-            name: The activation; not before any that was asked for.
-            k: Size of its last axis.
-            max_tokens: Tokens to keep, at most.
-            writer: Where arrays go.
-
-        Returns:
-            ``mean_abs``, ``tokens`` and ``gram`` of the quantised model, as
-            :class:`~ortplugins.quantization.statistics.accumulator.ActivationStatistics` has
-            them; ``float_tokens``, the same tokens of the float model; ``drift``, float32
-            ``[K, K]``, X^T (X_float - X) over the number of tokens.
-
-        Raises:
-            CalibrationError: If onnxruntime refuses a part of the model or fails at a sample
-                (chained), or the activation holds NaN or infinite values or no tokens.
-            OSError: If a file can't be written.
+        Return ``mean_abs``, ``tokens`` and ``gram`` of the quantised model, as
+        ActivationStatistics has them; ``float_tokens``, the same tokens of the float model;
+        and ``drift``, float32 ``[K, K]``, X^T (X_float - X) over the number of tokens.
+        Activations are asked for in the order of the graph.
         """
+        name, k = request.name, request.k
         self._run_to(self.places.get(name, 0))
-        quantized = StatisticsAccumulator(name, k, gram=True, max_tokens=max_tokens)
-        floats = StatisticsAccumulator(name, k, gram=False, max_tokens=max_tokens)
+        quantized = StatisticsAccumulator(request)
+        floats = StatisticsAccumulator(dataclasses.replace(request, gram=False))
         # In its file from the start: a second matrix of this size is not held in memory.
         drift = writer.reserve((k, k), np.float32)
         sums = drift.map("r+")
@@ -144,14 +126,8 @@ class PairedModels:
                     update.result()
         found = quantized.finish()
         sums /= np.float32(found.count)
-        assert found.gram is not None
-        return {
-            "mean_abs": writer.append(found.mean_abs),
-            "tokens": writer.append(found.tokens),
-            "gram": writer.append(found.gram),
-            "float_tokens": writer.append(floats.finish().tokens),
-            "drift": drift,
-        }
+        arrays = found.arrays() | {"float_tokens": floats.finish().tokens}
+        return {key: writer.append(array) for key, array in arrays.items()} | {"drift": drift}
 
     def _run_to(self, place: int) -> None:
         """Run what is left of the nodes before a place, in both models."""
@@ -177,12 +153,7 @@ class PairedModels:
                 inputs |= weights
                 if session is None:
                     session = self._open(nodes, inputs, made)
-                try:
-                    arrays = session.run(made, inputs)
-                except Exception as error:  # onnxruntime's own classes, none is documented
-                    raise CalibrationError(
-                        f"sample {index}: onnxruntime failed to run the model on it: {error}"
-                    ) from error
+                arrays = run_sample(session, made, inputs, f"sample {index}")
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     np.save(folder / f"{model}-{index}.npy", array, allow_pickle=False)
             path.unlink(missing_ok=True)

@@ -25,8 +25,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.nearest import Codes, Floats, ZeroPoints
+from ortplugins.quantization.methods.nearest import BlockFormat, Codes, Floats, ZeroPoints
 from ortplugins.quantization.weights.sites import WeightSite
 
 _WORD = 32
@@ -38,21 +37,13 @@ _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm")
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """One quantised layer of a checkpoint, in its file.
+    """One quantised layer of a checkpoint, in its file."""
 
-    Attributes:
-        name: Of the layer: ``model.layers.0.mlp.up_proj``.
-        path: The file.
-        method: ``"gptq"`` or ``"awq"``: how codes are packed.
-        bits: Of the codes.
-        zero_offset: What is added to the stored zero points.
-    """
-
-    name: str
+    name: str  # of the layer: model.layers.0.mlp.up_proj
     path: str
-    method: str
+    method: str  # "gptq" or "awq": how codes are packed
     bits: int
-    zero_offset: int
+    zero_offset: int  # what is added to the stored zero points
 
     def shape(self) -> tuple[int, int]:
         """Return K and N."""
@@ -61,11 +52,7 @@ class PackedWeight:
         return (rows, columns * packed) if self.method == "awq" else (rows * packed, columns)
 
     def form(self, scale_type: str) -> BlockFormat:
-        """Return the form of the codes: symmetric where all zero points are in the middle.
-
-        Raises:
-            ModelFileError: If blocks are not contiguous along K, or differ in size.
-        """
+        """Return the form of the codes: symmetric where all zero points are in the middle."""
         k, _ = self.shape()
         blocks = len(self._tensor("scales"))
         size = -(-k // blocks)
@@ -114,34 +101,21 @@ class PackedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A folder of safetensors files with quantised layers.
+    """A folder of safetensors files with quantised layers."""
 
-    Attributes:
-        method: ``"gptq"`` or ``"awq"``.
-        layers: By name.
-        vectors: Files of the float tensors of rank 1 (norms, biases), by name.
-    """
-
-    method: str
+    method: str  # "gptq" or "awq"
     layers: Mapping[str, PackedWeight]
-    vectors: Mapping[str, str]
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Find out what is in a folder; no layer is read.
-
-        Raises:
-            MissingFileError: If it has no configuration or no safetensors file.
-            ModelFileError: If it is in a form that is not known, or holds no quantised layer.
-            ImportError: Without the safetensors package (extra ``checkpoint``).
-        """
-        folder = Path(folder)
+    def read(cls, path: str | os.PathLike[str], model: ir.Model) -> Checkpoint:
+        """Find out what is in a folder, and give a model its norms and biases."""
+        folder = Path(path)
         config = _config(folder)
         method, offset = _packing(config, folder)
         bits = config.get("bits", config.get("w_bit", 4))
         if bits not in _BITS or (method == "awq" and bits != 4):
             raise ModelFileError(f"{folder}: {method} checkpoints of {bits} bits are not read")
-        layers, vectors = {}, {}
+        layers, vectors = {}, {}  # float tensors of rank 1: norms, biases
         files = sorted(folder.glob("*.safetensors"))
         for path in files:
             with _opened(path) as file:
@@ -158,14 +132,13 @@ class Checkpoint:
             raise MissingFileError(f"{folder}: there is no .safetensors file")
         if not layers:
             raise ModelFileError(f"{folder}: no tensor is called *.qweight: is it quantised?")
-        return cls(method, layers, vectors)
+        found = cls(method, layers)
+        for name, file in vectors.items():
+            found._put_vector(name, file, model)
+        return found
 
     def layer_of(self, site: WeightSite) -> PackedWeight | None:
-        """Return the layer of a node: by the name of its weight, or its own.
-
-        Raises:
-            ModelFileError: If the layer has another K or N.
-        """
+        """Return the layer of a node: by the name of its weight, or its own."""
         weight = (site.weight.name or "").removesuffix(".weight")
         node = site.label.replace("/", ".").removeprefix(".")
         for name in (weight, node):
@@ -181,36 +154,24 @@ class Checkpoint:
                 return layer
         return None
 
-    def put_vectors(self, model: ir.Model) -> None:
-        """Give norms and biases of a model the checkpoint's numbers, by name.
+    def _put_vector(self, name: str, path: str, model: ir.Model) -> None:
+        """Give the tensor of a model the checkpoint's numbers.
 
-        Raises:
-            ModelFileError: If one of AWQ's is not in the model: it may be divided by scales.
+        AWQ's may be divided by scales: one that is not in the model is an error.
         """
-        for name, path in self.vectors.items():
-            value = model.graph.initializers.get(name)
-            old = None if value is None else value.const_value
-            with _opened(Path(path)) as file:
-                numbers = file.get_tensor(name)
-            if value is None or old is None or tuple(old.shape.numpy()) != numbers.shape:
-                if self.method == "awq":
-                    raise ModelFileError(
-                        f"tensor {name!r} of the AWQ checkpoint: the model has no initializer "
-                        "of this name and shape: export the float model with its names"
-                    )
-                continue
+        value = model.graph.initializers.get(name)
+        old = None if value is None else value.const_value
+        with _opened(Path(path)) as file:
+            numbers = file.get_tensor(name)
+        if value is not None and old is not None and old.shape == numbers.shape:
             value.const_value = ir.Tensor(
                 numbers.astype(old.dtype.numpy()), dtype=old.dtype, name=name
             )
-
-
-def put_in(folder: str | os.PathLike[str] | None, model: ir.Model) -> Checkpoint | None:
-    """Read a checkpoint, if there is one, and give a model its norms and biases."""
-    if folder is None:
-        return None
-    checkpoint = Checkpoint.read(folder)
-    checkpoint.put_vectors(model)
-    return checkpoint
+        elif self.method == "awq":
+            raise ModelFileError(
+                f"tensor {name!r} of the AWQ checkpoint: the model has no initializer of this "
+                "name and shape: export the float model with its names"
+            )
 
 
 def _unpacked(

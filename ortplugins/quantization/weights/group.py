@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,10 @@ import threadpoolctl
 
 from ortplugins.errors import QuantizationError
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.methods.awq_clip import search_clip
-from ortplugins.quantization.methods.awq_scales import search_scales
-from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.gptq import Gptq, GptqOptions
+from ortplugins.quantization.methods.awq import search_clip, search_scales
+from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
     Codes,
     Floats,
     ZeroPoints,
@@ -35,19 +34,11 @@ from ortplugins.quantization.methods.nearest import (
     search_blocks,
 )
 from ortplugins.quantization.weights.checkpoint import PackedWeight
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from rewrite_rules.weights.bit_packing import pack_rows, unpack_rows
 
 Quantized = tuple[Codes, Floats, ZeroPoints | None]
 
-# What each method does: scales per input channel, ratios per block, error feedback.
-METHODS = {
-    "rtn": (),
-    "awq_lite": ("scales",),
-    "awq_clip": ("clip",),
-    "awq_full": ("scales", "clip"),
-    "gptq": ("gptq",),
-    "awq_gptq": ("scales", "gptq"),
-}
 # Float bytes of a strip of columns: with the copies that a method makes, what a worker holds.
 _STRIP_BYTES = 4 << 20
 # GPTQ rounds row by row, and a call of numpy costs more than a narrow row; but the strips of a
@@ -59,25 +50,15 @@ _ERROR_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class StoredCodes:
-    """Codes, scales and zero points of one weight, in files.
-
-    Attributes:
-        K: Size along which the blocks run.
-        N: Number of columns.
-        form: How the weight is quantised.
-        k_last: Whether codes are stored as ``[N, K]``; scales and zero points follow.
-        codes: Packed codes, uint8.
-        scales: float32 or float16, ``[blocks, N]`` or ``[N, blocks]``.
-        zero_points: A byte each, in the same shape; None when symmetric.
-    """
+    """Codes, scales and zero points of one weight ``[K, N]``, in files."""
 
     K: int
     N: int
     form: BlockFormat
-    k_last: bool
-    codes: TensorReference
-    scales: TensorReference
-    zero_points: TensorReference | None
+    k_last: bool  # codes are [N, K]; scales and zero points follow
+    codes: TensorReference  # packed, uint8
+    scales: TensorReference  # float32 or float16, [blocks, N] or [N, blocks]
+    zero_points: TensorReference | None  # a byte each, alike; None when symmetric
 
     @classmethod
     def reserve(
@@ -115,98 +96,59 @@ class StoredCodes:
 class WeightTask:
     """One weight, and where its codes go.
 
-    Attributes:
-        name: Of the weight, for messages.
-        weight: float32 or float16, ``[K, N]`` or ``[N, K]``.
-        stored_k_last: Whether it is ``[N, K]``.
-        given: A checkpoint's layer whose codes are taken; None to find some.
-        outputs: Room for the codes; a second one, of more bits, to be chosen from later, is
-            rounded to nearest.
+    A second output, of more bits, to be chosen from later, is rounded to nearest.
     """
 
     name: str
-    weight: TensorReference
-    stored_k_last: bool
-    given: PackedWeight | None
+    weight: TensorReference  # float32 or float16, [K, N] or [N, K]
+    stored_k_last: bool  # it is [N, K]
+    given: PackedWeight | None  # a checkpoint's layer, whose codes are taken
     outputs: tuple[StoredCodes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupTask:
-    """Weights that share the scales of their input channels.
-
-    Attributes:
-        weights: The weights, all of the same K and type.
-        method: One of :data:`METHODS`; ``"rtn"`` where there are no statistics.
-        coordinator: The process that hands out tasks, as :func:`this_process` calls it; it
-            limits its BLAS itself.
-        mean_abs: float32 ``[K]``; None without statistics, as the next two.
-        tokens: float32 ``[T, K]``.
-        gram: float32 ``[K, K]``; None where all tokens are there, too.
-        float_tokens: The same tokens of the float model, where those before are of the
-            quantised one; None where they are the float model's.
-        drift: float32 ``[K, K]``, X^T (X_float - X) over the number of tokens; None likewise.
-        alphas: Exponents to try for the scales of channels; None for the search's own.
-        clip_ratios: Ratios to try for what blocks are clipped to; None likewise.
-        gptq: Options of GPTQ.
-        threads: How many may share the columns of a weight; it changes no bit.
-    """
+    """Weights of one K and type that share the scales of their input channels."""
 
     weights: tuple[WeightTask, ...]
-    method: str
-    coordinator: str
-    mean_abs: TensorReference | None = None
-    tokens: TensorReference | None = None
-    gram: TensorReference | None = None
+    recipe: Recipe
+    method: str  # "rtn" without statistics
+    coordinator: str  # the process that hands out tasks, and limits its BLAS itself
+    mean_abs: TensorReference | None = None  # float32 [K]; None without statistics
+    tokens: TensorReference | None = None  # float32 [T, K]
+    gram: TensorReference | None = None  # float32 [K, K]; None where all tokens are there
+    # Where those before are of the quantised model: the same tokens of the float model, and
+    # X^T (X_float - X) over their number, float32 [K, K].
     float_tokens: TensorReference | None = None
     drift: TensorReference | None = None
-    alphas: Sequence[float] | None = None
-    clip_ratios: Sequence[float] | None = None
-    gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
-    threads: int = 1
+    threads: int = 1  # that may share the columns of a weight; it changes no bit
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightErrors:
-    """How far a quantised weight is from its float one.
+    """How far a quantised weight is from its float one; NaN without tokens."""
 
-    Attributes:
-        weight: Frobenius norm of the difference over the weight's, the scales of input
-            channels taken out again.
-        output: The same of the products with the sampled tokens; NaN without any.
-        added: Square of the error of the products, for each token, summed over the columns:
-            tr(D^T H D) where there are second moments H and another output to choose, else
-            that of the sample; NaN likewise.
-    """
-
+    # Frobenius norm of the difference over the weight's, scales of channels taken out again.
     weight: float
-    output: float
+    output: float  # the same of the products with the sampled tokens
+    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
+    # where there are second moments H and another output to choose, else that of the sample.
     added: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupResult:
-    """What became of a group; the codes are in the files.
+    """What became of a group; the codes are in the files."""
 
-    Attributes:
-        errors: Of each weight, and each of its outputs.
-        channel_scales: float32 ``[K]``, what the weights' rows were multiplied by and the
-            activation must be divided by; None for 1.
-        alpha: Exponent that was chosen for them; NaN for none.
-    """
-
-    errors: tuple[tuple[WeightErrors, ...], ...]
+    errors: tuple[tuple[WeightErrors, ...], ...]  # of each weight, and each of its outputs
+    # float32 [K], what the weights' rows were multiplied by and the activation must be divided
+    # by; None for 1, and NaN for the exponent then.
     channel_scales: npt.NDArray[np.float32] | None
     alpha: float
 
 
 def quantize_group(task: GroupTask) -> GroupResult:
-    """Quantise the weights of a group and write their codes, scales and zero points.
-
-    Raises:
-        QuantizationError: If a weight holds NaN or infinite values; with its name.
-        OSError: If a file can't be read or written.
-    """
+    """Quantise the weights of a group and write their codes, scales and zero points."""
     if task.coordinator != this_process():
         _limit_blas_for_good()
     steps = METHODS[task.method]
@@ -215,6 +157,11 @@ def quantize_group(task: GroupTask) -> GroupResult:
     if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
         # There were so few that all of them are here.
         gram = tokens.T @ tokens / np.float32(len(tokens))
+    if gram is not None and not np.isfinite(gram).all():
+        raise QuantizationError(
+            f"the squares of what weight {task.weights[0].name!r} is multiplied by overflow: "
+            "scale the activation, or take method 'rtn'"
+        )
     channel_scales, alpha = None, float("nan")
     if "scales" in steps:
         channel_scales, alpha = _search_scales(task, tokens, gram)
@@ -223,7 +170,7 @@ def quantize_group(task: GroupTask) -> GroupResult:
         if gram is not None:
             gram = gram / channel_scales
             gram /= channel_scales[:, None]
-    feedback = Gptq(gram, task.gptq) if gram is not None and "gptq" in steps else None
+    feedback = Gptq(gram, task.recipe.gptq) if gram is not None and "gptq" in steps else None
     errors = tuple(
         _quantize(weight, task, channel_scales, tokens, gram, feedback)
         for weight in task.weights
@@ -272,7 +219,7 @@ def _search_scales(
     weights = [_checked(_matrix(item), item.name) for item in task.weights]
     forms = [item.outputs[0].form for item in task.weights]
     choice = search_scales(
-        weights, task.mean_abs.map(), tokens, gram, forms, alphas=task.alphas
+        weights, task.mean_abs.map(), tokens, gram, forms, alphas=task.recipe.alphas
     )
     if (choice.scales == 1).all():
         return None, float("nan")
@@ -369,7 +316,7 @@ def _codes(
         return feedback.quantize(weight, form, lacking)
     if "clip" in METHODS[group.method]:
         assert gram is not None
-        ratios = search_clip(weight, gram, form, ratios=group.clip_ratios)
+        ratios = search_clip(weight, gram, form, ratios=group.recipe.clip_ratios)
         return quantize_blocks(weight, form, ratios)
     energy = None
     if METHODS[group.method]:

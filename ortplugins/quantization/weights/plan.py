@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Which weights of a model are quantised, how, and which share an activation."""
+"""Which weights of a model are quantised, how, which share an activation; and the report."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,33 +14,143 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
-from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.quantization.methods.nearest import BlockFormat
 from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
-from ortplugins.quantization.weights.group import METHODS
-from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.sites import WeightSite, find_sites, readers_of
-from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import fitting_block_size
+from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import label
 
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Weight:
-    """A float weight in one form.
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """One node with a constant matrix, or what keeps a quantised one in float besides.
 
     Attributes:
-        form: How it is quantised.
-        method: By what.
-        sites: The nodes that read it, all in the same orientation.
-        given: Codes that are there already.
+        node: Its name; its first output's where it has none.
+        op_type: MatMul, Gemm, Gather or FusedMatMul.
+        weight: Name of the initializer.
+        K: Size along which the blocks run; 0 for a node that was refused.
+        N: Number of columns; 0 likewise.
+        bits: Of the codes; 0 where the weight stays in float.
+        block_size: -1 for a scale per column; 0 likewise.
+        method: What was done: ``"rtn"``, ``"awq_lite"`` and so on; empty likewise.
+        alpha: Exponent of the scales of input channels; NaN where there are none.
+        folded: Where the activation is divided by them: ``"folded"`` into the constants that
+            it comes from, ``"mul"`` by a node of its own; empty where there are none.
+        weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
+            measured.
+        output_error: The same of the node's product with sampled tokens; NaN likewise.
+        bytes_before: Of the float weight, 0 where an earlier node has counted it.
+        bytes_after: Of codes, scales and zero points, or of the float weight that stays.
+        reason: Why it was refused, or what else to know.
     """
+
+    node: str
+    op_type: str
+    weight: str = ""
+    K: int = 0
+    N: int = 0
+    bits: int = 0
+    block_size: int = 0
+    method: str = ""
+    alpha: float = math.nan
+    folded: str = ""
+    weight_error: float = math.nan
+    output_error: float = math.nan
+    bytes_before: int = 0
+    bytes_after: int = 0
+    reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the node reads codes now."""
+        return self.bits != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What happened to a model.
+
+    Attributes:
+        method: What was asked for.
+        nodes: One entry per node with a constant matrix, in the model's order; then what else
+            reads the float numbers of a quantised one.
+        notes: Things to know that belong to no node.
+    """
+
+    method: str
+    nodes: tuple[NodeReport, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[NodeReport, ...]:
+        """The nodes that read codes now."""
+        return tuple(node for node in self.nodes if node.quantized)
+
+    @property
+    def refused(self) -> tuple[NodeReport, ...]:
+        """The nodes that keep their float weight."""
+        return tuple(node for node in self.nodes if not node.quantized)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the weights that were looked at."""
+        return sum(node.bytes_before for node in self.nodes)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the same in their new form."""
+        return sum(node.bytes_after for node in self.nodes)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of all these weights: codes, scales, zero points, floats that stay; NaN for none."""
+        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
+        return 8 * self.bytes_after / sum(sizes.values()) if sizes else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON's types; NaN as None."""
+        content = {
+            "method": self.method,
+            "quantized": len(self.quantized),
+            "refused": len(self.refused),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+            "nodes": [dataclasses.asdict(node) for node in self.nodes],
+            "notes": self.notes,
+        }
+        plain: dict[str, Any] = json.loads(
+            json.dumps(content), parse_constant=lambda nan: None
+        )
+        return plain
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        text = (
+            f"{self.method}: {len(self.quantized)} quantised, {len(self.refused)} refused; "
+            f"{before:.1f} -> {after:.1f} MB"
+        )
+        if self.quantized:
+            text += f", {self.bits_per_weight:.2f} bits per weight"
+        return text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A float weight in one form."""
 
     form: BlockFormat
     method: str
-    sites: list[WeightSite]
-    given: PackedWeight | None = None
+    sites: list[WeightSite]  # the nodes that read it, all in the same orientation
+    given: PackedWeight | None = None  # codes that are there already
 
     @property
     def value(self) -> ir.Value:
@@ -63,17 +175,16 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Weights that share the scales of their input channels.
-
-    Attributes:
-        weights: The weights, all of the same K and method.
-        activations: What they are multiplied with; empty where there are no statistics.
-        reason: Why there are none.
-    """
+    """Weights of one K and method that share the scales of their input channels."""
 
     weights: list[Weight]
-    activations: list[ir.Value]
-    reason: str = ""
+    activations: list[ir.Value]  # empty where there are no statistics
+    reason: str = ""  # why there are none
+
+    @property
+    def names(self) -> list[str]:
+        """Of the activations."""
+        return [activation.name or "" for activation in self.activations]
 
     @property
     def elements(self) -> int:
@@ -88,18 +199,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """What is to be quantised.
-
-    Attributes:
-        model: The model.
-        groups: The weights, by activation.
-        nodes: Every node with a constant matrix, in the model's order: a site of one of the
-            weights, or the report of a node that keeps its own.
-        notes: Things to know.
-    """
+    """What is to be quantised."""
 
     model: ir.Model
-    groups: list[Group]
+    groups: list[Group]  # the weights, by activation
+    # Every node with a constant matrix, in the model's order: a site of one of the weights, or
+    # the report of a node that keeps its own.
     nodes: list[WeightSite | NodeReport]
     notes: list[str]
 
@@ -107,12 +212,7 @@ class WeightPlan:
 def plan_weights(
     model: ir.Model, recipe: Recipe, checkpoint: Checkpoint | None = None
 ) -> WeightPlan:
-    """Find what is to be quantised; the graph's larger Constant nodes become initializers.
-
-    Raises:
-        ModelFileError: If a layer of the checkpoint does not fit.
-        QuantizationError: If a pattern means no node, or a checkpoint is to be calibrated.
-    """
+    """Find what is to be quantised; the graph's larger Constant nodes become initializers."""
     if checkpoint is not None and recipe.needs_statistics:
         raise QuantizationError(
             "a checkpoint brings its own codes: leave out methods that calibrate and "
@@ -134,13 +234,13 @@ def plan_weights(
     for position, site in enumerate(nodes):
         if isinstance(site, NodeReport):
             continue
-        choice = recipe.choose(site, table=site.weight in tables)
-        form, method, given = choice.form, choice.method, None
-        if checkpoint is not None and not choice.reason:
-            given = checkpoint.layer_of(site)
-            form = given.form(form.scale_type) if given else form
-        missing = checkpoint is not None and given is None
-        reason = choice.reason or ("not in the checkpoint" if missing else "")
+        form, method, reason = recipe.choose(site, table=site.weight in tables)
+        given = None
+        if checkpoint is not None and not reason:
+            if given := checkpoint.layer_of(site):
+                form = given.form(form.scale_type)
+            else:
+                reason = "not in the checkpoint"
         if reason := reason or _without_kernel(recipe, site, form):
             nodes[position] = _report(site, reason=reason)
             continue
@@ -182,11 +282,7 @@ def _without_kernel(recipe: Recipe, site: WeightSite, form: BlockFormat) -> str:
 
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
-    """Refuse a plan that quantises nothing.
-
-    Raises:
-        ModelFileError: Saying why nothing is left.
-    """
+    """Refuse a plan that quantises nothing, and say why."""
     if plan.groups:
         return
     refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
@@ -234,13 +330,9 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
 def reported(
     plan: WeightPlan, recipe: Recipe, done: Mapping[Weight, Mapping[str, Any]]
 ) -> QuantizeReport:
-    """Report a plan.
+    """Report a plan, with what became of each weight.
 
-    Args:
-        plan: The plan.
-        recipe: Its recipe.
-        done: What became of each weight, fields of :class:`NodeReport`; and ``"form"`` where
-            it was not the weight's own.
+    That is fields of :class:`NodeReport`, and ``"form"`` where it was not the weight's own.
     """
     weights = {site: w for group in plan.groups for w in group.weights for site in w.sites}
     counted: set[tuple[object, ...]] = set()
@@ -262,6 +354,8 @@ def reported(
             before = once(node.tensor.nbytes, "float", node.weight.name)
             after = once(_stored_bytes(recipe, weight, form), weight)
             items = {key: item for key, item in done[weight].items() if key != "form"}
+            if weight.given is not None:
+                items["method"] = weight.given.method
             node = _report(node, bits=form.bits, block_size=form.block_size, **items)
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
     return QuantizeReport(recipe.method, tuple(rows), tuple(plan.notes))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -29,30 +29,25 @@ from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
-    needs_data_file,
+    has_data_file,
     save_with_data,
     scratch_within,
 )
-from ortplugins.quantization.statistics.collect import collect
-from ortplugins.quantization.statistics.paired import PairedModels
-from ortplugins.quantization.weights.checkpoint import put_in
-from ortplugins.quantization.weights.group import METHODS
+from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.plan import (
+    QuantizeReport,
     Weight,
     WeightPlan,
     check_not_empty,
     plan_weights,
     reported,
 )
-from ortplugins.quantization.weights.recipe import Recipe, Settings
-from ortplugins.quantization.weights.recipe_file import read_recipe
-from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.quantization.weights.run_folder import RunFolder
-from ortplugins.quantization.weights.stages import Stages
+from ortplugins.quantization.weights.recipe import METHODS, Recipe, Settings, read_recipe
+from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.work import quantize_graph
-from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.dq_matmulnbits_fusion.matmulnbits_inputs import (
+from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     fitting_block_size,
     slow_kernel,
 )
@@ -63,6 +58,7 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 # can hold the codes.
 _OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
 _MICROSOFT_IR_VERSION = 10
+_STEPS = 1000  # of the progress of a run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,7 +160,7 @@ def quantize(
     elif target is not None:
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
-    given = put_in(checkpoint, loaded.model)
+    given = None if checkpoint is None else Checkpoint.read(checkpoint, loaded.model)
     plan = plan_weights(loaded.model, chosen, given)
     check_not_empty(plan, chosen)
     if dry_run:
@@ -175,30 +171,13 @@ def quantize(
     notes += _misfused(plan, chosen)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(scratch_within(_work_dir(work_dir, target))))
-        calibration = paired = samples = run = None
+        samples, run = None, NOTHING_KEPT
         stages = Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
             samples = KeptSamples(
                 calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
             )
-            calibration = functools.partial(
-                collect,
-                loaded.model,
-                samples=samples,
-                scratch=scratch,
-                max_calibration_memory=max_calibration_memory,
-                providers=calibration_providers,
-                progress=stages.of("calibration"),
-            )
-            if chosen.quantized_inputs:
-                paired = functools.partial(
-                    PairedModels,
-                    loaded.model,
-                    samples,
-                    scratch=scratch,
-                    providers=calibration_providers,
-                )
         if run_folder is not None:
             run = stack.enter_context(
                 RunFolder.opened(
@@ -209,11 +188,12 @@ def quantize(
             plan,
             chosen,
             scratch,
-            calibration=calibration,
-            paired=paired,
+            samples=samples,
+            providers=calibration_providers,
             executor=executor,
             max_memory=max_calibration_memory,
             run=run,
+            calibrated=stages.of("calibration"),
             progress=stages.of("codes"),
         )
         notes += _unpacked(report, chosen)
@@ -224,10 +204,7 @@ def quantize(
             _into_memory(loaded.model, scratch)
             return QuantizeResult(None, report, same_kind(model, loaded.model))
         if external_data is None:
-            # Tensors within the model's own file are not external to it.
-            own = os.path.realpath(model) if is_path(model) else None
-            files = {os.path.realpath(path) for path in loaded.data_files.values()} - {own}
-            external_data = bool(files) or needs_data_file(loaded.model)
+            external_data = has_data_file(loaded, loaded.model)
         save = functools.partial(
             save_with_data,
             loaded.model,
@@ -240,9 +217,35 @@ def quantize(
         else:
             with folder.staged(without=loaded.data_files.values()) as staged:
                 save(staged)
-            target = folder.written_model
-            _move(loaded.model, staged.parent, target.parent)
+            loaded = load_model(target := folder.written_model)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
+
+
+class Stages:
+    """One progress for all stages of a run, by time; they may take turns, or be left out."""
+
+    def __init__(self, show: Progress | None, costs: Mapping[str, float]) -> None:
+        """Start before the first stage; their costs are in their order, in any unit."""
+        whole = sum(costs.values()) or 1
+        self._shares = {stage: cost / whole for stage, cost in costs.items()}
+        self._show, self._done = show, dict.fromkeys(costs, 0.0)
+        self._steps = 0
+
+    def of(self, stage: str) -> Progress:
+        """Return what a stage reports its own progress to."""
+
+        def show(done: int, total: int, what: str) -> None:
+            self._done[stage] = max(self._done[stage], done / (total or 1))
+            run, later = 0.0, False
+            for each, share in reversed(self._shares.items()):
+                # A stage that was not reached before a later one was not needed.
+                run += share * (self._done[each] or later)
+                later = later or self._done[each] > 0
+            self._steps = max(self._steps, int(_STEPS * run))
+            if self._show is not None:
+                self._show(self._steps, _STEPS, what)
+
+        return show
 
 
 def _costs(plan: WeightPlan, recipe: Recipe) -> dict[str, float]:
@@ -278,13 +281,6 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
         raise UsageError("run_folder needs the path of a model, which tells it from others")
     path = Path(model)
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
-
-
-def _move(model: ir.Model, old: Path, new: Path) -> None:
-    """Point tensors to a folder that has got another name."""
-    for _, tensor in initializer_tensors(model):
-        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == old:
-            tensor.base_dir = os.path.realpath(new)
 
 
 def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str | None:

@@ -1,23 +1,44 @@
 # SPDX-License-Identifier: MIT
-"""A recipe: which weights are quantised, by which method, into what."""
+"""A recipe: which weights are quantised, by which method, into what; by name, or a YAML file.
+
+A file has the fields of :class:`Recipe`; ``rules`` are settings by pattern, or ``float``::
+
+    method: gptq
+    block_size: 32
+    gptq: {damping: 0.02}
+    rules:
+      "*v_proj*": {bits: 8, method: rtn}
+      ":head": {bits: 8}
+      "*router*": float
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import onnx_ir as ir
 
-from ortplugins.errors import QuantizationError
-from ortplugins.quantization.methods.block_format import BlockFormat
+from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.gptq import GptqOptions
-from ortplugins.quantization.selection import Pattern, check_names, matches
-from ortplugins.quantization.weights.group import METHODS
+from ortplugins.quantization.methods.nearest import BlockFormat
+from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
 from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite, readers_of
 from rewrite_rules.closest_name import did_you_mean
 
+# What each method does: scales per input channel, ratios per block, error feedback.
+METHODS = {
+    "rtn": (),
+    "awq_lite": ("scales",),
+    "awq_clip": ("clip",),
+    "awq_full": ("scales", "clip"),
+    "gptq": ("gptq",),
+    "awq_gptq": ("scales", "gptq"),
+}
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
@@ -55,17 +76,17 @@ class Rule:
     optional: bool = False
 
     @classmethod
-    def of(cls, nodes: Pattern, settings: Mapping[str, Any]) -> Rule:
-        """Return the rule of some settings by name.
-
-        Raises:
-            QuantizationError: If one is not a setting of a rule; names the closest.
-        """
+    def of(cls, nodes: Pattern, settings: Any) -> Rule:
+        """Return the rule of settings by name, or of ``"float"``."""
+        if settings == "float":
+            return cls(nodes, keep_float=True)
+        if not isinstance(settings, Mapping):
+            raise QuantizationError(
+                f"rule {text_of(nodes)!r} is {settings!r}: float, or settings as {{bits: 8}}, "
+                "are expected"
+            )
         known = [field.name for field in dataclasses.fields(cls) if field.name != "nodes"]
-        for name in settings:
-            if name not in known:
-                hint = did_you_mean(str(name), known) or f"; it can have {', '.join(known)}"
-                raise QuantizationError(f"rule {_text(nodes)!r} has no {name!r}{hint}")
+        _check_keys(f"rule {text_of(nodes)!r}", settings, known)
         return cls(nodes, **settings)
 
     def means(self, site: WeightSite) -> bool:
@@ -110,21 +131,6 @@ class Settings(TypedDict, total=False):
     fold_scales: bool
     gptq: GptqOptions
     quantized_inputs: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """How one node's weight is quantised.
-
-    Attributes:
-        form: Bits, block size and grid.
-        method: One of the methods.
-        reason: Why it stays in float; empty where it does not.
-    """
-
-    form: BlockFormat
-    method: str
-    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +229,7 @@ class Recipe:
                 self._changed(self.form, rule)
                 _check_method(rule.method or self.method)
             except QuantizationError as error:
-                raise QuantizationError(f"rule {_text(rule.nodes)!r}: {error}") from error
+                raise QuantizationError(f"rule {text_of(rule.nodes)!r}: {error}") from error
         self._check_kernels()
 
     def _check_kernels(self) -> None:
@@ -246,12 +252,7 @@ class Recipe:
             )
 
     def with_settings(self, settings: Settings) -> Recipe:
-        """Return the recipe with other settings.
-
-        Raises:
-            TypeError: If one is not a setting; names the closest.
-            QuantizationError: If a value is out of range.
-        """
+        """Return the recipe with other settings; raise TypeError for one that is not known."""
         for name in settings:
             if name not in Settings.__annotations__:
                 hint = did_you_mean(name, Settings.__annotations__)
@@ -287,8 +288,11 @@ class Recipe:
         methods = [self.method, *(rule.method or self.method for rule in self.rules)]
         return any(METHODS[name] for name in methods) or self.share_of_8_bits > 0
 
-    def choose(self, site: WeightSite, *, table: bool) -> Choice:
-        """Return how a node's weight is quantised, one that a Gather reads or not."""
+    def choose(self, site: WeightSite, *, table: bool) -> tuple[BlockFormat, str, str]:
+        """Return form and method of a node's weight, and why it stays in float, if it does.
+
+        ``table`` says whether a Gather reads the weight.
+        """
         half = site.tensor.dtype is ir.DataType.FLOAT16
         half = half or (self.half_scales and not self.fuses(table=table))
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
@@ -297,22 +301,15 @@ class Recipe:
             if rule.means(site):
                 form, method = self._changed(form, rule), rule.method or method
                 if rule.keep_float is not None:
-                    kept = f"kept in float by {_text(rule.nodes)!r}"
+                    kept = f"kept in float by {text_of(rule.nodes)!r}"
                     reason = kept if rule.keep_float else ""
         included = self.nodes_to_include
         if included is not None and not any(matches(p, site.label) for p in included):
             reason = reason or "not among nodes_to_include"
-        return Choice(form, method, reason)
+        return form, method, reason
 
     def check_against(self, sites: Sequence[WeightSite], names: Collection[str]) -> list[str]:
-        """Check that every pattern means a node.
-
-        Returns:
-            Notes on optional rules that mean none.
-
-        Raises:
-            QuantizationError: Naming each pattern that means none, with the closest names.
-        """
+        """Check that every pattern means a node; return notes on optional ones that do not."""
         check_names("nodes_to_include", self.nodes_to_include or (), names, all_patterns=True)
         roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE)]
         unmet = [rule for rule in roles if not any(map(rule.means, sites))]
@@ -331,6 +328,14 @@ class Recipe:
     def _changed(form: BlockFormat, rule: Rule) -> BlockFormat:
         given = {name: getattr(rule, name) for name in _FORM}
         return dataclasses.replace(form, **{k: v for k, v in given.items() if v is not None})
+
+
+def _check_keys(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
+    """Refuse a key that is not known, with the closest that is."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(str(name), known) or f"; it can have {', '.join(known)}"
+            raise QuantizationError(f"{what} has no {name!r}{hint}")
 
 
 def _check_method(method: str) -> None:
@@ -362,5 +367,98 @@ def _is_head(value: ir.Value) -> bool:
     return any(node.op_type in _BEHIND_HEAD and _is_head(node.outputs[0]) for node in readers)
 
 
-def _text(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else f"re:{pattern.pattern}"
+# 4 bits cost most in the head. Rows of most models hold whole blocks of 64: of a tied table
+# GatherBlockQuantized and MatMulNBits then read the same codes.
+_FINE = {"bits": 8, "block_size": 64, "method": "rtn", "optional": True}
+_TABLES = Rule.of(":table", _FINE), Rule.of(":head", _FINE)
+_COARSE_HEAD = Rule.of(":head", _FINE | {"bits": 4, "method": "gptq"})
+_BALANCED = Recipe(
+    method="gptq",
+    block_size=64,
+    op_types=OP_TYPES,
+    rules=_TABLES,
+    share_of_8_bits=0.013,
+    half_scales=True,
+    fuse_tables=True,
+    accuracy_level=4,
+    quantized_inputs=True,
+)
+PRESETS = {
+    "small": dataclasses.replace(
+        _BALANCED,
+        block_size=128,
+        rules=(_TABLES[0], _COARSE_HEAD),
+        share_of_8_bits=0.0,
+        quantized_inputs=False,
+    ),
+    "balanced": _BALANCED,
+    "best": dataclasses.replace(_BALANCED, block_size=32, share_of_8_bits=0.1),
+}
+"""Recipes by name; all of them look at samples."""
+
+
+def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
+    """Return a recipe: as it is, by its name, or from a file; the default for None."""
+    if recipe is None:
+        return Recipe()
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe in PRESETS:
+        return PRESETS[str(recipe)]
+    path = Path(recipe)
+    try:
+        return _recipe_of(_load(path))
+    except QuantizationError as error:
+        raise QuantizationError(f"{path}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UsageError("recipes in files need: pip install 'ortplugins[cli]'") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses keys that come twice, of which YAML would take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            """Return a mapping."""
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            if len(mapping) < len(node.value):
+                keys = [self.construct_object(key) for key, _ in node.value]
+                twice = next(key for key in keys if keys.count(key) > 1)
+                raise QuantizationError(f"{twice!r} comes twice")
+            return mapping
+
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        known = ", ".join(PRESETS)
+        hint = did_you_mean(str(path), PRESETS)
+        raise QuantizationError(f"is neither a file nor one of {known}{hint}") from None
+    except OSError as error:
+        raise QuantizationError(f"cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise QuantizationError(f"is not YAML: {reason}") from error
+
+
+def _recipe_of(content: Any) -> Recipe:
+    fields = _mapping("a recipe", content, Recipe)
+    if "gptq" in fields:
+        fields["gptq"] = GptqOptions(**_mapping("gptq", fields["gptq"], GptqOptions))
+    rules = fields.get("rules") or {}
+    if not isinstance(rules, dict):
+        raise QuantizationError("rules: a mapping, pattern to settings, is expected")
+    fields["rules"] = tuple(Rule.of(str(nodes), given) for nodes, given in rules.items())
+    try:
+        return Recipe(**fields)
+    except (TypeError, AttributeError) as error:
+        raise QuantizationError(f"a value has the wrong type: {error}") from error
+
+
+def _mapping(what: str, content: Any, kind: Any) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise QuantizationError(f"{what} is a {type(content).__name__}: a mapping is expected")
+    _check_keys(what, content, [field.name for field in dataclasses.fields(kind)])
+    return dict(content)

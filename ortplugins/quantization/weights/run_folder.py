@@ -28,18 +28,23 @@ from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.group import GroupResult, GroupTask, WeightErrors
-from ortplugins.samples.kept import KeptSamples
+from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
 _UNFINISHED = ".unfinished"
 
 
 class RunFolder:
-    """A run folder in use."""
+    """A run folder in use, or what keeps nothing in its place."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
         """Take the folder as it is; see :meth:`opened`."""
         self._path, self._identity = path, identity
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a folder."""
+        return self._path is not None
 
     @classmethod
     @contextlib.contextmanager
@@ -52,16 +57,10 @@ class RunFolder:
     ) -> Iterator[RunFolder]:
         """Open a folder, made where there is none; no other run can meanwhile.
 
-        Args:
-            path: The folder.
-            files: The model's, all of them.
-            samples: What activations are watched on; None where none are.
-            providers: Execution providers that run the samples.
+        All that it keeps belongs to these files of a model, and to these samples, if any.
 
         Raises:
             UsageError: If the folder is not a run folder and not empty, or in use.
-            CalibrationError: If a sample cannot be used.
-            OSError: If it cannot be made.
         """
         folder = Path(os.path.abspath(path))
         folder.mkdir(exist_ok=True)
@@ -100,11 +99,7 @@ class RunFolder:
     def keep_statistics(
         self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> dict[str, TensorReference]:
-        """Write statistics and return where they are.
-
-        Raises:
-            OSError: If they cannot be written.
-        """
+        """Write statistics and return where they are."""
         return self._write(f"statistics-{key}", arrays, {})
 
     def codes(self, key: str, task: GroupTask) -> GroupResult | None:
@@ -121,11 +116,9 @@ class RunFolder:
         return GroupResult(errors, channel_scales, more["alpha"])
 
     def keep_codes(self, key: str, task: GroupTask, result: GroupResult) -> None:
-        """Write what a task has found.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write what a task has found."""
+        if self._path is None:
+            return
         arrays = {name: target.map() for name, target in _outputs(task)}
         if result.channel_scales is not None:
             arrays["channel_scales"] = result.channel_scales
@@ -133,6 +126,8 @@ class RunFolder:
         self._write(f"codes-{key}", arrays, {"errors": errors, "alpha": result.alpha})
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
+        if self._path is None:
+            return None
         data = self._path / f"{name}.bin"
         try:
             content = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
@@ -149,6 +144,7 @@ class RunFolder:
     def _write(
         self, name: str, arrays: Mapping[str, npt.NDArray[Any]], more: Mapping[str, Any]
     ) -> dict[str, TensorReference]:
+        assert self._path is not None
         data, about = (self._path / f"{name}{suffix}" for suffix in (".bin", ".json"))
         unfinished = Path(f"{data}{_UNFINISHED}"), Path(f"{about}{_UNFINISHED}")
         writer = ScratchWriter(unfinished[0])
@@ -165,6 +161,9 @@ class RunFolder:
             key: dataclasses.replace(reference, path=str(data))
             for key, reference in written.items()
         }
+
+
+NOTHING_KEPT = RunFolder(None, {})
 
 
 def _outputs(task: GroupTask) -> Iterator[tuple[str, TensorReference]]:

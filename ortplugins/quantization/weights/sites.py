@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
-from rewrite_rules.graph.attributes import int_attribute
-from rewrite_rules.graph.constants import constant, source_of
 from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.refusal import Refusal
+from rewrite_rules.graph.parameters import constant, int_attribute, source_of
+from rewrite_rules.remarks import Refusal
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 
@@ -32,27 +31,16 @@ _RESHAPING = frozenset({"Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightSite:
-    """A node and the constant matrix that it reads.
-
-    Attributes:
-        node: The node.
-        index: Which input the matrix is.
-        weight: The initializer, or the output of the Constant node, that holds it.
-        tensor: What it holds.
-        stored_k_last: Whether the initializer is ``[N, K]``, and not ``[K, N]``.
-        wanted_k_last: Whether the node's input is, after whatever Transpose is between.
-        activation: The other operand ``[..., K]``; None for Gather.
-        no_statistics: Why the activation can't be watched; None if it can.
-    """
+    """A node and the constant matrix that it reads."""
 
     node: ir.Node
-    index: int
-    weight: ir.Value
+    index: int  # which input the matrix is
+    weight: ir.Value  # the initializer, or the output of the Constant node, that holds it
     tensor: ir.TensorProtocol
-    stored_k_last: bool
-    wanted_k_last: bool
-    activation: ir.Value | None
-    no_statistics: str | None
+    stored_k_last: bool  # the initializer is [N, K], and not [K, N]
+    wanted_k_last: bool  # the node's input is, after whatever Transpose is between
+    activation: ir.Value | None  # the other operand [..., K]; None for Gather
+    no_statistics: str | None  # why the activation can't be watched
 
     @property
     def K(self) -> int:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,23 @@ import onnx_ir as ir
 
 from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.methods.block_format import BlockFormat
-from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
-from ortplugins.quantization.statistics.collect import ActivationRequest
+from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.statistics.accumulator import (
+    ActivationRequest,
+    ActivationStatistics,
+    pooled,
+)
+from ortplugins.quantization.statistics.collect import collect
 from ortplugins.quantization.statistics.paired import PairedModels
-from ortplugins.quantization.weights.folds import Fold, apply_folds, find_folds, insert_mul
-from ortplugins.quantization.weights.graph import CodeWriter, drop_unused
+from ortplugins.quantization.weights.graph import (
+    CodeWriter,
+    Fold,
+    apply_folds,
+    drop_unused,
+    find_folds,
+    insert_mul,
+)
 from ortplugins.quantization.weights.group import (
-    METHODS,
     GroupResult,
     GroupTask,
     StoredCodes,
@@ -48,40 +56,32 @@ from ortplugins.quantization.weights.group import (
 )
 from ortplugins.quantization.weights.plan import (
     Group,
+    QuantizeReport,
     Weight,
     WeightPlan,
     reported,
 )
-from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.quantization.weights.run_folder import RunFolder
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.sites import WeightSite
-from rewrite_rules.graph.names import FreshNames
+from ortplugins.samples.sources import KeptSamples
+from rewrite_rules.graph.initializers import FreshNames
 
 _MORE_BITS = 8
 # Of each activation: what errors are measured on. Searches look at the second moments.
 _SAMPLED_TOKENS = 128
 
 Batch = Mapping[str, ActivationStatistics]
-# :func:`.collect` of a model and its samples: statistics by the activation's name, in batches
-# that fit into memory.
-Calibration = Callable[[Sequence[ActivationRequest]], Iterator[Batch]]
 
 
 @dataclasses.dataclass(eq=False)
 class _Done:
-    """A group with what became of it.
-
-    Attributes:
-        task: What was asked for.
-        result: What was found.
-        chosen: Of each weight, which of its outputs is taken.
-    """
+    """A group with what became of it."""
 
     group: Group
     task: GroupTask
     result: GroupResult
-    chosen: list[int]
+    chosen: list[int]  # of each weight, which of its outputs is taken
 
     def outputs(self) -> Iterator[tuple[Weight, StoredCodes, WeightErrors, int]]:
         """Yield each weight with its chosen output, and the output's number."""
@@ -101,33 +101,20 @@ def quantize_graph(
     recipe: Recipe,
     scratch: Path,
     *,
-    calibration: Calibration | None = None,
-    paired: Callable[[], PairedModels] | None = None,
+    samples: KeptSamples | None = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
     executor: concurrent.futures.Executor | None = None,
     max_memory: int = 1 << 30,
-    run: RunFolder | None = None,
+    run: RunFolder = NOTHING_KEPT,
+    calibrated: Progress | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
 
-    Args:
-        plan: Of :func:`~ortplugins.quantization.weights.plan.plan_weights`.
-        recipe: The same as there.
-        scratch: A folder that stays until the model is saved, and that every worker of the
-            executor sees.
-        calibration: Yields statistics of activations; None for a method that needs none.
-        paired: Makes what runs the model and its quantised copy, for weights that are to see
-            the inputs that they get; None where they see the float model's.
-        executor: Where the work runs; threads, one per core, by default.
-        max_memory: Bytes that those threads may take together; a group that needs more is
-            worked on alone.
-        run: Where statistics and codes are kept, and looked for first.
-        progress: Called after each group: elements done, in all, name of a node.
-
-    Raises:
-        CalibrationError: If a sample or an activation can't be used.
-        QuantizationError: If a weight holds NaN or infinite values.
-        OSError: If a file can't be written.
+    The folder stays until the model is saved, and every worker of the executor sees it; by
+    default threads do the work, one per core. ``max_memory`` is what activations and their
+    statistics may take, and then those threads together; ``calibrated`` is called as samples
+    run. Without samples, all weights are rounded to nearest.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_blas_thread())
@@ -137,9 +124,10 @@ def quantize_graph(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
             quantize, cores = _WithinMemory(max_memory), os.cpu_count() or 1
-        work = _Work(recipe, scratch, executor, quantize, cores, run)
+        given = samples, providers, max_memory, calibrated
+        work = _Work(plan.model, recipe, scratch, run, *given, executor, quantize, cores)
         first, second = plan.groups, []
-        if paired is not None:
+        if samples is not None and recipe.quantized_inputs:
             second = [group for group in plan.groups if _sees_quantized_inputs(group)]
             if not recipe.share_of_8_bits:  # which is decided by what a first round finds
                 first = [group for group in plan.groups if group not in second]
@@ -154,11 +142,12 @@ def quantize_graph(
                 if progress is not None:
                     progress(total - left, total, done.group.weights[0].sites[0].label)
 
-        take_in(work.run(first, calibration))
+        take_in(work.run(first))
         if recipe.share_of_8_bits:
             _choose_more_bits([by_group[group] for group in first], recipe.share_of_8_bits)
-        if paired is not None and second:
-            take_in(work.run_in_order(second, by_group, paired()))
+        if samples is not None and second:
+            models = PairedModels(plan.model, samples, scratch=scratch, providers=providers)
+            take_in(work.run_in_order(second, by_group, models))
     return _rewrite(plan, recipe, [by_group[group] for group in plan.groups])
 
 
@@ -192,42 +181,40 @@ class _WithinMemory:
                 self._changed.notify_all()
 
 
+@dataclasses.dataclass(eq=False)
 class _Work:
     """Sends groups to an executor and collects what comes back."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        scratch: Path,
-        executor: concurrent.futures.Executor,
-        quantize: Callable[[GroupTask], GroupResult],
-        cores: int,
-        run: RunFolder | None,
-    ) -> None:
-        self._recipe = recipe
-        self._scratch = scratch
-        self._executor = executor
-        self._quantize = quantize
-        self._cores = cores  # of threads that groups share
-        self._run = run
+    _model: ir.Model
+    _recipe: Recipe
+    _scratch: Path
+    _run: RunFolder
+    _samples: KeptSamples | None
+    _providers: Sequence[Any]
+    _max_memory: int
+    _calibrated: Progress | None
+    _executor: concurrent.futures.Executor
+    _quantize: Callable[[GroupTask], GroupResult]
+    _cores: int  # of threads that groups share
+
+    def __post_init__(self) -> None:
         self._watched: dict[Group, str] = {}  # the keys of statistics in the run folder
         self._numbers = itertools.count()
-        self._sources = ScratchWriter(scratch / "weights")
+        self._sources = ScratchWriter(self._scratch / "weights")
 
-    def run(self, groups: Sequence[Group], calibration: Calibration | None) -> Iterator[_Done]:
+    def run(self, groups: Sequence[Group]) -> Iterator[_Done]:
         """Quantise groups: those with statistics batch by batch, then the others."""
         left = dict.fromkeys(groups)
-        if calibration is not None:
+        if self._samples is not None:
             requests = self._requests(groups)
-            if self._run is not None:
-                kept = self._kept_statistics(groups, requests, self._run)
-                yield from self._batch(kept)
-                for group, _ in kept:
-                    del left[group]
-                names = {a.name for group in left for a in group.activations}
-                requests = [request for request in requests if request.name in names]
-            for batch in calibration(requests) if requests else ():
-                ready = [g for g in left if g.activations and g.activations[0].name in batch]
+            kept = self._kept_statistics(groups, requests)
+            yield from self._batch(kept)
+            for group, _ in kept:
+                del left[group]
+            names = {name for group in left for name in group.names}
+            wanted = [[r for r in together if r.name in names] for together in requests]
+            for batch in self._collect([together for together in wanted if together]):
+                ready = [g for g in left if g.activations and g.names[0] in batch]
                 for group in ready:
                     del left[group]
                 path = self._scratch / f"statistics{next(self._numbers)}"
@@ -238,110 +225,103 @@ class _Work:
                 path.unlink(missing_ok=True)
         yield from self._batch([(group, {}) for group in left])
 
+    def _collect(self, wanted: Sequence[Sequence[ActivationRequest]]) -> Iterable[Batch]:
+        if self._samples is None or not wanted:
+            return ()
+        return collect(
+            self._model,
+            wanted,
+            self._samples,
+            scratch=self._scratch,
+            max_calibration_memory=self._max_memory,
+            providers=self._providers,
+            progress=self._calibrated,
+        )
+
     def run_in_order(
         self, groups: Sequence[Group], found: Mapping[Group, _Done], models: PairedModels
     ) -> Iterator[_Done]:
         """Quantise groups of one activation each, for the inputs that those before leave.
 
-        Args:
-            groups: The groups.
-            found: What became of others, and in a first round of these.
-            models: The float model and the quantised one, not run yet.
+        ``found`` is what became of others, and in a first round of these.
         """
         fixed = [done for group, done in found.items() if group not in groups]
         for done in fixed:
             _replace_weights(models, done)
-        before: object = None
-        if self._run is not None:
-            before = [
-                (self._codes_key(done.group, done.task, self._run), done.chosen)
-                for done in fixed
-            ]
-        places = {
-            group: models.places.get(group.activations[0].name or "", 0) for group in groups
-        }
-        for group in sorted(groups, key=places.__getitem__):
+        # Codes depend on all of those before them.
+        before: object = [
+            (self._codes_key(done.group, done.task), done.chosen) for done in fixed
+        ]
+        for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
             forms = [weight.form for weight in group.weights]
             if group in found:
                 forms = [stored.form for _, stored, *_ in found[group].outputs()]
             weights = zip(group.weights, forms, strict=True)
             tasks = tuple(self._task(weight, [form]) for weight, form in weights)
             task = self._group_task(group.method, tasks, {}, self._cores)
-            result = None
-            if self._run is not None:
-                # Codes depend on all of those before them.
-                self._watched[group] = self._run.key(codes_before=before)
-                before = self._codes_key(group, task, self._run)
-                result = self._run.codes(before, task)
+            self._watched[group] = self._run.key(codes_before=before)
+            before = key = self._codes_key(group, task)
+            result = self._run.codes(key, task)
             if result is None:
                 path = self._scratch / f"statistics{next(self._numbers)}"
-                statistics = models.statistics(
-                    group.activations[0].name or "",
-                    group.weights[0].K,
-                    _SAMPLED_TOKENS,
-                    ScratchWriter(path),
+                request = ActivationRequest(
+                    group.names[0], group.weights[0].K, True, _SAMPLED_TOKENS
                 )
+                statistics = models.statistics(request, ScratchWriter(path))
                 watched = self._group_task(group.method, tasks, statistics, self._cores)
                 result = self._executor.submit(self._quantize, watched).result()
                 path.unlink()
-                if self._run is not None:
-                    self._run.keep_codes(str(before), task, result)
+                self._run.keep_codes(key, task, result)
             done = _Done(group, task, result, [0] * len(tasks))
             _replace_weights(models, done)
             yield done
 
-    def _requests(self, groups: Sequence[Group]) -> list[ActivationRequest]:
-        """Ask for each activation once, for all groups that share it."""
-        requests: dict[str, ActivationRequest] = {}
-        for number, group in enumerate(groups):
+    def _requests(self, groups: Sequence[Group]) -> list[list[ActivationRequest]]:
+        """Ask for each activation once, together with those of all groups that share it."""
+        found: list[dict[str, ActivationRequest]] = []
+        for group in groups:
             steps, k = METHODS[group.method], group.weights[0].K
-            for activation in group.activations:
-                wanted = ActivationRequest(
-                    activation.name or "",
-                    k,
-                    gram=bool(steps),
-                    max_tokens=_SAMPLED_TOKENS,
-                    # Feedback between rows needs all, and so may the next run; searches of
-                    # scales and ranges find the same in twice as many as there are channels.
-                    gram_tokens=None if "gptq" in steps or self._run else 2 * k,
-                    group=str(number),
-                )
-                asked = requests.setdefault(wanted.name, wanted)
-                if asked is not wanted:
-                    # A rule has given weights of one activation other methods.
-                    for name, item in requests.items():
-                        if item.group == asked.group:
-                            requests[name] = dataclasses.replace(item, group=wanted.group)
-                    more = wanted.gram and (not asked.gram or wanted.gram_tokens is None)
-                    requests[wanted.name] = dataclasses.replace(
-                        wanted if more else asked, group=wanted.group
-                    )
-        return list(requests.values())
+            # Feedback between rows needs all tokens, and so may the next run; searches of
+            # scales and ranges find the same in twice as many as there are channels.
+            tokens = None if "gptq" in steps or self._run.keeps else 2 * k
+            wanted = {
+                name: ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
+                for name in group.names
+            }
+            for asked in [asked for asked in found if not wanted.keys().isdisjoint(asked)]:
+                # A rule has given weights of one activation other methods.
+                found.remove(asked)
+                for name, request in asked.items():
+                    new = wanted.get(name)
+                    if new is None or not new.gram or (request.gram and new.gram_tokens):
+                        wanted[name] = request
+            if wanted:
+                found.append(wanted)
+        return [list(requests.values()) for requests in found]
 
     def _kept_statistics(
-        self, groups: Sequence[Group], requests: Sequence[ActivationRequest], run: RunFolder
+        self, groups: Sequence[Group], requests: Sequence[Sequence[ActivationRequest]]
     ) -> list[tuple[Group, dict[str, TensorReference]]]:
         """Return the groups whose statistics the run folder has; note the keys of all."""
-        labels = {request.name: request.group for request in requests}
+        # What is kept of an activation depends on those that it is watched with.
+        together = {request.name: each for each in requests for request in each}
         found = []
         for group in groups:
             if not group.activations:
                 continue
-            names = [activation.name or "" for activation in group.activations]
-            # What is kept of an activation depends on those that it is watched with.
-            asked = [
-                (r.name, r.k, r.gram, r.max_tokens, r.gram_tokens)
-                for r in requests
-                if r.group == labels[names[0]]
-            ]
-            self._watched[group] = run.key(activations=names, requests=sorted(asked, key=str))
-            statistics = run.statistics(self._watched[group])
+            names = group.names
+            asked = [dataclasses.astuple(request) for request in together[names[0]]]
+            self._watched[group] = self._run.key(
+                activations=names, requests=sorted(asked, key=str)
+            )
+            statistics = self._run.statistics(self._watched[group])
             if statistics is not None:
                 found.append((group, statistics))
         return found
 
-    def _codes_key(self, group: Group, task: GroupTask, run: RunFolder) -> str:
-        return run.key(
+    def _codes_key(self, group: Group, task: GroupTask) -> str:
+        recipe = self._recipe
+        return self._run.key(
             method=task.method,
             statistics=self._watched.get(group),
             weights=[
@@ -353,17 +333,15 @@ class _Work:
                 )
                 for weight in task.weights
             ],
-            options=(task.alphas, task.clip_ratios, dataclasses.asdict(task.gptq)),
+            options=(recipe.alphas, recipe.clip_ratios, dataclasses.asdict(recipe.gptq)),
         )
 
     def _statistics(
         self, group: Group, batch: Batch, writer: ScratchWriter
     ) -> dict[str, TensorReference]:
         """Write a group's statistics for its workers."""
-        found = pooled([batch[activation.name or ""] for activation in group.activations])
-        arrays = {"mean_abs": found.mean_abs, "tokens": found.tokens, "gram": found.gram}
-        given = {name: array for name, array in arrays.items() if array is not None}
-        if self._run is not None:
+        given = pooled([batch[name] for name in group.names]).arrays()
+        if self._run.keeps:
             return self._run.keep_statistics(self._watched[group], given)
         return {name: writer.append(array) for name, array in given.items()}
 
@@ -372,25 +350,22 @@ class _Work:
     ) -> Iterator[_Done]:
         """Quantise groups whose statistics are known; the largest first, or it comes last."""
         groups = sorted(groups, key=lambda item: -item[0].elements)
-        futures: dict[concurrent.futures.Future[GroupResult], tuple[Group, GroupTask]] = {}
+        futures: dict[Any, tuple[Group, GroupTask, str]] = {}
         try:
             for group, statistics in groups:
                 weights = tuple(self._task(w, self._forms(w)) for w in group.weights)
                 method = group.method if statistics else "rtn"
                 threads = max(1, self._cores // len(groups))
                 task = self._group_task(method, weights, statistics, threads)
-                kept = None
-                if self._run is not None:
-                    kept = self._run.codes(self._codes_key(group, task, self._run), task)
+                key = self._codes_key(group, task)
+                kept = self._run.codes(key, task)
                 if kept is None:
-                    futures[self._executor.submit(self._quantize, task)] = (group, task)
+                    futures[self._executor.submit(self._quantize, task)] = (group, task, key)
                 else:
                     yield _Done(group, task, kept, [0] * len(group.weights))
-            for future, (group, task) in futures.items():
+            for future, (group, task, key) in futures.items():
                 result = future.result()
-                if self._run is not None:
-                    key = self._codes_key(group, task, self._run)
-                    self._run.keep_codes(key, task, result)
+                self._run.keep_codes(key, task, result)
                 yield _Done(group, task, result, [0] * len(group.weights))
         except BaseException:
             for future in futures:
@@ -405,16 +380,8 @@ class _Work:
         statistics: Mapping[str, TensorReference],
         threads: int,
     ) -> GroupTask:
-        return GroupTask(
-            weights,
-            method,
-            this_process(),
-            **statistics,
-            alphas=self._recipe.alphas,
-            clip_ratios=self._recipe.clip_ratios,
-            gptq=self._recipe.gptq,
-            threads=threads,
-        )
+        process, recipe = this_process(), self._recipe
+        return GroupTask(weights, recipe, method, process, **statistics, threads=threads)
 
     def _forms(self, weight: Weight) -> list[BlockFormat]:
         forms = [weight.form]
@@ -531,11 +498,7 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
                 writer.read_through_dequantize(site, stored)
             rows[weight] = row | {
                 "form": stored.form,
-                "method": weight.given.method
-                if weight.given
-                else "rtn"
-                if number
-                else done.task.method,
+                "method": "rtn" if number else done.task.method,
                 "weight_error": errors.weight,
                 "output_error": errors.output,
             }

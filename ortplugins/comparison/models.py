@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: MIT
+"""Models in whatever kind they were given, and two of them run on the same inputs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.model_io.loading import ModelLike, load_model
+from ortplugins.model_io.saving import save_with_data
+from ortplugins.optimization.optimize import OptimizeResult
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.optimization.shape_inference import infer_shapes
+from ortplugins.optimization.stages import PassRuns
+from ortplugins.report import Report
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
+from ortplugins.samples.made_up import MadeUpInputs
+from ortplugins.samples.sources import CalibrationSource, Feed, KeptSamples
+from ortplugins.samples.text import TextSamples
+from rewrite_rules.remarks import Outcome
+from session_options import DqMatMulNBitsFusion
+from session_options.keys import stored
+from session_options.plan import make_plan
+
+ModelSource: TypeAlias = "ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession"
+Inputs = Mapping[str, Any] | CalibrationSource
+
+
+class GivenModel:
+    """One answer to what a model is, whatever kind it was given as."""
+
+    def __init__(self, model: ModelSource) -> None:
+        """Look at what was given; nothing is read."""
+        self.name = "the model"  # in messages
+        # It stands for the model that it opened: before onnxruntime's own fusions.
+        self.session: onnxruntime.InferenceSession | None = None
+        self.report: Report | None = None  # of optimize(), or of a session with passes
+        # What the given session is set to, or what ``optimize`` asks sessions for.
+        self.settings: Mapping[str, str] = {}
+        self._given: Any = model
+        self._file: Path | None = None
+        # The session's folder for external data; None: beside the model.
+        self._data_folder: str | None = None
+        if isinstance(model, onnxruntime.InferenceSession):
+            self.name, self.session = "the session's model", model
+            report = getattr(model, "ortplugins_report", None)
+            self.report = report if report is not None and report.passes else None
+            self._data_folder = stored(model.get_session_options(), DATA_FOLDER_KEY) or None
+            self.settings = _settings_of(model)
+        elif isinstance(model, OptimizeResult):
+            self.report, self.settings = model.report, model.session_settings
+            self._given = model.model if model.path is None else model.path
+            self.name = "the optimised model" if model.path is None else str(model.path)
+        elif isinstance(model, str | os.PathLike):
+            self.name = os.fspath(model)
+        elif isinstance(model, bytes):
+            self.name = "the model given as bytes"
+        elif not isinstance(model, onnx.ModelProto | ir.Model):
+            raise TypeError(
+                f"a {type(model).__name__} is not a model: a path, bytes, an onnx.ModelProto, "
+                "an onnx_ir.Model, an OptimizeResult or a session is expected"
+            )
+        # Whether it is what will run.
+        self.is_final = isinstance(model, onnxruntime.InferenceSession | OptimizeResult)
+
+    def file(self, scratch: Path) -> Path:
+        """Return its file; what lies in memory is written to ``scratch``, which has to stay.
+
+        So is a model whose data is in another folder, where only a session looks for it.
+        """
+        if self._file is None:
+            source = self._source()
+            is_file = isinstance(source, str | os.PathLike)
+            if is_file and self._data_folder in (None, os.path.dirname(source)):
+                self._file = Path(source)
+            else:
+                self._file = Path(tempfile.mkdtemp(dir=scratch)) / "model.onnx"
+                save_with_data(self.graph(), self._file)
+        return self._file
+
+    def graph(self) -> ir.Model:
+        """Return its graph, for the caller to change; tensors stay where they are."""
+        with _quiet_about_packed_weights():
+            return load_model(self._source(), self._data_folder).model
+
+    def graph_as_written(self) -> ir.Model:
+        """Return the graph with constants as nodes, where they are not initializers yet."""
+        checked = self.graph()  # whatever is wrong with it is an error there
+        source = self._source()
+        with _quiet_about_packed_weights():
+            if isinstance(source, str | os.PathLike):
+                return ir.load(source)
+            return ir.from_proto(source) if isinstance(source, onnx.ModelProto) else checked
+
+    def _source(self) -> Any:
+        """Path, bytes or object; of a session what onnxruntime was given."""
+        if self.session is None:
+            return self._given
+        report = getattr(self.session, "ortplugins_report", None)
+        path = self.session._model_path
+        if report is not None and report.artifact:
+            path = report.artifact  # with passes, the session says what was asked for
+        if path is None:
+            return bytes(self.session._model_bytes)
+        if not os.path.exists(path):
+            raise ModelFileError(
+                f"{path}: the model that the session opened is gone: it was built without a "
+                "cache, or the cache was emptied since"
+            )
+        return path
+
+
+def unfused_in(
+    model: GivenModel, fusion: DqMatMulNBitsFusion | None = None, *, final: bool = True
+) -> dict[str, str]:
+    """Run the fusion on a copy; return nodes whose dequantised weights would stay, and why.
+
+    In a ``final`` model, the one that will run, these are also the nodes that the fusion would
+    take, had it been run.
+    """
+    copy = model.graph()
+    infer_shapes(copy)
+    runs = PassRuns(BuildRequest(copy, make_plan([fusion or DqMatMulNBitsFusion()])))
+    runs.run("rewrite", copy)
+    found = []
+    for remark in (remark for report in runs.reports() for remark in report.remarks):
+        if remark.outcome is Outcome.REFUSED:
+            found.append((remark.node, remark.reason))
+        elif final and remark.outcome is Outcome.FIRED:
+            why = f"would fuse, but the fusion was not run ({remark.reason})"
+            found.append((remark.node, why))
+    return by_node(found)
+
+
+def by_node(reasons: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the reasons of each node as one text."""
+    found: dict[str, list[str]] = {}
+    for node, reason in reasons:
+        found.setdefault(node, []).append(reason)
+    return {node: "; ".join(texts) for node, texts in found.items()}
+
+
+def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
+    """Count nodes by domain and operator, those of subgraphs and functions too."""
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return collections.Counter(
+        (node.domain, node.op_type) for graph in graphs for node in graph.all_nodes()
+    )
+
+
+def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
+    options = session.get_session_options()
+    return {
+        "graph_optimization_level": options.graph_optimization_level.name,
+        "execution_order": options.execution_order.name,
+        "enable_mem_pattern": str(int(options.enable_mem_pattern)),
+        "enable_mem_reuse": str(int(options.enable_mem_reuse)),
+    }
+
+
+@contextlib.contextmanager
+def _quiet_about_packed_weights() -> Iterator[None]:
+    """Keep onnx from warning of records of packed weights, which it has no place for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Ignoring unknown external data")
+        yield
+
+
+class InputChoice(NamedTuple):
+    """What models are run on; arguments of :func:`.compare`."""
+
+    inputs: Inputs = None
+    dims: Mapping[str, int] | None = None
+    samples: int = 1
+    seed: int = 0
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder; on Windows, files that a session has open stay behind."""
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+class ModelPair:
+    """Two sessions and the inputs that both are run on."""
+
+    def __init__(
+        self,
+        a: GivenModel,
+        b: GivenModel,
+        chosen: InputChoice,
+        scratch: Path,
+        providers: Sequence[Any] = ("CPUExecutionProvider",),
+    ) -> None:
+        """Open both; sessions are taken as they are."""
+        self.a, self.b = (
+            model.session or open_model(model.file(scratch), "disable", providers)
+            for model in (a, b)
+        )
+        self.feeds: KeptSamples = comparison_feeds(self.a, chosen, scratch)
+        self._check_inputs()
+        self.outputs, self.not_compared = _common_outputs(self.a, self.b)
+        if not self.outputs:
+            reasons = "; ".join(f"{name!r}: {why}" for name, why in self.not_compared.items())
+            raise ModelFileError(f"there is no output to compare: {reasons}")
+
+    def run(self) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Run each sample through both; yield sample, output, a's array and b's."""
+        sessions = [("model a", self.a), ("model b", self.b)]
+        return run_both(sessions, self.outputs, self.feeds)
+
+    def _check_inputs(self) -> None:
+        """Let b take fewer inputs than a, for which nothing was left to read them."""
+        known = {
+            item.name: item.type
+            for item in (*self.a.get_inputs(), *self.a.get_overridable_initializers())
+        }
+        for item in self.b.get_inputs():
+            if item.name not in known:
+                raise ModelFileError(
+                    f"model b takes input {item.name!r}, which model a does not have: "
+                    f"it has {', '.join(map(repr, known))}"
+                )
+            if known[item.name] != item.type:
+                raise ModelFileError(
+                    f"input {item.name!r} is {known[item.name]} in model a, {item.type} in "
+                    "model b"
+                )
+
+
+def _common_outputs(
+    a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    outputs_a = {item.name: item for item in a.get_outputs()}
+    outputs_b = {item.name: item for item in b.get_outputs()}
+    reasons: dict[str, str] = {}
+    for name in {**outputs_a, **outputs_b}:
+        for which, outputs in (("a", outputs_a), ("b", outputs_b)):
+            if name not in outputs:
+                reasons[name] = f"model {which} has no such output"
+            elif type_of(outputs[name]) not in NUMPY_TYPES:
+                kind = outputs[name].type
+                reasons.setdefault(name, f"is {kind}, which has no numpy array")
+    return tuple(name for name in outputs_a if name not in reasons), reasons
+
+
+def comparison_feeds(
+    session: onnxruntime.InferenceSession, chosen: InputChoice, scratch: Path
+) -> KeptSamples:
+    """Return feeds of a model, each checked against its inputs."""
+    inputs, dims, samples, seed = chosen
+    values = [_value(item) for item in session.get_inputs()]
+    if samples < 1:
+        raise UsageError(f"samples is {samples}: 1 or more is expected")
+    source: Any
+    if inputs is None:
+        for value in values:
+            if value.dtype is ir.DataType.STRING:
+                raise ModelFileError(
+                    f"input {value.name!r} takes strings, which cannot be made up: give inputs"
+                )
+        run = quiet_runner(session)
+        made = MadeUpInputs(_with_uses(values, session), dims)
+        made.fit(run)
+        source = made.feeds(samples, seed=seed, run=run)
+    elif dims:
+        raise UsageError("dims are for random inputs, and inputs are given: leave one out")
+    elif isinstance(inputs, TextSamples):
+        source = inputs.feeds(_with_uses(values, session))
+    else:
+        source = [inputs] if isinstance(inputs, Mapping) else inputs
+    optional = [_value(item) for item in session.get_overridable_initializers()]
+    graph = ir.Graph([*values, *optional], [], nodes=[], name="inputs")
+    for value in optional:  # may be left out of a sample
+        graph.initializers[value.name or ""] = value
+    return KeptSamples(source, ir.Model(graph, ir_version=10), scratch=scratch)
+
+
+def _value(item: Any) -> ir.Value:
+    kind = type_of(item)
+    if not item.type.startswith("tensor(") or kind not in NUMPY_TYPES:
+        raise ModelFileError(
+            f"input {item.name!r} is {item.type}: models whose inputs are tensors of numpy's "
+            "types can be compared"
+        )
+    dtype = ir.DataType[kind.upper()]
+    return ir.Value(name=item.name, shape=ir.Shape(item.shape), type=ir.TensorType(dtype))
+
+
+def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
+    """Return the values as inputs of their graph, where the session's model is at hand."""
+    try:
+        graph = GivenModel(session).graph().graph
+    except ModelFileError:
+        return values
+    inputs = {value.name: value for value in graph.inputs}
+    return [inputs.get(value.name, value) for value in values]
+
+
+def run_both(
+    sessions: Sequence[tuple[str, onnxruntime.InferenceSession]],
+    names: Sequence[str],
+    feeds: KeptSamples,
+) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Run each sample through two sessions; yield sample, value and the array of each."""
+    for index, feed in enumerate(feeds):
+        found = [
+            fetch(session, names, feed, f"{what}, sample {index}")
+            for what, session in sessions
+        ]
+        for name, x, y in zip(names, *found, strict=True):
+            yield index, name, x, y
+
+
+def fetch(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, what: str
+) -> list[npt.NDArray[Any]]:
+    """Run a session on those arrays of a feed that it takes; return outputs by name."""
+    inputs = (*session.get_inputs(), *session.get_overridable_initializers())
+    taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
+    try:
+        arrays: list[npt.NDArray[Any]] = session.run(list(names), taken)
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in taken.items())
+        raise ModelFileError(
+            f"{what}: onnxruntime failed to run it ({shapes}): {error}"
+        ) from error
+    return arrays

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: MIT
+"""Judges a model of text: by itself, or beside the float model that it was made of.
+
+For each token t of a window but the first, with p the float model's distribution after the
+tokens before it and q the other's:
+
+    perplexity      exp(mean of -log q(t))
+    KL divergence   mean of sum over the vocabulary of p log(p / q), in nats
+    agreement       how often both give the same token the highest probability
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortplugins.comparison.models import GivenModel, ModelSource, fetch
+from ortplugins.errors import CalibrationError, ModelFileError, UsageError
+from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.model_folder import model_in, tokenizer_beside
+from ortplugins.model_io.saving import Progress
+from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
+from ortplugins.samples.made_up import next_step
+from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
+
+# Tokens of a text that an encoder gets.
+_MAX_TOKENS = 128
+# Shorter sentences, and rests of paragraphs, are too much alike (in characters).
+_SENTENCE, _REST = 40, 120
+# Rows of logits that are worked on at a time: 100 MB of float32 for 256,000 tokens.
+_STRIP = 100
+# Tokens that show whether a model is causal, of a prompt, and to decode behind it.
+_PROBE, _PROMPT, _STEPS = 8, 256, 32
+
+_Floats = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFigures:
+    """What was found of one model; NaN where it does not apply.
+
+    Attributes:
+        name: The model's.
+        bytes: Of the .onnx file and its data.
+        perplexity: Of the text, for a causal language model.
+        retrieval_accuracy: For an encoder: how often a first sentence finds the rest of its
+            paragraph among those of all others, 0 to 1.
+        prefill_tokens_per_second: Of whole windows, or of whole texts.
+        decode_tokens_per_second: Of tokens one by one, with a cache, after a prompt of 256.
+    """
+
+    name: str
+    bytes: int
+    perplexity: float = math.nan
+    retrieval_accuracy: float = math.nan
+    prefill_tokens_per_second: float = math.nan
+    decode_tokens_per_second: float = math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What :func:`evaluate` found; NaN where it does not apply.
+
+    Attributes:
+        model: Of the model itself.
+        against: Of the float model; None where none was given.
+        count: How many tokens were predicted, or pairs of texts compared.
+        kl_divergence: Mean over the tokens of the Kullback-Leibler divergence from the float
+            model's distribution to the model's, in nats.
+        top1_agreement: How often both models' first choice is the same token, 0 to 1.
+        cosine: For encoders: mean cosine of the model's embeddings to the float model's.
+    """
+
+    model: ModelFigures
+    against: ModelFigures | None
+    count: int
+    kl_divergence: float = math.nan
+    top1_agreement: float = math.nan
+    cosine: float = math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON's types; those that do not apply as None."""
+        text = json.dumps(dataclasses.asdict(self))
+        figures: dict[str, Any] = json.loads(text, parse_constant=lambda constant: None)
+        return figures
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+
+def evaluate(
+    model: ModelSource,
+    against: ModelSource | None = None,
+    *,
+    text: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | None = None,
+    tokens: int = 4096,
+    window: int = 512,
+    pairs: int = 500,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Judge a model on a text: a causal language model, or a sentence encoder.
+
+    Both models run in plain onnxruntime, as it runs them by default, one row at a time: 4-bit
+    weights of DequantizeLinear meet int8 activations then. Give a session for other settings.
+
+    Args:
+        model: A path, the path of a folder with one model, bytes, an object, what
+            :func:`.optimize` returned, or a session, which is run with its own settings.
+        against: The float model, in the same way; it may have other inputs.
+        text: Path of a file, UTF-8.
+        tokenizer: Path of a ``tokenizer.json``; by default the one beside the model.
+        tokens: How much of the text a language model reads, from its start, in whole windows.
+        window: Tokens of a window, the BOS token included where the tokenizer has one; all but
+            the first are predicted. Windows do not overlap. A model of fixed length has its
+            own.
+        pairs: How many first sentences and rests of paragraphs an encoder gets, each cut at
+            128 tokens; spread over the text.
+        providers: Execution providers.
+        progress: Called before each run: done, total, what.
+
+    Returns:
+        The figures.
+
+    Raises:
+        MissingFileError, ModelFileError: If a model or folder cannot be used, fails, or gives
+            NaN.
+        CalibrationError: If text or tokenizer cannot be used, the text is too short, or a
+            token is not a row of the model's table.
+        UsageError: If an argument is out of range, no tokenizer is given or found, or a
+            package is missing.
+    """
+    for name, value in (("tokens", tokens), ("window", window), ("pairs", pairs)):
+        if value < 2:
+            raise UsageError(f"{name} is {value}: 2 or more is expected")
+    if tokenizer is None:
+        paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
+        tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
+        if tokenizer is None:
+            raise UsageError("no tokenizer.json beside the model: give its path")
+    encoder = TextTokenizer(Path(tokenizer))
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", ignore_cleanup_errors=True
+    ) as folder:
+        models = [
+            _TextModel(GivenModel(given), Path(folder), providers)
+            for item in (model, against)
+            if item is not None
+            for given in [model_in(item) if isinstance(item, str | os.PathLike) else item]
+        ]
+        if len({item.gives_logits for item in models}) > 1:
+            raise ModelFileError(
+                f"{models[0].name} and {models[1].name} cannot be compared: one gives logits, "
+                "the other hidden states"
+            )
+        if models[0].gives_logits:
+            return _language_model(models, encoder, Path(text), tokens, window, progress)
+        return _encoder(models, encoder, Path(text), pairs, progress)
+
+
+class _TextModel:
+    """A session on a model of tokens, which reads one row at a time; its runs are timed."""
+
+    def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
+        path = model.file(scratch)
+        loaded = load_path(path)
+        graph = loaded.model.graph
+        self.name = model.name
+        self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
+        self.feeds = TokenFeeds([v for v in graph.inputs if v.name not in graph.initializers])
+        self._session = model.session or open_model(path, "all", providers, model.settings)
+        self.output, self.gives_logits = self._find_output()
+        self._tokens = [0, 0]  # of the first run, of the others
+        self._seconds = [0.0, 0.0]
+
+    def run(self, ids: Sequence[int], what: str) -> _Floats:
+        """Return the output for some tokens, ``[tokens, size]``."""
+        feed = self.feeds.feed(ids)
+        start = time.perf_counter()
+        (output,) = fetch(self._session, [self.output], feed, f"{self.name}, {what}")
+        seconds = time.perf_counter() - start
+        counted = bool(self._tokens[0])  # the first run allocates
+        self._tokens[counted] += len(ids)
+        self._seconds[counted] += seconds
+        if output.ndim != 3 or output.shape[1] < len(ids):
+            raise ModelFileError(
+                f"{self.name}: output {self.output!r} is {list(output.shape)} for {len(ids)} "
+                "tokens: a row for each token is expected"
+            )
+        rows = output[0, : len(ids)].astype(np.float32, copy=False)
+        if np.isnan(rows).any():
+            raise ModelFileError(f"{self.name}: output {self.output!r} has NaN for {what}")
+        return rows
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all runs so far but the first, if there were others."""
+        counted = bool(self._tokens[1])
+        return self._tokens[counted] / self._seconds[counted]
+
+    def decode_speed(self, ids: Sequence[int]) -> float:
+        """Return tokens per second, one by one after a prompt; NaN without a cache."""
+        names = [o.name for o in self._session.get_outputs() if type_of(o) in NUMPY_TYPES]
+        rng = np.random.default_rng(0)
+        feed, seconds = self.feeds.feed(ids[:_PROMPT]), []
+        for _ in range(_STEPS + 1):
+            start = time.perf_counter()
+            arrays = fetch(self._session, names, feed, f"{self.name}, decoding")
+            seconds.append(time.perf_counter() - start)
+            outputs = dict(zip(names, arrays, strict=True))
+            step = next_step(feed, outputs, self.feeds.roles, rng)
+            if step is None or self.feeds.length:
+                return math.nan
+            feed = step
+        return 1 / statistics.median(seconds[1:])
+
+    def check_causal(self, ids: Sequence[int]) -> None:
+        """Refuse a masked language model, which sees the tokens that it should predict."""
+        if self.feeds.length:
+            return
+        changed = [*ids[:-1], ids[0] if ids[0] != ids[-1] else (ids[-1] + 1) % 4]
+        before, after = (self.run(tokens, "a few tokens")[:-1] for tokens in (ids, changed))
+        if np.linalg.norm(before - after) > 0.02 * np.linalg.norm(before):
+            raise ModelFileError(
+                f"{self.name}: what it predicts depends on later tokens, so it is not a "
+                "causal language model and has no perplexity"
+            )
+
+    def _find_output(self) -> tuple[str, bool]:
+        """Return the name of the output, and whether it holds logits."""
+        outputs = self._session.get_outputs()
+        sizes = {
+            item.name: item.shape[-1]
+            for item in outputs
+            if type_of(item) in ("float", "float16") and len(item.shape) == 3
+        }
+        logits = [n for n, size in sizes.items() if "logits" in n or size == self.feeds.rows]
+        if sizes:
+            return (logits or list(sizes))[0], bool(logits)
+        found = ", ".join(f"{item.name!r} {item.shape}" for item in outputs)
+        raise ModelFileError(
+            f"{self.name}: has no float output [batch, sequence, vocabulary] or [batch, "
+            f"sequence, hidden]: its outputs are {found}"
+        )
+
+
+def _language_model(
+    models: Sequence[_TextModel],
+    tokenizer: TextTokenizer,
+    text: Path,
+    tokens: int,
+    window: int,
+    progress: Progress | None,
+) -> Evaluation:
+    length = next((item.feeds.length for item in models if item.feeds.length), window)
+    windows = tokenizer.windows(text, length, closed=False)
+    whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
+    if not whole:
+        raise CalibrationError(
+            f"{text}: has {len(windows[0])} tokens, fewer than a window of {length}: give a "
+            "longer text or a smaller window"
+        )
+    for item in models:
+        item.feeds.check(whole, tokenizer)
+    models[0].check_causal(whole[0][:_PROBE])
+    surprise, divergence, agreed = np.zeros(len(models)), 0.0, 0
+    for number, ids in enumerate(whole):
+        if progress is not None:
+            progress(number, len(whole), "reading the text")
+        targets = np.array(ids[1:])
+        logits = _logits(models, ids, f"window {number} of the text")
+        for start in range(0, len(targets), _STRIP):
+            rows = slice(start, start + _STRIP)
+            logs = [_log_softmax(each[rows]) for each in logits]
+            right = (np.arange(len(logs[0])), targets[rows])
+            surprise -= [each[right].sum(dtype=np.float64) for each in logs]
+            if len(logs) > 1:
+                log_q, log_p = logs
+                p = np.exp(log_p)
+                with np.errstate(invalid="ignore"):  # tokens that a model rules out: -inf
+                    terms = np.where(p > 0, p * (log_p - log_q), 0)
+                divergence += float(terms.sum(dtype=np.float64))
+                agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+    count = sum(len(ids) - 1 for ids in whole)
+    figures = [
+        ModelFigures(
+            item.name,
+            item.bytes,
+            perplexity=math.exp(min(total / count, 700)),
+            prefill_tokens_per_second=item.tokens_per_second,
+            decode_tokens_per_second=item.decode_speed(whole[0]),
+        )
+        for item, total in zip(models, surprise, strict=True)
+    ]
+    if len(models) == 1:
+        return Evaluation(figures[0], None, count)
+    return Evaluation(
+        figures[0],
+        figures[1],
+        count,
+        kl_divergence=divergence / count,
+        top1_agreement=agreed / count,
+    )
+
+
+def _logits(models: Sequence[_TextModel], ids: Sequence[int], what: str) -> list[_Floats]:
+    """Return what each model predicts for tokens but the first, ``[tokens, vocabulary]``."""
+    found = [models[0].run(ids, what)[:-1]]
+    if max(ids[1:]) >= found[0].shape[-1]:
+        raise CalibrationError(
+            f"{models[0].name}: has {found[0].shape[-1]} logits for each token, and token "
+            f"{max(ids[1:])} is in the text: it is the tokenizer of another model, or the "
+            "model predicts no tokens"
+        )
+    for other in models[1:]:
+        found.append(other.run(ids, what)[:-1])
+        if found[1].shape != found[0].shape:
+            raise ModelFileError(
+                f"{models[0].name} has {found[0].shape[-1]} logits for each token, "
+                f"{other.name} {found[1].shape[-1]}: they have different vocabularies"
+            )
+    return found
+
+
+def _log_softmax(logits: _Floats) -> _Floats:
+    shifted: _Floats = logits - logits.max(-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
+
+
+def _encoder(
+    models: Sequence[_TextModel],
+    tokenizer: TextTokenizer,
+    text: Path,
+    pairs: int,
+    progress: Progress | None,
+) -> Evaluation:
+    found = _pairs_of(text, pairs)
+    texts = [first for first, _ in found] + [rest for _, rest in found]
+    vectors = [_embed(item, tokenizer, texts, progress) for item in models]
+    figures = [
+        ModelFigures(
+            item.name,
+            item.bytes,
+            retrieval_accuracy=_retrieval_accuracy(rows),
+            prefill_tokens_per_second=item.tokens_per_second,
+        )
+        for item, rows in zip(models, vectors, strict=True)
+    ]
+    if len(models) == 1:
+        return Evaluation(figures[0], None, len(found))
+    if vectors[0].shape != vectors[1].shape:
+        raise ModelFileError(
+            f"{models[0].name} has {vectors[0].shape[1]} numbers for a text, {models[1].name} "
+            f"{vectors[1].shape[1]}: they are not the same encoder"
+        )
+    cosine = float((vectors[0] * vectors[1]).sum(1).mean())
+    return Evaluation(figures[0], figures[1], len(found), cosine=cosine)
+
+
+def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
+    """Return first sentences of paragraphs, each with the rest, spread over a text."""
+    found = []
+    for paragraph in read_text(path).split("\n\n"):
+        first, dot, rest = paragraph.partition(". ")
+        if dot and len(first) > _SENTENCE and len(rest) > _REST:
+            found.append((first + ".", rest))
+    if len(found) < 2:
+        raise CalibrationError(
+            f"{path}: {len(found)} of its paragraphs (between empty lines) have a first "
+            f"sentence of {_SENTENCE} characters and {_REST} more: two are needed at least"
+        )
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def _embed(
+    model: _TextModel,
+    tokenizer: TextTokenizer,
+    texts: Sequence[str],
+    progress: Progress | None,
+) -> _Floats:
+    """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1."""
+    length = model.feeds.length or _MAX_TOKENS
+    rows = []
+    ids = [tokenizer.encode(text, length) for text in texts]
+    model.feeds.check(ids, tokenizer)
+    for number, tokens in enumerate(ids):
+        if progress is not None:
+            progress(number, len(ids), model.name)
+        rows.append(model.run(tokens, f"text {number}").mean(0))
+    vectors = np.stack(rows)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors
+
+
+def _retrieval_accuracy(vectors: _Floats) -> float:
+    """Return how often a first text, of ``[2 * pairs, hidden]``, is nearest to its second."""
+    first, second = np.split(vectors, 2)
+    return float(((first @ second.T).argmax(1) == np.arange(len(first))).mean())

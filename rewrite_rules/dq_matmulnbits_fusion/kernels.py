@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: MIT
+"""Kernels for quantised weights: which onnxruntime has which, what they cost, what they read.
+
+Those of the CPU are measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0, 1.31.1 and 1.32.0
+(Linux, x86-64, AVX-512); a version in between counts as the next older one measured. Forms
+that were right on all of them have no entry. Those of CUDA: from the kernels' messages in the
+wheels of onnxruntime-gpu 1.27, 1.28, 1.30 and 1.31.
+
+MatMulNBits (onnxruntime's docs/ContribOperators.md) reads
+
+    B            uint8 [N, blocks, block_size * bits / 8], unsigned codes
+    scales       [N, blocks], type of the activation
+    zero_points  uint8 [N, ceil(blocks * bits / 8)], optional; left out it is 2**(bits - 1)
+
+DequantizeLinear's own default zero point is 0: signed codes without zero points need none here
+either (adding 2**(bits - 1) to codes moves the default along), unsigned ones need zeros
+written out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from rewrite_rules.graph.initializers import DerivedInitializers
+from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
+from rewrite_rules.onnxruntime_version import Version
+from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows, repack
+from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight
+
+# What the kernels take (anything else fails when the session is created), with what a weight
+# costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit
+# codes have a fast kernel in three of them only.
+_COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
+_COST_2_BIT = {16: 160.0, 32: 2.9, 64: 1.6, 128: 1.0, 256: 160.0}
+# Scales made at a time: those of a large weight take a quarter of its codes' space.
+_CHUNK_ELEMENTS = 1 << 20
+_UINT8 = ir.DataType.UINT8
+_CUDA = "CUDAExecutionProvider"
+
+
+class NoKernel(Refusal):
+    """No kernel computes on these codes; a float constant might do."""
+
+
+def takes_bias(context: PassContext) -> bool:
+    """Whether MatMulNBits may have a bias: CUDA's kernel throws before onnxruntime 1.28."""
+    version = context.onnxruntime
+    return version is None or version >= (1, 28) or _CUDA not in context.providers
+
+
+def matmulnbits_unsupported(
+    context: PassContext,
+    *,
+    bits: int,
+    accuracy_level: int,
+    float16: bool,
+    captured_codes: bool,
+    captured_zero_points: bool,
+) -> None:
+    """Refuse what a version of onnxruntime fails on, or computes wrongly.
+
+    Codes and zero points, be they given or written, are captured where the node lies in a
+    body (If, Loop, Scan) and they in a graph around it.
+    """
+    version, cpu = context.onnxruntime, context.cpu_only
+    _refuse_missing(
+        version,
+        ((1, 31), bits == 2 and _CUDA in context.providers, "2-bit weights on CUDA"),
+        ((1, 24), cpu and bits == 2, "2-bit weights"),
+        ((1, 29), cpu and bits == 2 and float16, "2-bit weights under float16 activations"),
+        (
+            (1, 24),
+            cpu and bits == 8 and accuracy_level != 4,
+            f"8-bit weights at accuracy_level {accuracy_level}",
+        ),
+        # It runs 8-bit codes only once they are packed, and packs them only in the body or
+        # right around it: two graphs out the run fails.
+        (
+            (1, 24),
+            cpu and bits == 8 and captured_codes,
+            "8-bit weights outside the subgraph of If, Loop or Scan",
+        ),
+    )
+    outside = cpu and captured_zero_points and accuracy_level == 4
+    if outside and version is not None and version < (1, 29):
+        raise NoKernel(
+            f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
+            "zero points outside the subgraph of If, Loop or Scan: 1.29 is right, and so is "
+            "accuracy_level 0"
+        )
+
+
+def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
+    """Refuse uint8 tables without a right kernel; ``odd_blocks``: zero points of odd rows."""
+    what = f"Gather from uint8 tables of {bits}-bit codes"
+    _refuse_missing(version, ((1, 24), True, what), ((1, 27), bits == 2, what))
+    if version is not None and version < (1, 27) and bits == 4 and odd_blocks:
+        raise NoKernel(
+            f"onnxruntime {_text(version)} computes wrong numbers at {what} with zero points "
+            "for an odd number of blocks: 1.27 is right"
+        )
+
+
+def _refuse_missing(version: Version | None, *kernels: tuple[Version, bool, str]) -> None:
+    """Refuse the first kernel that is needed, and that only a later version has."""
+    for first, needed, what in kernels:
+        if needed and version is not None and version < first:
+            raise NoKernel(
+                f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has"
+            )
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# The inputs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelInputs:
+    """What MatMulNBits or GatherBlockQuantized reads; no zero points stand for the default."""
+
+    codes: ir.Value
+    scales: ir.Value
+    zero_points: ir.Value | None
+    attributes: dict[str, int]
+
+    @property
+    def scales_and_zero_points(self) -> list[ir.Value]:
+        """Those that there are, as both operators take them."""
+        return [value for value in (self.scales, self.zero_points) if value is not None]
+
+
+def kernel_block_size(weight: BlockQuantizedWeight) -> int:
+    """Choose the block size that costs least among those that keep every number.
+
+    A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
+    scale may be cut anywhere.
+    """
+    size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
+    if size is None:
+        sizes = ", ".join(map(str, _COST))
+        what = (
+            f"block_size {weight.block_size} of weight {weight.operand.codes.name!r}"
+            if weight.block_size > 1
+            else f"weight {weight.operand.codes.name!r}, with a scale for each index of K,"
+        )
+        raise NoKernel(f"{what} has no kernel: {sizes} and their multiples have one")
+    return size
+
+
+def fitting_block_size(bits: int, block_size: int, k: int) -> int | None:
+    """Return the cheapest block size that keeps every number; None if none does."""
+    cost = _COST_2_BIT if bits == 2 else _COST
+    fitting = [b for b in cost if block_size >= k or block_size % b == 0]
+    return min(fitting, key=lambda b: -(-k // b) * b * cost[b], default=None)
+
+
+def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
+    """Say why the CPU kernel would unpack the weight at every call; None if it doesn't.
+
+    Measured on onnxruntime 1.31: 8-bit and 2-bit weights are computed on directly only with
+    int8 activations, 2-bit ones only in blocks of 32, 64 or 128.
+    """
+    if bits == 4:
+        return None
+    if accuracy_level != 4:
+        return (
+            f"{bits}-bit weights have a fast CPU kernel at accuracy_level 4 only, not at "
+            f"{accuracy_level}"
+        )
+    if bits == 2 and _COST_2_BIT[block_size] > 100:
+        return f"2-bit weights in blocks of {block_size} have no fast CPU kernel"
+    return None
+
+
+def write_matmulnbits(
+    initializers: DerivedInitializers,
+    weight: BlockQuantizedWeight,
+    block_size: int,
+    dtype: ir.DataType,
+    factor: float = 1.0,
+) -> KernelInputs:
+    """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
+
+    Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
+    they lie; others are repacked while they are saved. Scales are multiplied by ``factor``.
+    """
+    attributes = {"K": weight.K, "N": weight.N, "bits": weight.operand.bits}
+    return KernelInputs(
+        codes=write_codes(initializers, weight, block_size),
+        scales=write_scales(initializers, weight, block_size, dtype, factor),
+        zero_points=write_zero_points(initializers, weight, block_size),
+        attributes=attributes | {"block_size": block_size},
+    )
+
+
+def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: float) -> bool:
+    """Whether a factor may go into the scales without costing accuracy.
+
+    A product in float32 is rounded to 24 bits, as any other of the computation is; float16
+    scales must stay exact. Neither may overflow or lose bits near zero.
+    """
+    stored = weight.operand.stored_scales()
+    element = dtype.numpy()
+    limits = np.finfo(element)
+    for start in range(0, stored.size, _CHUNK_ELEMENTS):
+        product = stored[start : start + _CHUNK_ELEMENTS].astype(np.float64) * factor
+        size = np.abs(product[product != 0])
+        if size.size and (size.max() > limits.max or size.min() < limits.tiny):
+            return False
+        if element == np.float16 and (product.astype(element) != product).any():
+            return False
+    return True
+
+
+def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
+    """Yield unsigned codes, uint8 ``[columns, blocks * block_size * bits / 8]``, padded."""
+    bits, first = weight.operand.bits, weight.first * weight.operand.bits // 8
+    length = -(-weight.K * weight.N * bits // 8)
+    return repack(
+        packed_bytes(weight.operand.code_tensor)[first : first + length],
+        bits=bits,
+        signed=weight.operand.signed,
+        k=weight.K,
+        n=weight.N,
+        block_size=block_size,
+        k_axis=weight.k_axis,
+    )
+
+
+def write_codes(
+    initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
+) -> ir.Value:
+    """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``."""
+    operand, source = weight.operand, weight.operand.code_tensor
+    shape = (weight.N, weight.blocks(block_size), block_size * operand.bits // 8)
+    fits = weight.k_axis == 1 and not operand.signed and weight.K % block_size == 0
+    fits = fits and source.size == weight.K * weight.N  # no group of a larger one
+    make = _maker(
+        lambda: repacked(weight, block_size), _UINT8, shape, source if fits else None
+    )
+    key = (weight.K, weight.N, weight.first)
+    return initializers.get(operand.codes, f"{_suffix(weight)}{block_size}", make, key)
+
+
+def write_scales(
+    initializers: DerivedInitializers,
+    weight: BlockQuantizedWeight,
+    block_size: int,
+    dtype: ir.DataType,
+    factor: float = 1.0,
+) -> ir.Value:
+    """Register the scales ``[N, blocks]``, in a type as wide at least as the stored."""
+    source = weight.operand.scale_tensor
+    shape = (weight.N, weight.blocks(block_size))
+    unchanged = _in_order(weight, block_size) and factor == 1.0 and dtype == source.dtype
+    if unchanged and tuple(source.shape.numpy()) == shape:
+        return weight.operand.scales
+
+    def chunks() -> Iterator[npt.NDArray[Any]]:
+        for scales in weight.grid_rows(weight.operand.stored_scales(), block_size):
+            if factor != 1.0:
+                scales = scales.astype(np.float64) * factor
+            yield scales.astype(dtype.numpy())
+
+    make = _maker(chunks, dtype, shape, source if unchanged else None)
+    key = (shape, weight.grid, weight.cuts(block_size), factor, dtype)
+    return initializers.get(weight.operand.scales, _suffix(weight), make, key)
+
+
+def write_zero_points(
+    initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
+) -> ir.Value | None:
+    """Register the zero points, uint8 ``[N, ceil(blocks * bits / 8)]``.
+
+    None where every one is what MatMulNBits takes when it gets none. Leaving them out is
+    smaller, and keeps clear of a defect that onnxruntime has with zero points on processors
+    without AVX-512 (onnxruntime issue #29853).
+    """
+    operand, bits, blocks = weight.operand, weight.operand.bits, weight.blocks(block_size)
+    shape = (weight.N, -(-blocks * bits // 8))
+    source = operand.zero_point_tensor
+    if source is None or operand.zero_points is None:
+        if operand.signed:
+            return None
+        make = _maker(lambda: iter([np.zeros(shape, np.uint8)]), _UINT8, shape)
+        return initializers.get(operand.codes, f".zero_points{block_size}", make, shape)
+    middle = 0 if operand.signed else 1 << (bits - 1)
+    if (operand.stored_zero_points() == middle).all():
+        return None
+
+    flip = np.uint8(SIGN_BITS[bits] & ((1 << bits) - 1) if operand.signed else 0)
+
+    def chunks() -> Iterator[Bytes]:
+        for rows in weight.grid_rows(operand.stored_zero_points(), block_size):
+            yield pack_rows(rows ^ flip, bits)
+
+    fits = not operand.signed and blocks * bits % 8 == 0 and _in_order(weight, block_size)
+    make = _maker(chunks, _UINT8, shape, source if fits else None)
+    key = (shape, weight.grid, weight.cuts(block_size))
+    return initializers.get(operand.zero_points, _suffix(weight), make, key)
+
+
+def _suffix(weight: BlockQuantizedWeight) -> str:
+    return ".nbits" if weight.k_axis else ".T.nbits"
+
+
+def _maker(
+    chunks: Callable[[], Iterator[npt.NDArray[Any]]],
+    dtype: ir.DataType,
+    shape: tuple[int, ...],
+    same: ir.TensorProtocol | None = None,
+) -> Callable[[str], ir.TensorProtocol]:
+    """Return what makes a tensor of chunks, or of the bytes of ``same`` in a file."""
+
+    def make(name: str) -> ir.TensorProtocol:
+        if isinstance(same, ir.ExternalTensor):
+            return relabel(same, dtype, shape, name)
+        return ChunkedTensor(chunks, dtype, shape, name)
+
+    return make
+
+
+def _in_order(weight: BlockQuantizedWeight, block_size: int) -> bool:
+    """Whether scales or zero points are stored as ``[N, blocks]``, and nothing else is."""
+    blocks = weight.blocks(block_size)
+    return (
+        weight.cuts(block_size) == 1
+        and weight.first_scale == 0
+        and weight.n.block == 1
+        and (blocks == 1 or weight.k.scales == 1)
+        and (weight.N == 1 or weight.n.scales == blocks)
+        and weight.operand.scale_tensor.size == weight.N * blocks
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: MIT
+"""In which order onnxruntime runs the nodes of a graph.
+
+A node's index is its position in the file, Constant nodes left out: they become initializers
+while the model is loaded. onnxruntime has two orders over these indices
+(``onnxruntime/core/graph/graph.cc`` and ``graph_viewer.cc``):
+
+    DEFAULT         reverse depth-first walk from the nodes that no node reads, the last of
+                    them first; of a node's producers the one with the highest index first
+    PRIORITY_BASED  Kahn's algorithm; of the nodes that are ready, Shape and Size first, then
+                    the lowest index: file order with every Shape right after its producer
+
+    a1 a2 a3 b1 b2 b3 join shape(a1) reshape      in the file
+    a1 shape b1 b2 b3 a2 a3 join reshape          DEFAULT
+    a1 shape a2 a3 b1 b2 b3 join reshape          PRIORITY_BASED
+
+An If, Loop or Scan waits for what its subgraphs read from outside, too. Each subgraph has an
+order of its own. Names, the order of operands and the order of graph outputs mean nothing.
+Both hold for a graph that is executed as it is: nodes that onnxruntime adds while it opens the
+model (optimisers, functions put in place of their calls) get the highest indices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import captures, is_constant, label
+from rewrite_rules.remarks import Refusal
+
+# What PRIORITY_BASED runs as soon as it can; it does not look at domains.
+_SHAPE_READERS = frozenset({"Shape", "Size"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependencies:
+    """What the orders of a graph depend on; nodes are positions in the file.
+
+    Producers of a node, whose outputs it or one of its subgraphs reads, ascend, each once;
+    consumers are the same edges the other way. ``constants`` are the Constant nodes.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    producers: Sequence[Sequence[int]]
+    consumers: Sequence[Sequence[int]]
+    shape_readers: Sequence[bool]
+    constants: Sequence[int]
+
+    @classmethod
+    def of(cls, graph: ir.Graph) -> Dependencies:
+        """Read a graph; refuse one that is not a DAG, or has two outputs of one name."""
+        nodes = tuple(graph)
+        _check_names(nodes)
+        position = {node: index for index, node in enumerate(nodes)}
+        constants = [index for index, node in enumerate(nodes) if is_constant(node)]
+        absent = set(constants)
+        producers: list[list[int]] = []
+        consumers: list[list[int]] = [[] for _ in nodes]
+        for index, node in enumerate(nodes):
+            read = set()
+            for value in (*node.inputs, *captures(node)):
+                producer = None if value is None else value.producer()
+                found = None if producer is None else position.get(producer)
+                if found is not None and found not in absent:
+                    read.add(found)
+            producers.append(sorted(read))
+            for found in producers[-1]:
+                consumers[found].append(index)
+        shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
+        result = cls(nodes, producers, consumers, shape_readers, constants)
+        result._check_acyclic()
+        return result
+
+    def default(self, file_order: Sequence[int] | None = None) -> list[int]:
+        """Return the order of a default session; ``file_order`` is that of another file."""
+        file_order = file_order or range(len(self.nodes))
+        rank = ranks(file_order)
+        return self.depth_first(
+            file_order, lambda node: sorted(self.producers[node], key=rank.__getitem__)
+        )
+
+    def depth_first(
+        self, roots: Iterable[int], producers: Callable[[int], Sequence[int]]
+    ) -> list[int]:
+        """Return each node behind its producers, the last root and the last producer first."""
+        absent = set(self.constants)
+        stack = [node for node in roots if not self.consumers[node] and node not in absent]
+        result = list(self.constants)
+        visited = [False] * len(self.nodes)
+        while stack:
+            node = stack.pop()
+            if node < 0:  # all it waits for has run
+                result.append(~node)
+            elif not visited[node]:
+                visited[node] = True
+                stack.append(~node)
+                stack += [producer for producer in producers(node) if not visited[producer]]
+        return result
+
+    def priority(self, file_order: Sequence[int] | None = None) -> list[int]:
+        """Return the order of a session with ``PRIORITY_BASED``; ``file_order`` as before."""
+        rank = ranks(file_order or range(len(self.nodes)))
+        late = len(rank)
+        first = self.shape_readers
+        return self.smallest_first([n if first[i] else n + late for i, n in enumerate(rank)])
+
+    def smallest_first(self, key: Sequence[int]) -> list[int]:
+        """Return the order in which the ready node with the smallest key runs next."""
+        absent = set(self.constants)
+        waiting = [len(producers) for producers in self.producers]
+        heap = [
+            (key[node], node)
+            for node, left in enumerate(waiting)
+            if not left and node not in absent
+        ]
+        heapq.heapify(heap)
+        result = list(self.constants)
+        while heap:
+            _, node = heapq.heappop(heap)
+            result.append(node)
+            for consumer in self.consumers[node]:
+                waiting[consumer] -= 1
+                if not waiting[consumer]:
+                    heapq.heappush(heap, (key[consumer], consumer))
+        return result
+
+    def smallest_last(self, key: Sequence[int]) -> list[int]:
+        """Return a file filled from its end, each time with the smallest key that is ready."""
+        reverse = dataclasses.replace(
+            self, producers=self.consumers, consumers=self.producers
+        ).smallest_first(key)
+        count = len(self.constants)
+        return [*self.constants, *reversed(reverse[count:])]
+
+    def _check_acyclic(self) -> None:
+        try:
+            graphlib.TopologicalSorter(dict(enumerate(self.producers))).prepare()
+        except graphlib.CycleError as error:
+            circle = error.args[1][1:]
+            names = ", ".join(repr(label(self.nodes[index])) for index in circle[:4])
+            more = "" if len(circle) <= 4 else f" and {len(circle) - 4} more"
+            raise Refusal(
+                f"nodes {names}{more} wait for each other: the graph is not a DAG"
+            ) from None
+
+
+def ranks(order: Sequence[int]) -> list[int]:
+    """Return for each node where it lies in an order."""
+    result = [0] * len(order)
+    for rank, node in enumerate(order):
+        result[node] = rank
+    return result
+
+
+def _check_names(nodes: Sequence[ir.Node]) -> None:
+    """Refuse two values of one name, as onnxruntime does."""
+    makers: dict[str, ir.Node] = {}
+    for node in nodes:
+        for value in node.outputs:
+            if value.name and makers.setdefault(value.name, node) is not node:
+                raise Refusal(
+                    f"value {value.name!r} is an output of nodes "
+                    f"{label(makers[value.name])!r} and {label(node)!r}: names are unique"
+                )

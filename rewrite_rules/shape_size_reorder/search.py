@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: MIT
+"""Computes an order of the nodes of a graph that holds few bytes at a time.
+
+Every Shape and Size runs directly after its producer, and so does the small chain of integers
+that hangs on it. Of the others, several orders are made (the two native ones, and
+:mod:`.heuristics`) and simulated. In the best one, what is held at the peak without being used
+there is made later or read earlier, as long as that lowers the peak and the budget lasts.
+
+The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
+several files runs by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import is_constant, subgraphs
+from rewrite_rules.shape_size_reorder.heuristics import candidate_orders, default_files
+from rewrite_rules.shape_size_reorder.memory_plan import (
+    MemoryModel,
+    Timeline,
+    inner_bytes,
+)
+from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies, ranks
+from rewrite_rules.shapes.proved_shapes import ConcreteShapes
+
+# A chain's tensors are shapes; anything larger is data.
+_CHAIN_BYTES = 4096
+# Nodes that all simulations of moves may run; about a second for a million.
+_MOVED_NODES = 100_000
+_MAX_MOVES = 150
+# Tensors tried at one peak, and nodes that may go along with one.
+_TENSORS_AT_PEAK = 8
+_MOVED_ALONG = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedOrder:
+    """One order and what it costs.
+
+    Attributes:
+        order: Positions of the nodes in the graph, as they run; Constant nodes come first.
+        distances: For each Shape and Size that reads another node's output, the steps from
+            that node to it; 1 is directly after it or after another such one.
+    """
+
+    order: tuple[int, ...]
+    timeline: Timeline
+    distances: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        return self.timeline.peak
+
+    @property
+    def mean_distance(self) -> float:
+        return sum(self.distances) / len(self.distances) if self.distances else 0.0
+
+    @property
+    def max_distance(self) -> int:
+        return max(self.distances, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOrder:
+    """The order computed for a graph, beside those of onnxruntime.
+
+    Attributes:
+        file_order: How nodes are to lie in the file: positions in the graph.
+        ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
+        default, priority: What a session runs with the file as it is.
+        method: How the order was found, for instance ``"segments"``.
+        chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
+            most, may ours lie above the better native order, for having them early.
+        unknown_values: Values whose size is a guess. Bodies included.
+        subgraphs: The same for each body of each If, Loop and Scan, in the order of the file.
+        reuse: Whether the session that runs ours reuses buffers.
+    """
+
+    graph: ir.Graph
+    file_order: tuple[int, ...]
+    ours: SimulatedOrder
+    default: SimulatedOrder
+    priority: SimulatedOrder
+    method: str
+    chain_bytes: int
+    unknown_values: tuple[str, ...]
+    subgraphs: tuple[GraphOrder, ...]
+    model: MemoryModel = dataclasses.field(repr=False, compare=False)
+    reuse: bool = True
+
+    def arena_bytes(self) -> int:
+        """Bytes that ours takes of an arena, subgraphs left out."""
+        return self.model.arena_bytes(self.ours.order, self.reuse)
+
+    def peak_without_reuse(self) -> int:
+        """Bytes that ours would hold at its peak without reuse of buffers or subgraphs."""
+        return self.model.timeline(self.ours.order, reuse=False).peak
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether ours never holds more than either native order."""
+        best = min(self.default.peak, self.priority.peak)
+        return self.ours.peak <= best + self.chain_bytes
+
+    def apply(self) -> None:
+        """Put the nodes of the graph and of all subgraphs into the order of the file."""
+        for body in self.subgraphs:
+            body.apply()
+        nodes = list(self.graph)
+        if len(nodes) > 1:
+            self.graph.remove(nodes)
+            self.graph.extend(nodes[index] for index in self.file_order)
+
+
+def memory_order(
+    graph: ir.Graph,
+    shapes: ConcreteShapes,
+    parent: ir.Node | None = None,
+    *,
+    reuse: bool = True,
+    for_default_order: bool = False,
+) -> GraphOrder:
+    """Compute an order with a low peak of live bytes; the graph stays as it is.
+
+    ``parent`` is the node whose body the graph is. The session that will run ours reuses
+    buffers or not, and runs the file by default or by ``PRIORITY_BASED``.
+    """
+    dependencies = Dependencies.of(graph)
+    model = MemoryModel(graph, dependencies, shapes, parent)
+    of_session = {"reuse": reuse, "for_default_order": for_default_order}
+    bodies = {
+        index: [memory_order(body, shapes, node, **of_session) for body in subgraphs(node)]
+        for index, node in enumerate(dependencies.nodes)
+    }
+    chains = _Chains(dependencies, model)
+
+    def inner(of: Callable[[GraphOrder], SimulatedOrder]) -> dict[int, int]:
+        return {
+            index: inner_bytes(
+                dependencies.nodes[index],
+                [(of(o).peak, o.model.output_bytes()) for o in orders],
+            )
+            for index, orders in bodies.items()
+            if orders
+        }
+
+    def simulated(
+        order: Sequence[int], inside: Mapping[int, int], reuse: bool = True
+    ) -> SimulatedOrder:
+        timeline = model.timeline(order, inside, reuse)
+        return SimulatedOrder(tuple(order), timeline, shape_distances(dependencies, order))
+
+    def simulate(order: Sequence[int]) -> Timeline:
+        return model.timeline(order, inside, reuse)
+
+    inside = inner(lambda body: body.ours)
+    default = simulated(dependencies.default(), inner(lambda body: body.default))
+    priority = simulated(dependencies.priority(), inner(lambda body: body.priority))
+    best: tuple[int, ...] = ()
+    peak, method = -1, ""
+    tried: set[tuple[int, ...]] = set()
+    lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
+    native = ("priority", priority.order), ("default", default.order)
+    for name, order in itertools.chain(native, candidate_orders(dependencies, model, inside)):
+        settled = tuple(chains.settle(order))
+        if settled in tried:
+            continue
+        tried.add(settled)
+        reached = simulate(settled).peak
+        if peak < 0 or reached < peak:
+            best, peak, method = settled, reached, name
+        if peak <= lowest:
+            break
+    if peak > lowest:
+        better = _lower_peak(best, dependencies, model, simulate, chains.settle)
+        if better is not None:
+            best, method = tuple(better), f"{method}, moved"
+    runs = file_order = best
+    if for_default_order:
+        files = map(tuple, default_files(dependencies, model, best))
+        runs, file_order = min(
+            ((tuple(dependencies.default(file)), file) for file in files),
+            key=lambda pair: simulate(pair[0]).peak,
+        )
+    orders = [order for found in bodies.values() for order in found]
+    unknown_values = [name for order in orders for name in order.unknown_values]
+    return GraphOrder(
+        graph=graph,
+        file_order=file_order,
+        ours=simulated(runs, inside, reuse),
+        default=default,
+        priority=priority,
+        method=method,
+        chain_bytes=chains.bytes + sum(order.chain_bytes for order in orders),
+        unknown_values=(*model.unknown_values, *unknown_values),
+        subgraphs=tuple(orders),
+        model=model,
+        reuse=reuse,
+    )
+
+
+def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[int, ...]:
+    """Steps from each Shape's producer to it, other Shapes of that producer left out."""
+    step = ranks(order)
+    result = []
+    for node, reads_shape in enumerate(dependencies.shape_readers):
+        if not reads_shape or not dependencies.producers[node]:
+            continue
+        producer = dependencies.producers[node][0]
+        between = range(step[producer] + 1, step[node])
+        siblings = sum(
+            step[other] in between
+            for other in dependencies.consumers[producer]
+            if dependencies.shape_readers[other]
+        )
+        result.append(step[node] - step[producer] - siblings)
+    return tuple(result)
+
+
+def _lower_peak(
+    order: Sequence[int],
+    dependencies: Dependencies,
+    model: MemoryModel,
+    simulate: Callable[[Sequence[int]], Timeline],
+    settle: Callable[[Sequence[int]], Sequence[int]],
+) -> Sequence[int] | None:
+    """Move nodes away from the peak, tensor by tensor; None if no better order was found.
+
+    ``settle`` makes an order one that runs as it is.
+    """
+    best, found = tuple(order), simulate(order)
+    left = min(_MAX_MOVES, _MOVED_NODES // max(len(best), 1))
+    improved = False
+    while left > 0:
+        before = best
+        for moved in _moves(best, int(found.live.argmax()), dependencies, model):
+            settled = tuple(settle(moved))
+            timeline = simulate(settled)
+            left -= 1
+            if _height(timeline) < _height(found):
+                best, found, improved = settled, timeline, True
+                break
+            if left <= 0:
+                break
+        if best is before:
+            break
+    return best if improved else None
+
+
+def _moves(
+    order: tuple[int, ...], peak: int, dependencies: Dependencies, model: MemoryModel
+) -> Iterator[list[int]]:
+    """Make later, or read earlier, what step ``peak`` holds and does not use."""
+    step = ranks(order)
+    made = {value: step[node] for node, values in enumerate(model.makes) for value in values}
+    readers: dict[int, set[int]] = {}
+    for node in order:
+        for value in model.reads[node]:
+            readers.setdefault(value, set()).add(step[node])
+    waiting = [
+        value
+        for value, steps in readers.items()
+        if made[value] < peak < max(steps) and peak not in steps
+    ]
+    waiting.sort(key=lambda value: -model.sizes[value])
+    for value in waiting[:_TENSORS_AT_PEAK]:
+        later = sorted(at for at in readers[value] if at > peak)
+        if min(readers[value]) > peak:  # make it later
+            at, first = made[value], later[0]
+            yield [*order[:at], *order[at + 1 : first], order[at], *order[first:]]
+        along = _needed([order[at] for at in later], step, peak, dependencies)
+        if along is not None:  # read it earlier
+            now = [node for node in order[peak:] if node in along]
+            after = [node for node in order[peak:] if node not in along]
+            yield [*order[:peak], *now, *after]
+
+
+def _needed(
+    nodes: list[int], step: Sequence[int], peak: int, dependencies: Dependencies
+) -> set[int] | None:
+    """Nodes that have to run first to run some before the peak; None if too many."""
+    found: set[int] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if step[node] < peak or node in found:
+            continue
+        if step[node] == peak or len(found) >= _MOVED_ALONG:
+            return None
+        found.add(node)
+        pending += dependencies.producers[node]
+    return found
+
+
+def _height(timeline: Timeline) -> tuple[int, int]:
+    """A lower peak is better, then a shorter one."""
+    return timeline.peak, int((timeline.live == timeline.peak).sum())
+
+
+class _Chains:
+    """Small integers computed from nothing but shapes and constants, and the bytes of both."""
+
+    def __init__(self, dependencies: Dependencies, model: MemoryModel) -> None:
+        self._dependencies = dependencies
+        self._class = [2] * len(dependencies.nodes)
+        self.bytes = 0
+        for index in dependencies.default():
+            node = dependencies.nodes[index]
+            size = sum(model.sizes[value] for value in model.makes[index])
+            if dependencies.shape_readers[index]:
+                self._class[index] = 0
+            elif (
+                size <= _CHAIN_BYTES
+                and not is_constant(node)
+                and dependencies.producers[index]
+                and all(self._class[p] < 2 for p in dependencies.producers[index])
+                and all(_comes_from_node_or_file(value) for value in node.inputs)
+                and not any(True for _ in subgraphs(node))
+            ):
+                self._class[index] = 1
+            else:
+                continue
+            self.bytes += size
+
+    def settle(self, order: Sequence[int]) -> list[int]:
+        """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
+        pairs = zip(self._class, ranks(order), strict=True)
+        return self._dependencies.smallest_first([c * len(order) + rank for c, rank in pairs])
+
+
+def _comes_from_node_or_file(value: ir.Value | None) -> bool:
+    """Whether an input is not a tensor that the caller feeds or a graph around has."""
+    return (
+        value is None
+        or value.producer() is not None
+        or (value.is_initializer() and not value.is_graph_input())
+    )

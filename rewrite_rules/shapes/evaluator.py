@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: MIT
+"""Computes values of a graph on numbers, with onnx's reference implementation.
+
+For the small subgraphs that make masks and positions from shapes and an attention mask: what
+they compute says more than how an exporter spelled it. Equal nodes on equal arrays are
+computed once: exporters repeat these subgraphs in every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.reference.ops
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+Array = NDArray[Any]
+
+_MAX_ELEMENTS = 1 << 22
+# Arrays up to this size are compared by their contents, others by identity.
+_MAX_INTERNED = 256
+_MAX_NODES = 2000
+
+
+class CannotEvaluate(Exception):
+    """A node that has no value to compute here: another operator, too large, malformed."""
+
+
+class NodeEvaluator:
+    """Evaluates nodes; keeps what it has computed."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, tuple[Array, ...]] = {}
+        self._interned: dict[Hashable, Array] = {}
+        self._kept: list[Array] = []  # arrays known by identity have to stay alive
+
+    def intern(self, array: Array) -> Array:
+        """Return the one array that stands for all small arrays like this one."""
+        if array.size > _MAX_INTERNED:
+            return array
+        key = (array.dtype.str, array.shape, array.tobytes())
+        return self._interned.setdefault(key, array)
+
+    def run(
+        self, node: ir.Node, opset: int, arrays: Sequence[Array | None]
+    ) -> tuple[Array, ...]:
+        """Compute a node of the default domain; None stands for an absent input."""
+        if node.domain or node.op_type not in _OPERATORS:
+            raise CannotEvaluate(f"{node.op_type} is not evaluated")
+        signature = _signature(node, opset, arrays)
+        key = (signature, tuple(id(array) for array in arrays))
+        found = self._results.get(key)
+        if found is None:
+            _check_size(node, arrays)
+            try:
+                kernel = self._kernels.get(signature)
+                if kernel is None:
+                    kernel = self._kernels[signature] = _kernel(node, opset)
+                with np.errstate(all="ignore"):
+                    outputs = kernel.run(*arrays)
+            except Exception as error:  # of any kind: shapes and types may be malformed
+                raise CannotEvaluate(f"{type(error).__name__}: {error}") from error
+            found = tuple(self.intern(np.asarray(output)) for output in outputs)
+            self._results[key] = found
+            self._kept += [array for array in arrays if array is not None]
+        return found
+
+
+class GraphEvaluator:
+    """Evaluates values of one graph, from given arrays; ``nodes`` remembers, if shared."""
+
+    def __init__(
+        self, facts: ProvedShapes, given: Mapping[ir.Value, Array], nodes: NodeEvaluator
+    ) -> None:
+        self._facts = facts
+        self._arrays = {value: nodes.intern(array) for value, array in given.items()}
+        self._nodes = nodes
+
+    def array(self, value: ir.Value) -> Array:
+        """Return what a value holds, or raise CannotEvaluate."""
+        pending = [value]
+        for _ in range(_MAX_NODES):
+            if not pending:
+                return self._arrays[value]
+            current = pending[-1]
+            missing = self._compute(current)
+            pending.extend(missing)
+            if not missing:
+                pending.pop()
+        raise CannotEvaluate(f"{value.name!r} depends on too much")
+
+    def _compute(self, value: ir.Value) -> list[ir.Value]:
+        """Compute a value; return what has to be known first instead, if anything."""
+        if value in self._arrays:
+            return []
+        tensor, node = constant(value), value.producer()
+        if tensor is not None:
+            self._arrays[value] = self._nodes.intern(tensor.numpy())
+            return []
+        if node is None or node.graph is None:
+            raise CannotEvaluate(f"{value.name!r} is not known")
+        known = self._facts.integers(value)
+        if known is not None and known.constants is not None:
+            numbers = np.array(known.constants, np.int64)
+            self._arrays[value] = self._nodes.intern(numbers.reshape(known.shape))
+            return []
+        inputs = [v for v in node.inputs if v is not None]
+        if node.op_type == "Shape" and not node.domain and inputs[0] not in self._arrays:
+            sizes = self._facts.sizes(inputs[0])
+            if sizes is not None:
+                start, end = (
+                    int_attribute(node, "start", 0),
+                    int_attribute(node, "end", len(sizes)),
+                )
+                self._arrays[value] = self._nodes.intern(np.array(sizes[start:end], np.int64))
+                return []
+        missing = [v for v in inputs if v not in self._arrays]
+        if not missing:
+            arrays = [None if v is None else self._arrays[v] for v in node.inputs]
+            outputs = self._nodes.run(node, self._facts.opset(node), arrays)
+            self._arrays.update(zip(node.outputs, outputs, strict=True))
+        return missing
+
+
+def _signature(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> Hashable:
+    attributes = []
+    for name, attribute in node.attributes.items():
+        if attribute.is_ref():
+            raise CannotEvaluate(f"attribute {name!r} is a reference")
+        value = attribute.value
+        if attribute.type is ir.AttributeType.TENSOR:
+            value = (str(value.dtype), tuple(value.shape.numpy()), value.tobytes())
+        elif attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            raise CannotEvaluate(f"{node.op_type} has a subgraph")
+        attributes.append((name, tuple(value) if isinstance(value, list) else value))
+    present = tuple(array is not None for array in arrays)
+    return node.op_type, opset, tuple(sorted(attributes)), present, len(node.outputs)
+
+
+def _kernel(node: ir.Node, opset: int) -> Any:
+    proto = onnx.NodeProto(op_type=node.op_type)
+    proto.input.extend("" if value is None else "x" for value in node.inputs)
+    proto.output.extend("y" for _ in node.outputs)
+    for attribute in node.attributes.values():
+        proto.attribute.append(ir.serde.serialize_attribute(attribute))
+    kernel = onnx.reference.ops.load_op("", node.op_type, opset)
+    return kernel(proto, {"log": lambda *_: None, "opsets": {"": opset}, "new_ops": None})
+
+
+def _check_size(node: ir.Node, arrays: Sequence[Array | None]) -> None:
+    """Refuse what would make a large array, by an estimate from above."""
+    there = [array for array in arrays if array is not None]
+    estimate = _OUTPUT_SIZES.get(node.op_type)
+    try:
+        shapes = [array.shape for array in there]
+        size = _size_of(shapes) if estimate is None else estimate(node, there)
+    except (IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+        raise CannotEvaluate(f"{node.op_type}: {error}") from error
+    if size > _MAX_ELEMENTS:
+        raise CannotEvaluate(f"{node.op_type} would make {size:.0f} elements")
+
+
+def _size_of(shapes: Sequence[Sequence[int]]) -> float:
+    rank = max(map(len, shapes), default=0)
+    return math.prod(
+        float(max(shape[axis - rank] for shape in shapes if rank - axis <= len(shape)))
+        for axis in range(rank)
+    )
+
+
+def _gather_size(node: ir.Node, arrays: Sequence[Array]) -> float:
+    data, indices = arrays
+    axis = int_attribute(node, "axis", 0)
+    return float(data.size / data.shape[axis] * indices.size)
+
+
+def _gather_nd_size(_: ir.Node, arrays: Sequence[Array]) -> float:
+    data, indices = arrays
+    depth = indices.shape[-1]
+    return float(indices.size / depth * math.prod(data.shape[depth:]))
+
+
+def _range_size(start: float, limit: float, delta: float) -> float:
+    return abs((limit - start) / delta)
+
+
+# Operators that are evaluated, and how many elements one makes, from above.
+_Size = Callable[[ir.Node, Sequence[Array]], float]
+_OUTPUT_SIZES: dict[str, _Size] = {
+    **dict.fromkeys(
+        (
+            *("ArgMax", "ArgMin", "Concat", "CumSum", "Flatten", "GatherElements", "NonZero"),
+            *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
+            *("ScatterElements", "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze"),
+            *("Transpose", "Trilu", "Unsqueeze"),
+        ),
+        lambda _, arrays: sum(array.size for array in arrays),
+    ),
+    "ConstantOfShape": lambda _, arrays: math.prod(map(float, arrays[0])),
+    "Expand": lambda _, arrays: _size_of([arrays[0].shape, [int(n) for n in arrays[1]]]),
+    "Gather": _gather_size,
+    "GatherND": _gather_nd_size,
+    "MatMul": lambda _, arrays: math.prod(float(array.size) for array in arrays),
+    "OneHot": lambda _, arrays: arrays[0].size * float(arrays[1].item()),
+    "Range": lambda _, arrays: _range_size(*(float(array.item()) for array in arrays)),
+    "Tile": lambda _, arrays: arrays[0].size * math.prod(map(float, arrays[1])),
+}
+_OPERATORS = frozenset(_OUTPUT_SIZES) | {
+    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Cos", "Div", "Equal", "Exp",
+    "Floor", "Greater", "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual",
+    "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu",
+    "Round", "Sign", "Sin", "Sqrt", "Sub", "Sum", "Where", "Xor",
+}  # fmt: skip

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: MIT
+"""Norms and activations, in whatever spelling, as one node.
+
+    x * (1 / sqrt(mean(x**2, -1) + epsilon)) * weight
+        -> SimplifiedLayerNormalization(x, weight)
+    SimplifiedLayerNormalization(a + b, weight)
+        -> SkipSimplifiedLayerNormalization(a, b, weight), and a + b from its last output
+    0.5 * x * (1 + tanh(0.79788456 * (x + 0.044715 * x**3)))
+    0.5 * x * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x**2)))
+        -> FastGelu(x)
+
+Factors and terms stand in any order. What a norm computes in float32 may be cast back to a
+narrower type before the weight. LayerNormalization stays: SkipLayerNormalization is slower on
+a CPU than the sum and the norm. onnxruntime makes Gelu and QuickGelu of every spelling with
+Erf and Sigmoid itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter.pattern import OrValue
+
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.remarks import Remarks
+
+_MICROSOFT = "com.microsoft"
+# Types of SimplifiedLayerNormalization on a CPU, and whether there is one with a sum, too.
+_KERNELS: dict[ir.DataType | None, bool] = {
+    ir.DataType.FLOAT: True,
+    ir.DataType.FLOAT16: True,
+    ir.DataType.DOUBLE: False,
+}
+_ROOT = 0.79788456  # of 2 / pi
+_CUBIC = 0.044715
+# From Tanh to the end: the sum with 1, and two products.
+_STEPS = 3
+
+
+class RmsNorm(RewriteRuleClassBase):
+    """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
+
+    def __init__(self, remarks: Remarks) -> None:
+        super().__init__(remove_nodes=False)
+        self._remarks = remarks
+
+    def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
+        square = _any_of("square", op.Pow(x, 2.0), op.Mul(x, x))
+        mean = op.ReduceMean(
+            square, _allow_other_inputs=True, _allow_other_attributes=True, _outputs=["mean"]
+        )
+        root = op.Sqrt(op.Add(mean, epsilon))
+        inverse = _any_of("inverse", op.Reciprocal(root), op.Div(1.0, root))
+        normal = _any_of("normal", op.Mul(x, inverse), op.Div(x, root))
+        narrow = op.Cast(normal, _allow_other_attributes=True)
+        return op.Mul(_any_of("factor", normal, narrow), weight, _outputs=["out"])
+
+    def check(  # type: ignore[override]
+        self,
+        context: MatchContext,
+        x: ir.Value,
+        weight: ir.Value,
+        epsilon: ir.Value,
+        mean: ir.Value,
+        out: ir.Value,
+        **_: object,
+    ) -> MatchResult:
+        """Check the axis, the shapes of the constants and the types."""
+        result = MatchResult()
+        tensor, small = constant(weight), constant(epsilon)
+        reduce = producer(mean)
+        if tensor is None or len(tensor.shape.numpy()) != 1 or tensor.size == 1:
+            return result.fail("the weight is not a constant vector", weight)
+        if small is None or small.size != 1:
+            return result.fail("epsilon is not a constant", epsilon)
+        attribute = reduce.attributes.get("axes")
+        stored = constant_ints(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
+        axes = [*(stored or ())] if attribute is None else [*attribute.as_ints()]
+        if axes != [-1] or not int_attribute(reduce, "keepdims", 1):
+            return result.fail("the mean is not over the last axis", reduce)
+        if _source(x, out) is None or out.dtype not in _KERNELS:
+            return result.fail("no kernel has its type", x)
+        return result
+
+    def rewrite(
+        self,
+        op: Any,
+        x: ir.Value,
+        weight: ir.Value,
+        epsilon: ir.Value,
+        out: ir.Value,
+        **_: object,
+    ) -> Any:
+        """Emit the node; its sums are in float32 whatever its input's type."""
+        node, small = producer(out), constant(epsilon)
+        assert small is not None
+        self._remarks.fired(label(node), "SimplifiedLayerNormalization")
+        number = float(small.numpy().reshape(-1)[0])
+        attributes = {"axis": -1, "epsilon": number, "stash_type": 1, "_name": node.name}
+        return op.SimplifiedLayerNormalization(_source(x, out), weight, **attributes)
+
+
+def _any_of(tag: str, *patterns: Any) -> Any:
+    """Any of some patterns; onnxscript 0.7 commutes only those that have a tag."""
+    return OrValue(patterns, tag_var=tag, tag_values=range(len(patterns)))
+
+
+def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
+    """What is normalised, before a Cast that only makes the computation wider."""
+    maker = x.producer()
+    if maker is not None and maker.op_type == "Cast" and maker.inputs[0] is not None:
+        before = maker.inputs[0]
+        if before.dtype is not None and before.dtype == out.dtype:
+            return before
+    return x if x.dtype is not None and x.dtype == out.dtype else None
+
+
+class SkipNorm(RewriteRuleClassBase):
+    """``SimplifiedLayerNormalization(a + b)``, with the sum as a second result."""
+
+    def __init__(self, remarks: Remarks) -> None:
+        super().__init__(remove_nodes=False)
+        self._remarks = remarks
+
+    def pattern(self, op, a, b, weight):  # type: ignore[no-untyped-def]
+        total = op.Add(a, b, _outputs=["total"])
+        others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
+        normal = op.SimplifiedLayerNormalization(total, weight, **others, _outputs=["normal"])
+        return normal, total
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, a: ir.Value, b: ir.Value, normal: ir.Value, **_: object
+    ) -> MatchResult:
+        """Check that the kernel takes the sizes, and that only the norm is read."""
+        result, node = MatchResult(), producer(normal)
+        if not _KERNELS.get(normal.dtype):
+            return result.fail("no kernel has its type", node)
+        if int_attribute(node, "axis", -1) != -1 or int_attribute(node, "stash_type", 1) != 1:
+            return result.fail("the norm is not over the last axis in float32", node)
+        if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+            return result.fail("its mean or deviation is read", node)
+        # Sizes that differ only in a run make the kernel fail; it never broadcasts in silence.
+        shape = a.shape
+        if shape is None or shape != b.shape or len(shape) != 3 or shape.has_unknown_dim():
+            return result.fail("the terms are not known to have one shape [B, S, D]", node)
+        return result
+
+    def rewrite(
+        self, op: Any, a: ir.Value, b: ir.Value, normal: ir.Value, **_: object
+    ) -> tuple[Any, Any]:
+        """Emit the node; its second and third results are for training."""
+        node = producer(normal)
+        self._remarks.fired(label(node), "SkipSimplifiedLayerNormalization")
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        made = {"_outputs": 4, "_domain": _MICROSOFT, "_name": node.name}
+        inputs = (a, b, *node.inputs[1:])
+        results = op.SkipSimplifiedLayerNormalization(*inputs, epsilon=epsilon, **made)
+        return results[0], results[3]
+
+
+def fuse_activations(model: ir.Model, remarks: Remarks) -> None:
+    """Fuse in place; a model without Tanh costs one look at each node."""
+    near, ends = set[ir.Node](), [n for n in model.graph.all_nodes() if n.op_type == "Tanh"]
+    for _ in range(_STEPS):
+        ends = [reader for node in ends for reader in node.outputs[0].consumers()]
+        near.update(ends)
+    if near:
+        rules = [TanhGelu.rule(remarks, *end) for end in itertools.product(_ENDS, (1, -1))]
+        DispatchingRuleSet(rules, near.__contains__).apply_to_model(model)
+
+
+class TanhGelu(RewriteRuleClassBase):
+    """``0.5 * x * (1 + tanh(...)) -> FastGelu(x)``."""
+
+    def __init__(self, remarks: Remarks, factors: Callable[..., Any], order: int) -> None:
+        super().__init__()
+        self._remarks = remarks
+        self._factors = factors
+        self._order = order
+
+    def pattern(self, op, x):  # type: ignore[no-untyped-def]
+        square = OrValue([op.Pow(x, 2.0), op.Mul(x, x)])
+        cube = OrValue([op.Pow(x, 3.0), _either(op.Mul, square, x)])
+        scaled = OrValue(
+            [_either(op.Mul, _CUBIC, square), _either(op.Mul, _either(op.Mul, _CUBIC, x), x)]
+        )
+        inner = OrValue(
+            [
+                _either(op.Mul, _ROOT, _either(op.Add, x, _either(op.Mul, _CUBIC, cube))),
+                _either(op.Mul, _either(op.Mul, _ROOT, x), _either(op.Add, 1.0, scaled)),
+            ]
+        )
+        factors = self._factors(op, x, _either(op.Add, 1.0, op.Tanh(inner)))
+        return op.Mul(*factors[:: self._order], _outputs=["out"])
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, x: ir.Value, **_: object
+    ) -> MatchResult:
+        """Check the type, and that callers may not feed the constants."""
+        result = MatchResult()
+        if x.dtype != ir.DataType.FLOAT:
+            return result.fail("it does not compute in float32", x)
+        read = [value for node in context.nodes for value in node.inputs if value is not x]
+        if any(value is not None and value.is_graph_input() for value in read):
+            return result.fail("a caller may feed a constant", x)
+        return result
+
+    def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> Any:
+        """Emit the node."""
+        node = producer(out)
+        self._remarks.fired(label(node), "FastGelu")
+        return op.FastGelu(x, _domain=_MICROSOFT, _name=node.name)
+
+
+def _either(make: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """A sum or product of two operands, in either order."""
+    return OrValue([make(a, b), make(b, a)])
+
+
+# The factors of the last product, made of x, 1 + tanh and a half.
+_ENDS: tuple[Callable[..., Any], ...] = (
+    lambda op, x, one: (_either(op.Mul, 0.5, x), one),
+    lambda op, x, one: (_either(op.Mul, x, one), 0.5),
+    lambda op, x, one: (_either(op.Mul, 0.5, one), x),
+)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Python in a process of its own, and a session in one, which tells what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def python(
+    *arguments: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter, with more environment variables; return what it printed."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+    )
+
+
+FEED = {"x": np.linspace(-1, 1, 1024, dtype=np.float32).reshape(2, 512)}
+
+_START = """
+import hashlib, json, sys, warnings
+import numpy as np, onnxruntime as ort, ortplugins
+so = ort.SessionOptions()
+so.intra_op_num_threads = 1
+for name in sys.argv[2:]:
+    so.add_session_config_entry(f"ortplugins.enable_{name}", "1")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
+x = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(2, 512)
+report = session.ortplugins_report
+print(json.dumps({
+    "source": report.source,
+    "digest": hashlib.sha256(session.run(None, {"x": x})[0].tobytes()).hexdigest(),
+    "text": report.to_text(),
+    "warnings": [str(item.message) for item in caught],
+}))
+"""
+
+
+def spawn(
+    model: Path, *passes: str, prelude: str = "", **options: Any
+) -> subprocess.Popen[str]:
+    """Start a process that runs FEED through a session, by default fused and packed."""
+    variables = options.pop("variables", {})
+    names = passes or ("dq_matmulnbits_fusion", "prepacked_weights")
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + _START, str(model), *names],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+        **options,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a process; return source, digest, text of the report, and warnings."""
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def digest_of(output: npt.NDArray[Any]) -> str:
+    """Return the digest of an output, as the processes tell it."""
+    return hashlib.sha256(output.tobytes()).hexdigest()
