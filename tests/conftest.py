@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A cache and a model for each test; nothing reaches the user's cache."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The cache among processes that race, die, and may not write."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Attention, rotary embeddings and projections are fused whoever exported the decoder."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ Each goes through ``fuse`` and, as a file, through ``ortplugins.optimize``. What
 runs all the same must give the same numbers afterwards.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

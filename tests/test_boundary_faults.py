@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Boundaries in graphs that are damaged, oddly named, or break onnxruntime when rewritten."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

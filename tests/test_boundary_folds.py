@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Folds of DQ -> Q: graph in, graph out, then every code through onnxruntime, bit for bit."""
 
-from __future__ import annotations
-
 import collections
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Filling the cache ahead, checking it, and keeping it small, while others use it."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json

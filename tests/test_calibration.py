@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Calibration: samples are read once and checked, activations stream into statistics."""
 
-from __future__ import annotations
-
 import itertools
 
 import ml_dtypes

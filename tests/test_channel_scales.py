@@ -5,8 +5,6 @@ At 8 bits a quantised model is all but the float one, whatever the scales are: w
 taken out of the activation at a wrong place, or twice, or not at all, outputs are off by far.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Checkpoints of GPTQ, AWQ and AutoRound, packed here by their definition from known codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Which interpreter builds a model, in what process, and what it says when it cannot."""
 
-from __future__ import annotations
-
 import multiprocessing.spawn
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The command line, through its real entry points, in its own process."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Two models side by side: measures, inputs, outputs, values of nodes, times."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Entries find their model by content, and read its data where it lies."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What the documentation says is what the code does: every block of it runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

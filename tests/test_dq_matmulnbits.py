@@ -4,8 +4,6 @@
 The layouts and their numbers are those of ``test_layout_matrix.py``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What ``evaluate`` says of a model, against float64 numpy on the same windows."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

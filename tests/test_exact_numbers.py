@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Each pass leaves the outputs as they were, where one constant is read in two ways."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

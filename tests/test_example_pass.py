@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The example package of docs/write-a-pass.md: its own tests, and its entry point."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Two layers of the real SmolLM2, in both QDQ layouts, through the session."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What onnxruntime's own quantizers write fuses; they are run, not imitated."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Constants of float regions are dequantised ahead, bit for bit, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -15,8 +15,6 @@ each ``ORTPLUGINS_FUZZ_SEED``; the chain that is being looked at is then in
 repeats one damaged file.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

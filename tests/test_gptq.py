@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """GPTQ, against the algorithm of the paper; and which weights deserve more bits."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A file read without its tensors is the same model; whatever is not a model is left alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

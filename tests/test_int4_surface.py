@@ -4,8 +4,6 @@
 The stored values are ModelOpt's own, see int4_golden.py; an installed one is asked anew.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

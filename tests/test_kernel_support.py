@@ -4,8 +4,6 @@
 That the words are true is measured by ``make test-versions``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

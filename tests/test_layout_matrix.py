@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Each layout of a weight is fused or refused as its table says, and right either way."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The harness that measures sessions: turns, spreads, failures, what a process holds."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Orders, live bytes and arena are onnxruntime's own; the order made of them is no worse."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Regions of other types: which follow, and conversions at their borders, to every code."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Bad models are refused by name, before anything is built from them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

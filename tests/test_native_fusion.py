@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Accuracy level ``auto``: onnxruntime's own where it fuses a node itself, 0 elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """optimize(): one model in, one file or object out."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Folders for servers: complete, consistent, and written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

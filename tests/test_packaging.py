@@ -4,8 +4,6 @@
 ``make test-packaging`` installs it, in environments of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Passes switched on for sessions that others open: in a block, in a process, by a command."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """plan-precision: which activations deserve 16 bits, and which weights 8."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

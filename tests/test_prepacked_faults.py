@@ -4,8 +4,6 @@
 ORTPLUGINS_FAULTS=20 runs every disk size and every way for a child to fail; a few by default.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """PrepackedWeights: records, the data file's layout, and sessions that map what was packed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What is proved of shapes, held against what onnxruntime computes, operator by operator."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """QuantizationGrid computes what onnxruntime's QuantizeLinear and DequantizeLinear compute."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

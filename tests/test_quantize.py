@@ -5,8 +5,6 @@ A form is a way to multiply by a constant matrix, as ONNX text, and its formula 
 matrix that the formula gets is read out of the quantised file, by hand.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping

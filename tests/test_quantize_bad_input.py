@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A folder in, a folder out: what goes along, what is replaced, and the figures at the end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What quantize() is asked, what it gives back, and what it leaves alone."""
 
-from __future__ import annotations
-
 import enum
 import json
 import re

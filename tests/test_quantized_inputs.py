@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Weights that are quantised for the inputs that they get in the quantised model."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

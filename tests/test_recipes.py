@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Recipes: the same in Python, in YAML and as options; rules by node; what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The page of a model: its figures are the JSON's, its text is only text."""
 
-from __future__ import annotations
-
 import html
 import html.parser
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Round-to-nearest, against its own definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The folder of a run: what goes on after an interruption, and what is not found in it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Inputs that are made up: what they are, and that models run on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Wherever the work on weights runs, the files are the same, bit for bit."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools

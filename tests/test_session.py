@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.InferenceSession: stock without our entries, optimised and cached with them."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Flags in, an ordered plan out; and passes of other packages."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The pass in real sessions: what runs is what was computed, and the numbers stay."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree

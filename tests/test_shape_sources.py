@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Shape and Size read the first value of the same sizes; every number stays."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Float models to mixed precision: onnxruntime's graphs, with grids that agree."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

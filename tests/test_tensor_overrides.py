@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Overrides: read from what users have, checked against a model, kept by the pass."""
 
-from __future__ import annotations
-
 import enum
 import json
 from pathlib import Path

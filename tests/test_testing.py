@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Assertions about models, the pytest plugin, annotations, ``ortplugins check``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

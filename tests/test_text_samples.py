@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Samples from a text and a tokenizer.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Methods that calibrate, on a small language model that is trained here: perplexity."""
 
-from __future__ import annotations
-
 import pydoc_data.topics
 
 import numpy as np

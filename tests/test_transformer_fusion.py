@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Attention on shared heads, and norms, are fused whoever spelled them."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """TrimPadding: what is cut, what comes out, what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Every refusal has a code, and docs/troubleshooting.md and ``explain`` say what to do."""
 
-from __future__ import annotations
-
 import ast
 import html
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The hint: what is measured decides, and nothing is taken that does not gain."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A float model is int4 from its first session on, and later ones find it in the cache."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Which constant matrices are found, how they are read, and which are refused, by name."""
 
-from __future__ import annotations
-
 import re
 
 import ml_dtypes

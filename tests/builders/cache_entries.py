@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Entries of a cache, by their age."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The command line in this process, which spares the second that a new one takes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

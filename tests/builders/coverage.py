@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Which cases of a large table run in ``make test``: every pair of features, once at least."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterable

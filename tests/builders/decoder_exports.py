@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Tiny decoders with a cache from torch's exporters (data/make_decoder_exports.py)."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

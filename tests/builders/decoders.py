@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Small decoders with a cache, written as exporters write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

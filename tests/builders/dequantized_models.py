@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Small models around one dequantised weight, with the numbers that they must give."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@ Every block of ``python`` or ``bash`` runs, or has its reason on the line before
 The blocks of one page run in order, in one folder, the Python ones in one namespace.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """One-layer encoders of standard operators, spelled out, with a place for anything else."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Virtual environments of slow checks, made once and kept below .cache."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Passes of another package, as pip would install it: one made up, and the example."""
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from collections.abc import Mapping

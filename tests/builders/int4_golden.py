@@ -8,8 +8,6 @@ AVX512). Every function takes a module, ModelOpt's or ours, and returns named ar
 ones, bit for bit. No random numbers: numpy's streams may change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from pathlib import Path

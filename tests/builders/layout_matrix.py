@@ -5,8 +5,6 @@
 stands for DequantizeLinear of the weight ``w``, ``$v/w_scale`` for that of v with w's scales.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Random graphs with everything that an order depends on; what onnxruntime makes of them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -118,7 +116,7 @@ class RandomGraph:
         else:
             self.value("Add", [x, x], rows)
 
-    def body(self, inputs: dict[str, int], rows: int) -> tuple[RandomGraph, str]:
+    def body(self, inputs: dict[str, int], rows: int) -> "tuple[RandomGraph, str]":
         """A body whose last value, which comes with it, has so many rows."""
         inner = RandomGraph(self.rng, self.names, self.subgraphs - 1)
         inner.rows = {**self.rows, **inputs}

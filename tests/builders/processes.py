@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Python in a process of its own, and a session in one, which tells what it did."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

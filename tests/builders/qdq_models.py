@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """QDQ models from float ones, in text: each activation gets a pair, as a quantiser would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What a quantised model says, read by hand: numpy and ONNX's specification, no ortplugins."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

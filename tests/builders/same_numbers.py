@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Whether a model gives the same numbers before and after, on random inputs, in time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

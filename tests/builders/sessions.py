@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Sessions of ortplugins on the model of one dequantised weight: write, open, check."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Models written as ONNX text, their constants as arrays, and their outputs in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Tokenizers of a few words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

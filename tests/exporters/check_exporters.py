@@ -8,8 +8,6 @@ of the stored ones. Where pip finds only the torch with CUDA,
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu helps.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ with the package, made once in .cache/packages. Models come with the packages, o
 all-MiniLM-L6-v2 from a wheel.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

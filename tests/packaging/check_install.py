@@ -5,8 +5,6 @@ pytest collects files called ``test_*.py``, so that this one runs only where it 
 needs a package registry and a few minutes.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

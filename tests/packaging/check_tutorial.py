@@ -4,8 +4,6 @@
 It needs a package registry and a few minutes. ``-s`` prints the seconds of each command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@
 axe must find nothing. It needs chromium, and npm for axe.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import queue

@@ -6,8 +6,6 @@ Each serves all-MiniLM-L6-v2 in int4, by onnxruntime alone and by ortplugins, an
 package cannot be installed is skipped. ``-s`` prints a row of docs/serving.md for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client

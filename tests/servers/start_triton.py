@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``FOLDER PORT``: Triton on examples/triton. The wheel of PyTriton brings its programs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

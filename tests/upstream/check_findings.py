@@ -5,8 +5,6 @@ A test fails where a defect is fixed: drop its workaround, and say so in
 docs/onnxruntime-findings.md.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

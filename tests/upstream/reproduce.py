@@ -5,8 +5,6 @@ python reproduce.py NAME prints what is wrong, or "fixed"; docs/onnxruntime-find
 the names.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -5,8 +5,6 @@ pytest collects files called ``test_*.py``, so that this one runs only where it 
 makes a virtual environment for each version in .cache/onnxruntime-versions, once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -15,8 +15,6 @@ expected number, null for a wrong shape, NaN or infinity. A crash shows as a mis
 needs numpy and onnxruntime only, of any version.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
