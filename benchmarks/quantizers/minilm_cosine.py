@@ -15,6 +15,8 @@ from ortplugins.quantization.weights.recipe import Settings
 
 _METHODS: Mapping[str, Settings] = {
     **{name: {"method": name} for name in ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")},
+    "rtn, asymmetric": {"method": "rtn", "is_symmetric": False},
+    "gptq, asymmetric": {"method": "gptq", "is_symmetric": False},
     "gptq, quantized_inputs": {"method": "gptq", "quantized_inputs": True},
     "awq_gptq, quantized_inputs": {"method": "awq_gptq", "quantized_inputs": True},
 }
@@ -38,7 +40,7 @@ def cosine_table(block_sizes: Sequence[int], count: int) -> str:
                     path,
                     Path(folder, "model.onnx"),
                     block_size=block_size,
-                    calibration_data_reader=None if name == "rtn" else samples,
+                    calibration_data_reader=None if settings["method"] == "rtn" else samples,
                     **settings,
                 )
                 seconds = time.perf_counter() - start
