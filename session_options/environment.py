@@ -84,7 +84,7 @@ def _read(text: str) -> dict[str, str]:
         name, colon, options = item.partition(":")
         name = name.strip()
         if not name:
-            raise OptionError(f"there is no pass in front of {item!r}")
+            raise OptionError(f"no pass in front of {item!r}")
         if not colon and ";" in name:
             raise OptionError(
                 f"{item!r}: a comma stands between passes, a colon in front of the first "

@@ -147,7 +147,7 @@ def _entry(entry: object, where: str, *, is_convert: bool = False) -> dict[str, 
     for key in entry:
         if key not in known:
             hint = closest(str(key), known)
-            raise OverrideError(f"{where}[{key!r}]: there is no such key: {hint}")
+            raise OverrideError(f"{where}[{key!r}]: no such key: {hint}")
     found = {
         key: read(entry[key], f"{where}[{key!r}]")
         for key, read in _READERS.items()

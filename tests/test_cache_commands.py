@@ -479,7 +479,7 @@ def test_warm_goes_on_after_a_model_that_fails(model_path, tmp_path, cache_dir):
     assert done.returncode == 1
     assert done.stdout.startswith(f"{model_path}: built: fired 1, refused 0; ")
     first, second = done.stderr.splitlines()
-    assert first == f"error: {missing}: there is no such model file"
+    assert first == f"error: {missing}: no such model file"
     assert second.startswith(f"error: {empty}: ")
     assert names(cache_dir) == ["model.onnx"]
     # Where nothing can be kept, it fails.

@@ -68,7 +68,7 @@ def removed(name: str) -> Spoil:
 
 
 BAD: dict[str, tuple[Spoil, str]] = {
-    "missing": (removed("model.onnx"), r"model\.onnx: there is no such model file"),
+    "missing": (removed("model.onnx"), r"model\.onnx: no such model file"),
     "truncated": (cut("model.onnx", 40), r"model\.onnx: is not an ONNX model, or was cut off"),
     "empty": (
         replaced("model.onnx", b""),

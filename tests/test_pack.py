@@ -186,7 +186,7 @@ def written(name: str, text: str) -> Callable[[Path], object]:
 CONFIGURED = "genai_config.json"
 # The server, what is done to the folder, and what is said of it.
 BAD = {
-    "no model": ("plain", removed("model.onnx"), "there is no .onnx file in this folder"),
+    "no model": ("plain", removed("model.onnx"), "no .onnx file in this folder"),
     "no folder": ("genai", shutil.rmtree, f"{CONFIGURED}: is missing"),
     "two decoders": (
         "plain",

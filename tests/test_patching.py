@@ -531,8 +531,8 @@ def test_the_variable_reads(text, expected, monkeypatch):
             "'dq_matmulnbits_fusion.accuracy_level' is given twice",
         ),
         ("prepacked_weights,prepacked_weights", "'prepacked_weights' is given 2 times"),
-        ("prepacked_weights,", "there is no pass in front of ''"),
-        (":accuracy_level=0", "there is no pass in front of ':accuracy_level=0'"),
+        ("prepacked_weights,", "no pass in front of ''"),
+        (":accuracy_level=0", "no pass in front of ':accuracy_level=0'"),
         ("dq_matmulnbits_fusion;prepacked_weights", "a comma stands between passes"),
         ("1", "unknown pass '1'"),
     ],
@@ -648,7 +648,7 @@ def test_programs_end_as_they_do_under_python(tmp_path):
 
 def test_run_tells_what_is_wrong_before_the_program_starts(program):
     for arguments, reason in (
-        (["missing.py"], "missing.py: there is no such program"),
+        (["missing.py"], "missing.py: no such program"),
         (["--pass", "dq_matmul", "script.py"], "did you mean 'dq_matmulnbits_fusion'"),
     ):
         done = run(*arguments, cwd=program)

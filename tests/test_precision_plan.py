@@ -152,7 +152,7 @@ def test_a_float_model_may_be_the_reference():
 @pytest.mark.parametrize(
     ("data", "options", "error_type", "message"),
     [
-        (None, {"max_16bit": 2}, QuantizationError, "there is no data"),
+        (None, {"max_16bit": 2}, QuantizationError, "no data"),
         ([], {"max_16bit": 2}, CalibrationError, "calibration data is empty"),
         ([{"X": 1}], {"max_16bit": 2}, CalibrationError, "sample 0 has 'X', .*mean 'x'"),
         (feeds(), {}, QuantizationError, "give a budget, max_16bit or both"),

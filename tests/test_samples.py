@@ -87,7 +87,7 @@ def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes,
     assert {name: feed[name].shape for name in shapes} == shapes
 
 
-@pytest.mark.filterwarnings("ignore:there is no calibration data")
+@pytest.mark.filterwarnings("ignore:no calibration data")
 @pytest.mark.parametrize("form", ["torch", "genai"])
 def test_the_commands_take_a_decoder_as_it_is(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -348,7 +348,7 @@ def test_ranges_of_a_result_are_as_good_as_its_samples():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"data": None}, CalibrationError, "there is no calibration data"),
+        ({"data": None}, CalibrationError, "no calibration data"),
         ({"data": []}, CalibrationError, "empty"),
         ({"data": [{"z": 1}]}, CalibrationError, "'z'"),
         ({"calibrate_method": "Mean"}, CalibrationError, "'Mean': one of MinMax"),

@@ -120,10 +120,10 @@ class Colour(enum.Enum):
         ({"t": {}}, "overrides['t'] is dict {}; a list of entries is expected"),
         ({3: []}, "overrides[3]: the key is not a tensor's name"),
         ({"t": [3]}, "overrides['t'][0] is int 3; a dict is expected"),
-        ({"t": [{}, {"quanttype": 1}]}, ("['t'][1]['quanttype']: there is no such key: did you"
+        ({"t": [{}, {"quanttype": 1}]}, ("['t'][1]['quanttype']: no such key: did you"
          " mean 'quant_type'?")),
         ({"t": [{"convert": {"recv_node": []}}]}, ("['t'][0]['convert']['recv_node']: "
-         "there is no such key: did you mean 'recv_nodes'?")),
+         "no such key: did you mean 'recv_nodes'?")),
         ({"t": [{"quant_type": "QUint61"}]}, ("['quant_type'] is 'QUint61', no "
          "quantised type: did you mean 'QUInt16'?")),
         ({"t": [{"quant_type": "float"}]}, "is 'float', no quantised type"),

@@ -318,7 +318,7 @@ def test_check_leaves_with_2_where_it_cannot_check():
         assert refused("check", "fused.onnx", "--dims", dims)
     printed("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
     reported = refused("check", "none.onnx")
-    assert reported == "error: none.onnx: there is no such model file\n"
+    assert reported == "error: none.onnx: no such model file\n"
 
 
 TESTS = """

@@ -80,7 +80,7 @@ ESCAPE = json.dumps({"chat_template": "{{ messages.__class__.__base__.__subclass
         ("text.txt", None, {}, "text.txt: cannot be read"),
         ("tokenizer.json", b"{", {}, "cannot be read as tok"),
         ("other", b"", {"window": 2}, "a window of 2 tokens has no room"),
-        ("other", b"", {"chat": True}, "there is no chat template"),
+        ("other", b"", {"chat": True}, "no chat template"),
         ("tokenizer_config.json", ESCAPE.encode(), {"chat": True}, "chat template"),
     ],
 )

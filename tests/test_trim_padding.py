@@ -255,7 +255,7 @@ def test_the_mask_is_found_by_its_use():
 
 def test_the_mask_may_be_named():
     assert trimmed(encoder(), mask="attention_mask").report.fired
-    assert "there is no input 'm'" in refusal(encoder(), mask="m")
+    assert "no input 'm'" in refusal(encoder(), mask="m")
     assert "which changes with the padding" in refusal(encoder(), mask="input_ids")
 
 

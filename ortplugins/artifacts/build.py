@@ -305,7 +305,7 @@ def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
     try:
         return cache.file_digest(request.name)
     except FileNotFoundError:
-        raise MissingFileError(f"{request.name}: there is no such model file") from None
+        raise MissingFileError(f"{request.name}: no such model file") from None
     except OSError as error:
         raise ModelFileError(f"{request.name}: cannot be read: {error.strerror}") from error
 

@@ -103,7 +103,7 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     try:
         temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
     except OSError as error:
-        raise PassError(f"there is no temporary folder to build in: {error}") from error
+        raise PassError(f"no temporary folder to build in: {error}") from error
     keep = False
     try:
         spare = Path(temporary.name)

@@ -202,7 +202,7 @@ def _given_samples(
     tokenizer = tokenizer or tokenizer_beside(context.params["model"])
     if tokenizer is None:
         raise typer.BadParameter(
-            "there is none beside the model: give its path", param_hint="--tokenizer"
+            "none beside the model: give its path", param_hint="--tokenizer"
         )
     return TextSamples(text, tokenizer, count=count, chat=chat)
 

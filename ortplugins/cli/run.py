@@ -75,7 +75,7 @@ def run(
     from ortplugins.session.patching import enable_entries
 
     if not module and not os.path.exists(program[0]):
-        raise FileNotFoundError(f"{program[0]}: there is no such program")
+        raise FileNotFoundError(f"{program[0]}: no such program")
     entries = _entries(passes, parse_settings(settings))
     enable_entries(entries)
     # Workers of multiprocessing that are spawned, and those of a server, know of this process

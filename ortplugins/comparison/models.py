@@ -218,7 +218,7 @@ class ModelPair:
         self.outputs, self.not_compared = _common_outputs(self.a, self.b)
         if not self.outputs:
             reasons = "; ".join(f"{name!r}: {why}" for name, why in self.not_compared.items())
-            raise ModelFileError(f"there is no output to compare: {reasons}")
+            raise ModelFileError(f"no output to compare: {reasons}")
 
     def run(self) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
         """Run each sample through both; yield sample, output, a's array and b's."""

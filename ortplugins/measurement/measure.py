@@ -399,7 +399,7 @@ def _start_script(
     *arguments: str, environment: Mapping[str, str] | None = None, **pipes: Any
 ) -> subprocess.Popen[str]:
     if (python := child_python("measure")) is None:
-        raise MeasureError("there is no Python interpreter to start a process with")
+        raise MeasureError("no Python interpreter to start a process with")
     # -P: the script's own folder has modules of common names.
     return subprocess.Popen(
         [python, "-P", str(_SCRIPT), *arguments],

@@ -41,7 +41,7 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
-        raise MissingFileError(f"{os.fspath(path)}: there is no such model file") from None
+        raise MissingFileError(f"{os.fspath(path)}: no such model file") from None
     except OSError as error:
         raise ModelFileError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
     if not content:

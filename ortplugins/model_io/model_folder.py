@@ -30,7 +30,7 @@ def model_in(path: str | os.PathLike[str]) -> Path:
         return folder
     found = sorted(folder.glob("*.onnx")) or sorted(folder.rglob("*.onnx"))
     if not found:
-        raise MissingFileError(f"{folder}: there is no .onnx file in this folder")
+        raise MissingFileError(f"{folder}: no .onnx file in this folder")
     if len(found) > 1:
         named = ", ".join(str(item.relative_to(folder)) for item in found[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""

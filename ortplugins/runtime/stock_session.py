@@ -34,7 +34,7 @@ def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
     levels = onnxruntime.GraphOptimizationLevel
     known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
     if name not in known:
-        raise UsageError(f"there is no level {name!r}: one of {', '.join(known)} is expected")
+        raise UsageError(f"unknown level {name!r}: one of {', '.join(known)} is expected")
     return getattr(levels, known[name])
 
 

@@ -60,7 +60,7 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
     inputs = _tensor_inputs(model)
     if source is None:
         warnings.warn(
-            "there is no calibration data, so random inputs are used: they say little about "
+            "no calibration data, so random inputs are used: they say little about "
             "the activations of real ones; give calibration_data_reader",
             OrtpluginsWarning,
             stacklevel=2,

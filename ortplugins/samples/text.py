@@ -183,7 +183,7 @@ def _chat_template(tokenizer: Path) -> Any:
         source = template.read_text(encoding="utf-8")
     if not isinstance(source, str):
         raise CalibrationError(
-            f"{tokenizer.parent}: there is no chat template, in neither chat_template.jinja "
+            f"{tokenizer.parent}: no chat template, in neither chat_template.jinja "
             "nor tokenizer_config.json"
         )
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

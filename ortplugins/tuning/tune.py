@@ -315,9 +315,9 @@ class _Search:
         for change in changes:
             sessions = len(found) + 3  # what they are measured beside comes twice
             if self._rounds_left(sessions, _ALONE) < _ROUNDS[self._aim][0]:
-                self._note(change, f"there is no time for it in {budget} s (hint_seconds)")
+                self._note(change, f"no time for it in {budget} s (hint_seconds)")
             elif sessions * memory > _MEMORY:
-                self._note(change, "there is no memory for one more session")
+                self._note(change, "no memory for one more session")
             elif (item := self._build(change)) is not None:
                 found.append(item)
         return found

@@ -77,9 +77,7 @@ def _run_child(
     model_path: Path, folder: Path, seconds: int, context: PassContext
 ) -> dict[str, Any]:
     if context.child_python is None:
-        raise Refusal(
-            "there is no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one"
-        )
+        raise Refusal("no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one")
     python, environment = context.child_python
     job = {
         "model": os.fspath(model_path.absolute()),

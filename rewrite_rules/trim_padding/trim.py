@@ -163,9 +163,7 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
     if name:
         found = [value for value in inputs if value.name == name]
         if not found:
-            raise Refusal(
-                f"there is no input {name!r} to take the mask from: {_names(inputs)}"
-            )
+            raise Refusal(f"no input {name!r} to take the mask from: {_names(inputs)}")
         if not _may_be_mask(found[0]):
             raise Refusal(f"{name!r} is not a mask of shape [batch, sequence]")
         return found

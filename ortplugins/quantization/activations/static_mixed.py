@@ -318,7 +318,7 @@ def _ranges(
         if given:
             return dict(given), f"ranges of {len(given)} tensors as given"
         raise CalibrationError(
-            "there is no calibration data: give data, samples of inputs as the model will see "
+            "no calibration data: give data, samples of inputs as the model will see "
             "them, or ranges"
         )
     from ortplugins.quantization.activations.onnxruntime_quantizer import calibrate

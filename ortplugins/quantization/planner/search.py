@@ -281,8 +281,7 @@ class PlannerRun:
             )
         if data is None:
             raise QuantizationError(
-                "there is no data: planning takes real samples, as random ones give another "
-                "ranking"
+                "no data: planning takes real samples, as random ones give another ranking"
             )
         # Weights stay where they are: sessions map them.
         loaded = load_model(model, map_inline=True).model

@@ -129,7 +129,7 @@ class Checkpoint:
                     ):
                         vectors[name] = str(path)
         if not files:
-            raise MissingFileError(f"{folder}: there is no .safetensors file")
+            raise MissingFileError(f"{folder}: no .safetensors file")
         if not layers:
             raise ModelFileError(f"{folder}: no tensor is called *.qweight: is it quantised?")
         found = cls(method, layers)
