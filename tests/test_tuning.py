@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The hint: what is measured decides, and nothing is taken that does not gain."""
 
+import itertools
 import platform
 import shutil
 import subprocess
@@ -79,8 +80,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         noise: float = 0.0,
         seed: int = 0,
         exact: bool = True,
+        busy: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
+        comparisons = itertools.count()
         if exact:
             monkeypatch.setattr(tuning._Search, "_error", lambda *_: 0.0)
 
@@ -90,6 +93,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             first, *others = candidates
             names = ["", *("again" if x.name == first.name else x.name for x in others)]
             table = at_first if at_first and rounds == 2 else ratios
+            if "again" in names and next(comparisons) < busy:
+                table = {**table, "again": 0.5}
             return [one(table.get(name, 1.0), len(feeds), rounds) for name in names]
 
         def one(ratio: float | Sequence[float] | str, feeds: int, rounds: int) -> Measurement:
@@ -146,10 +151,15 @@ def test_what_seemed_best_by_chance_is_dropped(seed, model, tmp_path, measured):
 
 
 def test_a_busy_machine_changes_nothing(model, tmp_path, measured):
-    measured({"again": 0.5, BLOCKS: 0.1})
+    measured({BLOCKS: 0.1}, busy=2)
     session = open_session(model, tmp_path / "cache")
     assert taken(session) == []
     assert "the machine is busy" in session.ortplugins_report.notes[-1]
+
+
+def test_a_burst_of_load_is_measured_again(model, tmp_path, measured):
+    measured({BLOCKS: 0.1}, busy=1)
+    assert taken(open_session(model, tmp_path / "cache")) == [BLOCKS]
 
 
 def test_nothing_is_measured_that_cannot_be_kept(model, tmp_path):

@@ -344,7 +344,10 @@ class _Search:
         """
         if len(built) < 2:
             return 0.0, list(built)
-        noise, compared = self._compare(built, _ROUNDS[self._aim][0])
+        rounds = _ROUNDS[self._aim][0]
+        noise, compared = self._compare(built, rounds)
+        if noise > _MAX_NOISE and self._rounds_left(len(built) + 2, _ALONE) >= rounds:
+            noise, compared = self._compare(built, rounds)  # load comes in bursts
         found = []
         for item, ratios in compared:
             if (median := ratios.median(self._aim)) > 1 - _MIN_GAIN:
