@@ -11,18 +11,18 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx_ir as ir
-import onnx_ir.passes.common
 import onnxruntime
 import pytest
-from builders.decoder_exports import (
-    DECODERS,
-    decoder_feeds,
-    exported_decoder,
-    greatest_difference,
-)
 from builders.decoders import ADDED, HALVES, SIGNED, UNTURNED, decoder, small_decoder
 from builders.dequantized_models import assert_same_outputs, run
-from builders.encoders import EXPORTS, exported
+from builders.exports import (
+    DECODERS,
+    ENCODERS,
+    decoder_feeds,
+    exported,
+    fused,
+    greatest_difference,
+)
 from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
 from builders.text_models import model_of, model_of_nodes, normal, proto_of
@@ -48,22 +48,6 @@ OTHER_RUNS = (
 # No tokens, no rows, nothing cached.
 EMPTY = (Run(2, 0, 0), Run(1, 0, 5), Run(0, 0, 0), Run(0, 3, 0), Run(0, 1, 3), Run(0, 0, 4))
 ALL_RUNS = (*RUNS, *OTHER_RUNS, *EMPTY)
-
-
-def fused(
-    model: onnx.ModelProto, **options: bool | str
-) -> tuple[ir.Model, dict[str, list[str]], PassContext]:
-    """The rewritten model, and the reasons of its remarks by outcome."""
-    result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
-    onnx_ir.passes.common.ShapeInferencePass()(result)
-    onnx_ir.passes.common.LiftConstantsToInitializersPass(lift_all_constants=True)(result)
-    context = PassContext(remarks)
-    fuse_transformer(result, TransformerOptions(**options), context)
-    result.graph.sort()
-    found = collections.defaultdict[str, list[str]](list)
-    for remark in remarks:
-        found[remark.outcome.value].append(remark.reason)
-    return result, found, context
 
 
 def outputs_of_both(
@@ -94,7 +78,7 @@ def counts(model: ir.Model) -> collections.Counter[str]:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_exports_are_fused_and_right(name: str):
-    model = exported_decoder(name)
+    model = exported(name)
     result, remarks, _ = fused(model)
     kinds = [text.partition("; mask: ")[2] for text in remarks["fired"] if "mask: " in text]
     windowed = ["sliding window of 6", "causal"] if "gemma3" in name else ["causal"] * LAYERS
@@ -134,7 +118,7 @@ def test_grouped_queries_that_stay_are_named():
 
 @pytest.mark.parametrize("name", ["llama-dynamo-sdpa", "llama-torchscript-eager"])
 def test_one_row_of_positions_serves_the_batch(name: str):
-    model = exported_decoder(name)
+    model = exported(name)
     result, *_ = fused(model)
     sizes = Run(2, 5, 7)
     feeds = decoder_feeds(model, sizes, 1)
@@ -144,13 +128,13 @@ def test_one_row_of_positions_serves_the_batch(name: str):
 
 
 def test_parts_can_be_switched_off():
-    model = exported_decoder("llama-dynamo-eager")
+    model = exported("llama-dynamo-eager")
     off = {"attention": False, "rotary": False}
     result, *_ = fused(model, **off)
     assert not counts(result)["If"] + counts(result)["RotaryEmbedding"]
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     assert not any("rotary and" in text for text in fused(model, **off)[1]["refused"])
-    model = exported_decoder("llama-dynamo-eager")
+    model = exported("llama-dynamo-eager")
     result, *_ = fused(model, attention=True, rotary=False)
     assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
     agrees(model, result, Run(2, 3, 4))
@@ -519,7 +503,7 @@ def test_attention_without_a_kernel_is_grouped(change: tuple[str, str], size: in
 
 
 def test_another_rotation_stays():
-    model = exported_decoder("llama-dynamo-eager")
+    model = exported("llama-dynamo-eager")
     for node in model.graph.node:
         if node.op_type == "Neg":
             node.op_type = "Abs"
@@ -540,7 +524,7 @@ def test_a_token_that_sees_nothing_gets_no_kernel(lowest: float):
 
 
 def test_trials_cover_padding():
-    model = exported_decoder("llama-torchscript-sdpa")
+    model = exported("llama-torchscript-sdpa")
     *_, context = fused(model)
     names = [trial.name for trial in context.trials]
     assert names == [str(sizes) for sizes in RUNS]
@@ -548,7 +532,7 @@ def test_trials_cover_padding():
 
 
 def test_inputs_of_unknown_role_are_named():
-    model = exported_decoder("llama-dynamo-eager")
+    model = exported("llama-dynamo-eager")
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     with pytest.raises(Exception, match="input_ids"):
         DecoderInputs(ir.from_proto(model))
@@ -579,7 +563,7 @@ SHARED = [name for name in DECODERS if name.endswith(("dynamo-sdpa", "torchscrip
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_cache_in_buffers_of_the_caller(name: str):
-    model = exported_decoder(name)
+    model = exported(name)
     result, remarks, _ = fused(model, kv_cache="shared")
     assert not remarks["refused"]
     assert counts(result)["GroupQueryAttention"] == LAYERS
@@ -644,7 +628,7 @@ def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
 
 
 def test_a_session_runs_the_fused_decoder():
-    model = exported_decoder("gemma3-dynamo-eager")
+    model = exported("gemma3-dynamo-eager")
     so = options(ortplugins.TransformerFusion(), strict=True)
     session = start(model.SerializeToString(), so)
     (report,) = session.ortplugins_report.passes
@@ -752,13 +736,13 @@ def test_bfloat16_is_left_and_its_weights_are_read():
 # Heads are merged with the batch.
 LEFT = ("deberta2",)
 # Heads and spellings of those make the same attention as others.
-ENCODERS = [name for name in EXPORTS if not name.startswith(("bert-", "roberta", "xlmr"))]
-ENCODERS += [name for name in EXPORTS if name.startswith(("bert-dynamo", "bert-torch"))]
+SPELT = [name for name in ENCODERS if not name.startswith(("bert-", "roberta", "xlmr"))]
+SPELT += [name for name in ENCODERS if name.startswith(("bert-dynamo", "bert-torch"))]
 PADDED = (Run(1, 1, 0), Run(2, 9, 0), Run(3, 7, 0, "left"), Run(4, 13, 0, "right"))
 PADDED += tuple(sizes for sizes in EMPTY if not sizes.past)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", SPELT)
 def test_encoders_are_fused_and_right(name: str):
     model = exported(name)
     result, _, context = fused(model)

@@ -14,8 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command
-from builders.decoder_exports import exported_decoder
 from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, run_blocks
+from builders.exports import exported
 from builders.installed_passes import installed
 from builders.text_models import proto_of
 
@@ -169,7 +169,7 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
         sys.path[:0] = installed(tmp_path / "site")
         registry._installed_entry_points.cache_clear()
     if page.name == "transformer-fusion.md":
-        onnx.save(exported_decoder("llama-dynamo-sdpa"), tmp_path / "decoder.onnx")
+        onnx.save(exported("llama-dynamo-sdpa"), tmp_path / "decoder.onnx")
     monkeypatch.chdir(tmp_path)
 
     def call(arguments: list[str]) -> int:

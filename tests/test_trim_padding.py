@@ -5,17 +5,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.encoders import (
-    ADDITIVE,
-    BOOLEAN,
-    EXPORTS,
-    FIRST,
-    MEAN,
-    UNMASKED,
-    batch,
-    encoder,
-    exported,
-)
+from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, UNMASKED, batch, encoder
+from builders.exports import ENCODERS, exported
 from builders.same_numbers import session
 from builders.sessions import options, start
 
@@ -318,7 +309,7 @@ def test_old_opsets_are_refused():
     assert "opset 10" in refusal(model)
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", ENCODERS)
 def test_exports_are_trimmed(name):
     model = ir.from_proto(exported(name))
     remarks = Remarks("trim_padding")
@@ -327,7 +318,7 @@ def test_exports_are_trimmed(name):
     assert outcome.outcome.value == "fired"
 
 
-@pytest.mark.parametrize("name", [n for n in EXPORTS if n.endswith("dynamo-sdpa")])
+@pytest.mark.parametrize("name", [n for n in ENCODERS if n.endswith("dynamo-sdpa")])
 def test_exports_compute_the_same(name):
     model = exported(name)
     result = trimmed(model)

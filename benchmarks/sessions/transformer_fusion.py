@@ -35,7 +35,7 @@ from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
-from tests.builders.decoder_exports import exported_decoder
+from tests.builders.exports import exported
 
 _SETTINGS = {
     "session.qdq_matmulnbits_accuracy_level": "4",
@@ -233,7 +233,7 @@ def _time_figures(
 
 def _cost_of_the_pass(rounds: int) -> Figure:
     """Fuse many copies of a TorchScript export in one graph."""
-    whole = one = exported_decoder("llama-torchscript-eager")
+    whole = one = exported("llama-torchscript-eager")
     while len(whole.graph.node) < _NODES:
         prefix = f"{len(whole.graph.node)}."
         whole = onnx.compose.merge_models(whole, one, io_map=[], prefix2=prefix)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: MIT
 """One-layer encoders of standard operators, spelled out, with a place for anything else."""
 
-import os
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +10,6 @@ import onnx.parser
 from numpy.typing import NDArray
 
 HIDDEN, VOCABULARY = 8, 32
-
-# Tiny encoders from torch's exporters; tests/data/make_encoder_exports.py makes them.
-_DATA = os.environ.get("ORTPLUGINS_EXPORTS", Path(__file__).parents[1] / "data")
-_ARCHIVE = Path(_DATA) / "encoder_exports.zip"
-with zipfile.ZipFile(_ARCHIVE) as _archive:
-    EXPORTS = tuple(sorted(name.removesuffix(".onnx") for name in _archive.namelist()))
-
-
-def exported(name: str) -> onnx.ModelProto:
-    """Return one of :data:`EXPORTS`."""
-    with zipfile.ZipFile(_ARCHIVE) as archive:
-        return onnx.load_from_string(archive.read(f"{name}.onnx"))
-
 
 ADDITIVE = """
     real = Cast<to = 1>(attention_mask)

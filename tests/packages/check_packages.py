@@ -18,8 +18,8 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
-from builders.decoder_exports import exported_decoder
 from builders.environments import CACHE, python_with
+from builders.exports import exported
 
 from ortplugins.quantization import quantize
 
@@ -95,7 +95,7 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny decoder in int4, in a folder as optimum and onnxruntime-genai want it."""
     source = tmp_path_factory.mktemp("decoder") / "float"
     source.mkdir()
-    model = exported_decoder("llama-torchscript-sdpa")
+    model = exported("llama-torchscript-sdpa")
     for tensor in model.graph.initializer:
         if tensor.name.startswith("onnx::MatMul"):  # or it repeats its last token
             weight = 20 * onnx.numpy_helper.to_array(tensor)

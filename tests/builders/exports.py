@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""Tiny encoders and decoders from torch (data/make_*_exports.py), and their fusion."""
+
+import collections
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common
+from numpy.typing import NDArray
+
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
+from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+_DATA = Path(os.environ.get("ORTPLUGINS_EXPORTS", Path(__file__).parents[1] / "data"))
+
+
+def _names(archive: Path) -> dict[str, Path]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name.removesuffix(".onnx"): archive for name in sorted(opened.namelist())}
+
+
+ENCODERS, DECODERS = (_names(_DATA / f"{kind}_exports.zip") for kind in ("encoder", "decoder"))
+
+
+def exported(name: str) -> onnx.ModelProto:
+    """Return one of :data:`ENCODERS` or :data:`DECODERS`."""
+    with zipfile.ZipFile((ENCODERS | DECODERS)[name]) as archive:
+        return onnx.load_from_string(archive.read(f"{name}.onnx"))
+
+
+def decoder_feeds(model: onnx.ModelProto, run: Run, seed: int) -> dict[str, NDArray]:
+    """Make up the inputs of a run."""
+    feeds = DecoderInputs(ir.from_proto(model)).feeds(run, seed)
+    return {str(value.name): array for value, array in feeds.items()}
+
+
+def greatest_difference(run: Run, actual: list[NDArray], expected: list[NDArray]) -> float:
+    """How far outputs are apart where the mask keeps them, as a share of the greatest."""
+    kept, far = run.kept(), 0.0
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        if one.ndim == 3:
+            one, other = one[kept[:, run.past :]], other[kept[:, run.past :]]
+        else:
+            one, other = (array.swapaxes(1, 2)[kept] for array in (one, other))
+        assert np.isfinite(other).all()
+        greatest = np.abs(other).max(initial=1e-30)
+        far = max(far, float(np.abs(one - other).max(initial=0) / greatest))
+    return far
+
+
+def fused(
+    model: onnx.ModelProto, **options: bool | str
+) -> tuple[ir.Model, dict[str, list[str]], PassContext]:
+    """The rewritten model, and the reasons of its remarks by outcome."""
+    result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
+    onnx_ir.passes.common.ShapeInferencePass()(result)
+    onnx_ir.passes.common.LiftConstantsToInitializersPass(lift_all_constants=True)(result)
+    context = PassContext(remarks)
+    fuse_transformer(result, TransformerOptions(**options), context)
+    result.graph.sort()
+    found = collections.defaultdict[str, list[str]](list)
+    for remark in remarks:
+        found[remark.outcome.value].append(remark.reason)
+    return result, found, context
