@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
+from builders.samples import Reader
 from builders.text_models import model_of, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -197,20 +198,6 @@ def test_pooled_statistics_are_those_of_all_tokens_together():
 # Samples
 
 
-class Reader:
-    def __init__(self, items):
-        self.items, self.pulls, self.rewinds = items, 0, 0
-        self.left = iter(items)
-
-    def get_next(self):
-        self.pulls += 1
-        return next(self.left, None)
-
-    def rewind(self):
-        self.rewinds += 1
-        self.left = iter(self.items)
-
-
 TWO_INPUTS = model_of(
     """g (int64[batch, n] ids, float[batch, 2] extra) => (float[batch, 2] y) {
         y = Identity(extra)
@@ -237,8 +224,7 @@ def test_a_reader_is_pulled_once_and_its_arrays_are_its_own(tmp_path, memory_byt
             ids[:] = number  # the reader uses its array again
             yield sample(ids=ids)
 
-    reader = Reader([])
-    reader.left = generate()
+    reader = Reader(generate())
     samples = kept(reader, tmp_path, memory_bytes=memory_bytes)
     next(iter(samples))  # given up half-way
     for _ in range(3):
@@ -254,7 +240,7 @@ def test_rewinding_keeps_nothing(tmp_path):
     assert [len(list(samples)) for _ in range(3)] == [2, 2, 2]
     assert reader.rewinds == 2
     assert not list(tmp_path.iterdir())
-    reader.items = reader.items[:1]
+    reader.feeds = reader.feeds[:1]
     with pytest.raises(CalibrationError, match="gave 2 samples, and 1 after rewind"):
         list(samples)
     with pytest.raises(CalibrationError, match=r"a list has no rewind\(\)"):

@@ -11,7 +11,7 @@ from builders.command_line import as_json, printed, refused
 from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
 from builders.encoders import encoder
 from builders.same_numbers import session
-from builders.word_tokenizer import write_tokenizer
+from builders.samples import write_tokenizer
 
 import ortplugins
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What onnxruntime's own quantizers write fuses; they are run, not imitated."""
 
-import contextlib
-import io
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import fuse_weights, relative_error, run
-from builders.qdq_models import Reader
+from builders.samples import Reader
 from builders.text_models import T, text_model
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer as nbits
@@ -113,20 +110,6 @@ def parallel_model() -> tuple[onnx.ModelProto, Arrays]:
     return text_model(text, arrays, outputs=["a", "b"]), {"x": feed(5, 64)}
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            yield
-    finally:
-        logging.disable(before)
-
-
 def quantise_matmul_nbits(source: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
     """MatMulNBitsQuantizer, QuantFormat.QDQ, algorithm "default".
 
@@ -136,12 +119,11 @@ def quantise_matmul_nbits(source: onnx.ModelProto, **options: Any) -> onnx.Model
     scales [1, N]. A weight [1, K, N] is squeezed and the output reshaped. Gemm stays
     float, and so do 8-bit weights; Gather and 2 bits fail an assertion.
     """
-    with silence():
-        config = nbits.DefaultWeightOnlyQuantConfig(
-            quant_format=quantization.QuantFormat.QDQ, **options
-        )
-        quantizer = nbits.MatMulNBitsQuantizer(source, algo_config=config)
-        quantizer.process()
+    config = nbits.DefaultWeightOnlyQuantConfig(
+        quant_format=quantization.QuantFormat.QDQ, **options
+    )
+    quantizer = nbits.MatMulNBitsQuantizer(source, algo_config=config)
+    quantizer.process()
     return quantizer.model.model
 
 
@@ -154,16 +136,15 @@ def quantise_static(kind: str, path: Path, **options: Any) -> tuple[onnx.ModelPr
     of rank 0, or both [N]. Gather's table is uint8 with the scale of its output.
     """
     source, feeds = parallel_model()
-    with silence():
-        quantization.quantize_static(
-            source,
-            path,
-            Reader([feeds]),
-            quant_format=quantization.QuantFormat.QDQ,
-            activation_type=quantization.QuantType.QUInt8,
-            weight_type=quantization.QuantType[kind],
-            **options,
-        )
+    quantization.quantize_static(
+        source,
+        path,
+        Reader([feeds]),
+        quant_format=quantization.QuantFormat.QDQ,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType[kind],
+        **options,
+    )
     return onnx.load(path), feeds
 
 

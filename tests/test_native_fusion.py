@@ -12,6 +12,7 @@ from builders.coverage import EXHAUSTIVE
 from builders.dequantized_models import DequantizedMatMul, relative_error
 from builders.layout_matrix import layout_cases
 from builders.quantized_files import nodes_of
+from builders.same_numbers import session
 
 import ortplugins
 
@@ -20,14 +21,6 @@ STEP = 1 if EXHAUSTIVE else 7
 CASES = [case for case in layout_cases() if case.runs or case.expect][::STEP]
 NATIVE_FUSION = "QDQSelectorActionTransformer"
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
-
-
-def session(content: bytes, final: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.optimized_model_filepath = str(final)
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def fused_nodes(path: Path) -> list[onnx.NodeProto]:
@@ -43,14 +36,12 @@ def level_of(node: onnx.NodeProto) -> int:
 def test_as_onnxruntime_decides(case, tmp_path):
     """The same nodes at level 4, and errors no larger than onnxruntime's."""
     try:
-        stock = session(ir.to_proto(case.build()).SerializeToString(), tmp_path / "stock.onnx")
+        stock = session(case.build(), optimised=True, final=tmp_path / "stock.onnx")
     except Exception:  # onnxruntime breaks on some layouts: there is nothing to compare
         return
     theirs = stock.run(None, case.feeds)
     ortplugins.optimize(case.build(), tmp_path / "ours.onnx")
-    ours = session((tmp_path / "ours.onnx").read_bytes(), tmp_path / "final.onnx").run(
-        None, case.feeds
-    )
+    ours = session(str(tmp_path / "ours.onnx"), optimised=True).run(None, case.feeds)
     for actual, stocks, expected in zip(ours, theirs, case.reference, strict=True):
         bound = max(relative_error(stocks, expected), case.tolerance) + 1e-5
         assert relative_error(actual, expected) <= bound or not np.isfinite(bound)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from builders.dequantized_models import (
     STORAGE,
@@ -17,6 +16,7 @@ from builders.dequantized_models import (
     relative_error,
     run,
 )
+from builders.same_numbers import session
 from builders.sessions import EXACT, files
 from builders.text_models import model_of, normal, proto_of, text_model
 from hypothesis import given, settings
@@ -351,9 +351,7 @@ def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path):
         {"weight": normal(64), "bias": normal(64, seed=1)},
     )
     ir.save(model, tmp_path / "model.onnx")
-    plain = ort.SessionOptions()
-    plain.optimized_model_filepath = str(tmp_path / "plain.onnx")
-    ort.InferenceSession(tmp_path / "model.onnx", plain, providers=["CPUExecutionProvider"])
+    session(str(tmp_path / "model.onnx"), optimised=True, final=tmp_path / "plain.onnx")
     offline_optimizers.bake(tmp_path / "model.onnx", tmp_path / "baked.onnx", ALL_OPTIMIZERS)
     merged = [
         "SkipLayerNormalization" in op_types(ir.load(tmp_path / name))

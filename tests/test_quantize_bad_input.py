@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.quantized_files import arrays_of, dequantised, read
+from builders.samples import Reader
 from builders.text_models import matmul_of, model_of, normal
 
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
@@ -72,25 +73,22 @@ def test_bad_samples_are_reported(folder, name, method):
         into(folder, pair(), method=method, calibration_data_reader=samples)
 
 
-class Reader:
-    """Of onnxruntime's kind; fails half-way."""
-
-    def __init__(self, left: int, error: BaseException) -> None:
-        self.left, self.error = left, error
-
-    def get_next(self):
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-        return {"x": X}
+def failing(left: int, error: BaseException) -> Iterator[dict[str, np.ndarray]]:
+    yield from [{"x": X}] * left
+    raise error
 
 
 def test_a_reader_that_raises_half_way_is_reported_with_its_error(folder):
     error = KeyError("text")
     with pytest.raises(CalibrationError, match=r"sample 2.*KeyError.*text") as caught:
-        into(folder, pair(), method="awq_lite", calibration_data_reader=Reader(2, error))
+        into(
+            folder,
+            pair(),
+            method="awq_lite",
+            calibration_data_reader=Reader(failing(2, error)),
+        )
     assert caught.value.__cause__ is error
-    stop = Reader(1, KeyboardInterrupt())
+    stop = Reader(failing(1, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         into(folder, pair(), method="gptq", calibration_data_reader=stop)
 

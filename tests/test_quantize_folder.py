@@ -11,7 +11,7 @@ import onnx
 import pytest
 from builders.command_line import as_json, ortplugins_command, printed
 from builders.decoders import decoder
-from builders.word_tokenizer import write_tokenizer
+from builders.samples import write_tokenizer
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization import quantize

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
-from builders.text_models import matmul_of, model_of, normal
+from builders.same_numbers import session
+from builders.samples import Reader
+from builders.text_models import matmul_chain, matmul_of, model_of, normal
 
 import ortplugins
 from ortplugins.errors import ModelFileError
@@ -24,18 +25,7 @@ NBITS = {"quant_format": "MatMulNBits"}
 
 
 def chain(*names: str) -> ir.Model:
-    """A product after the other, by names; ``""`` leaves a node without."""
-    lines, weights, value = [], {}, "x"
-    for number in range(len(names)):
-        result = "y" if number == len(names) - 1 else f"h{number}"
-        lines.append(f"{result} = MatMul({value}, W{number})")
-        weights[f"W{number}"] = normal(D, D, seed=number)
-        value = result
-    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {' '.join(lines)} }}"
-    model = model_of(text, weights)
-    for node, name in zip(model.graph, names, strict=True):
-        node.name = name
-    return model
+    return matmul_chain(names, [D] * (len(names) + 1))
 
 
 def large() -> ir.Model:
@@ -275,18 +265,10 @@ def test_samples_only_measure_what_is_rounded_to_nearest():
     assert measured.report.nodes[0].output_error > 0
 
 
-class Rewinding:
-    """Gives samples of different lengths, again after rewind()."""
-
-    def __init__(self) -> None:
-        self.rewind()
-
-    def rewind(self) -> None:
-        sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
-        self.left = [{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)]
-
-    def get_next(self):
-        return self.left.pop(0) if self.left else None
+def uneven() -> Reader:
+    """Samples of different lengths."""
+    sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
+    return Reader([{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)])
 
 
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
@@ -300,7 +282,7 @@ def test_memory_and_rewinding_change_no_bit(method):
         {"rewind": True}, {"rewind": True, "max_calibration_memory": 1},
     ]  # fmt: skip
     found = [
-        quantize(chain("a", "b", "c"), calibration_data_reader=Rewinding(), **settings, **each)
+        quantize(chain("a", "b", "c"), calibration_data_reader=uneven(), **settings, **each)
         for each in options
     ]
     assert all(read(each.model) == read(found[0].model) for each in found)
@@ -544,10 +526,7 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
     ratio = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert ratio == pytest.approx(row.output_error, rel=1e-2)
     if layout != "QDQ_transposed":  # onnxruntime's own fusion, and ours
-        options = onnxruntime.SessionOptions()
-        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        path, cpu = tmp_path / "out.onnx", ["CPUExecutionProvider"]
-        onnxruntime.InferenceSession(path, options, providers=cpu)
+        session(str(tmp_path / "out.onnx"), optimised=True, final=tmp_path / "optimized.onnx")
         assert "MatMulNBits" in kinds(onnx.load(tmp_path / "optimized.onnx"))
     exact = [ortplugins.DqMatMulNBitsFusion(accuracy_level=0)]
     ortplugins.optimize(tmp_path / "out.onnx", tmp_path / "fused.onnx", passes=exact)

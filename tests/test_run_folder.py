@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.command_line import ortplugins_command
-from builders.text_models import model_of, normal
+from builders.text_models import matmul_chain, normal
 
 from ortplugins.errors import UsageError
 from ortplugins.quantization import Rule, quantize
@@ -20,16 +20,8 @@ SAMPLES = [{"x": normal(100, D, seed=7)}]
 
 
 def save(path: str, seed: int = 0) -> None:
-    """Write a chain of products, with Tanh between."""
-    nodes, value = [], "x"
-    for number in range(LAYERS):
-        out = "y" if number == LAYERS - 1 else f"t{number}"
-        nodes.append(f"[m{number}] h{number} = MatMul({value}, W{number})")
-        nodes.append(f"{out} = Tanh(h{number})")
-        value = out
-    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {' '.join(nodes)} }}"
-    weights = {f"W{number}": normal(D, D, seed=seed + number) for number in range(LAYERS)}
-    ir.save(model_of(text, weights), path)
+    names = [f"m{number}" for number in range(LAYERS)]
+    ir.save(matmul_chain(names, [D] * (LAYERS + 1), "Tanh", seed), path)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import multiprocessing
 import os
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.processes import python
-from builders.text_models import model_of, normal
+from builders.text_models import matmul_chain, model_of, normal
 
 from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.gptq import Gptq
@@ -29,17 +28,7 @@ METHODS = ["rtn", "awq_full", "awq_gptq"]
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chain of MatMuls and Tanhs, its weights in a data file."""
-    lines, weights = [], {}
-    for i, (k, n) in enumerate(itertools.pairwise(WIDTHS)):
-        weights[f"W{i}"] = normal(k, n) / k**0.5
-        lines.append(f"[mm{i}] m{i} = MatMul(y{i}, W{i}) y{i + 1} = Tanh(m{i})")
-    model = model_of(
-        f"""chain (float[b, {WIDTHS[0]}] x) => (float[b, {WIDTHS[-1]}] y3) {{
-            y0 = Identity(x)
-            {" ".join(lines)}
-        }}""",
-        weights,
-    )
+    model = matmul_chain(["mm0", "mm1", "mm2"], WIDTHS, "Tanh")
     path = tmp_path_factory.mktemp("float") / "model.onnx"
     ir.save(model, path, external_data="model.onnx.data")
     return path

@@ -14,7 +14,8 @@ import onnx_ir as ir
 import pytest
 from builders.command_line import ortplugins_command, printed, refused
 from builders.dequantized_models import assert_same_outputs, run
-from builders.qdq_models import Reader, chains
+from builders.qdq_models import chains
+from builders.samples import Reader
 from builders.text_models import proto_of
 from onnxruntime.quantization import (
     CalibrationMethod,

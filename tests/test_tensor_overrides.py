@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import printed
-from builders.qdq_models import Reader
+from builders.samples import Reader
 from builders.sessions import CPU, options
 from hypothesis import given
 from hypothesis import strategies as st

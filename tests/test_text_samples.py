@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 from builders.command_line import printed, refused
 from builders.decoders import VOCABULARY, decoder
+from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal
-from builders.word_tokenizer import write_tokenizer
 
 from ortplugins.errors import CalibrationError, UsageError
 from ortplugins.quantization.statistics.accumulator import ActivationRequest

@@ -5,8 +5,8 @@ import pydoc_data.topics
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
+from builders.same_numbers import session
 from builders.text_models import model_of
 
 from ortplugins.quantization import quantize
@@ -91,10 +91,8 @@ def language_model():
 
 
 def perplexity(model: ir.Model, contexts: np.ndarray, following: np.ndarray) -> float:
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-    logits = session.run(None, {"ids": contexts})[0].astype(np.float64)
+    opened = session(model, optimised=True, accuracy_level=0)
+    logits = opened.run(None, {"ids": contexts})[0].astype(np.float64)
     logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return float(np.exp(-logs[np.arange(len(following)), following].mean()))
 

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from builders.dequantized_models import run
 from builders.sessions import options, source, start
-from builders.text_models import model_of, normal
+from builders.text_models import matmul_chain, normal
 
 import ortplugins
 from ortplugins.quantization import quantize
@@ -21,12 +21,7 @@ X = normal(5, 64)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    text = """two (float[b, 64] x) => (float[b, 32] y) {
-        [body] h = MatMul(x, W0)
-        t = Tanh(h)
-        [head] y = MatMul(t, W1)
-    }"""
-    model = model_of(text, {"W0": normal(64, 96), "W1": normal(96, 32)})
+    model = matmul_chain(["body", "head"], (64, 96, 32), "Tanh")
     ir.save(model, tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
 """QDQ models from float ones, in text: each activation gets a pair, as a quantiser would."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -13,16 +12,6 @@ from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-
-
-class Reader:
-    """Samples as onnxruntime's quantiser takes them."""
-
-    def __init__(self, feeds: Iterable[Mapping[str, npt.NDArray]]) -> None:
-        self.feeds = iter(feeds)
-
-    def get_next(self) -> Mapping[str, npt.NDArray] | None:
-        return next(self.feeds, None)
 
 
 def grid(

@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,15 @@ def session(
     *,
     optimised: bool = False,
     accuracy_level: int | None = None,
+    final: Path | None = None,
 ) -> ort.InferenceSession:
-    """Open a model, or a path, as it stands; a level is that of onnxruntime's own fusion."""
+    """Open a model, or a path, as it stands; a level is that of onnxruntime's own fusion.
+
+    ``final`` is a file for the graph that runs.
+    """
     options = ort.SessionOptions()
+    if final is not None:
+        options.optimized_model_filepath = str(final)
     if accuracy_level is not None:
         key = "session.qdq_matmulnbits_accuracy_level"
         options.add_session_config_entry(key, str(accuracy_level))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Models written as ONNX text, their constants as arrays, and their outputs in float64."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -224,6 +225,27 @@ def model_of(
 def normal(*shape: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> Array:
     """Return numbers of a standard normal distribution; of another shape, others."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def matmul_chain(
+    names: Sequence[str], sizes: Sequence[int], between: str = "", seed: int = 0
+) -> ir.Model:
+    """Return MatMuls x @ W0 @ W1 ... of these names and widths, an operator between them."""
+    lines, weights, value = [], {}, "x"
+    for number, (k, n) in enumerate(itertools.pairwise(sizes)):
+        made = "y" if number == len(names) - 1 else f"h{number}"
+        lines.append(f"{made} = MatMul({value}, W{number})")
+        weights[f"W{number}"] = normal(k, n, seed=seed + number)
+        value = made
+        if between and made != "y":
+            value = f"t{number}"
+            lines.append(f"{value} = {between}({made})")
+    ends = f"(float[T, {sizes[0]}] x) => (float[T, {sizes[-1]}] y)"
+    model = model_of(f"chain {ends} {{ {' '.join(lines)} }}", weights)
+    matmuls = (node for node in model.graph if node.op_type == "MatMul")
+    for node, name in zip(matmuls, names, strict=True):
+        node.name = name
+    return model
 
 
 def matmul_of(weight: Array) -> ir.Model:

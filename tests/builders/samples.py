@@ -1,10 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""Tokenizers of a few words."""
+"""Samples as users bring them: a reader of onnxruntime's kind, a tokenizer of a few words."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy.typing as npt
 import tokenizers
+
+
+class Reader:
+    """Gives samples one by one, again after rewind(), and counts the calls."""
+
+    def __init__(self, feeds: Iterable[Mapping[str, npt.NDArray]]) -> None:
+        self.feeds, self.pulls, self.rewinds = feeds, 0, 0
+        self.left = iter(feeds)
+
+    def get_next(self) -> Mapping[str, npt.NDArray] | None:
+        self.pulls += 1
+        return next(self.left, None)
+
+    def rewind(self) -> None:
+        self.rewinds += 1
+        self.left = iter(self.feeds)
 
 
 def write_tokenizer(path: Path, words: Sequence[str]) -> None:
