@@ -4,18 +4,21 @@
 import dataclasses
 import importlib
 import itertools
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import onnx
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.installed_passes import install_passes
+from builders.installed_passes import EXAMPLE, install_passes, installed
 from builders.processes import python
 from builders.sessions import start
+from builders.text_models import proto_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,7 +232,6 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Installs a distribution with passes."""
 
     def write(source: str, **points: str) -> None:
         monkeypatch.syspath_prepend(install_passes(tmp_path / "site", source, **points))
@@ -381,3 +383,55 @@ def test_importing_and_reading_imports_nothing_heavy():
     """
     done = python("-c", textwrap.dedent(code), **{NO_ENTRY_POINTS: "0"})
     assert done.stdout == "set()\n", done.stderr
+
+
+# The example package of docs/write-a-pass.md: its own tests, and its entry point.
+
+
+ROOT = Path(__file__).parents[1]
+MODEL = 'g (float[n] x) => (float[n] y) { ["one"] d = Dropout (x)  y = Relu (d) }'
+
+
+SESSION = """
+import onnxruntime, ortplugins
+so = onnxruntime.SessionOptions()
+so.add_session_config_entry("ortplugins.enable_drop_dropout", "1")
+session = ortplugins.InferenceSession("model.onnx", so, providers=["CPUExecutionProvider"])
+print(session.ortplugins_report)
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Callable[..., str]:
+    """Runs Python where the package is installed; returns what it printed."""
+    path = os.pathsep.join(installed(tmp_path / "site"))
+
+    def run(*arguments: str, cwd: Path) -> str:
+        done = python(*arguments, cwd=cwd, PYTHONPATH=path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_its_own_tests_pass(ran):
+    quiet = "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"
+    assert "2 passed" in ran("-m", "pytest", *quiet, ".", cwd=EXAMPLE)
+
+
+def test_its_entry_point_serves_sessions_and_the_command_line(ran, tmp_path):
+    onnx.save(proto_of(MODEL), tmp_path / "model.onnx")
+    assert "fired 1, refused 0" in ran("-c", SESSION, cwd=tmp_path)
+    command = "-m", "ortplugins", "optimize", "model.onnx", "-o", "out.onnx"
+    ran(*command, "--pass", "drop_dropout", cwd=tmp_path)
+    nodes = onnx.load(tmp_path / "out.onnx").graph.node
+    assert [node.op_type for node in nodes] == ["Relu"]
+
+
+def test_the_page_shows_the_example_as_it_is():
+    page = (ROOT / "docs" / "write-a-pass.md").read_text(encoding="utf-8")
+    for name in ("acme_passes.py", "test_acme_passes.py"):
+        _, code = (EXAMPLE / name).read_text(encoding="utf-8").split("\n", 1)  # the licence
+        assert code in page, name
+    entry = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").split("\n\n")[2]
+    assert entry in page
