@@ -267,7 +267,6 @@ def test_names_that_are_taken_are_not_taken_again():
         assert error < 1e-2
 
 
-TWO = "float[B, T, 10] y, float[B, T, 10] z"
 # Several readers: options, where the scales go, and the constants that change.
 READERS = {
     "one weight behind two activations": (

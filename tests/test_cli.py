@@ -20,6 +20,7 @@ import pytest
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
 from builders.installed_passes import install_passes
+from builders.processes import call
 from builders.sessions import CPU, check, files, save
 from builders.text_models import normal, proto_of
 from rich.console import Console
@@ -51,15 +52,7 @@ def ortp(tmp_path: Path) -> Command:
     def command(
         *arguments: object, entry: tuple[str, ...] = SCRIPT, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*entry, *map(str, arguments)],
-            cwd=tmp_path,
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return call(*entry, *arguments, cwd=tmp_path, **variables)
 
     return command
 
@@ -310,15 +303,6 @@ def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")
 
 
-def test_an_unusable_model_is_one_sentence(main, tmp_path):
-    save(FUSED, tmp_path / "model.onnx")
-    (tmp_path / "model.onnx.data").unlink()
-    before = files(tmp_path)
-    done = main("optimize", "model.onnx", "-o", "out.onnx")
-    assert_one_sentence(done, ["model.onnx", "'w'", "model.onnx.data", "missing"])
-    assert files(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -334,10 +318,13 @@ def test_an_unusable_model_is_one_sentence(main, tmp_path):
         (["--set", "shape_size_reorder.x=1"], ["shape_size_reorder", "not among the passes"]),
         (["-o", "missing/out.onnx"], ["missing/out.onnx", "folder"]),
         (["-o", "model.onnx", "--force"], ["model.onnx", "the model itself"]),
+        ([], ["model.onnx", "'w'", "model.onnx.data", "missing"]),
     ],
 )
-def test_an_unusable_option_is_one_sentence(main, tmp_path, arguments, words):
+def test_what_is_unusable_is_one_sentence(main, tmp_path, arguments, words):
     save(FUSED, tmp_path / "model.onnx")
+    if not arguments:
+        (tmp_path / "model.onnx.data").unlink()
     before = files(tmp_path)
     assert_one_sentence(main("optimize", "model.onnx", "-o", "out.onnx", *arguments), words)
     assert files(tmp_path) == before

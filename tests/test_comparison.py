@@ -39,7 +39,6 @@ def difference(*pairs: tuple[npt.ArrayLike, npt.ArrayLike]) -> Difference:
 
 
 def constant(kind: str, value: int | str) -> onnx.ModelProto:
-    """A model whose output is one element, whatever its input is."""
     return proto_of(f"""g (float[1] x) => ({kind}[1] y, float[1] z)
         {{ y = Constant<value = {kind}[1] {{{value}}}>() z = Neg(x) }}""")
 

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -35,14 +36,14 @@ def model_of(text: str) -> ir.Model:
 
 
 def held_by_onnxruntime(
-    model: onnx.ModelProto, folder: Path, *, priority: bool, reuse: bool = True
+    model: onnx.ModelProto, folder: Path, *, reuse: bool = True, **settings: Any
 ) -> list[int]:
     """Bytes held after each node of the graph, from its profile; without initializers."""
     options = ort.SessionOptions()
     # A pattern allocates everything at once.
     options.enable_mem_pattern = False
     options.enable_mem_reuse = reuse
-    events = order_graphs.profile(model, folder, priority=priority, options=options)
+    events = order_graphs.profile(model, folder, options=options, **settings)
     held = [int(event["args"]["mem_bytes_requested_in_use"]) for event in events]
     before = held[0] - int(events[0]["args"]["mem_requested_in_use_delta"])
     return [number - before for number in held]
@@ -52,11 +53,13 @@ def ordered(model: ir.Model, **dims: int) -> GraphOrder:
     return memory_order(model.graph, concrete_shapes(model, dims))
 
 
-def simulated(model: ir.Model, *, priority: bool, reuse: bool = True) -> list[int]:
+def simulated(
+    model: ir.Model, *, priority: bool, reuse: bool = True, **dims: int
+) -> list[int]:
     dependencies = Dependencies.of(model.graph)
     order = dependencies.priority() if priority else dependencies.default()
     live = (
-        MemoryModel(model.graph, dependencies, concrete_shapes(model))
+        MemoryModel(model.graph, dependencies, concrete_shapes(model, dims))
         .timeline(order, reuse=reuse)
         .live
     )
@@ -301,21 +304,11 @@ def test_onnxruntime_hands_names_of_dimensions_on(priority: bool, tmp_path: Path
     proto = proto_of(UNSHAPED)
     model = ir.from_proto(proto)
     feeds = {"x": np.ones((2, 5, 64), np.float32), "w": np.ones((1, 1, 64), np.float32)}
-    options = ort.SessionOptions()
-    options.enable_mem_pattern = False
-    events = order_graphs.profile(
-        proto, tmp_path, priority=priority, inputs=feeds, options=options
-    )
+    held = held_by_onnxruntime(proto, tmp_path, priority=priority, inputs=feeds)
     sizes = {"b": 2, "s": 5}
-    dependencies = Dependencies.of(model.graph)
-    order = dependencies.priority() if priority else dependencies.default()
-    shapes = concrete_shapes(model, sizes)
-    assert len(shapes.of) == len(model.graph)
-    live = MemoryModel(model.graph, dependencies, shapes).timeline(order).live
-    held = [int(event["args"]["mem_bytes_requested_in_use"]) for event in events]
-    before = held[0] - int(events[0]["args"]["mem_requested_in_use_delta"])
+    assert len(concrete_shapes(model, sizes).of) == len(model.graph)
     # The few bytes of integers, whose type is not in the file either, count as floats.
-    assert np.allclose(live, np.array(held) - before, atol=64)
+    assert np.allclose(simulated(model, priority=priority, **sizes), held, atol=64)
 
 
 def test_shape_in_the_file_is_not_shape_in_the_run():
@@ -400,11 +393,8 @@ def test_a_circle_is_refused_by_name():
         priority_order(graph)
 
 
-CHAIN = "g (float[4] x) => (float[4] y) { a = Neg (x) b = Neg (a) y = Exp (b) }"
-
-
 def test_two_values_of_one_name_are_refused_and_nodes_are_kept_apart():
-    model = model_of(CHAIN)
+    model = model_of("g (float[4] x) => (float[4] y) { a = Neg (x) b = Neg (a) y = Exp (b) }")
     for node in model.graph:
         node.name = "same"
     assert default_order(model.graph) == [0, 1, 2]

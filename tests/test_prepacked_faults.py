@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.processes import FEED, digest_of, result_of, spawn
+from builders.processes import FEED, digest_of, disk, result_of, spawn
 from builders.sessions import CPU, files, options, save, start
 
 import ortplugins
@@ -118,7 +117,6 @@ def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def warm(faults: Faults, built: Path) -> Faults:
-    """With a cache that holds the artifact."""
     shutil.copytree(built, faults.cache)
     faults.cache.chmod(0o700)
     return faults
@@ -150,7 +148,6 @@ _TIDY = re.compile(
 
 
 def litter(cache_dir: Path) -> list[str]:
-    """What lies in a cache and should not."""
     found = [p.relative_to(cache_dir).as_posix() for p in cache_dir.rglob("*") if p.is_file()]
     return [name for name in found if not _TIDY.fullmatch(name)] + [
         f"building/{path.name}" for path in cache_dir.glob("building/*")
@@ -204,23 +201,6 @@ def test_a_process_that_is_killed_while_its_child_works(faults: Faults, module: 
     faults.check(session)
     assert blobs_in_use(reported) == 1
     assert litter(faults.cache) == []
-
-
-@contextlib.contextmanager
-def disk(folder: Path, size: int) -> Iterator[Path]:
-    """A small file system of its own."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        pytest.skip(f"no mount: {error}")
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 # A build of CASE takes about 600 KB at its peak.

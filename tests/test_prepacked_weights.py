@@ -320,7 +320,6 @@ OUTPUT_TYPES = {"MatMulInteger": "int32"} | dict.fromkeys(
 
 
 def kernels() -> onnx.ModelProto:
-    """All of them, side by side."""
     weights: dict[str, npt.ArrayLike] = {"s": np.float32(0.01), "z": np.uint8(128)}
     weights |= {"s1": np.full(1, 0.01, np.float32), "z1": int8(1) * 0, "z8": np.int8(0)}
     lines, outputs = [], []
@@ -435,7 +434,6 @@ BOTH = EXACT, PrepackedWeights()
 
 
 def said(session: ortplugins.InferenceSession) -> tuple[Outcome, str]:
-    """What PrepackedWeights did."""
     remarks = session.ortplugins_report.remarks
     (remark,) = (r for r in remarks if r.pass_name == PrepackedWeights.name)
     return remark.outcome, remark.reason

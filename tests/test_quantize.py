@@ -230,9 +230,6 @@ FORMS = {
 }
 
 
-PAIRS = [(form, layout) for form, layout in itertools.product(FORMS, FORMATS)]
-
-
 def quantised(form: Form, layout: str, dtype: npt.DTypeLike = np.float32, **options):
     """The quantised model, and what its own matrices say that it computes on the feed."""
     result = quantize(form.model(dtype), quant_format=layout, op_types=ALL, **options)
@@ -261,7 +258,8 @@ def run_fused(proto: onnx.ModelProto, x: Array) -> list[Array]:
     return run(fused, {"x": x})
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS, ids=lambda value: value)
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_form_computes_what_its_file_says(name, layout):
     form = FORMS[name]
     options = zip((2, 4, 8), (16, -1, 32), (True, False, True), strict=True)

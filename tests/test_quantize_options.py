@@ -34,7 +34,6 @@ def large() -> ir.Model:
 
 
 def shared() -> ir.Model:
-    """One weight, read by two nodes."""
     products = "[a] h = MatMul(x, W) [b] y = MatMul(h, W)"
     return model_of(
         f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {products} }}", {"W": normal(D, D)}
@@ -266,7 +265,6 @@ def test_samples_only_measure_what_is_rounded_to_nearest():
 
 
 def uneven() -> Reader:
-    """Samples of different lengths."""
     sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
     return Reader([{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)])
 

@@ -57,7 +57,6 @@ def written(executor, floats: Path, folder: Path) -> dict[str, list[bytes]]:
 
 @pytest.fixture(scope="module")
 def expected(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
-    """What one thread writes."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return written(executor, floats, tmp_path_factory.mktemp("expected"))
 

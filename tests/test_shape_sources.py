@@ -98,7 +98,6 @@ def becomes(
 
 
 def kept(text: str, runs: Sequence[Mapping[str, np.ndarray]]) -> ir.Model:
-    """Simplify; the outputs stay."""
     before, after = parse(text), parse(text)
     simplify(after)
     same(before, after, runs)

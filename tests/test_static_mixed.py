@@ -177,7 +177,6 @@ def kinds(model: onnx.ModelProto) -> list[str]:
 
 
 def given(model: onnx.ModelProto, ranges: dict[str, Any], **options: Any) -> Any:
-    """The result of quantising every operator, with these ranges."""
     return quantize_static_mixed(
         model, None, ranges=ranges, op_types_to_quantize=kinds(model), **options
     )

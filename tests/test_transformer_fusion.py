@@ -103,14 +103,12 @@ attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k, float[B, {G}, T, {D
 
 
 def feeds(batch: int, queries: int, keys: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random inputs of :func:`attention`."""
     names = enumerate(("k", "v", "other"), 3 * seed)
     cache = {name: normal(batch, G, keys, D, seed=number) for number, name in names}
     return {"q": normal(batch, H, queries, D, seed=seed), **cache}
 
 
 def check(result: ir.Model, model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> None:
-    """Compare outputs without onnxruntime's optimisers."""
     assert_same_outputs(result, model, inputs, rtol=1e-5, atol=1e-6)
 
 

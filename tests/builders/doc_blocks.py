@@ -32,8 +32,6 @@ _OF_THE_SHELL = re.compile(r"[$`*?~|&;<>(){}]")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block, as its fence and the line before it say."""
-
     page: str
     line: int
     language: str

@@ -34,7 +34,6 @@ def exported(name: str) -> onnx.ModelProto:
 
 
 def decoder_feeds(model: onnx.ModelProto, run: Run, seed: int) -> dict[str, NDArray]:
-    """Make up the inputs of a run."""
     feeds = DecoderInputs(ir.from_proto(model)).feeds(run, seed)
     return {str(value.name): array for value, array in feeds.items()}
 

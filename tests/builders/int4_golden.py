@@ -168,7 +168,6 @@ def rounded_models(int4):
 
 
 def quantized(proto):
-    """The inputs of DequantizeLinear by name."""
     read = {
         name
         for node in proto.graph.node
@@ -200,7 +199,6 @@ def everything(int4, makers=(*KEPT, *DIGESTED)):
 
 
 def digest(array):
-    """Type, shape and bits."""
     text = f"{array.dtype.name}{list(array.shape)}".encode()
     return hashlib.sha256(text + np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 

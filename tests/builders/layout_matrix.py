@@ -155,7 +155,6 @@ class LayoutCase:
         return float64_outputs(self.proto, self.feeds)
 
     def build(self) -> ir.Model:
-        """Make the model, anew at each call."""
         return ir.from_proto(onnx.ModelProto.FromString(self.proto.SerializeToString()))
 
     @functools.cached_property
@@ -999,7 +998,6 @@ def _chain(storage: str, activation: str, layer: str = "MatMul", **more: int) ->
 
 @functools.cache
 def layout_cases() -> tuple[LayoutCase, ...]:
-    """Return the whole matrix, by row."""
     rows = (
         _row_1, _row_2, _row_3, _row_4, _row_5, _row_6, _row_7, _row_8, _row_9, _row_10,
         _row_11, _row_12, _row_13, _row_14, _row_15,

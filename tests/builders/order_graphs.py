@@ -61,7 +61,6 @@ class RandomGraph:
         return name
 
     def constant(self, kind: str, *numbers: float) -> str:
-        """A constant, as a node or as an initializer."""
         content = f"{{{', '.join(map(str, numbers))}}}"
         if self.rng.random() < 0.5:
             return self.add("Constant", [], f"value = {kind} {content}")[0]

@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: MIT
-"""Python in a process of its own, and a session in one, which tells what it did."""
+"""Processes of their own, sessions in them that say what they did, and a small disk."""
 
+import contextlib
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 
 def python(
     *arguments: object, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run this interpreter, with more environment variables; return what it printed."""
+    return call(sys.executable, *arguments, cwd=cwd, **variables)
+
+
+def call(
+    *command: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run any program so."""
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [*map(str, command)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -74,5 +84,21 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def digest_of(output: npt.NDArray[Any]) -> str:
-    """Return the digest of an output, as the processes tell it."""
     return hashlib.sha256(output.tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def disk(folder: Path, size: int) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"no mount: {error}")
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -78,7 +78,6 @@ def _feed(opened: ort.InferenceSession, seed: int, truth: bool) -> dict[str, npt
 def run_all(
     opened: ort.InferenceSession, feeds: Sequence[Sequence[dict[str, npt.NDArray]]]
 ) -> list[list[list[npt.NDArray]]]:
-    """Outputs for what :func:`feeds_of` gave."""
     return [[opened.run(None, feed) for feed in group] for group in feeds]
 
 

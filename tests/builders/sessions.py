@@ -45,7 +45,6 @@ def source(model: str | bytes | os.PathLike[str], *args: Any, **general: Any) ->
 
 
 def check(session: ort.InferenceSession, case: DequantizedMatMul) -> None:
-    """Assert that a session computes what its case says."""
     feed = case.feed()
     assert relative_error(session.run(None, {"x": feed})[0], case.reference(feed)) <= 1e-5
 

@@ -210,7 +210,6 @@ def proto_of(
 
 
 def add_weights(graph: onnx.GraphProto, weights: Mapping[str, npt.ArrayLike]) -> None:
-    """Append initializers of these names to a graph."""
     for name, array in weights.items():
         graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
 

@@ -69,7 +69,6 @@ class Wrapped(torch.nn.Module):
 def exported(
     prefix: str, sizes: dict, heads: int, exporter: str = "dynamo", attention: str = "sdpa"
 ) -> bytes:
-    """Export one model."""
     count = sizes.get("num_hidden_layers", LAYERS)
     model = made(prefix, LM.get(prefix, "ForCausalLM"), sizes, attention)
     config = model.config

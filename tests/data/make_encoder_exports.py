@@ -90,7 +90,6 @@ def made(prefix: str, suffix: str, sizes: dict, attention: str) -> torch.nn.Modu
 
 
 def exported(name: str, exporter: str, attention: str) -> bytes:
-    """Export one model."""
     prefix, suffix, sizes, outputs = MODELS[name]
     module = Wrapped(made(prefix, suffix, sizes, attention), outputs.split())
     inputs = ["input_ids", "attention_mask"]

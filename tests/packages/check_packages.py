@@ -162,7 +162,6 @@ def results(
 
 
 def greedy(model: Path) -> list[int]:
-    """Tokens by onnxruntime alone, without a cache."""
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     tokens = [1, 5, 9, 23]
     past = {

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DropDropout(ortplugins.Pass):
-    """Removes Dropout nodes."""
-
     name: ClassVar[str] = "drop_dropout"
     summary: ClassVar[str] = "remove Dropout nodes"
 

@@ -42,8 +42,6 @@ WORKER = re.compile(r"worker (\d+): (\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A way to serve the model."""
-
     name: str
     folder: str
     packages: tuple[str, ...]
@@ -137,7 +135,6 @@ class Running:
     log: Path
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Return a vector for each text."""
         body = json.dumps(self.server.body(texts))
         answer = self.post(self.server.path, body)
         return np.asarray(self.server.answer(json.loads(answer)), np.float32)
@@ -242,7 +239,6 @@ class Measured:
 
     @property
     def figures(self) -> tuple[float, float, float]:
-        """Return a row of the table."""
         return self.wall_ms, self.cpu_ms, self.pss_mb
 
 

@@ -71,7 +71,6 @@ class Corpus:
     variants: dict[Settings, dict[str, Variant]]
 
     def models(self, version: str) -> list[str]:
-        """What a version has to run."""
         wanted = set(self.originals.values())
         for (level, _, target), variants in self.variants.items():
             newest_too = level == 4 and version == NEWEST
@@ -146,7 +145,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 
 def python_of(version: str) -> Path:
-    """The interpreter of a version's virtual environment."""
     requirements = (f"onnxruntime=={version}", "numpy")
     return python_with(CACHE / "onnxruntime-versions" / version, requirements)
 

@@ -72,7 +72,6 @@ def _error(outputs: list[np.ndarray], expected: list[np.ndarray]) -> float | Non
 
 
 def main() -> None:
-    """Run the models that standard input names."""
     folder = Path(sys.argv[1])
     for model in sys.stdin.read().split():
         for name, level in LEVELS.items():
