@@ -578,6 +578,29 @@ def test_what_is_left_says_why():
     ]
 
 
+def test_a_node_that_was_read_by_a_merged_one_only_is_still_there_for_its_like():
+    model = parse(
+        """g (float[b] x) => (float[n] y, float[m] z, int64[1] c2)
+        <int64 zero = {0}, int64[1] one = {1}> {
+            c = Shape(x)
+            h = Relu(x)
+            a = Gather(c, zero)
+            r = Reshape(a, one)
+            y = Expand(h, r)
+            d = Gather(c, zero)
+            e = Mul(d, d)
+            f = Reshape(e, one)
+            w = Expand(one, f)
+            z = Cast<to = 1>(w)
+            c2 = Identity(c)
+        }""",
+        opset=13,
+    )
+    before = ir.from_proto(ir.to_proto(model))
+    simplify(model, infer=False)
+    same(before, model, [{"x": np.ones(3, F)}])
+
+
 def test_damaged_nodes_are_left():
     # onnxruntime refuses such models; we must neither crash nor guess.
     for nodes in (

@@ -66,8 +66,9 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         name_apart(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
-    for graph in graphs:
-        _merge(graph, collections.ChainMap(), facts, context)
+    merged = [_merge(graph, collections.ChainMap(), facts, context) for graph in graphs]
+    if any(merged):
+        remove_unused(model)
     _explain_the_rest(graphs, facts, context)
 
 
@@ -298,11 +299,15 @@ def _merge(
     seen: collections.ChainMap[Hashable, ir.Value],
     facts: ProvedShapes,
     context: PassContext,
-) -> None:
-    """Make one of nodes with the same numbers, subgraphs included; ``seen`` can be read."""
+) -> bool:
+    """Have the first of nodes with the same numbers read for all; whether there were any.
+
+    ``seen`` are those that can be read, by their numbers; subgraphs included.
+    """
+    merged = False
     for node in graph:
         for subgraph in subgraphs(node):
-            _merge(subgraph, seen.new_child(), facts, context)
+            merged |= _merge(subgraph, seen.new_child(), facts, context)
         key = _key(node, facts)
         if key is None:
             continue
@@ -312,9 +317,10 @@ def _merge(
         if first is out or out.is_graph_output():
             continue
         ir.convenience.replace_all_uses_with(out, first)
-        _remove_unused(node)
+        merged = True
         if _is_root(node):
             context.remarks.fired(label(node), f"is {first.name!r}, its like")
+    return merged
 
 
 def _key(node: ir.Node, facts: ProvedShapes) -> Hashable:
@@ -330,22 +336,6 @@ def _key(node: ir.Node, facts: ProvedShapes) -> Hashable:
         return None
     span = (str(node.attributes[name]) for name in sorted(node.attributes))
     return (node.op_type, facts.shape(node.inputs[0]), *span)
-
-
-def _remove_unused(node: ir.Node) -> None:
-    """Remove a node without a consumer, and the integers that were for it alone."""
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        small = node.op_type in INTEGER_OPERATORS or node.op_type == "Constant"
-        if not small or node.graph is None:
-            continue
-        if any(value.uses() or value.is_graph_output() for value in node.outputs):
-            continue
-        makers = [value.producer() for value in node.inputs if value is not None]
-        # The first of equal Shapes reads what they all read, so that has a consumer still.
-        node.graph.remove(node, safe=True)
-        pending += [maker for maker in makers if maker is not None]
 
 
 def _is_root(node: ir.Node) -> bool:
