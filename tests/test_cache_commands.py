@@ -24,8 +24,7 @@ from builders.processes import python, result_of, spawn
 from builders.sessions import CPU, check, files, options, save, source, start
 
 import ortplugins
-from ortplugins.artifacts.directory import Entry
-from ortplugins.artifacts.store import ArtifactCache, prune
+from ortplugins.artifacts.store import ArtifactCache, Entry, prune
 from ortplugins.artifacts.warming import warm
 from ortplugins.cli.cache import parse_age
 from ortplugins.cli.options import parse_size
@@ -96,6 +95,7 @@ def test_a_hit_is_written_down_at_most_once_a_minute_where_it_can_be(
         assert time.time() - entry.last_used > 0.9 * DAY, "looking is no use"
 
     assert source(model_path) == "cache"
+    (entry,) = entries(cache_dir)
     assert time.time() - entry.last_used < 60
     assert time.time() - entry.created > 0.9 * DAY
     first = (entry.folder / "manifest.json").stat().st_mtime_ns

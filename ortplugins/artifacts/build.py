@@ -22,20 +22,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts.directory import (
+from ortplugins.artifacts.store import (
+    ArtifactCache,
     Entry,
-    cache_limit,
     cache_root,
     remove_tree,
     write_manifest,
 )
-from ortplugins.artifacts.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
 from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
+from session_options.keys import PREFIX, parse_size
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel
@@ -89,7 +89,12 @@ def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | Non
 
 def cache_of(plan: Plan) -> ArtifactCache:
     """Return the cache of a plan's sessions."""
-    return ArtifactCache(cache_root(plan.cache_dir), cache_limit(plan.cache_limit))
+    variable, limit = "ORTPLUGINS_CACHE_LIMIT", None
+    if plan.cache_limit:
+        limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
+    elif text := os.environ.get(variable, ""):
+        limit = parse_size(f"environment variable {variable}", text)
+    return ArtifactCache(cache_root(plan.cache_dir), limit)
 
 
 def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:

@@ -19,7 +19,6 @@ from ortplugins.artifacts.directory import (
     cache_folder,
     read_manifest,
     recall,
-    remember,
     usable_manifest,
 )
 from ortplugins.errors import PassError
@@ -27,8 +26,7 @@ from ortplugins.errors import PassError
 if TYPE_CHECKING:
     import tempfile
 
-    from ortplugins.artifacts.directory import Entry
-    from ortplugins.artifacts.store import ArtifactCache
+    from ortplugins.artifacts.store import ArtifactCache, Entry
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
@@ -63,6 +61,8 @@ def find_or_build(request: BuildRequest) -> Artifact:
     if entry is not None and not entry.manifest["provisional"] and _can_be_known(request):
         files = source_files(request, cache)
         if files is not None:
+            from ortplugins.artifacts.store import remember
+
             remember(root, _text(request), entry.folder.name, files, started)
     return artifact
 
@@ -176,6 +176,8 @@ def lacks_operators(path: str, plan: Plan) -> bool:
     except (OSError, ValueError):  # whoever loads it says what is wrong
         return False
     if not found:
+        from ortplugins.artifacts.store import remember
+
         remember(root, text, "", [path], started)
     return not found
 

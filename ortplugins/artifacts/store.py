@@ -8,33 +8,36 @@ The layout of the directory is described in ``directory.py``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import os
+import re
+import shutil
 import stat
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
+
 from ortplugins.artifacts.directory import (
-    KEY_CHARACTERS,
     MANIFEST,
-    SETTLED_SECONDS,
     USE_SECONDS,
-    CacheDirectory,
-    Entry,
-    disk_size,
-    is_current,
-    last_use,
+    are_unchanged,
+    cache_folder,
+    is_private,
+    memo_name,
     read_json,
     read_manifest,
     recall,
-    remember,
-    remove_tree,
+    state_of,
     usable_manifest,
-    write_json,
-    write_manifest,
 )
+from ortplugins.errors import OrtpluginsWarning
 
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
@@ -45,23 +48,148 @@ _OPENING_SECONDS = 2 * USE_SECONDS
 _REMOVING_SECONDS = 0.1
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
+KEY_CHARACTERS = 12  # of a key, to people
+# A file changed a moment ago may change again within the resolution of its time stamps, as in
+# git's index.
+SETTLED_SECONDS = 2.0
+_NAMES = {
+    "entries": re.compile("[0-9a-f]{40}"),
+    "sources": re.compile(r"[0-9a-f]{64}\.json"),
+    "known": re.compile(r"[0-9a-f]{8}\.json"),
+    "building": re.compile(r"[0-9a-f]{40}\..+"),
+    "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
+}
+# What flock says on NFS without its lock daemon, and on some FUSE file systems.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class ArtifactCache(CacheDirectory):
-    """The entries of one cache directory."""
+class Entry(NamedTuple):
+    """What lies in the place of an entry, as it was when it was looked at."""
+
+    folder: Path
+    manifest: dict[str, Any]  # empty where no session would take it
+    size: int  # bytes
+    # When a session last took it, to about a minute, in seconds since the epoch: when it was
+    # published, where uses cannot be written down. Ahead of a clock that was set back.
+    last_used: float
+    stamp: int  # changes with every use that is written down; 0 without a manifest
+
+    @classmethod
+    def at(cls, folder: Path, manifest: dict[str, Any] | None) -> Entry:
+        """Look at a folder whose manifest was read."""
+        stamp = _last_use(folder)
+        published = manifest["created"] if manifest else os.stat(folder).st_mtime
+        used = max(published, stamp / 1e9)
+        return cls(folder, manifest or {}, disk_size(folder), used, stamp)
+
+    def __str__(self) -> str:
+        """Return the beginning of the key, and the model, where the manifest has it."""
+        return f"{self.key[:KEY_CHARACTERS]} {self.manifest.get('model', '')}".rstrip()
+
+    @property
+    def key(self) -> str:
+        """What the folder is called."""
+        return self.folder.name
+
+    @property
+    def created(self) -> float:
+        """When it was published, seconds since the epoch."""
+        return float(self.manifest["created"])
+
+    def damage(self) -> dict[str, str]:
+        """Read every file; return what is wrong, by name, with those not as published."""
+        digests = self.manifest["digests"]
+        found = {
+            name: self._difference(name, size, digests[name])
+            for name, size in self.manifest["files"].items()
+        }
+        return {name: what for name, what in found.items() if what is not None}
+
+    def _difference(self, name: str, published: int, digest: str) -> str | None:
+        try:
+            size = os.stat(self.folder / name).st_size
+            if size != published:
+                return f"other size: {size} bytes, published with {published}"
+            if _sha256(self.folder / name) != digest:
+                return "other digest"
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return None
+
+
+class ArtifactCache:
+    """The entries, memos and locks of one cache directory, which is private to the user."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         """Name a directory; nothing is created before something is stored."""
-        super().__init__(root)
-        self.limit = limit
+        self.root, self.limit = root, limit
+        self._has_locks = True
         # A cache that cannot be written keeps none on disk.
         self._digests: dict[tuple[int, ...], str] = {}
+
+    def is_trusted(self) -> bool:
+        """Whether nobody but this user, or the administrator, can put models here."""
+        return is_private(self.root)
+
+    def check_trusted(self) -> None:
+        """Raise PermissionError if the directory exists and others can put models there."""
+        if self.root.exists() and not self.is_trusted():
+            raise PermissionError(
+                f"{self.root}: belongs to another user or others may write to it; "
+                "choose another directory, or chmod 700 it"
+            )
+
+    def make(self, name: str) -> Path:
+        """Return a subdirectory, made with mode 0700."""
+        folder = self.root / name
+        if not folder.is_dir() and (self.is_trusted() or not self.root.exists()):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self.check_trusted()
+        return folder
+
+    def own(self, name: str) -> list[Path]:
+        """Return what the cache has put into a subdirectory, and nothing else."""
+        found = (self.root / name).glob("*")
+        return [path for path in found if _NAMES[name].fullmatch(path.name)]
+
+    @contextlib.contextmanager
+    def lock(self, name: str, timeout: float = -1) -> Iterator[bool]:
+        """Hold the lock of a key, or of a model; yield whether it is held.
+
+        Where the file system has no locks, a warning says so, and nobody waits: several
+        processes may build one entry, and one of them publishes.
+        """
+        path = self.make("locks") / f"{name}.lock"
+        # filelock.Timeout is a TimeoutError.
+        lock = filelock.FileLock(path, mode=0o600, timeout=timeout)
+        try:
+            lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise
+            if self._has_locks:
+                self._has_locks = False
+                warnings.warn(
+                    f"{self.root}: its file system has no locks ({error}), so processes that "
+                    "start together may each build the same entry",
+                    OrtpluginsWarning,
+                    stacklevel=2,
+                )
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def find(self, key: str, *, used: bool = True) -> Entry | None:
         """Return a published entry; see :func:`.usable_manifest`."""
         folder = self.root / "entries" / key
         manifest = usable_manifest(folder, used=used) if self.is_trusted() else None
-        return None if manifest is None else Entry(folder, manifest)
+        return None if manifest is None else Entry.at(folder, manifest)
 
     def file_digest(self, path: str | os.PathLike[str]) -> str:
         """Return the SHA-256 of a file; of a large one seen before, without reading it."""
@@ -89,18 +217,18 @@ class ArtifactCache(CacheDirectory):
 
     def remember_data_locations(self, digest: str, locations: Sequence[str]) -> None:
         """Keep the external data locations of a model."""
-        write_json(self.make("sources"), f"{digest}.json", sorted(locations))
+        _write_json(self.make("sources"), f"{digest}.json", sorted(locations))
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""
-        if not self.is_trusted():
-            return []
-        found = [
-            Entry(path, manifest)
-            for path in self.own("entries")
-            if (manifest := read_manifest(path)) is not None
-        ]
+        found = [item for item in self.stored() if item.manifest] if self.is_trusted() else []
         return sorted(found, key=lambda entry: entry.created, reverse=True)
+
+    def stored(self) -> Iterator[Entry]:
+        """Yield what is in the place of entries, usable or not."""
+        for path in self.own("entries"):
+            with contextlib.suppress(OSError):  # removed just now
+                yield Entry.at(path, read_manifest(path))
 
     @contextlib.contextmanager
     def build(
@@ -110,8 +238,6 @@ class ArtifactCache(CacheDirectory):
 
         Yields an entry, or an empty folder for :meth:`publish`, removed at the end.
         """
-        import tempfile
-
         building = self.make("building")
         with self.lock(key) as is_alone:
             if (entry := self.find(key)) is not None and is_usable(entry):
@@ -136,7 +262,7 @@ class ArtifactCache(CacheDirectory):
         if self.limit is not None:
             with contextlib.suppress(OSError):  # what is too much goes at another time
                 prune(self, max_size=self.limit)
-        return Entry(final, complete)
+        return Entry.at(final, complete)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
         """Take an entry out, unless it was built again since its manifest was ``seen``."""
@@ -151,29 +277,11 @@ class ArtifactCache(CacheDirectory):
         return aside
 
 
-class EntryInfo(NamedTuple):
-    """What lies in the place of an entry, whether or not a session would take it.
-
-    ``last_used`` is that of :class:`Entry`, but ahead of a clock that was set back; ``stamp``
-    changes with every use that is written down.
-    """
-
-    key: str
-    manifest: dict[str, Any] | None
-    size: int
-    last_used: float
-    stamp: int
-
-    def __str__(self) -> str:
-        """Return the beginning of the key, and the model, where the manifest has it."""
-        return f"{self.key[:KEY_CHARACTERS]} {(self.manifest or {}).get('model', '')}".rstrip()
-
-
 class PruneResult(NamedTuple):
     """What :func:`prune` did; sizes in bytes."""
 
-    removed: tuple[EntryInfo, ...]
-    left: tuple[tuple[EntryInfo, str], ...]  # what should have gone, and why it has not
+    removed: tuple[Entry, ...]
+    left: tuple[tuple[Entry, str], ...]  # what should have gone, and why it has not
     abandoned: int  # bytes that builders left which were killed
     kept: int
     size: int
@@ -196,7 +304,7 @@ def prune(
     On Windows an entry that is open anywhere cannot be renamed, and is left.
     """
     cache.check_trusted()
-    stored = list(_stored(cache))
+    stored = list(cache.stored())
     if stored and not os.access(cache.root / "entries", os.W_OK):
         raise PermissionError(
             f"{cache.root}: cannot be written, and nothing was removed; run this as the "
@@ -204,7 +312,7 @@ def prune(
         )
     abandoned = _remove_abandoned(cache)
     chosen, in_use = choose(stored, max_size, older_than, time.time())
-    removed: list[EntryInfo] = []
+    removed: list[Entry] = []
     left = [(item, "used a moment ago") for item in in_use]
     for item in chosen:
         try:
@@ -222,16 +330,16 @@ def prune(
 
 
 def choose(
-    stored: Iterable[EntryInfo],
+    stored: Iterable[Entry],
     max_size: int | None,
     older_than: float | None,
     now: float,
-) -> tuple[list[EntryInfo], list[EntryInfo]]:
+) -> tuple[list[Entry], list[Entry]]:
     """Choose what to remove, least recently used first; and what someone may be opening."""
     ordered = sorted(stored, key=lambda item: item.last_used)
     size = sum(item.size for item in ordered)
-    chosen: list[EntryInfo] = []
-    in_use: list[EntryInfo] = []
+    chosen: list[Entry] = []
+    in_use: list[Entry] = []
     for item in ordered:
         # Where the clock was set back, uses lie ahead of it and nothing has expired.
         expired = older_than is not None and now - item.last_used > older_than
@@ -245,7 +353,7 @@ def choose(
     return chosen, in_use
 
 
-def _remove(cache: ArtifactCache, item: EntryInfo) -> None:
+def _remove(cache: ArtifactCache, item: Entry) -> None:
     """Remove an entry that nobody is about to open."""
     try:
         with cache.lock(item.key, timeout=0):
@@ -265,7 +373,8 @@ def _prune_index(cache: ArtifactCache, *, whole: bool = False) -> None:
     used |= {f"{path.name}.lock" for path in cache.own("entries")}
     for path in (path for name in ("sources", "known", "locks") for path in cache.own(name)):
         if path.parent.name == "known":
-            stale = not is_current(cache.root, path.name)
+            known = read_json(path)
+            stale = not (isinstance(known, dict) and are_unchanged(known))
         else:
             stale = path.name not in used and _is_old(path)
         if whole or stale:
@@ -282,7 +391,7 @@ def _is_old(path: Path) -> bool:
     return False
 
 
-def _remove_unless_used(cache: ArtifactCache, item: EntryInfo) -> Path:
+def _remove_unless_used(cache: ArtifactCache, item: Entry) -> Path:
     """Move an entry aside that was not used since it was looked at; return where it is.
 
     Its manifest leaves first. A reader that found the entry before has put its mark
@@ -304,34 +413,22 @@ def _remove_unless_used(cache: ArtifactCache, item: EntryInfo) -> Path:
         raise
 
 
-def _stored(cache: ArtifactCache) -> Iterator[EntryInfo]:
-    """Yield what is in the place of entries, usable or not."""
-    for path in cache.own("entries"):
-        manifest = read_manifest(path)
-        try:
-            published = manifest["created"] if manifest else os.stat(path).st_mtime
-            stamp = last_use(path)
-        except OSError:  # removed just now
-            continue
-        used = max(published, stamp / 1e9)
-        yield EntryInfo(path.name, manifest, disk_size(path), used, stamp)
-
-
-def verify(cache: ArtifactCache) -> Iterator[tuple[EntryInfo, dict[str, str]]]:
+def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
     """Compare the files of each entry with their digests; yield it and what is wrong."""
     cache.check_trusted()
-    for item in sorted(_stored(cache), key=lambda item: item.key):
+    for item in sorted(cache.stored(), key=lambda item: item.key):
         while (path := cache.root / "entries" / item.key).exists():
             manifest = read_manifest(path)
             if manifest is not None:
-                damage = Entry(path, manifest).damage()
+                item = item._replace(manifest=manifest)
+                damage = item.damage()
             else:
                 time.sleep(_REMOVING_SECONDS)
                 what = "cannot be used" if (path / MANIFEST).exists() else "missing"
                 damage = {MANIFEST: what}
             # Removed, or built again, while it was read?
             if not damage or (path.exists() and read_manifest(path) == manifest):
-                yield item._replace(manifest=manifest), damage
+                yield item, damage
                 break
 
 
@@ -342,7 +439,7 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
     keeps it until it closes. Another process's build in progress is left alone.
     """
     cache.check_trusted()
-    removed = list(_stored(cache))
+    removed = list(cache.stored())
     # By their names: the directory may be one that holds a user's files as well.
     for item in removed:
         with contextlib.suppress(FileNotFoundError):  # by another process, just now
@@ -380,3 +477,74 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
                 size += disk_size(dead)
                 remove_tree(dead)
     return size
+
+
+def cache_root(chosen: str = "") -> Path:
+    """Return the directory of :func:`.cache_folder` as a Path."""
+    return Path(cache_folder(chosen))
+
+
+def disk_size(folder: Path) -> int:
+    """Return the bytes that removing a folder frees; its files may vanish meanwhile."""
+    size = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(parent, name))
+                size += status.st_size if status.st_nlink == 1 else 0
+    return size
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, as far as that can be done."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Complete a manifest with sizes, digests and time, and write it."""
+    files = sorted(folder.iterdir())
+    complete = {
+        "data": {},
+        **manifest,
+        "files": {file.name: file.stat().st_size for file in files},
+        "digests": {file.name: _sha256(file) for file in files},
+        "created": time.time(),
+    }
+    (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
+    return complete
+
+
+def _write_json(folder: Path, name: str, content: Any) -> None:
+    """Write a file that readers see whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(file.name, folder / name)
+
+
+def _last_use(folder: Path) -> int:
+    """Return what a use changes, nanoseconds; 0 for a folder without a manifest."""
+    try:
+        return os.stat(folder / MANIFEST).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remember(
+    root: str | os.PathLike[str], text: str, found: str, files: Sequence[str], started: float
+) -> None:
+    """Keep what was found under a text, until one of the files changes; :func:`.recall` reads.
+
+    Not of files that changed just before ``started``, seconds since the epoch, when the first
+    of them was looked at; nor in a cache that is read-only.
+    """
+    with contextlib.suppress(OSError):
+        states = {path: state_of(path) for path in files}
+        if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:
+            return
+        folder = ArtifactCache(Path(root)).make("known")
+        _write_json(folder, memo_name(text), {"text": text, "found": found, "files": states})

@@ -15,9 +15,8 @@ import onnxruntime
 
 import session_options
 from ortplugins.artifacts.build import cache_of, content_key, session_key_content
-from ortplugins.artifacts.directory import Entry, disk_size
 from ortplugins.artifacts.find_or_build import find_or_build
-from ortplugins.artifacts.store import ArtifactCache, share
+from ortplugins.artifacts.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
-from ortplugins.artifacts.directory import KEY_CHARACTERS
+from ortplugins.artifacts.store import KEY_CHARACTERS, ArtifactCache, cache_root
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
@@ -22,7 +22,7 @@ from session_options import DqMatMulNBitsFusion, PrepackedWeights
 from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
-    from ortplugins.artifacts.directory import Entry
+    from ortplugins.artifacts.store import Entry
 
 cache = typer.Typer(
     help="Fill, show, check or empty the cache of sessions.",
@@ -44,9 +44,6 @@ def parse_age(text: str) -> float:
 
 
 def _store(cache_dir: str = "") -> Any:
-    from ortplugins.artifacts.directory import cache_root
-    from ortplugins.artifacts.store import ArtifactCache
-
     return ArtifactCache(cache_root(cache_dir))
 
 
@@ -103,7 +100,7 @@ def list_entries(store: Store, format: opt.Format = "text") -> None:
         fired = f"{report['fired']}/{report['refused']}"
         age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
         size = decimal(entry.size)
-        key = entry.folder.name[:KEY_CHARACTERS]
+        key = entry.key[:KEY_CHARACTERS]
         rows.append((key, entry.manifest["model"], size, age, used, fired))
     headings = ("Key", "Model", "Size", "Age", "Last use", "Fired/refused")
     print_table(headings, rows)
@@ -118,7 +115,7 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
     Args:
         key (KEY): Key of an entry, or its start.
     """
-    found = [entry for entry in store.entries() if entry.folder.name.startswith(key)]
+    found = [entry for entry in store.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         number = f"{len(found)} entries" if found else "no entry"
         raise typer.BadParameter(f"{key!r}: {number} in {store.root}", param_hint="KEY")
@@ -246,11 +243,11 @@ def warm(
 def _as_json(entry: Entry) -> dict[str, Any]:
     report = entry.manifest["report"]
     return {
-        "key": entry.folder.name,
+        "key": entry.key,
         "model": entry.manifest["model"],
         "size": entry.size,
         "created": entry.created,
-        "last_used": entry.last_used,
+        "last_used": min(entry.last_used, time.time()),
         "fired": report["fired"],
         "refused": report["refused"],
     }

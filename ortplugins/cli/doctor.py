@@ -79,8 +79,7 @@ def _memory_limit() -> int | None:
 
 
 def _cache(cache_dir: str) -> _Rows:
-    from ortplugins.artifacts.directory import cache_root
-    from ortplugins.artifacts.store import ArtifactCache
+    from ortplugins.artifacts.store import ArtifactCache, cache_root
 
     root = cache_root(cache_dir)
     exists = root.exists()

@@ -6,8 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from ortplugins.artifacts.directory import Entry
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.artifacts.store import ArtifactCache, Entry
 
 DAY = 86400.0
 
