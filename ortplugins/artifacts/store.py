@@ -2,7 +2,8 @@
 """Optimised models on disk: found, built once, published whole; pruned, verified, shared.
 
 An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
-The layout of the directory is described in ``directory.py``.
+The layout of the directory is described in ``directory.py``. A model that is given as bytes is
+found by its content, through this module: what only a builder needs is imported when it builds.
 """
 
 from __future__ import annotations
@@ -13,16 +14,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import filelock
 
 from ortplugins.artifacts.directory import (
     MANIFEST,
@@ -162,6 +159,8 @@ class ArtifactCache:
         Where the file system has no locks, a warning says so, and nobody waits: several
         processes may build one entry, and one of them publishes.
         """
+        import filelock
+
         path = self.make("locks") / f"{name}.lock"
         # filelock.Timeout is a TimeoutError.
         lock = filelock.FileLock(path, mode=0o600, timeout=timeout)
@@ -238,6 +237,8 @@ class ArtifactCache:
 
         Yields an entry, or an empty folder for :meth:`publish`, removed at the end.
         """
+        import tempfile
+
         building = self.make("building")
         with self.lock(key) as is_alone:
             if (entry := self.find(key)) is not None and is_usable(entry):
@@ -497,6 +498,8 @@ def disk_size(folder: Path) -> int:
 
 def remove_tree(folder: Path) -> None:
     """Remove a folder, as far as that can be done."""
+    import shutil
+
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -516,6 +519,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _write_json(folder: Path, name: str, content: Any) -> None:
     """Write a file that readers see whole or not at all."""
+    import tempfile
+
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
         json.dump(content, file)
     os.replace(file.name, folder / name)
