@@ -2,8 +2,8 @@
 """Optimised models on disk: found, built once, published whole; pruned, verified, shared.
 
 An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
-The layout of the directory is described in ``directory.py``. A model that is given as bytes is
-found by its content, through this module: what only a builder needs is imported when it builds.
+The layout of the directory is described in ``directory.py``. A model given as bytes is found
+through this module: what only a builder needs is imported when it builds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import datetime
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,31 +72,13 @@ def gather_facts(
     """Look at a model before and after passes, and measure sessions on it.
 
     What is not known of this model (it has no order, random inputs do not run) stands in its
-    place as ``{"failed": reason}``.
+    place as ``{"failed": reason}``. ``docs/report.md`` describes the facts.
 
-    Args:
-        model: Path of an .onnx file.
-        passes: Names of passes, at least one.
-        options: ``{"<pass>.<option>": value}``.
-        inputs: As for :func:`.compare`, like the three that follow.
-        dims: Sizes of symbolic dimensions.
-        samples: How many to make up.
-        seed: Of these.
-        measure: Whether to start and run sessions, on the largest sample.
-        layers: Whether to compare the values of both models, layer by layer, on all samples.
-        rounds: How many processes of each kind are measured.
-        result: What :func:`.optimize` made with these passes, if it did already.
-        command: What the user typed.
-
-    Returns:
-        The facts; ``docs/report.md`` describes them.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If a pass or an option is unknown.
-        UsageError: If a dimension is unknown.
-        CalibrationError: If a given input does not fit.
-        PassError: If a pass fails.
+    ``measure`` says whether to start and run sessions on the largest sample, in ``rounds``
+    processes of each kind; ``layers``, whether to compare the values of both models on all
+    samples. ``result`` is what :func:`.optimize` made with these passes, if it did already;
+    ``command`` what the user typed. Other arguments, and errors, are those of
+    :func:`.compare`.
     """
     path = Path(model)
     plan = plan_from_settings(list(passes), options or {})
@@ -266,7 +248,14 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
     """
     counts = dict.fromkeys(_KINDS, (0, 0))
     seen: set[object] = set()
-    for value, tensor in _constants(model):
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = (node for graph in graphs for node in graph.all_nodes())
+    held = [
+        (node.outputs[0], node.attributes["value"].as_tensor())
+        for node in nodes
+        if node.op_type == "Constant" and "value" in node.attributes
+    ]
+    for value, tensor in (*initializer_tensors(model), *held):
         place = identity_of(tensor)
         size = 0 if place in seen else stored_bytes(tensor)
         seen.add(place)
@@ -289,16 +278,6 @@ def _packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
         for offset, length, _ in record.blobs
     }
     return len(found), sum(length for _, length in blobs)
-
-
-def _constants(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    yield from initializer_tensors(model)
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    for graph in graphs:
-        for node in graph.all_nodes():
-            held = node.attributes.get("value") if node.op_type == "Constant" else None
-            if held is not None:
-                yield node.outputs[0], held.as_tensor()
 
 
 def _kind(value: ir.Value, tensor: ir.TensorProtocol) -> str:

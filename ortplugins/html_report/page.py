@@ -38,15 +38,9 @@ _FORMATS = {
 def write_page(
     facts: Mapping[str, Any], path: str | os.PathLike[str], json_name: str = ""
 ) -> None:
-    """Write the page of facts.
+    """Write the page of what :func:`.gather_facts` returned.
 
-    Args:
-        facts: As :func:`.gather_facts` returns them.
-        path: File to write.
-        json_name: How the page calls the file that has all facts, where there is one.
-
-    Raises:
-        OSError: If the file can't be written.
+    ``json_name`` is how the page calls the file that has all facts, where there is one.
     """
     Path(path).write_text(render_page(facts, json_name), encoding="utf-8")
 

@@ -111,30 +111,19 @@ class Spread:
 class Measurement:
     """What a candidate took, seconds and bytes; None for what was not, or cannot be, measured.
 
-    Attributes:
-        start: Seconds to create the session; imports are not in it.
-        run: Seconds of a run, of each process the median; of several feeds the geometric mean.
-        runs: The same of each feed.
-        started_private: Private memory (see :mod:`.machine`) after the start.
-        private: The same after the runs.
-        peak_private: The most seen until the warm-up runs were done.
-        peak_resident: The most resident memory, mapped files included.
-        first_start: Seconds of the start that is not counted; with passes and an empty cache
-            the build is in it.
-        report: What ``session.ortplugins_report`` says, where there are passes.
-        failed: Why there are no figures; empty where there are.
+    Private and resident memory are those of :mod:`.machine`.
     """
 
-    start: Spread | None = None
-    run: Spread | None = None
-    runs: tuple[Spread, ...] = ()
-    started_private: Spread | None = None
-    private: Spread | None = None
-    peak_private: Spread | None = None
-    peak_resident: Spread | None = None
-    first_start: float | None = None
-    report: Mapping[str, Any] | None = None
-    failed: str = ""
+    start: Spread | None = None  # to create the session, without imports
+    run: Spread | None = None  # of each process the median; the geometric mean of the feeds
+    runs: tuple[Spread, ...] = ()  # of each feed
+    started_private: Spread | None = None  # after the start
+    private: Spread | None = None  # after the runs
+    peak_private: Spread | None = None  # the most seen until the warm-up runs were done
+    peak_resident: Spread | None = None  # mapped files included
+    first_start: float | None = None  # the one that is not counted: with the build, if any
+    report: Mapping[str, Any] | None = None  # of a session with passes
+    failed: str = ""  # why there are no figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,13 +429,12 @@ def measure(
     timeout: float = 900.0,
     server: ForkServer | None = None,
 ) -> list[Measurement]:
-    """Measure candidates in turn.
+    """Measure candidates in turn; one that fails has a reason in place of figures.
 
     Args:
-        candidates: What is measured. One that fails has a reason in place of figures, and the
-            others go on.
-        feeds: Inputs, one or several; a model is given those that it takes. None to measure
-            starts only.
+        candidates: What is measured.
+        feeds: Inputs, one or several; a model is given those that it takes. Without any,
+            starts are measured.
         rounds: Processes of each candidate that count; one more before does not.
         runs: Timed runs of each process, on each feed. Short ones share a turn, and their
             median counts once; they are made in several turns, which may make them more.
@@ -459,9 +447,6 @@ def measure(
         warmed: Whether all files were read already, so that the first processes count, too.
         timeout: Seconds for one start, or one run.
         server: Forks the processes.
-
-    Returns:
-        A measurement for each candidate, in their order.
     """
     found = [_Figures(candidate) for candidate in candidates]
     with (

@@ -71,15 +71,14 @@ def save_with_data(
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Save a model and its tensors; the files appear only when they are complete.
+    """Save a model and its tensors; the files, which are returned, appear when complete.
 
-    The model's tensors point to the new files, which are returned, afterwards.
+    The model's tensors point to the new files afterwards.
 
     Args:
         model: The model to save.
         output: The .onnx file.
-        keep_in_place: Leave tensors where they are that lie in files of the output's folder
-            already; nothing of them is copied.
+        keep_in_place: Leave tensors that lie in files of the output's folder already.
         inline: Keep all tensors inside the .onnx file.
         overwrite: Whether the files may exist.
         data_folder: Tensors in files of this folder stay there, and all others are kept inside

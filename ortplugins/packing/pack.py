@@ -31,16 +31,10 @@ Server = Literal["genai", "triton", "plain"]
 
 @dataclasses.dataclass(frozen=True)
 class PackResult:
-    """What :func:`pack` made.
+    """What :func:`pack` made."""
 
-    Attributes:
-        path: The folder.
-        files: Sizes in bytes of what is in it, by path relative to it.
-        report: What the passes did.
-    """
-
-    path: Path
-    files: Mapping[str, int]
+    path: Path  # the folder
+    files: Mapping[str, int]  # sizes in bytes of what is in it, by path relative to it
     report: Report
 
 
@@ -57,19 +51,11 @@ def pack(
 ) -> PackResult:
     """Write a folder with an optimised model and all that it needs; nothing points outside.
 
-    onnxruntime loads the result before the folder appears.
-
-    Args:
-        model: An .onnx file, or a folder with one and what belongs to it.
-        output: The folder to write.
-        server: ``"genai"`` for onnxruntime-genai, with genai_config.json checked against the
-            graph; ``"triton"`` for a folder of a model repository; ``"plain"`` for the model
-            and what lay beside it in its folder.
-        passes: As for :func:`~ortplugins.optimize`, like all that follows.
-        options: Of passes given by name.
-        onnxruntime_version: Oldest onnxruntime that the result has to run on.
-        overwrite: Whether the folder may exist.
-        progress: Called while tensors are written: done, total, name.
+    onnxruntime loads the result before the folder appears. ``model`` is an .onnx file, or a
+    folder with one and what belongs to it; ``server`` is ``"genai"`` for onnxruntime-genai,
+    with genai_config.json checked against the graph, ``"triton"`` for a folder of a model
+    repository, ``"plain"`` for the model and what lay beside it in its folder. The other
+    arguments are those of :func:`~ortplugins.optimize`.
     """
     layout_of = {"genai": genai_layout, "triton": triton_layout, "plain": _plain_layout}
     folder, finish, optimizers = layout_of[server](Path(model), Path(output), overwrite)

@@ -97,13 +97,9 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
 def changes_for(
     hint: str, session: Mapping[str, str], operators: frozenset[str]
 ) -> list[Change]:
-    """Return what a hint tries, the most promising first.
+    """Return what a hint tries for a model of these operators, the most promising first.
 
-    Args:
-        hint: One of ``session_options.plan.HINTS``.
-        session: Settings of the user's session, which are left as they are where they differ
-            from onnxruntime's defaults.
-        operators: Of the model, its subgraphs included.
+    Settings that the user gave to the session are left as they are.
     """
     found = list(_CHANGES[hint])
     if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
@@ -115,7 +111,9 @@ def changes_for(
             _setting(f"threads: {count}", "intra_op_num_threads", str(count))
             for count in sorted({1, usable_cores()} - {os.cpu_count()})
         ]
-    chosen = _chosen(session)
+    defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
+    defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}
+    chosen = {key for key, value in session.items() if defaults.get(key) != value}
     return [
         item
         for item in found
@@ -135,10 +133,3 @@ def combined(changes: Iterable[Change]) -> Change:
         {key: value for item in changes for key, value in item.settings.items()},
         any(item.keeps_graph for item in changes),
     )
-
-
-def _chosen(session: Mapping[str, str]) -> set[str]:
-    """Return the settings that the user gave."""
-    defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
-    defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}
-    return {key for key, value in session.items() if defaults.get(key) != value}

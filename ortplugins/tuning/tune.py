@@ -84,28 +84,14 @@ _AIMS = {"latency": "run", "throughput": "run", "memory": "private", "start": "s
 
 
 class Tuned(NamedTuple):
-    """What was chosen: the changes taken, as one, and the artifact's manifest.
+    """What was chosen."""
 
-    Its report has a row for everything that was tried.
-    """
-
-    change: Change
-    manifest: dict[str, Any]
+    change: Change  # the changes taken, as one
+    manifest: dict[str, Any]  # of the artifact; its report has a row for each that was tried
 
 
 def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
-    """Choose what the hint of a request asks for.
-
-    Args:
-        request: The session, with a hint in its plan.
-        loaded: Its model, which is left as it is.
-        folder: Empty; gets the files of the artifact, if there are any.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model can't be used.
-        PassError: If the sizes of the hint name a dimension that the model does not have.
-        OSError: If the folder can't be written.
-    """
+    """Choose what a request's hint asks for; the empty folder gets the artifact's files."""
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=folder) as scratch:
         search = _Search(request, loaded, Path(scratch))
         chosen, why = search.choose()
@@ -137,12 +123,7 @@ class _Built(NamedTuple):
 
 
 class _Search:
-    """The search for what one session gains from.
-
-    Attributes:
-        plain: The session without any change.
-        tried: What was tried, by the name of the change.
-    """
+    """The search for what one session gains from."""
 
     def __init__(self, request: BuildRequest, loaded: LoadedModel, scratch: Path) -> None:
         self._request, self._given, self._scratch = request, loaded.model, scratch
@@ -152,8 +133,8 @@ class _Search:
         self._workloads: list[Workload] = []
         self._server: ForkServer | None = None
         self._seconds = math.inf  # to measure a session once
-        self.tried: dict[str, Tried] = {}
-        self.plain = self._build_plain(loaded)
+        self.tried: dict[str, Tried] = {}  # by the name of the change
+        self.plain = self._build_plain(loaded)  # the session without any change
         self._graphs: dict[tuple[Any, ...], _Built | None]
         self._graphs = {_graph_key(self.plain.change): self.plain}
         # What has been taken so far, and its figures beside the plain session's.
@@ -527,15 +508,10 @@ class _Search:
 
 
 class _Ratios(NamedTuple):
-    """What a session took beside another, a ratio for each round.
+    """What a session took beside another, a ratio for each round."""
 
-    Attributes:
-        figures: By name, a key of ``_FIGURES``.
-        runs: Of each workload.
-    """
-
-    figures: dict[str, tuple[float, ...]]
-    runs: list[tuple[float, ...]]
+    figures: dict[str, tuple[float, ...]]  # by a key of _FIGURES
+    runs: list[tuple[float, ...]]  # of each workload
 
     @classmethod
     def of(cls, ours: Measurement, theirs: Measurement) -> _Ratios | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +37,6 @@ def workloads(
 
     Of a decoder with a cache: a prompt, and the next token after a short and a longer past. Of
     an encoder with a mask: a whole text, and a short one that is padded. Else one run.
-
-    Raises:
-        CalibrationError: If the samples do not fit; names the input.
-        ModelFileError: If the model runs on no made-up inputs; names what to give.
-        UsageError: If the model has no such dimension.
     """
     if samples:
         feeds = itertools.islice(checked_feeds(samples, model), _MAX_SAMPLES)
@@ -55,7 +50,14 @@ def workloads(
     inputs = [value for value in model.graph.inputs if value.name not in initializers]
     found = _feeds(inputs, run, dims, _TOKENS)
     if len(found) == 1:
-        return [Workload("run", found[0]), *_padded(inputs, found[0])]
+        (feed,), result = found, [Workload("run", found[0])]
+        masks = [value.name or "" for value in inputs if role_of(value).kind is Kind.MASK]
+        if len(masks) == 1 and feed[masks[0]].ndim == 2 and feed[masks[0]].shape[1] > _SHORT:
+            mask = feed[masks[0]].copy()
+            mask[:, _SHORT:] = np.zeros((), mask.dtype)
+            padded = {**feed, masks[0]: mask}
+            result.append(Workload("padded run", padded, has_padding=True))
+        return result
     names = ("prompt", "next token")
     result = [Workload(name, feed) for name, feed in zip(names, found, strict=True)]
     if not dims:
@@ -73,12 +75,3 @@ def _feeds(
     made = MadeUpInputs(inputs, dims, length=length)
     made.fit(run)
     return list(made.feeds(1, run=run))
-
-
-def _padded(inputs: Sequence[ir.Value], feed: Feed) -> Iterator[Workload]:
-    """Yield a feed whose mask ends early, of a model that has one mask over its tokens."""
-    masks = [value.name or "" for value in inputs if role_of(value).kind is Kind.MASK]
-    if len(masks) == 1 and feed[masks[0]].ndim == 2 and feed[masks[0]].shape[1] > _SHORT:
-        mask = feed[masks[0]].copy()
-        mask[:, _SHORT:] = np.zeros((), mask.dtype)
-        yield Workload("padded run", {**feed, masks[0]: mask}, has_padding=True)
