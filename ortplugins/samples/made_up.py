@@ -31,6 +31,8 @@ import onnx_ir as ir
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.samples.roles import Kind, Role, cache_sizes, is_open, role_of, rows_below
 from rewrite_rules.closest_name import did_you_mean
+from rewrite_rules.shapes.dimensions import DeclaredNames
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _Feed = dict[str, npt.NDArray[Any]]
 Run = Callable[[_Feed], Mapping[str, npt.NDArray[Any]]]
@@ -69,7 +71,8 @@ class MadeUpInputs:
                 dimensions ("past + seq") follows from its parts.
             length: What ``sequence``, ``source`` and others are by default.
         """
-        self._inputs = [_Input.of(value) for value in inputs]
+        shapes = _shapes_of(inputs)
+        self._inputs = [_Input.of(value, shapes) for value in inputs]
         self._given = dict(dims or {})
         self._check_given()
         self._by_label = dict.fromkeys(("sequence", "source"), length)
@@ -219,10 +222,18 @@ class _Input:
     known: Mapping[str, int]
 
     @classmethod
-    def of(cls, value: ir.Value) -> _Input:
+    def of(cls, value: ir.Value, shapes: ProvedShapes | None) -> _Input:
         role = role_of(value)
-        known = cache_sizes(value) if role.kind is Kind.CACHE else {}
+        known = cache_sizes(value, shapes) if shapes and role.kind is Kind.CACHE else {}
         return cls(value, role, _dimension_names(value), known)
+
+
+def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
+    """Return the shapes in the graph of the inputs; None where it is not at hand."""
+    graph = next((node.graph for value in inputs for node, _ in value.uses()), None)
+    if not isinstance(graph, ir.Graph):
+        return None
+    return ProvedShapes(ir.Model(graph, ir_version=10), DeclaredNames(), on_demand=True)
 
 
 def _array(

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.parameters import constant_ints
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 
 class Kind(enum.Enum):
@@ -163,66 +164,25 @@ def counted_tokens(
     return mask[:, -length:]
 
 
-def cache_sizes(value: ir.Value) -> dict[str, int]:
+def cache_sizes(value: ir.Value, shapes: ProvedShapes) -> dict[str, int]:
     """Return heads and head size of a cache, as far as the nodes that read it say."""
+
+    def sizes(read: ir.Value | None) -> list[int | None]:
+        return [number(dim) or None for dim in shapes.dims(read) or ()]
+
     for node, index in value.uses():
         if "kv_num_heads" in node.attributes:
             heads = node.attributes["kv_num_heads"].as_int()
-            width, parts = _width(node.inputs[1]), heads
-            if width is None:  # queries, keys and values packed into one
-                width = _width(node.inputs[0])
+            width, parts = sizes(node.inputs[1])[-1:], heads
+            if node.inputs[1] is None:  # queries, keys and values packed into one
+                width = sizes(node.inputs[0])[-1:]
                 parts = node.attributes["num_heads"].as_int() + 2 * heads
-            return {"heads": heads} | ({"head_size": width // parts} if width else {})
+            named = {"head_size": width[0] // parts} if width and width[0] else {}
+            return {"heads": heads} | named
         if node.op_type == "Concat":
             others = [item for place, item in enumerate(node.inputs) if place != index]
-            sizes = _sizes(others[0], 8) if others else None
-            if sizes is not None and len(sizes) == 4:
-                named = {"heads": sizes[1], "head_size": sizes[3]}
-                return {label: size for label, size in named.items() if size is not None}
+            found = sizes(others[0]) if others else []
+            if len(found) == 4:
+                known = {"heads": found[1], "head_size": found[3]}
+                return {label: size for label, size in known.items() if size is not None}
     return {}
-
-
-def _width(value: ir.Value | None) -> int | None:
-    """Return the size of a value's last axis; None if it is not known."""
-    sizes = None if value is None else _sizes(value, 8)
-    return sizes[-1] if sizes else None
-
-
-def _sizes(value: ir.Value | None, depth: int) -> list[int | None] | None:
-    """Return the sizes of a value's axes, worked out from the nodes that make it."""
-    if value is None:
-        return None
-    if value.shape is not None and not all(map(is_open, value.shape)):
-        return [dim if isinstance(dim, int) and dim > 0 else None for dim in value.shape]
-    node = value.producer()
-    if node is None or not depth:
-        return None
-    if node.op_type == "MatMulNBits":
-        return [None, None, node.attributes["N"].as_int()]
-    if node.op_type == "Reshape" and node.inputs[1] is not None:
-        return _reshaped(node.inputs[1])
-    first = _sizes(node.inputs[0], depth - 1) if node.inputs else None
-    if node.op_type == "MatMul":
-        last = _sizes(node.inputs[1], depth - 1)
-        return None if last is None else [None, None, last[-1]]
-    if node.op_type == "Transpose" and first is not None and "perm" in node.attributes:
-        perm = node.attributes["perm"].as_ints()
-        return [first[axis] for axis in perm] if len(perm) == len(first) else None
-    if node.op_type in ("Add", "Mul") and first is None:
-        return _sizes(node.inputs[1], depth - 1)
-    same = ("Add", "Mul", "Cast", "Identity", "RotaryEmbedding", "DequantizeLinear")
-    return first if node.op_type in same else None
-
-
-def _reshaped(shape: ir.Value) -> list[int | None] | None:
-    parts: list[ir.Value | None] = [shape]
-    node = shape.producer()
-    if node is not None and node.op_type == "Concat":
-        parts = list(node.inputs)
-    sizes: list[int | None] = []
-    for part in parts:
-        ints = constant_ints(part)
-        if ints is None and len(parts) == 1:
-            return None
-        sizes += [None] if ints is None else [size if size > 0 else None for size in ints]
-    return sizes
