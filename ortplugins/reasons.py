@@ -65,12 +65,10 @@ def _patterns() -> tuple[tuple[str, re.Pattern[str], str], ...]:
     """Return the longest fixed part of each text, its pattern and code; most words first."""
     texts = [(text, reason.code) for reason in reasons() for text in reason.texts]
     texts.sort(key=lambda pair: -len(pair[0].replace(_ANY, "")))
-    return tuple(
-        (max(text.split(_ANY), key=len), _pattern(text), code) for text, code in texts
-    )
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a text; anything may stand in front of it, and follow."""
-    parts = [re.escape(part) for part in text.split(_ANY)]
-    return re.compile(r"(?<!\w)" + ".*?".join(parts), re.DOTALL)
+    found = []
+    for text, code in texts:
+        parts = text.split(_ANY)
+        # Anything may stand in front of it, and follow.
+        pattern = re.compile(r"(?<!\w)" + ".*?".join(map(re.escape, parts)), re.DOTALL)
+        found.append((max(parts, key=len), pattern, code))
+    return tuple(found)

@@ -30,20 +30,10 @@ from typing import Any, NoReturn
 
 import onnxruntime
 
+from ortplugins.comparison import models
 from ortplugins.comparison.difference import find_violation
 from ortplugins.comparison.layers import ProfiledNode, profiled_run
-from ortplugins.comparison.models import (
-    GivenModel,
-    InputChoice,
-    Inputs,
-    ModelPair,
-    ModelSource,
-    by_node,
-    comparison_feeds,
-    operator_counts,
-    scratch_folder,
-    unfused_in,
-)
+from ortplugins.comparison.models import GivenModel, InputChoice, Inputs, ModelSource
 from ortplugins.errors import ModelFileError, PassError, UsageError
 from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, temporarily_set
 from ortplugins.runtime.stock_session import open_model, stock_options
@@ -73,7 +63,7 @@ def assert_fused(
     """
     __tracebackhide__ = True
     given = GivenModel(model)
-    found = operator_counts(given.graph_as_written())
+    found = models.operator_counts(given.graph_as_written())
     wrong = []
     for name, expected in counts.items():
         number = sum(n for key, n in found.items() if _is_meant(name, key))
@@ -81,7 +71,10 @@ def assert_fused(
             wrong.append(f"  {name}: {number}, expected {expected}")
     if not wrong:
         return
-    listed = ", ".join(f"{_qualified_name(key)} {n}" for key, n in sorted(found.items()))
+    listed = ", ".join(
+        f"{domain}{':' if domain else ''}{op_type} {n}"
+        for (domain, op_type), n in sorted(found.items())
+    )
     reasons = [f"  {node}: {why}" for node, why in _reasons(given).items()]
     head = [f"{given.name} has other operators:", *wrong, f"operators found: {listed}"]
     _fail("\n".join([*head, "not fused:"] if reasons else head), reasons)
@@ -103,7 +96,7 @@ def assert_no_unfused_weights(model: ModelSource) -> None:
     """
     __tracebackhide__ = True
     given = GivenModel(model)
-    unfused = unfused_in(given, final=given.is_final)
+    unfused = models.unfused_in(given, final=given.is_final)
     if unfused:
         _fail(
             f"{len(unfused)} nodes of {given.name} keep a dequantised weight:",
@@ -151,9 +144,9 @@ def assert_same_outputs(
     """
     __tracebackhide__ = True
     first, second = GivenModel(a), GivenModel(b)
-    with scratch_folder() as scratch:
+    with models.scratch_folder() as scratch:
         chosen = InputChoice(inputs, dims, samples, seed)
-        pair = ModelPair(first, second, chosen, scratch, providers)
+        pair = models.ModelPair(first, second, chosen, scratch, providers)
         for name, why in pair.not_compared.items():
             if "no such output" in why:
                 raise AssertionError(f"output {name!r}: {why}")
@@ -200,14 +193,14 @@ def assert_runs_in_order(
     """
     __tracebackhide__ = True
     given = GivenModel(model)
-    with scratch_folder() as scratch:
+    with models.scratch_folder() as scratch:
         path = given.file(scratch)
         session = given.session or open_model(path, "disable", providers)
         options = sess_options or stock_options()
         if given.session is not None:
             options = sess_options or session.get_session_options()
             providers = session.get_providers()
-        feeds = comparison_feeds(session, InputChoice(inputs, dims, seed=seed), scratch)
+        feeds = models.comparison_feeds(session, InputChoice(inputs, dims, seed=seed), scratch)
         # The file may be a copy, beside data of its own.
         has_folder = stored(options, DATA_FOLDER_KEY)
         with temporarily_set(
@@ -255,16 +248,12 @@ def _is_meant(name: str, key: tuple[str, str]) -> bool:
     return not colon or ("" if domain == "ai.onnx" else domain) == key[0]
 
 
-def _qualified_name(key: tuple[str, str]) -> str:
-    return f"{key[0]}:{key[1]}" if key[0] else key[1]
-
-
 def _reasons(model: GivenModel) -> dict[str, str]:
     """Return why nodes are not fused, by the report; without one, by the fusion itself."""
     if model.report is not None:
-        return by_node((remark.node, remark.reason) for remark in model.report.refused)
+        return models.by_node((remark.node, remark.reason) for remark in model.report.refused)
     try:
-        return unfused_in(model)
+        return models.unfused_in(model)
     except PassError as error:
         # The counts are wrong whatever the reason: they are reported in any case.
         return {"dq_matmulnbits_fusion": f"gives no reasons: {error}"}

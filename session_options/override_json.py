@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
@@ -26,9 +26,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
 )
 from session_options.keys import closest
-
-if TYPE_CHECKING:
-    pass
 
 # onnxruntime's QuantType, by ONNX's name of the type.
 _QUANT_TYPES = {
@@ -88,11 +85,6 @@ def read_quant_type(value: object, where: str) -> str:
         hint = closest(name, _QUANT_TYPES.values())
         raise OverrideError(f"{where} is {name!r}, no quantised type: {hint}")
     raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
-
-
-def quant_type_name(quant_type: object, where: str = "quant_type") -> str:
-    """Return what onnxruntime's QuantType calls a type: ``"QUInt16"``."""
-    return _QUANT_TYPES[read_quant_type(quant_type, where)]
 
 
 def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -210,7 +202,8 @@ def _names(value: object, where: str) -> list[str]:
 
 
 _READERS: dict[str, Callable[[Any, str], Any]] = {
-    "quant_type": quant_type_name,
+    # As onnxruntime's QuantType calls it.
+    "quant_type": lambda value, where: _QUANT_TYPES[read_quant_type(value, where)],
     "scale": _float,
     "zero_point": _int,
     "symmetric": _bool,

@@ -7,23 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from session_options.keys import (
-    PREFIX,
-    Option,
-    OptionError,
-    Scalar,
-    check_choice,
-    closest,
-    enable_key,
-    format_value,
-    option_key,
-    options_of,
-    parse_bool,
-    parse_dims,
-    parse_size,
-    parse_value,
-    stored,
-)
+from session_options import keys
+from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.registry import find, pass_names, resolve, version_of
 
@@ -76,7 +61,7 @@ class Plan(NamedTuple):
                 "version": version_of(item.name),
                 "options": {
                     spec.name: getattr(item, spec.name)
-                    for spec in options_of(type(item))
+                    for spec in keys.options_of(type(item))
                     if spec.shapes_result
                 },
             }
@@ -130,8 +115,8 @@ GENERAL_OPTIONS = tuple(
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     """Order passes into a plan."""
     if limit := general.get("cache_limit"):
-        parse_size(f"{PREFIX}.cache_limit", limit)
-    parse_dims(f"{PREFIX}.hint_dims", general.get("hint_dims", ""))
+        keys.parse_size(f"{PREFIX}.cache_limit", limit)
+    keys.parse_dims(f"{PREFIX}.hint_dims", general.get("hint_dims", ""))
     names = [item.name for item in passes]
     for name in names:
         if names.count(name) > 1:
@@ -159,13 +144,13 @@ def read(options: SessionConfig | None) -> Plan:
         return Plan()
     passes = []
     for name in pass_names():
-        key = enable_key(name)
-        text = stored(options, key)
-        if text is None or not parse_bool(key, text):
+        key = keys.enable_key(name)
+        text = keys.stored(options, key)
+        if text is None or not keys.parse_bool(key, text):
             continue
         if (cls := find(name)) is not None:
             passes.append(cls(**_read_options(options, cls)))
-    hint = stored(options, HINT_KEY)
+    hint = keys.stored(options, HINT_KEY)
     if not passes and not hint:
         return Plan()
     general: dict[str, Any] = {}
@@ -173,8 +158,8 @@ def read(options: SessionConfig | None) -> Plan:
         if not hint and spec.name.startswith("hint_"):
             continue  # asking for an entry that is not there takes 0.1 ms
         key = f"{PREFIX}.{spec.name}"
-        if (text := stored(options, key)) is not None:
-            general[spec.name] = parse_value(key, text, spec)
+        if (text := keys.stored(options, key)) is not None:
+            general[spec.name] = keys.parse_value(key, text, spec)
     return make_plan(passes, **general)
 
 
@@ -193,11 +178,11 @@ def read_option_files(plan: Plan) -> Plan:
 
 
 def _with_files_read(item: Pass) -> Pass:
-    for spec in options_of(type(item)):
+    for spec in keys.options_of(type(item)):
         value = getattr(item, spec.name)
         if not spec.may_name_file or not value.startswith("@"):
             continue
-        text = file_text(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
+        text = file_text(value[1:], f"{keys.option_key(item.name, spec.name)} is {value!r}")
         import dataclasses
 
         try:
@@ -244,23 +229,23 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
     entries: dict[str, str] = {}
     for name, value in general.items():
         if name not in specs:
-            raise OptionError(f"unknown option {name!r}: {closest(name, specs)}")
-        check_choice(f"{PREFIX}.{name}", value, specs[name])
-        entries[f"{PREFIX}.{name}"] = format_value(value)
+            raise OptionError(f"unknown option {name!r}: {keys.closest(name, specs)}")
+        keys.check_choice(f"{PREFIX}.{name}", value, specs[name])
+        entries[f"{PREFIX}.{name}"] = keys.format_value(value)
     make_plan(passes, **general)
     for item in passes:
         if resolve(item.name) is not type(item):
             raise OptionError(f"pass {item.name!r} is registered with another class")
-        entries[enable_key(item.name)] = "1"
-        for spec in options_of(type(item)):
-            text = format_value(getattr(item, spec.name))
+        entries[keys.enable_key(item.name)] = "1"
+        for spec in keys.options_of(type(item)):
+            text = keys.format_value(getattr(item, spec.name))
             if (size := len(text.encode())) > _LONGEST_VALUE:
                 advice = ': put the text into a file and give "@file.json"'
                 raise OptionError(
-                    f"{option_key(item.name, spec.name)} has {size:,} bytes, and session "
+                    f"{keys.option_key(item.name, spec.name)} has {size:,} bytes, and session "
                     f"entries end at {_LONGEST_VALUE:,}{advice if spec.may_name_file else ''}"
                 )
-            entries[option_key(item.name, spec.name)] = text
+            entries[keys.option_key(item.name, spec.name)] = text
     for key, text in entries.items():
         if "\0" in text:  # onnxruntime would cut the value there
             raise OptionError(f"{key} is {text!r}: holds a NUL")
@@ -270,9 +255,9 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
 def settings_of(plan: Plan) -> dict[str, str]:
     """Return the passes' options as :func:`plan_from_settings` reads them."""
     return {
-        f"{item.name}.{spec.name}": format_value(getattr(item, spec.name))
+        f"{item.name}.{spec.name}": keys.format_value(getattr(item, spec.name))
         for item in plan.passes
-        for spec in options_of(type(item))
+        for spec in keys.options_of(type(item))
     }
 
 
@@ -292,21 +277,21 @@ def plan_from_settings(
             raise OptionError(
                 f"option {key!r}: {pass_name!r} is not among the passes {list(classes)}"
             )
-        specs = {spec.name: spec for spec in options_of(classes[pass_name])}
+        specs = {spec.name: spec for spec in keys.options_of(classes[pass_name])}
         if option_name not in specs:
-            raise OptionError(f"option {key!r} is unknown: {closest(option_name, specs)}")
-        chosen[pass_name][option_name] = parse_value(key, text, specs[option_name])
+            raise OptionError(f"option {key!r} is unknown: {keys.closest(option_name, specs)}")
+        chosen[pass_name][option_name] = keys.parse_value(key, text, specs[option_name])
     return make_plan([*objects, *(classes[name](**chosen[name]) for name in names)], **general)
 
 
 def _read_options(options: SessionConfig, cls: type[Pass]) -> dict[str, Any]:
     values = {}
-    for spec in options_of(cls):
-        key: str | None = option_key(cls.name, spec.name)
+    for spec in keys.options_of(cls):
+        key: str | None = keys.option_key(cls.name, spec.name)
         assert key is not None
-        text = stored(options, key)
+        text = keys.stored(options, key)
         if text is None and (key := spec.onnxruntime_key) is not None:
-            text = stored(options, key)
+            text = keys.stored(options, key)
         if text is not None and key is not None:
-            values[spec.name] = parse_value(key, text, spec)
+            values[spec.name] = keys.parse_value(key, text, spec)
     return values

@@ -46,9 +46,10 @@ class Artifact(NamedTuple):
 def find_or_build(request: BuildRequest) -> Artifact:
     """Find the artifact of a request in the cache, or have it built."""
     root, started = cache_folder(request.plan.cache_dir), time.time()
-    known = _known_start(root, request)
-    if known is not None:
-        return _artifact(*known, "cache", request)
+    if _can_be_known(request) and (key := recall(root, _text(request))) is not None:
+        folder = os.path.join(root, "entries", key)
+        if (manifest := usable_manifest(folder)) is not None:
+            return _artifact(folder, manifest, "cache", request)
     # The long way is by content, and imports more.
     from ortplugins.artifacts.build import cache_of, is_usable, look_up, source_files
 
@@ -144,16 +145,6 @@ def _artifact(
         manifest["model_given"],
         as_bytes=bool(data),
     )
-
-
-def _known_start(root: str, request: BuildRequest) -> tuple[str, dict[str, Any]] | None:
-    """Return the entry, its folder and manifest, that an earlier start of a request took."""
-    key = recall(root, _text(request)) if _can_be_known(request) else None
-    if not isinstance(key, str):
-        return None
-    folder = os.path.join(root, "entries", key)
-    manifest = usable_manifest(folder)
-    return None if manifest is None else (folder, manifest)
 
 
 def lacks_operators(path: str, plan: Plan) -> bool:

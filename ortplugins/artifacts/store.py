@@ -21,26 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortplugins.artifacts.directory import (
-    MANIFEST,
-    USE_SECONDS,
-    are_unchanged,
-    cache_folder,
-    is_private,
-    memo_name,
-    read_json,
-    read_manifest,
-    recall,
-    state_of,
-    usable_manifest,
-)
+from ortplugins.artifacts import directory
+from ortplugins.artifacts.directory import MANIFEST
 from ortplugins.errors import OrtpluginsWarning
 
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
-_OPENING_SECONDS = 2 * USE_SECONDS
+_OPENING_SECONDS = 2 * directory.USE_SECONDS
 # An entry that is being removed is without its manifest for less than this.
 _REMOVING_SECONDS = 0.1
 # What belongs to no entry after this time will not get one.
@@ -128,7 +117,7 @@ class ArtifactCache:
 
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
-        return is_private(self.root)
+        return directory.is_private(self.root)
 
     def check_trusted(self) -> None:
         """Raise PermissionError if the directory exists and others can put models there."""
@@ -187,7 +176,7 @@ class ArtifactCache:
     def find(self, key: str, *, used: bool = True) -> Entry | None:
         """Return a published entry; see :func:`.usable_manifest`."""
         folder = self.root / "entries" / key
-        manifest = usable_manifest(folder, used=used) if self.is_trusted() else None
+        manifest = directory.usable_manifest(folder, used=used) if self.is_trusted() else None
         return None if manifest is None else Entry.at(folder, manifest)
 
     def file_digest(self, path: str | os.PathLike[str]) -> str:
@@ -199,7 +188,9 @@ class ArtifactCache:
             times = status.st_mtime_ns, status.st_ctime_ns
             identity = (status.st_dev, status.st_ino, status.st_size, *times)
             is_large = status.st_size >= _MEMO_SIZE
-            if is_large and (known := self._digests.get(identity) or recall(self.root, text)):
+            if is_large and (
+                known := self._digests.get(identity) or directory.recall(self.root, text)
+            ):
                 return known
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if is_large and max(times) / 1e9 < started - SETTLED_SECONDS:
@@ -209,7 +200,7 @@ class ArtifactCache:
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return the external data locations of a model seen before, None for a new one."""
-        content = read_json(self.root / "sources" / f"{digest}.json")
+        content = directory.read_json(self.root / "sources" / f"{digest}.json")
         if not isinstance(content, list) or not all(isinstance(x, str) for x in content):
             return None
         return content
@@ -227,7 +218,7 @@ class ArtifactCache:
         """Yield what is in the place of entries, usable or not."""
         for path in self.own("entries"):
             with contextlib.suppress(OSError):  # removed just now
-                yield Entry.at(path, read_manifest(path))
+                yield Entry.at(path, directory.read_manifest(path))
 
     @contextlib.contextmanager
     def build(
@@ -268,7 +259,7 @@ class ArtifactCache:
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
         """Take an entry out, unless it was built again since its manifest was ``seen``."""
         with self.lock(key), contextlib.suppress(FileNotFoundError):
-            if read_manifest(self.root / "entries" / key) == seen:
+            if directory.read_manifest(self.root / "entries" / key) == seen:
                 remove_tree(self.move_aside(key))
 
     def move_aside(self, key: str) -> Path:
@@ -374,8 +365,8 @@ def _prune_index(cache: ArtifactCache, *, whole: bool = False) -> None:
     used |= {f"{path.name}.lock" for path in cache.own("entries")}
     for path in (path for name in ("sources", "known", "locks") for path in cache.own(name)):
         if path.parent.name == "known":
-            known = read_json(path)
-            stale = not (isinstance(known, dict) and are_unchanged(known))
+            known = directory.read_json(path)
+            stale = not (isinstance(known, dict) and directory.are_unchanged(known))
         else:
             stale = path.name not in used and _is_old(path)
         if whole or stale:
@@ -419,7 +410,7 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
     cache.check_trusted()
     for item in sorted(cache.stored(), key=lambda item: item.key):
         while (path := cache.root / "entries" / item.key).exists():
-            manifest = read_manifest(path)
+            manifest = directory.read_manifest(path)
             if manifest is not None:
                 item = item._replace(manifest=manifest)
                 damage = item.damage()
@@ -428,7 +419,7 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
                 what = "cannot be used" if (path / MANIFEST).exists() else "missing"
                 damage = {MANIFEST: what}
             # Removed, or built again, while it was read?
-            if not damage or (path.exists() and read_manifest(path) == manifest):
+            if not damage or (path.exists() and directory.read_manifest(path) == manifest):
                 yield item, damage
                 break
 
@@ -482,7 +473,7 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
 
 def cache_root(chosen: str = "") -> Path:
     """Return the directory of :func:`.cache_folder` as a Path."""
-    return Path(cache_folder(chosen))
+    return Path(directory.cache_folder(chosen))
 
 
 def disk_size(folder: Path) -> int:
@@ -548,8 +539,10 @@ def remember(
     of them was looked at; nor in a cache that is read-only.
     """
     with contextlib.suppress(OSError):
-        states = {path: state_of(path) for path in files}
+        states = {path: directory.state_of(path) for path in files}
         if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:
             return
         folder = ArtifactCache(Path(root)).make("known")
-        _write_json(folder, memo_name(text), {"text": text, "found": found, "files": states})
+        _write_json(
+            folder, directory.memo_name(text), {"text": text, "found": found, "files": states}
+        )

@@ -48,7 +48,15 @@ COMMANDS = {
     "explain": "Say what a refusal means, by its code or its text; without either, list all.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }
-"""Each command and its line in the help; it is the function, or group, of a module's name."""
+"""Each command and its line in the help."""
+# Commands stand in modules of their names, but for these.
+_MODULES = {
+    "inspect": "optimize",
+    "pack": "optimize",
+    "memory": "report",
+    "explain": "passes",
+    "quantize-static": "quantize",
+}
 
 
 class _Commands(typer.core.TyperGroup):
@@ -68,7 +76,8 @@ def _load(name: str) -> Any:
     from ortplugins.cli.options import with_groups
 
     identifier = name.replace("-", "_")
-    command = getattr(importlib.import_module(f"ortplugins.cli.{identifier}"), identifier)
+    module = importlib.import_module(f"ortplugins.cli.{_MODULES.get(name, identifier)}")
+    command = getattr(module, identifier)
     if not isinstance(command, typer.Typer):
         # What follows the program of `run` is the program's.
         settings = {"allow_interspersed_args": name != "run"}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +85,11 @@ def _print(found: Comparison) -> None:
     if found.layers is not None:
         _print_layers(found, found.layers)
     if found.costs:
-        _print_costs(found.costs)
+        rows = [
+            (cost.what, _spread(cost.a, cost.unit), _spread(cost.b, cost.unit), _verdict(cost))
+            for cost in found.costs
+        ]
+        print_table(("median (range)", "a", "b", "a / b"), rows)
 
 
 def _print_layers(found: Comparison, layers: LayerComparison) -> None:
@@ -121,14 +124,6 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
     why = d.mismatch or f"relative RMS error {d.relative_rms:.3g}"
     node = f"{parted.node} ({parted.op_type}), value {d.name!r}"
     out.print(f"first node where they part: {node}: {why}", soft_wrap=True)
-
-
-def _print_costs(costs: Sequence[Cost]) -> None:
-    rows = [
-        (cost.what, _spread(cost.a, cost.unit), _spread(cost.b, cost.unit), _verdict(cost))
-        for cost in costs
-    ]
-    print_table(("median (range)", "a", "b", "a / b"), rows)
 
 
 def _spread(spread: Spread, unit: str) -> str:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins optimize``: passes over a model, to a file."""
+"""``ortplugins inspect``, ``optimize`` and ``pack``: passes over a model."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, progress_bar
@@ -82,3 +84,61 @@ def _chosen_by(model: Path, hint: Aim) -> tuple[dict[str, Any], Mapping[str, str
         raise PassError(f"{model}: {found.manifest['report']['notes'][-1]}: nothing to write")
     passes = {"passes": list(found.change.passes), "options": dict(found.change.options)}
     return passes, found.change.settings
+
+
+def inspect(
+    model: opt.Model,
+    chosen: opt.ChosenPasses,
+    printing: opt.ReportPrinting,
+    onnxruntime: str | None = None,
+) -> None:
+    """Print what would fire on a model, what would not, and why; write nothing."""
+    from ortplugins.optimization.optimize import optimize
+    from session_options.plan import plan_from_settings
+
+    plan = plan_from_settings(chosen["passes"], chosen["options"])
+    # Passes that finish a file find out what they can do from the file that sessions get.
+    finishes = any(item.takes_part_in("finish") for item in plan.passes)
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+        report = optimize(
+            model,
+            Path(folder) / "model.onnx" if finishes else None,
+            onnxruntime_version=onnxruntime,
+            bake=finishes,
+            **chosen,
+        ).report
+    print_report(report, printing, model)
+
+
+def pack(
+    model: opt.ModelOrFolder,
+    output: Annotated[Path, typer.Option("--output", "-o")],
+    chosen: opt.ChosenPasses,
+    printing: opt.ReportPrinting,
+    server: Annotated[Literal["genai", "triton", "plain"], typer.Option("--for")] = "plain",
+    onnxruntime: str | None = None,
+    force: bool = False,
+) -> None:
+    """Write a folder for a server: the optimised model and all that it needs.
+
+    Args:
+        output: Folder to write.
+        server: Who reads the folder; plain keeps it as it is.
+    """
+    from ortplugins.packing.pack import pack
+
+    with progress_bar() as bar:
+        result = pack(
+            model,
+            output,
+            server=server,
+            onnxruntime_version=onnxruntime,
+            overwrite=force,
+            progress=bar,
+            **chosen,
+        )
+    print_report(result.report, printing, model)
+    if printing.format == "text":
+        for name, size in result.files.items():
+            typer.echo(f"  {name}  {decimal(size)}")
+        typer.echo(f"wrote {result.path}; onnxruntime loads it")

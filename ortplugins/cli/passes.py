@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins passes``: every pass and its options, as session keys."""
+"""``ortplugins passes`` lists passes and options, ``ortplugins explain`` refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import typer
 
 import session_options
 from ortplugins.cli.terminal import print_table
+from ortplugins.errors import UsageError
+from ortplugins.reasons import code_of, reasons
 from session_options.keys import PREFIX, Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
 
@@ -47,3 +49,39 @@ def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
     if spec.onnxruntime_key:
         text += f" When unset: as {spec.onnxruntime_key}."
     return key, format_value(spec.default), text
+
+
+def explain(what: Annotated[str, typer.Argument()] = "") -> None:
+    """Say what a refusal means, by its code or its text; without either, list all.
+
+    Args:
+        what ([CODE|TEXT]): ORP101, or words of a remark.
+    """
+    if not what:
+        typer.echo("\n".join(_refusals()))
+        return
+    found = [reason for reason in reasons() if what.upper() == reason.code]
+    found = found or [reason for reason in reasons() if reason.code == code_of(what)]
+    found = found or [
+        reason
+        for reason in reasons()
+        if what.lower() in "\n".join((reason.advice, *reason.texts)).lower()
+    ]
+    if not found:
+        raise UsageError(
+            f"no refusal has the code or the words {what!r}; without any, all follow"
+        )
+    for reason in found:
+        typer.echo(f"{reason.code}  {reason.section}\n  {reason.advice}")
+        for text in reason.texts:
+            typer.echo(f"    {text}")
+
+
+def _refusals() -> Iterator[str]:
+    """Yield all codes as the tables of docs/troubleshooting.md."""
+    section = ""
+    for reason in reasons():
+        if reason.section != section:
+            section = reason.section
+            yield from (f"\n### {section}", "", "| code | what to do |", "|---|---|")
+        yield f"| `{reason.code}` | {reason.advice} |"

@@ -173,7 +173,8 @@ def find_violation(
     if _is_exact(a) and _is_exact(b):
         rtol = allowed = 0.0
     if atol is None:
-        atol = rtol * max((_greatest(x) for x, _, _ in _slices(a, b)), default=0.0)
+        finite = (x[np.isfinite(x)] for x, _, _ in _slices(a, b))
+        atol = rtol * max((float(np.abs(x).max(initial=0.0)) for x in finite), default=0.0)
     count, worst, excess, bound_there, offset = 0, 0, 0.0, 0.0, 0
     for x, _, d in _slices(a, b):
         bound = atol + allowed + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
@@ -253,7 +254,3 @@ def _integer_distance(
     p, q = x.astype(np.uint64), y.astype(np.uint64)
     exact = np.where(x > y, p - q, q - p).astype(np.float64)
     return np.where(rounded < 2.0**63, exact, rounded)
-
-
-def _greatest(x: npt.NDArray[Any]) -> float:
-    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))

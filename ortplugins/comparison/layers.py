@@ -264,12 +264,9 @@ def profiled_run(
             path = Path(session.end_profiling())
         events = json.loads(path.read_text(encoding="utf-8"))
         del session  # Windows removes no file that is open
-    ran = sorted(filter(_is_node, events), key=lambda event: int(event["ts"]))
-    return [_node(event) for event in ran]
-
-
-def _is_node(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "Node" and str(event["name"]).endswith(_KERNEL)
+    nodes = (event for event in events if event.get("cat") == "Node")
+    ran = (event for event in nodes if str(event["name"]).endswith(_KERNEL))
+    return [_node(event) for event in sorted(ran, key=lambda event: int(event["ts"]))]
 
 
 def _node(event: Mapping[str, Any]) -> ProfiledNode:

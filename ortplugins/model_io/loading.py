@@ -220,17 +220,22 @@ def _bind_external_data(
                 f"which has {sizes[path]}; is the file complete?"
             )
         # Checked here once, the links included; an empty base_dir tells onnx_ir so.
-        owner.const_value = ir.ExternalTensor(
-            str(path),
-            offset,
-            tensor.nbytes,
-            tensor.dtype,
-            shape=ir.Shape(tensor.shape),
-            name=tensor.name,
-            doc_string=tensor.doc_string,
-            base_dir="",
-        )
+        owner.const_value = relocated(tensor, str(path), "")
     return found
+
+
+def relocated(tensor: ir.ExternalTensor, location: str, folder: str) -> ir.ExternalTensor:
+    """Return a tensor that lies at the same offset of another file, within a folder."""
+    return ir.ExternalTensor(
+        location,
+        tensor.offset or 0,
+        tensor.nbytes,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape),
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        base_dir=folder,
+    )
 
 
 def lift_constants(model: ir.Model) -> None:

@@ -16,6 +16,7 @@ from ortplugins.model_io.loading import (
     ModelLike,
     initializer_tensors,
     is_path,
+    relocated,
     stored_bytes,
 )
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
@@ -98,9 +99,8 @@ def save_with_data(
                 path = Path(os.path.realpath(tensor.path))
                 stays_in = data_folder or (folder if keep_in_place else None)
                 if stays_in is not None and path.is_relative_to(stays_in):
-                    value.const_value = _relocated(
-                        tensor, path.relative_to(stays_in), stays_in
-                    )
+                    location = path.relative_to(stays_in).as_posix()
+                    value.const_value = relocated(tensor, location, str(stays_in))
                     continue
             if not inline and data_folder is None and stored_bytes(tensor) >= DATA_THRESHOLD:
                 to_write.append(value)
@@ -186,20 +186,6 @@ def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
         tensor = tensor.original.const_value
     assert tensor is not None
     return tensor
-
-
-def _relocated(tensor: ir.ExternalTensor, location: Path, folder: Path) -> ir.ExternalTensor:
-    """Return a tensor that lies at the same offset of another file, within a folder."""
-    return ir.ExternalTensor(
-        location.as_posix(),
-        tensor.offset,
-        tensor.length,
-        tensor.dtype,
-        shape=ir.Shape(tensor.shape),
-        name=tensor.name,
-        doc_string=tensor.doc_string,
-        base_dir=str(folder),
-    )
 
 
 def check_absent(paths: Sequence[Path], overwrite: bool) -> None:

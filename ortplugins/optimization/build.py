@@ -84,7 +84,9 @@ def build(
         if request.bakes:
             baked = _run_optimizers(path, request.optimizers, notes, placed)
             if placed is not None and os.path.getsize(path) > NEW_BYTES:
-                _copy_data(path, placed)  # onnxruntime folded constants
+                folded = ir.load(path)  # onnxruntime folded constants: it gets data of its own
+                place(folded, placed)
+                save_with_data(folded, path, overwrite=True)
                 placed = None
             if runs.take_part_in("rearrange"):
                 _rearrange_file(path, runs, baked, placed)
@@ -183,13 +185,6 @@ def _run_optimizers(
         return False
     os.replace(baked, path)
     return True
-
-
-def _copy_data(path: Path, placed: PlacedData) -> None:
-    """Give a saved model data of its own."""
-    model = ir.load(path)
-    place(model, placed)
-    save_with_data(model, path, overwrite=True)
 
 
 def _rearrange_file(

@@ -18,7 +18,10 @@ def infer_shapes(model: ir.Model) -> None:
     the file, onnxruntime's memory planner finds a buffer to reuse at once instead of searching
     all of them for each node.
     """
-    if _has_sequences(model):
+    kinds = (value.type for graph in model.graphs() for value in graph.inputs)
+    if any(not isinstance(kind, _TENSORS) for kind in kinds) or any(
+        node.op_type in _SEQUENCES for node in model.graph.all_nodes()
+    ):
         return  # onnx_ir's pass would call them tensors, and onnxruntime refuse the model
     from rewrite_rules.graph.nodes import check_inlined_size
 
@@ -33,20 +36,9 @@ def infer_shapes(model: ir.Model) -> None:
         unify_dimension_names(model)
 
 
-# What makes values that are not tensors.
+# All other types are sequences, optionals and maps, which these operators make.
+_TENSORS = ir.TensorType, ir.SparseTensorType, type(None)
 _SEQUENCES = frozenset({
     "Optional", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
     "SequenceMap", "SplitToSequence", "StringSplit", "ZipMap",
 })  # fmt: skip
-
-
-def _has_sequences(model: ir.Model) -> bool:
-    """Whether values of the model are sequences, optionals or maps."""
-    inputs = (value for graph in model.graphs() for value in graph.inputs)
-    if any(value.type is not None and _is_other(value.type) for value in inputs):
-        return True
-    return any(node.op_type in _SEQUENCES for node in model.graph.all_nodes())
-
-
-def _is_other(kind: ir.TypeProtocol) -> bool:
-    return not isinstance(kind, (ir.TensorType, ir.SparseTensorType))

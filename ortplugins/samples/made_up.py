@@ -132,7 +132,8 @@ class MadeUpInputs:
             else:
                 return
         named = [*open_names, *(n for item in self._inputs for n in item.names if n)]
-        why = "" if error is None else f"; onnxruntime says: {_first_line(error)}"
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = "" if error is None else f"; onnxruntime says: {lines[0][:300]}"
         ask = f"the size of {named[0]!r} (--dims {named[0]}=SIZE) or " if named else ""
         raise ModelFileError(f"made-up inputs do not run: give {ask}samples{why}") from error
 
@@ -340,8 +341,3 @@ def sizes_of(
 
 def _parts(name: str) -> list[str]:
     return [part.strip() for part in name.split("+")] if "+" in name else []
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]

@@ -184,9 +184,10 @@ def _checked_sample(
         )
     for name in sample:
         if name not in inputs:
+            listed = f"; it has {', '.join(map(repr, list(inputs)[:8]))}" if inputs else ""
+            hint = did_you_mean(str(name), inputs) or listed
             raise CalibrationError(
-                f"{what} has {name!r}, which is not an input of the model"
-                f"{_closest(str(name), inputs)}"
+                f"{what} has {name!r}, which is not an input of the model{hint}"
             )
     missing = [name for name in inputs if name not in sample and name not in optional]
     if missing:
@@ -196,12 +197,6 @@ def _checked_sample(
         for name, value in inputs.items()
         if name in sample
     }
-
-
-def _closest(name: str, inputs: Mapping[str, ir.Value]) -> str:
-    if hint := did_you_mean(name, inputs):
-        return hint
-    return f"; it has {', '.join(map(repr, list(inputs)[:8]))}" if inputs else ""
 
 
 def _checked_array(item: Any, value: ir.Value, what: str) -> npt.NDArray[Any]:

@@ -146,12 +146,6 @@ def _checked(entries: _Entries) -> _Entries:
 # The replaced constructor.
 
 
-class _Working(threading.local):
-    """Whether this thread is preparing a session: what a pass opens then is not caught."""
-
-    now = False
-
-
 class _Patch:
     """What is in force, and the constructor's replacement while anything is."""
 
@@ -205,7 +199,7 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         switched = _patch.in_force
         if (
             switched is None
-            or _working.now
+            or getattr(_working, "now", False)
             or is_ours(sys._getframe().f_back)
             # For these onnxruntime has an error of its own.
             or not isinstance(path_or_bytes, str | bytes | os.PathLike)
@@ -272,5 +266,6 @@ def _forget_artifact(
 _replacements: weakref.WeakKeyDictionary[Any, Callable[..., None]] = (
     weakref.WeakKeyDictionary()
 )
-_working = _Working()
+# Whether a thread is preparing a session, ``now``: what a pass opens then is not caught.
+_working = threading.local()
 _patch = _Patch()
