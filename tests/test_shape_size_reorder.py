@@ -19,7 +19,7 @@ import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
-from ortplugins.html_report.live_memory import order_of
+from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 
@@ -160,7 +160,7 @@ def test_memory_shows_the_orders(path, tmp_path):
         "onnxruntime's default",
         "PRIORITY_BASED",
     ]
-    peaks = [curve.peak for curve in order_of(path, {"rows": 64}).curves]
+    peaks = [curve.peak for curve in order_of(path, {"rows": 64})[0]]
     assert peaks[0] <= min(peaks)
     assert xml.etree.ElementTree.fromstring(svg.read_text(encoding="utf-8")).tag.endswith(
         "svg"

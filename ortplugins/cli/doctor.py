@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import typer
 from rich.filesize import decimal
@@ -68,11 +67,10 @@ def _machine() -> _Rows:
 
 def _memory_limit() -> int | None:
     """Bytes that the container may use; None without a limit."""
+    from ortplugins.runtime.machine import text_of
+
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
+        text = text_of("/sys/fs/cgroup", name)
         if text.isdecimal() and int(text) < 1 << 60:
             return int(text)
     return None

@@ -82,7 +82,7 @@ def memory(
 ) -> None:
     """Show what a run holds in memory, step by step, in each execution order."""
     from ortplugins.html_report.charts import memory_bars, memory_chart
-    from ortplugins.html_report.live_memory import order_of
+    from ortplugins.html_report.facts import order_of
 
     opt.check_absent(svg, force=force)
     curves, notes = order_of(model, opt.parse_dims(dims))

@@ -19,18 +19,18 @@ from ortplugins.comparison.compare import compare, plain
 from ortplugins.comparison.models import InputChoice, Inputs, comparison_feeds, operator_counts
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
-from ortplugins.html_report.live_memory import order_of
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.model_io.loading import initializer_tensors, load_path, stored_bytes
 from ortplugins.model_io.saving import identity_of
 from ortplugins.optimization.optimize import OptimizeResult, optimize
+from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.runtime.machine import machine, versions
 from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.made_up import MadeUpInputs, sizes_of
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shape_size_reorder.search import memory_order
-from rewrite_rules.shapes.proved_shapes import concrete_shapes
+from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
 from session_options.plan import plan_from_settings, settings_of
 
@@ -310,6 +310,47 @@ def _memory(
         live = (after.priority if reordered else after.default).timeline.live
         curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
     return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
+
+
+def order_of(
+    model: str | os.PathLike[str], dims: Mapping[str, int]
+) -> tuple[list[Curve], list[str]]:
+    """Simulate the orders of a model as it is: onnxruntime's fusions change it first.
+
+    Return the curves of the computed order, onnxruntime's default and its PRIORITY_BASED; and
+    notes, on what was guessed for one.
+    """
+    loaded = load_path(model).model
+    infer_shapes(loaded)
+    inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
+    assumed = MadeUpInputs(inputs, dims, length=DEFAULT_DIM).sizes
+    try:
+        shapes = concrete_shapes(loaded, {**assumed, **dims})
+        order = memory_order(loaded.graph, shapes)
+    except Refusal as refusal:
+        raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
+    orders = {
+        f"computed ({order.method})": order.ours,
+        "onnxruntime's default": order.default,
+        "PRIORITY_BASED": order.priority,
+    }
+    curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
+    notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
+    counted = {k: v for k, v in assumed.items() if k not in dims}
+    counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)
+    if counted:
+        listed = ", ".join(f"{name}={size}" for name, size in counted.items())
+        notes.append(f"dimensions without a number, counted as {listed}")
+    return curves, notes
+
+
+def _distance(order: SimulatedOrder) -> str:
+    if not order.distances:
+        return "no Shape or Size reads a computed tensor"
+    return (
+        f"Shape and Size run {order.mean_distance:.1f} steps behind their producer, "
+        f"{order.max_distance} at most"
+    )
 
 
 def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def save_with_data(
     *,
     keep_in_place: bool = False,
     inline: bool = False,
+    least_bytes: int = DATA_THRESHOLD,
     overwrite: bool = False,
     data_folder: Path | None = None,
     finish: Callable[[Path], None] | None = None,
@@ -81,6 +82,7 @@ def save_with_data(
         output: The .onnx file.
         keep_in_place: Leave tensors that lie in files of the output's folder already.
         inline: Keep all tensors inside the .onnx file.
+        least_bytes: Tensors of fewer bytes stay inside.
         overwrite: Whether the files may exist.
         data_folder: Tensors in files of this folder stay there, and all others are kept inside
             the .onnx file. A session has to be given the folder to find them.
@@ -102,7 +104,7 @@ def save_with_data(
                     location = path.relative_to(stays_in).as_posix()
                     value.const_value = relocated(tensor, location, str(stays_in))
                     continue
-            if not inline and data_folder is None and stored_bytes(tensor) >= DATA_THRESHOLD:
+            if not inline and data_folder is None and stored_bytes(tensor) >= least_bytes:
                 to_write.append(value)
             elif isinstance(tensor, ir.ExternalTensor):
                 (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])

@@ -15,12 +15,11 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import PassError
+from ortplugins.model_io.saving import save_with_data
 from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, OptimizerSettings
 
 # New constants of this size leave the .onnx file, or every session would hold a copy.
 _INLINE_LIMIT = 1 << 16
-# A protobuf ends at 2 GiB; folded constants beyond this are not worth the attempt.
-_DATA_NAME = "folded.data"
 # Merges a sum and the LayerNormalization behind it into a kernel that adds up element by
 # element: 1.1 to 3.2 times the time of both (1.31.1, 1 to 1,024 rows of 384 and 576). Inferred
 # shapes make it fire where it does not in the user's own session.
@@ -86,26 +85,12 @@ def _finish(source: Path, target: Path, *, moves_data: bool = True) -> None:
             if known is None or not _same_node(known.producer(), node, index, known):
                 continue
             value.shape, value.type = known.shape, known.type
-    large = [
-        value
-        for value in after.graph.initializers.values()
-        if moves_data
-        and value.const_value is not None
-        and not isinstance(value.const_value, ir.ExternalTensor)
-        and value.const_value.nbytes >= _INLINE_LIMIT
-    ]
-    tensors = [value.const_value for value in large if value.const_value is not None]
-    if tensors:
-        moved = ir.external_data.convert_tensors_to_external(
-            tensors,
-            target.parent,
-            _DATA_NAME,
-            alignment=4096,
-            align_threshold=_INLINE_LIMIT - 1,
+    if moves_data:
+        save_with_data(
+            after, target, keep_in_place=True, overwrite=True, least_bytes=_INLINE_LIMIT
         )
-        for value, tensor in zip(large, moved, strict=True):
-            value.const_value = tensor
-    ir.save(after, target)
+    else:
+        ir.save(after, target)
 
 
 def _same_node(before: ir.Node | None, after: ir.Node, index: int, value: ir.Value) -> bool:

@@ -97,7 +97,7 @@ def usable_cores(root: str = "/") -> int:
         return os.cpu_count() or 1
     # Where nothing is said of a processor's siblings, it counts as a core.
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {_text(root, siblings.format(number)) or str(number) for number in allowed}
+    cores = {text_of(root, siblings.format(number)) or str(number) for number in allowed}
     quotas = [-(-quota // period) for quota, period in _quotas(root)]
     return max(1, min([len(cores), *quotas]))
 
@@ -152,7 +152,7 @@ def _version_of(name: str) -> str:
 
 def _quotas(root: str) -> Iterator[tuple[int, int]]:
     """Yield quota and period of the process's cgroups, and of those above them."""
-    for line in _text(root, "proc/self/cgroup").splitlines():
+    for line in text_of(root, "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         # cgroup v2 has one hierarchy, with no controllers named; v1 one for each.
         if controllers and "cpu" not in controllers.split(","):
@@ -162,7 +162,7 @@ def _quotas(root: str) -> Iterator[tuple[int, int]]:
         if controllers:
             folder, files = f"{folder}/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         while True:
-            found = " ".join(_text(root, folder, path, file) for file in files).split()
+            found = " ".join(text_of(root, folder, path, file) for file in files).split()
             if len(found) == 2 and all(text.isdecimal() for text in found):
                 yield int(found[0]), int(found[1])
             if not path:
@@ -170,7 +170,7 @@ def _quotas(root: str) -> Iterator[tuple[int, int]]:
             path = os.path.dirname(path)
 
 
-def _text(*parts: str) -> str:
+def text_of(*parts: str) -> str:
     """Return what a file holds; nothing where there is none."""
     try:
         with open(os.path.join(*parts), encoding="utf-8", errors="replace") as file:
@@ -200,6 +200,6 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 def _fields(pid: int | str, file: str) -> dict[str, int]:
     """Read the lines ``Name:  1234 kB``."""
-    text = _text("/proc", str(pid), file)
+    text = text_of("/proc", str(pid), file)
     pairs = (line.split() for line in text.splitlines() if line.endswith(" kB"))
     return {pair[0].rstrip(":"): int(pair[1]) * 1024 for pair in pairs}
