@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ortplugins.comparison.models import GivenModel, ModelSource, fetch
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
@@ -176,7 +176,7 @@ class _TextModel:
 
     def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
         path = model.file(scratch)
-        loaded = load_path(path)
+        loaded = load_model(path)
         graph = loaded.model.graph
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ortplugins
 from ortplugins.errors import CalibrationError
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
     StatisticsAccumulator,
@@ -361,7 +361,7 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     (tmp_path / "model").mkdir()
     path = tmp_path / "model" / "model.onnx"
     ir.save(model, path, external_data="model.data", size_threshold_bytes=0)
-    loaded = load_path(path).model
+    loaded = load_model(path).model
     before = ir.to_proto(loaded).SerializeToString()
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -23,7 +23,7 @@ from ortplugins.measurement.measure import (
     measure,
     write_feed,
 )
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import load_model
 from ortplugins.runtime.machine import proportional_bytes
 from ortplugins.samples.made_up import MadeUpInputs
 
@@ -73,7 +73,7 @@ def _measure(
     with SessionProcess() as process:
         first_seconds = process.open(candidate("packed")).seconds
         first_peak = process.peak_private or 0
-    inputs = load_path(model).model.graph.inputs
+    inputs = load_model(model).model.graph.inputs
     feeds = {phase: next(MadeUpInputs(inputs, dims).feeds()) for phase, dims in sizes.items()}
     candidates = [candidate(kind) for kind in KINDS]
     measured = {

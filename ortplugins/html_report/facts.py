@@ -20,7 +20,7 @@ from ortplugins.comparison.models import InputChoice, Inputs, comparison_feeds, 
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
-from ortplugins.model_io.loading import initializer_tensors, load_path, stored_bytes
+from ortplugins.model_io.loading import initializer_tensors, load_model, stored_bytes
 from ortplugins.model_io.saving import identity_of
 from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.optimization.shape_inference import infer_shapes
@@ -82,7 +82,7 @@ def gather_facts(
     """
     path = Path(model)
     plan = plan_from_settings(list(passes), options or {})
-    before = load_path(path)
+    before = load_model(path)
     graph = before.model.graph
     required = [value for value in graph.inputs if value.name not in graph.initializers]
     sizes = MadeUpInputs(required, dims).sizes
@@ -320,7 +320,7 @@ def order_of(
     Return the curves of the computed order, onnxruntime's default and its PRIORITY_BASED; and
     notes, on what was guessed for one.
     """
-    loaded = load_path(model).model
+    loaded = load_model(model).model
     infer_shapes(loaded)
     inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
     assumed = MadeUpInputs(inputs, dims, length=DEFAULT_DIM).sizes

@@ -58,45 +58,34 @@ def digest_of_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def load_path(
-    path: str | os.PathLike[str],
-    folder: str | os.PathLike[str] | None = None,
-    *,
-    map_inline: bool = False,
-) -> LoadedModel:
-    """Load an .onnx file lazily; its external data is looked for beside it, or in ``folder``.
-
-    A path that is a symbolic link (as in Hugging Face's cache) may have its data beside the
-    link or beside the file that it points to, as onnxruntime allows.
-
-    With ``map_inline``, large tensors within the file count as external data of it; results
-    that point to them must not be saved as such.
-    """
-    folders = [Path(path).absolute().parent, Path(os.path.realpath(path)).parent]
-    if folder is not None:
-        folders = [Path(folder).absolute()]
-    content = None
-    if map_inline and os.path.isfile(path):
-        from ortplugins.model_io.mapped_initializers import read_without_tensors
-
-        with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
-            content = read_without_tensors(path)
-    return _load(content or read_model_file(path), folders, os.fspath(path))
-
-
 def load_model(
     model: ModelLike | bytes,
     folder: str | os.PathLike[str] | None = None,
     *,
     map_inline: bool = False,
 ) -> LoadedModel:
-    """Load a model of any kind, as :func:`load_path`; an object is copied."""
-    if isinstance(model, (str, os.PathLike)):
-        return load_path(model, folder, map_inline=map_inline)
+    """Load a model of any kind lazily; an object is copied.
+
+    External data is looked for beside the .onnx file, or in ``folder``. A path that is a
+    symbolic link (as in Hugging Face's cache) may have its data beside the link or beside the
+    file that it points to, as onnxruntime allows.
+
+    With ``map_inline``, large tensors within the file count as external data of it; results
+    that point to them must not be saved as such.
+    """
+    folders = [] if folder is None else [Path(folder).absolute()]
     if isinstance(model, bytes):
-        folders = [] if folder is None else [Path(folder).absolute()]
         return _load(model, folders, "model given as bytes")
-    return _from_memory(model)
+    if not isinstance(model, str | os.PathLike):
+        return _from_memory(model)
+    folders = folders or [Path(model).absolute().parent, Path(os.path.realpath(model)).parent]
+    content = None
+    if map_inline and os.path.isfile(model):
+        from ortplugins.model_io.mapped_initializers import read_without_tensors
+
+        with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
+            content = read_without_tensors(model)
+    return _load(content or read_model_file(model), folders, os.fspath(model))
 
 
 def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:

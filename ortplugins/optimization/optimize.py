@@ -19,7 +19,7 @@ import onnxruntime
 from ortplugins.model_io.loading import (
     ModelLike,
     initializer_tensors,
-    load_path,
+    load_model,
     same_kind,
 )
 from ortplugins.model_io.saving import Progress, check_output, has_data_file
@@ -159,7 +159,7 @@ def optimize_for(
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             (path,) = (file for file in result.files if file.suffix == ".onnx")
-            optimized = load_path(path).model
+            optimized = load_model(path).model
         # Its tensors are in these files.
         optimized.meta[_SCRATCH] = scratch
     report = result.report

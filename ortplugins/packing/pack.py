@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
@@ -66,7 +66,7 @@ def pack(
         optimizers=optimizers,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
-    source = load_path(folder.model)
+    source = load_model(folder.model)
     if onnxruntime_version is not None:
         _check_format(source.model, folder.model, onnxruntime_version)
     with folder.staged(without=source.data_files.values()) as staged:
