@@ -22,13 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts.store import (
-    ArtifactCache,
-    Entry,
-    cache_root,
-    remove_tree,
-    write_manifest,
-)
+from ortplugins.artifacts import store
+from ortplugins.artifacts.store import ArtifactCache, Entry
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
@@ -54,7 +49,7 @@ _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
     """Return the entry of a request; None where there is none yet."""
-    content = _known_key_content(request, cache)
+    content = _key_content(request, cache, cache.data_locations(_digest(request, cache)))
     return None if content is None else cache.find(content_key(content))
 
 
@@ -66,7 +61,7 @@ def content_key(content: Mapping[str, Any]) -> str:
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
     """Return everything that the entry of a request depends on; its hash is the key."""
-    content = _known_key_content(request, cache)
+    content = _key_content(request, cache, cache.data_locations(_digest(request, cache)))
     if content is None:  # a new model, or one whose data is missing, which loading reports
         content = _key_content(request, cache, list(request.load().data_files))
     if content is None:
@@ -94,7 +89,7 @@ def cache_of(plan: Plan) -> ArtifactCache:
         limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
     elif text := os.environ.get(variable, ""):
         limit = parse_size(f"environment variable {variable}", text)
-    return ArtifactCache(cache_root(plan.cache_dir), limit)
+    return ArtifactCache(store.cache_root(plan.cache_dir), limit)
 
 
 def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
@@ -145,11 +140,11 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
         )
     try:
         manifest = _build(request, request.load(), spare)
-        write_manifest(spare, {**manifest, "made_from": {}})
+        store.write_manifest(spare, {**manifest, "made_from": {}})
     except MissingFileError:
         raise
     except OSError as error:
-        remove_tree(spare)
+        store.remove_tree(spare)
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
     return spare, "built"
 
@@ -315,16 +310,12 @@ def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
         raise ModelFileError(f"{request.name}: cannot be read: {error.strerror}") from error
 
 
-def _known_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any] | None:
-    """What the key is made from; None where nothing is known of the model, or data is gone."""
-    locations = cache.data_locations(_digest(request, cache))
-    return None if locations is None else _key_content(request, cache, locations)
-
-
 def _key_content(
-    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str]
+    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str] | None
 ) -> dict[str, Any] | None:
-    """What the key of the entry is made from; None when a data file is missing."""
+    """What the key is made from; None where locations are not known, or data is missing."""
+    if locations is None:
+        return None
     digest = _digest(request, cache)
     files = {x: _data_file(request, x) for x in locations}
     try:

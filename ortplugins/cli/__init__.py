@@ -51,6 +51,7 @@ COMMANDS = {
 """Each command and its line in the help."""
 # Commands stand in modules of their names, but for these.
 _MODULES = {
+    "check": "compare",
     "inspect": "optimize",
     "pack": "optimize",
     "memory": "report",

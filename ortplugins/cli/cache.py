@@ -18,7 +18,7 @@ from ortplugins.artifacts.store import KEY_CHARACTERS, ArtifactCache, cache_root
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
-from session_options import DqMatMulNBitsFusion, PrepackedWeights
+from session_options import PrepackedWeights
 from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ cache = typer.Typer(
     add_completion=False,
 )
 
-_WARM_PASSES = [DqMatMulNBitsFusion.name, PrepackedWeights.name]
+_WARM_PASSES = [*opt.DEFAULT_PASSES, PrepackedWeights.name]
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 

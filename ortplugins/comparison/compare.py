@@ -20,13 +20,7 @@ from ortplugins.comparison.models import (
     scratch_folder,
 )
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.measurement.measure import (
-    Candidate,
-    Cost,
-    Measurement,
-    measure,
-    side_by_side,
-)
+from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure, side_by_side
 from ortplugins.report import Report
 from session_options import Pass
 

@@ -56,7 +56,8 @@ def genai_layout(
         session: onnxruntime.InferenceSession,
         settings: Mapping[str, str],
     ) -> None:
-        config.check(session)
+        if fault := next(config.faults(session), None):
+            raise ModelFileError(f"{config.path}: {fault}")
         config.decoder["filename"] = written.relative_to(folder).as_posix()
         given = config.decoder.get("session_options") or {}
         config.decoder["session_options"] = {**given, **_embedded(settings)}
@@ -110,12 +111,8 @@ class _Config(NamedTuple):
         entries = ((key, text) for key, text in given.items() if isinstance(text, str))
         return OptimizerSettings(str(level), (), tuple(entries))
 
-    def check(self, session: onnxruntime.InferenceSession) -> None:
+    def faults(self, session: onnxruntime.InferenceSession) -> Iterator[str]:
         """Hold the configuration against the graph."""
-        if fault := next(self._faults(session), None):
-            raise ModelFileError(f"{self.path}: {fault}")
-
-    def _faults(self, session: onnxruntime.InferenceSession) -> Iterator[str]:
         length = self.content["model"].get("context_length")
         if not isinstance(length, int) or length < 1:
             yield f"model.context_length is {length}; a number of tokens is expected"

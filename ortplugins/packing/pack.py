@@ -72,7 +72,12 @@ def pack(
     with folder.staged(without=source.data_files.values()) as staged:
         result = optimize_for(request, staged, progress=progress)
         root = staged.parents[len(folder.location.parts) - 1]
-        session = _loaded(folder.model, staged, result.session_settings)
+        try:
+            session = open_model(staged, "all", settings=result.session_settings)
+        except ModelFileError as error:
+            text = str(error).replace(str(staged), str(folder.model))
+            version = onnxruntime.__version__
+            raise ModelFileError(f"{text} (onnxruntime {version})") from error
         finish(root, staged, session, result.session_settings)
         found = sorted(path for path in root.rglob("*") if path.is_file())
         files = {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
@@ -98,14 +103,3 @@ def _check_format(model: ir.Model, path: Path, version: str) -> None:
             f"{path}: has opset {model.opset_imports.get('')} and IR version "
             f"{model.ir_version}; onnxruntime {version} opens {opset} and {ir_version} at most"
         )
-
-
-def _loaded(
-    model: Path, packed: Path, settings: Mapping[str, str]
-) -> onnxruntime.InferenceSession:
-    """Open a session on the result."""
-    try:
-        return open_model(packed, "all", settings=settings)
-    except ModelFileError as error:
-        text = str(error).replace(str(packed), str(model))
-        raise ModelFileError(f"{text} (onnxruntime {onnxruntime.__version__})") from error

@@ -38,7 +38,7 @@ _Feed = dict[str, npt.NDArray[Any]]
 Run = Callable[[_Feed], Mapping[str, npt.NDArray[Any]]]
 """Runs a model: inputs by name to outputs by name."""
 
-_DEFAULTS = {"batch": 1, "past": 0, "sequence": 32, "source": 32, "layers": 1}
+_DEFAULTS = {"batch": 1, "past": 0, "layers": 1}
 _LENGTH = 32
 # What axes count that has no default.
 _FREE = ("", "heads", "head_size", "width")
@@ -75,17 +75,18 @@ class MadeUpInputs:
         self._inputs = [_Input.of(value, shapes) for value in inputs]
         self._given = dict(dims or {})
         self._check_given()
-        self._by_label = dict.fromkeys(("sequence", "source"), length)
         self._length, self._tried = length, dict[str, int]()
-        for item in self._inputs:
-            for name, label in zip(item.names, item.role.axes, strict=True):
-                if name and label and name in self._given:
-                    self._by_label[label] = self._given[name]
-        self._by_label |= {k: v for k, v in self._given.items() if k in self._labels()}
-        if "total" in self._by_label and "past" not in self._by_label:
-            self._by_label["past"] = self._by_label["total"] - self._by_label["sequence"]
-            if self._by_label["past"] < 0:
-                self._by_label |= {"past": 0, "sequence": self._by_label["total"]}
+        chosen = {
+            label: self._given[name]
+            for item in self._inputs
+            for name, label in zip(item.names, item.role.axes, strict=True)
+            if name and label and name in self._given
+        }
+        chosen |= {k: v for k, v in self._given.items() if k in self._labels()}
+        self._by_label = {**_DEFAULTS, "sequence": length, "source": length, **chosen}
+        if "total" in chosen and "past" not in chosen:
+            new = min(chosen["total"], self._by_label["sequence"])
+            self._by_label |= {"past": chosen["total"] - new, "sequence": new}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -183,13 +184,10 @@ class MadeUpInputs:
         if given is not None:
             return given
         if label == "total":
-            return self._label_size("past") + self._label_size("sequence")
+            return self._by_label["past"] + self._by_label["sequence"]
         if label in _FREE:
             return known.get(label, self._tried.get(name, self._length))
-        return self._label_size(label)
-
-    def _label_size(self, label: str) -> int:
-        return self._by_label.get(label, _DEFAULTS.get(label, self._length))
+        return self._by_label[label]
 
     def _given_size(self, name: str) -> int | None:
         """Size of a dimension that was given, or that follows from given parts of a sum."""
@@ -206,7 +204,7 @@ class MadeUpInputs:
         return None
 
     def _feed(self, rng: np.random.Generator) -> _Feed:
-        past, new = self._label_size("past"), self._label_size("sequence")
+        past, new = self._by_label["past"], self._by_label["sequence"]
         return {
             item.value.name or "": _array(item, self._shape(item), past, new, rng)
             for item in self._inputs

@@ -238,27 +238,17 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         if problems:
             (report,) = problems
         elif report["source"] != "stock":
-            _forget_artifact(self, path_or_bytes, sess_options)
+            # It says that it is of the model that its caller named: packages look for files
+            # beside it; and ``set_providers``, by hand or when a provider fails in a run,
+            # opens it again: an artifact is for the providers that it was made for.
+            is_bytes = isinstance(path_or_bytes, bytes)
+            self._model_path = None if is_bytes else os.fspath(path_or_bytes)
+            self._model_bytes = path_or_bytes if is_bytes else None
+            self._sess_options_initial = sess_options
         self.ortplugins_report = Report.from_dict(report)
 
     _replacements[__init__] = original
     return __init__
-
-
-def _forget_artifact(
-    session: onnxruntime.InferenceSession,
-    path_or_bytes: str | bytes | os.PathLike[str],
-    options: onnxruntime.SessionOptions | None,
-) -> None:
-    """Have a session say that it is of the model that its caller named.
-
-    Packages look for files beside it; and ``set_providers``, by hand or when a provider fails
-    in a run, opens it again: an artifact is for the providers that it was made for.
-    """
-    is_bytes = isinstance(path_or_bytes, bytes)
-    session._model_path = None if is_bytes else os.fspath(path_or_bytes)
-    session._model_bytes = path_or_bytes if is_bytes else None
-    session._sess_options_initial = options
 
 
 # What ours stand for. Beside the functions: functools.wraps would copy an attribute to

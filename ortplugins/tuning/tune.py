@@ -290,7 +290,13 @@ class _Search:
 
     def _build_all(self, changes: Sequence[Change], built: Sequence[_Built]) -> list[_Built]:
         """Add to what is built as many changes as there is time, and memory, to measure."""
-        self._seconds, memory = self._costs_of_a_session()
+        began = time.monotonic()
+        (measured,) = self._measure([self._base], rounds=1)
+        if measured.failed:
+            raise MeasureError(measured.failed)
+        self._seconds = time.monotonic() - began
+        private, total = measured.private, machine()["memory_bytes"]
+        memory = private.median / total if private and total else 0.0
         budget = self._request.plan.hint_seconds
         found = list(built)
         for change in changes:
@@ -302,16 +308,6 @@ class _Search:
             elif (item := self._build(change)) is not None:
                 found.append(item)
         return found
-
-    def _costs_of_a_session(self) -> tuple[float, float]:
-        """Return the seconds that measuring it once takes, and its share of the memory."""
-        began = time.monotonic()
-        (measured,) = self._measure([self._base], rounds=1)
-        if measured.failed:
-            raise MeasureError(measured.failed)
-        private, memory = measured.private, machine()["memory_bytes"]
-        share = private.median / memory if private and memory else 0.0
-        return time.monotonic() - began, share
 
     def _rounds_left(self, sessions: int, share: float = 1.0) -> float:
         """Return how often so many sessions can be measured in a share of the budget."""
