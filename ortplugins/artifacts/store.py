@@ -279,10 +279,6 @@ class PruneResult(NamedTuple):
     size: int
 
 
-class EntryInUse(Exception):
-    """An entry stays; the text is the reason a user reads."""
-
-
 def prune(
     cache: ArtifactCache,
     max_size: int | None = None,
@@ -308,10 +304,10 @@ def prune(
     left = [(item, "used a moment ago") for item in in_use]
     for item in chosen:
         try:
-            _remove(cache, item)
-            removed.append(item)
-        except EntryInUse as reason:
-            left.append((item, str(reason)))
+            if reason := _remove(cache, item):
+                left.append((item, reason))
+            else:
+                removed.append(item)
         except FileNotFoundError:
             stored.remove(item)  # another process was quicker
     _prune_index(cache)
@@ -345,18 +341,36 @@ def choose(
     return chosen, in_use
 
 
-def _remove(cache: ArtifactCache, item: Entry) -> None:
-    """Remove an entry that nobody is about to open."""
+def _remove(cache: ArtifactCache, item: Entry) -> str:
+    """Remove an entry that was not used since it was looked at; return why it stays, if so.
+
+    Its manifest leaves first. A reader that found the entry before has put its mark there, and
+    gets it back without having missed a file; later ones find nothing.
+    """
+    manifest, hidden = item.folder / MANIFEST, item.folder / f"{MANIFEST}.hidden"
     try:
         with cache.lock(item.key, timeout=0):
-            aside = _remove_unless_used(cache, item)
+            if item.stamp:
+                os.replace(manifest, hidden)
+            elif manifest.exists():
+                return "built just now"
+            try:
+                if item.stamp and os.stat(hidden).st_mtime_ns != item.stamp:
+                    os.replace(hidden, manifest)
+                    return "used just now"
+                aside = cache.move_aside(item.key)
+            except BaseException:
+                if item.stamp:
+                    os.replace(hidden, manifest)
+                raise
     except TimeoutError:
-        raise EntryInUse("being built, or removed, by another process") from None
+        return "being built, or removed, by another process"
     except PermissionError:
         if os.name != "nt":
             raise
-        raise EntryInUse("open in a process, and Windows keeps files that are open") from None
+        return "open in a process, and Windows keeps files that are open"
     remove_tree(aside)
+    return ""
 
 
 def _prune_index(cache: ArtifactCache, *, whole: bool = False) -> None:
@@ -381,28 +395,6 @@ def _is_old(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - os.stat(path).st_mtime > _INDEX_SECONDS
     return False
-
-
-def _remove_unless_used(cache: ArtifactCache, item: Entry) -> Path:
-    """Move an entry aside that was not used since it was looked at; return where it is.
-
-    Its manifest leaves first. A reader that found the entry before has put its mark
-    there, and gets it back without having missed a file; later ones find nothing.
-    """
-    entry = cache.root / "entries" / item.key
-    manifest, hidden = entry / MANIFEST, entry / f"{MANIFEST}.hidden"
-    if not item.stamp:
-        if manifest.exists():
-            raise EntryInUse("built just now")
-        return cache.move_aside(item.key)
-    os.replace(manifest, hidden)
-    try:
-        if os.stat(hidden).st_mtime_ns != item.stamp:
-            raise EntryInUse("used just now")
-        return cache.move_aside(item.key)
-    except BaseException:
-        os.replace(hidden, manifest)
-        raise
 
 
 def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
