@@ -266,27 +266,24 @@ class _Search:
     # What changes are decided on.
 
     def _choose_measured(self, fused: _Built | None, changes: Sequence[Change]) -> float:
-        """Take what gains; return the noise, which may be too great to decide anything."""
+        """Take what gains; return the noise, which may be too great to decide anything.
+
+        The fusion is taken at once where it gains much: all else is measured beside it then. A
+        model whose weights plain onnxruntime does not fuse runs some ten times slower there.
+        """
         if fused is not None:
-            self._begin_with(fused)
+            plain, ours = self._measure([self.plain, fused], rounds=1)
+            if plain.failed:
+                raise MeasureError(plain.failed)
+            ratios = _Ratios.of(ours, plain)
+            self._note(fused.change, ours.failed, ratios)
+            if ratios is not None and self._gains(fused, ratios, _MUCH):
+                self._take_if_exact(fused, ratios)
         rest = [fused] if fused is not None and self._base is self.plain else []
         noise, promising = self._promising(self._build_all(changes, rest))
         if noise <= _MAX_NOISE:
             self._choose_in_pairs(promising)
         return noise
-
-    def _begin_with(self, fused: _Built) -> None:
-        """Take the fusion at once where it gains much: all else is measured beside it then.
-
-        A model whose weights plain onnxruntime does not fuse runs some ten times slower there.
-        """
-        plain, ours = self._measure([self.plain, fused], rounds=1)
-        if plain.failed:
-            raise MeasureError(plain.failed)
-        ratios = _Ratios.of(ours, plain)
-        self._note(fused.change, ours.failed, ratios)
-        if ratios is not None and self._gains(fused, ratios, _MUCH):
-            self._take_if_exact(fused, ratios)
 
     def _build_all(self, changes: Sequence[Change], built: Sequence[_Built]) -> list[_Built]:
         """Add to what is built as many changes as there is time, and memory, to measure."""
