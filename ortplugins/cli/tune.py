@@ -12,7 +12,6 @@ import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from ortplugins.runtime.session_settings import MALLOC_THRESHOLD_KEY
 from session_options import enable_key
 from session_options.keys import PREFIX
 
@@ -43,6 +42,8 @@ def tune(
         error: Greatest error over the greatest output; 0 for plain onnxruntime's own.
         samples (FILE.npz): Inputs to measure with.
     """
+    from ortplugins.runtime.session_settings import MALLOC_THRESHOLD_KEY
+
     general: dict[str, Any] = {"hint_seconds": seconds, "hint_error": error, "hint_dims": dims}
     if samples is not None:
         general["hint_samples"] = str(samples)
