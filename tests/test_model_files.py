@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 import ortplugins
 from ortplugins import MissingFileError, ModelFileError
 from ortplugins.model_io import mapped_initializers as inline_tensors
-from ortplugins.model_io.loading import load_path
+from ortplugins.model_io.loading import load_model
 
 CASE = DequantizedMatMul(128, 64, 32)
 
@@ -199,7 +199,7 @@ def test_the_loader_maps_them(path, linked):
         (path.parent / "blobs").mkdir()
         path.rename(path.parent / "blobs" / "3f5a")
         path.symlink_to("blobs/3f5a")
-    loaded = load_path(path, map_inline=True)
+    loaded = load_model(path, map_inline=True)
     weight = loaded.model.graph.initializers["W"].const_value
     np.testing.assert_array_equal(weight.numpy(), normal(32, 32))
     assert linked or loaded.data_files == {"model.onnx": path}
@@ -219,7 +219,7 @@ def test_a_file_cut_off_anywhere_is_no_other_model(path):
         path.write_bytes(content[:length])
         for map_inline in (False, True):
             with pytest.raises(ModelFileError):
-                load_path(path, map_inline=map_inline)
+                load_model(path, map_inline=map_inline)
 
 
 def test_flipped_bits_do_no_more_harm_than_to_the_parser(path):
@@ -237,7 +237,7 @@ def test_flipped_bits_do_no_more_harm_than_to_the_parser(path):
 def outcome(path, *, map_inline):
     """The weight as it was read; None for a file that was refused."""
     try:
-        loaded = load_path(path, map_inline=map_inline)
+        loaded = load_model(path, map_inline=map_inline)
     except ModelFileError:
         return None
     tensors = {
