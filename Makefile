@@ -49,8 +49,7 @@ test: check
 # What make test samples: all layouts of the matrix and of exporters, all bad inputs, a long fuzz.
 test-exhaustive: $(VENV)/.installed-dev
 	ORTPLUGINS_EXHAUSTIVE=1 ORTPLUGINS_FUZZ=20 $(BIN)/python -m pytest -n 2 --dist loadgroup \
-	  tests/test_layout_matrix.py tests/test_exporter_layouts.py \
-	  tests/test_bad_input.py tests/test_fuzz.py
+	  tests/test_layout_matrix.py tests/test_bad_input.py tests/test_fuzz.py
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev

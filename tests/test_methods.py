@@ -1,0 +1,721 @@
+# SPDX-License-Identifier: MIT
+"""GPTQ, AWQ and round-to-nearest, against their definitions; which weights get more bits."""
+
+import itertools
+import tracemalloc
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from builders.same_numbers import session
+from builders.text_models import model_of, normal
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ortplugins.quantization import BlockFormat, quantize, quantize_blocks
+from ortplugins.quantization.methods import awq
+from ortplugins.quantization.methods import gptq as gptq_module
+from ortplugins.quantization.methods.awq import ALPHAS
+from ortplugins.quantization.methods.gptq import Gptq, GptqOptions
+from ortplugins.quantization.methods.nearest import dequantize_blocks, search_blocks
+
+FORM = BlockFormat()
+PLAIN = {"ratios": (1.0,), "revisits": 0}
+FORMS = [
+    BlockFormat(bits, size, symmetric, grid)
+    for bits in (2, 4, 8)
+    for size in (-1, 16, 24)
+    for symmetric, grid in ((True, "extreme"), (True, "amax"), (False, "extreme"))
+]
+
+
+def gptq(weight, gram, form=FORM, **options):
+    return Gptq(gram, GptqOptions(**options)).quantize(weight, form)
+
+
+def correlated(rng, k, tokens=2048):
+    """Activations of a few directions and some noise, channels of different energy."""
+    x = rng.normal(size=(tokens, k // 8 + 1)) @ rng.normal(size=(k // 8 + 1, k))
+    x += 0.3 * rng.normal(size=x.shape)
+    x *= np.exp(rng.normal(size=k))
+    return x.astype(np.float32)
+
+
+def problem(k=64, n=40, seed=0):
+    rng = np.random.default_rng(seed)
+    x = correlated(rng, k)
+    return rng.normal(size=(k, n)).astype(np.float32), x.T @ x / np.float32(len(x))
+
+
+def damped(gram, relative=1.0, absolute=0.01):
+    h = gram.astype(np.float64)
+    energy = np.diag(h)
+    return h + np.diag(relative * energy + absolute * energy.mean())
+
+
+def loss(weight, hessian, quantized, form):
+    d = dequantize_blocks(*quantized, form).astype(np.float64) - weight
+    return float(np.sum(d * (hessian @ d)))
+
+
+def paper(weight, hessian, order, form):
+    """The paper's algorithm, row by row, in float64, with the inverse."""
+    k, n = weight.shape
+    size = form.size_along(k)
+    w = weight.astype(np.float64)
+    codes = np.zeros((k, n), int)
+    scales = np.zeros((form.blocks(k), n))
+    zeros = np.zeros((form.blocks(k), n))
+    inverse = np.linalg.inv(hessian[np.ix_(order, order)])
+    upper = np.linalg.cholesky(inverse).T
+    for i, row in enumerate(order):
+        b = row // size
+        if i == 0 or order[i - 1] // size != b:
+            block = w[b * size : (b + 1) * size].astype(np.float32)
+            scale, zero = quantize_blocks(
+                block, BlockFormat(form.bits, -1, form.is_symmetric, form.grid)
+            )[1:]
+            scales[b] = scale[0]
+            zeros[b] = 0 if zero is None else zero[0]
+        for c in range(n):
+            code = np.rint(w[row, c] / scales[b, c]) + zeros[b, c]
+            codes[row, c] = min(max(code, form.lowest_code), form.highest_code)
+            error = w[row, c] - (codes[row, c] - zeros[b, c]) * scales[b, c]
+            for j in range(i + 1, k):
+                w[order[j], c] -= error / upper[i, i] * upper[i, j]
+    return codes, scales, zeros
+
+
+def same(one, other):
+    return [a if a is None else (a.dtype, a.tobytes()) for a in one] == [
+        a if a is None else (a.dtype, a.tobytes()) for a in other
+    ]
+
+
+@pytest.mark.parametrize("order", ["natural", "energy"])
+@pytest.mark.parametrize("form", [BlockFormat(4, 8), BlockFormat(4, 7, False)])
+def test_codes_are_those_of_the_paper_in_float64(form, order):
+    weight, gram = problem(22, 9)
+    size, energy = form.block_size, np.diag(gram)
+    rows = sorted(range(22), key=lambda r: -energy[r] if order == "energy" else r)
+    blocks = [energy[b * size : (b + 1) * size].mean() for b in range(form.blocks(22))]
+    rows.sort(key=lambda r: -blocks[r // size] if order == "energy" else r // size)
+    codes, scales, zeros = gptq(weight, gram, form, order=order, **PLAIN)
+    expected = paper(weight, damped(gram), rows, form)
+    # A tie within the last bits of float32 may round the other way; none does here.
+    assert np.array_equal(codes, expected[0])
+    np.testing.assert_allclose(scales, expected[1], rtol=1e-5)
+    if zeros is not None:
+        assert np.array_equal(zeros, expected[2])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_diagonal_gram_is_rounding_to_nearest(form):
+    weight, gram = problem(52, 11)
+    for diagonal in (np.eye(52), np.diag(np.diag(gram)), np.zeros((52, 52))):
+        done = gptq(weight, diagonal.astype(np.float32), form, **PLAIN)
+        assert same(done, quantize_blocks(weight, form))
+
+
+SHAPES = [(52, 11), (1, 1), (1, 5), (5, 1), (33, 7), (65, 129)]
+
+
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_types_shapes_and_codes_in_range(form, k, n):
+    weight, gram = problem(k, n)
+    codes, scales, zeros = gptq(weight, gram, form)
+    nearest = quantize_blocks(weight, form)
+    assert codes.dtype == nearest[0].dtype and codes.shape == nearest[0].shape
+    assert scales.dtype == np.float32 and scales.shape == nearest[1].shape
+    assert (zeros is None) == form.is_symmetric
+    assert codes.min() >= form.lowest_code and codes.max() <= form.highest_code
+    assert np.isfinite(scales).all() and (scales != 0).all()
+    if k == 52:
+        h = damped(gram)
+        done = loss(weight, h, (codes, scales, zeros), form)
+        assert done < loss(weight, h, nearest, form)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_output_error_on_correlated_inputs_is_a_third(symmetric):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(4096, 64)) @ rng.normal(size=(64, 512))
+    x = (x + 0.5 * rng.normal(size=x.shape)).astype(np.float32)
+    weight = rng.normal(size=(512, 256)).astype(np.float32)
+    gram = x.T @ x / np.float32(len(x))
+    form = BlockFormat(is_symmetric=symmetric)
+    errors = [
+        loss(weight, gram, done, form) ** 0.5
+        for done in (
+            quantize_blocks(weight, form),
+            gptq(weight, gram, form, relative_damping=0.0),
+            gptq(weight, gram, form),
+        )
+    ]
+    assert errors[1] < errors[0] / 3
+    assert errors[2] < errors[0] / 1.8  # damping gives some of it up, for unseen inputs
+
+
+def test_what_outputs_lack_moves_the_weight_by_damped_least_squares():
+    k, n = 544, 24  # more rows than are solved for at a time
+    weight, gram = problem(k, n)
+    lacking = gram @ np.random.default_rng(1).normal(0, 0.01, (k, n)).astype(np.float32)
+    form = BlockFormat()
+    target = weight + np.linalg.solve(damped(gram), lacking.astype(np.float64))
+    method = Gptq(gram, GptqOptions())
+    found = dequantize_blocks(*method.quantize(weight, form, lacking), form)
+    expected = dequantize_blocks(*method.quantize(target, form), form)
+    assert (np.abs(found - expected) > 1e-4).mean() < 0.01  # ties of rounding
+    assert np.abs(target - weight).max() > 0.001
+
+
+def test_revisits_only_lower_the_loss_until_no_single_code_has_a_better_one():
+    weight, gram = problem(96, 50, seed=4)
+    for form in (BlockFormat(), BlockFormat(2, 20, False), BlockFormat(scale_type="float16")):
+        losses = [
+            loss(weight, damped(gram), gptq(weight, gram, form, revisits=r), form)
+            for r in (0, 1, 2, 3)
+        ]
+        assert losses[1] < losses[0]
+        assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses))
+    weight, gram = problem(12, 3, seed=5)
+    form = BlockFormat(2, 4)
+    done = gptq(weight, gram, form, revisits=20)
+    h = damped(gram)
+    kept = loss(weight, h, done, form)
+    for row, column in np.ndindex(weight.shape):
+        for code in range(form.lowest_code, form.highest_code + 1):
+            codes = done[0].copy()
+            codes[row, column] = code
+            assert loss(weight, h, (codes, *done[1:]), form) > kept * (1 - 1e-5)
+
+
+def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
+    weight, gram = problem(64, 16)
+    dead = [3, 4, 40]
+    gram[dead] = gram[:, dead] = 0
+    form = BlockFormat()
+    for damping in (0.0, 0.01):
+        codes, scales, _ = gptq(
+            weight, gram, form, damping=damping, relative_damping=0, revisits=0
+        )
+        nearest = np.rint(weight[dead] / scales[[0, 0, 1]]).clip(-8, 7)
+        # The range of a block is that of its moved rows: it may clip, but moves no dead row.
+        assert np.array_equal(codes[dead], nearest)
+    one = np.ones((2, 64), np.float32)
+    for singular in (one.T @ one, np.diag(np.eye(64)[5])):
+        done = gptq(weight, singular.astype(np.float32), form, damping=0, relative_damping=0)
+        assert np.isfinite(dequantize_blocks(*done, form)).all()
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-6, 1e12, 1e30])
+def test_the_unit_of_the_gram_changes_nothing(unit):
+    weight, gram = problem()
+    done = gptq(weight, gram.astype(np.float64), **PLAIN)
+    other = gptq(weight, gram.astype(np.float64) * unit, **PLAIN)
+    assert (done[0] != other[0]).mean() < 0.01
+
+
+def test_the_factor_takes_its_own_room_and_a_few_squares(monkeypatch):
+    monkeypatch.setattr(gptq_module, "_PANEL", 64)
+    job = Gptq(np.eye(1024, dtype=np.float32), GptqOptions())
+    tracemalloc.start()
+    job.factor(BlockFormat())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - 8 * 1024**2 < 8 * 1024 * 64  # the columns of a panel
+
+
+def test_zero_weights_and_layouts_of_memory():
+    weight, gram = problem()
+    weight[:32] = 0
+    done = gptq(weight, gram)
+    assert np.isfinite(dequantize_blocks(*done, BlockFormat())).all()
+    assert same(done, gptq(np.asfortranarray(weight), gram))
+    nothing = np.zeros((64, 5), np.float32)
+    assert not dequantize_blocks(*gptq(nothing, gram), BlockFormat()).any()
+
+
+@pytest.mark.parametrize(
+    ("share", "wider"), [(0.0, ""), (0.11, "a"), (0.2, "ac"), (0.96, "ab"), (1.0, "abc")]
+)
+def test_8_bits_go_where_each_byte_removes_the_most_error(share, wider):
+    # For each element, a errs a hundred times as much as c and b 25 times; b is the greatest.
+    rng = np.random.default_rng(0)
+    model = model_of(
+        """g (float[T, 32] x) => (float[T, 32] i, float[T, 288] j, float[T, 16] k) {
+            [a] i = MatMul(x, A) [b] j = MatMul(x, B) [c] k = MatMul(x, C)
+        }""",
+        {
+            name: (scale * rng.normal(size=(32, n))).astype(np.float32)
+            for name, scale, n in (("A", 10, 32), ("B", 5, 288), ("C", 1, 16))
+        },
+    )
+    samples = [{"x": rng.normal(size=(50, 32)).astype(np.float32)}]
+    for method in ("rtn", "gptq"):
+        report = quantize(
+            model, method=method, share_of_8_bits=share, calibration_data_reader=samples
+        ).report
+        assert "".join(row.node for row in report.nodes if row.bits == 8) == wider
+
+
+def test_8_bits_are_chosen_by_all_tokens_and_not_by_a_sample():
+    # The first of 3000 tokens is a sink, as texts begin with one: it makes most of a's error.
+    text = """g (float[T, 32] x, float[T, 32] z) => (float[T, 32] i, float[T, 32] j) {
+        [a] i = MatMul(x, A) [b] j = MatMul(z, B)
+    }"""
+    rng = np.random.default_rng(0)
+    x, z, *weights = (
+        rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 3000, 32, 32)
+    )
+    x[0] *= 1000
+    model = model_of(text, dict(zip("AB", weights, strict=True)))
+    report = quantize(
+        model,
+        method="gptq",
+        share_of_8_bits=0.5,
+        calibration_data_reader=[{"x": x, "z": 1.2 * z}],
+    ).report
+    assert [row.node for row in report.nodes if row.bits == 8] == ["a"]
+
+
+# Weights that are quantised for the inputs that they get in the quantised model.
+
+
+D, TOKENS = 32, 96
+OUTPUTS = ("q", "k", "v", "o", "up", "down")
+
+
+def network() -> ir.Model:
+    """Products of every layout; a table and a subgraph without statistics; two late reads."""
+    return model_of(
+        f"""g (int64[T] ids, float[T, {D}] x)
+            => (float[T, {D}] q, float[T, {D}] k, float[T, {D}] v, float[T, {D}] o,
+                float[T, {2 * D}] up, float[T, {D}] down) {{
+            e = Gather(E, ids) s = Add(e, x)
+            [q] q = MatMul(s, Q) [k] k = Gemm <transB = 1> (s, K)
+            VT = Transpose(V) [v] v = com.microsoft.FusedMatMul <transB = 1> (s, V)
+            [w] w = MatMul(s, VT) qk = Mul(q, k) n = Tanh(qk)
+            [o] o = MatMul(n, O) some = ReduceMax <keepdims = 0> (o)
+            condition = Greater(some, zero)
+            r = If (condition) <
+                then_branch = t () => (float[T, {D}] a) {{ [in] a = MatMul(o, S) }},
+                else_branch = f () => (float[T, {D}] b) {{ b = Identity(s) }}>
+            vw = Add(v, w) sr = Add(r, vw) z = Add(sr, s)
+            [up] up = MatMul(z, U) y = Relu(up) [down] down = MatMul(y, W)
+        }}""",
+        {
+            **{name: 0.3 * normal(D, D, seed=seed) for seed, name in enumerate("QKVOS")},
+            "E": normal(50, D, seed=6),
+            "U": 0.3 * normal(D, 2 * D, seed=7),
+            "W": 0.3 * normal(2 * D, D, seed=8),
+            "zero": np.zeros((), np.float32),
+        },
+    )
+
+
+SAMPLES = [
+    {"ids": np.arange(TOKENS // 2) % 50, "x": normal(TOKENS // 2, D, seed=seed)}
+    for seed in range(2)
+]
+
+
+def outputs(model: ir.Model) -> dict[str, np.ndarray]:
+    """Return each output for all samples together."""
+    opened = session(model, optimised=True, accuracy_level=0)
+    found = [opened.run(list(OUTPUTS), sample) for sample in SAMPLES]
+    return {name: np.concatenate(each) for name, *each in zip(OUTPUTS, *found, strict=True)}
+
+
+@pytest.mark.parametrize("settings", [
+    {"method": "gptq"},
+    {"method": "gptq", "bits": 2, "is_symmetric": False, "quant_format": "QDQ_transposed"},
+    {"method": "awq_gptq", "block_size": 16, "share_of_8_bits": 0.3},
+])  # fmt: skip
+def test_reported_errors_are_those_between_the_two_models(settings):
+    model = network()
+    op_types = ("MatMul", "Gemm", "Gather")
+    result = quantize(
+        model,
+        calibration_data_reader=SAMPLES,
+        op_types=op_types,
+        quantized_inputs=True,
+        **settings,
+    )
+    floats, quantised = outputs(model), outputs(result.model)
+    rows = {row.node: row for row in result.report.nodes}
+    assert len(rows) == len(OUTPUTS) + 3
+    for name in OUTPUTS:
+        difference = np.linalg.norm(quantised[name] - floats[name])
+        error = difference / np.linalg.norm(floats[name])
+        assert rows[name].output_error == pytest.approx(error, rel=1e-3), name
+
+
+# AWQ.
+
+
+AWQ_FORMS = [
+    BlockFormat(bits, size, symmetric)
+    for bits in (2, 4, 8)
+    for size in (-1, 16, 24)
+    for symmetric in (True, False)
+]
+
+
+def search_scales(weights, mean_abs, x, gram, forms=None, **options):
+    forms = forms or [BlockFormat()] * len(weights)
+    return awq.search_scales(weights, mean_abs, x, gram, forms, **options)
+
+
+def search_clip(weight, gram, form=FORM, **options):
+    return awq.search_clip(weight, gram, form, **options)
+
+
+def loud_problem(k=52, widths=(12, 7), tokens=200, seed=0):
+    """A few loud channels; weights; tokens, their mean |x| and Gram matrix."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, k)) * np.exp(1.5 * rng.normal(size=k))
+    x = x.astype(np.float32)
+    weights = [rng.normal(size=(k, n)).astype(np.float32) for n in widths]
+    return weights, abs(x).mean(axis=0), x, x.T @ x / np.float32(tokens)
+
+
+def output_loss(weight, x, form, scales=None, ratios=None):
+    """Error of the outputs for each token, by the products themselves, in float64."""
+    s = np.ones(len(weight), np.float32) if scales is None else scales
+    w = dequantize_blocks(*quantize_blocks(weight * s[:, None], form, ratios), form)
+    y = (x / s).astype(np.float64) @ w - x.astype(np.float64) @ weight
+    return float(np.square(y).sum() / len(x))
+
+
+def naive_scales(weights, mean_abs, sizes, alpha):
+    """The formula, element by element."""
+    k = len(mean_abs)
+    w_mean = np.zeros(k)
+    columns = [
+        (w[:, c].astype(float), size)
+        for w, size in zip(weights, sizes, strict=True)
+        for c in range(w.shape[1])
+    ]
+    for column, size in columns:
+        for i in range(k):
+            block = column[i // size * size : (i // size + 1) * size]
+            w_mean[i] += abs(column[i]) / max(abs(block)) / len(columns)
+    s = [mean_abs[i] ** alpha / w_mean[i] ** (1 - alpha) for i in range(k)]
+    return np.array(s) / np.sqrt(max(s) * min(s))
+
+
+@pytest.mark.parametrize("use_gram", [True, False])
+@pytest.mark.parametrize("form", AWQ_FORMS, ids=str)
+def test_scales_are_the_best_of_all_alphas(form, use_gram):
+    weights, mean_abs, x, gram = loud_problem()
+    forms = [form, BlockFormat({2: 8, 4: 2, 8: 4}[form.bits], 13)]
+    sizes = [each.size_along(52) for each in forms]
+    choice = search_scales(
+        weights,
+        mean_abs,
+        None if use_gram else x,
+        gram if use_gram else None,
+        forms,
+        alphas=ALPHAS,
+    )
+    candidates = {None: np.ones(52, np.float32)} | {
+        a: naive_scales(weights, mean_abs, sizes, a).astype(np.float32) for a in ALPHAS
+    }
+    losses = {
+        a: sum(output_loss(w, x, f, s) for w, f in zip(weights, forms, strict=True))
+        for a, s in candidates.items()
+    }
+    assert choice.loss == pytest.approx(losses[choice.alpha], rel=1e-3)
+    assert choice.loss == pytest.approx(min(losses.values()), rel=1e-3)
+    np.testing.assert_allclose(choice.scales, candidates[choice.alpha], rtol=1e-4)
+    assert choice.scales.dtype == np.float32
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_by_default_the_search_goes_on_around_the_best(seed):
+    weights, mean_abs, x, gram = loud_problem(seed=seed)
+    tenths = search_scales(weights, mean_abs, x, gram, alphas=ALPHAS)
+    finer = search_scales(weights, mean_abs, x, gram)
+    assert finer.loss <= tenths.loss
+    assert abs(finer.alpha - tenths.alpha) < 0.06
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scales_are_never_worse_than_none(seed):
+    weights, mean_abs, x, gram = loud_problem(96, (300, 77, 5), seed=seed)
+    choice = search_scales(weights, mean_abs, x, gram)
+    worse = search_scales(weights, mean_abs, x, gram, alphas=())
+    assert worse.alpha is None and (worse.scales == 1).all()
+    assert choice.loss < worse.loss
+    whole = [
+        sum(output_loss(w, x, BlockFormat(), s) for w in weights)
+        for s in (choice.scales, None)
+    ]
+    assert whole[0] < whole[1]  # what a sample of the columns finds holds for all
+    assert choice.scales.max() * choice.scales.min() == pytest.approx(1, rel=1e-3)
+
+
+def test_silent_channels_and_extremes_are_safe():
+    weights, mean_abs, x, gram = loud_problem()
+    quiet = [0, 5, 40]
+    x[:, quiet] = 0
+    mean_abs[quiet] = 0
+    gram[quiet] = gram[:, quiet] = 0
+    for w in weights:
+        w[7] = 0
+    choice = search_scales(weights, mean_abs, x, gram)
+    assert np.isfinite(choice.scales).all() and (choice.scales > 0).all()
+    assert (choice.scales[[*quiet, 7]] == 1).all()
+    mean_abs[1], mean_abs[2] = 1e-38, 1e38
+    choice = search_scales(weights, mean_abs, x, gram, alphas=(1.0,))
+    assert choice.scales.min() >= 1e-4 and choice.scales.max() <= 1e4 * (1 + 1e-6)
+    nothing = search_scales(weights, mean_abs * 0, x * 0, gram * 0)
+    assert nothing.alpha is None and nothing.loss == 0 and (nothing.scales == 1).all()
+
+
+def test_scales_too_large_for_float16_are_passed_over():
+    weights, mean_abs, x, gram = loud_problem()
+    loud = [w * np.float32(4e4) for w in weights]
+    form = BlockFormat(scale_type="float16")
+    choice = search_scales(loud, mean_abs, x, gram, [form] * 2)
+    for w in loud:
+        quantize_blocks(w * choice.scales[:, None], form)  # raises if it is too large
+
+
+def damped_loss(errors, x, relative=1.0):
+    """For each column, the error of the outputs and of each channel's own, in float64."""
+    energy = np.square(x.astype(np.float64)).mean(axis=0)
+    y = x.astype(np.float64) @ errors
+    return np.square(y).mean(axis=0) + relative * (energy @ np.square(errors))
+
+
+@pytest.mark.parametrize("tokens", [9, 200])
+@pytest.mark.parametrize("form", AWQ_FORMS, ids=str)
+def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
+    (weight, _), _, x, gram = loud_problem(tokens=tokens)
+    ratios = (1.0, 0.8, 0.6, 0.9)
+    done = search_clip(weight, gram, form, ratios=ratios, visits=20)
+    blocks = form.blocks(52)
+    assert done.dtype == np.float32 and done.shape == (blocks, 12)
+    assert set(np.unique(done)) <= set(np.array(ratios, np.float32))
+
+    def errors(r):
+        return dequantize_blocks(*quantize_blocks(weight, form, r), form) - weight
+
+    kept = damped_loss(errors(done), x)
+    for b in range(blocks):
+        for ratio in ratios:
+            other = done.copy()
+            other[b] = ratio
+            assert (damped_loss(errors(other), x) >= kept * (1 - 1e-3)).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 500])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (5, 1), (33, 7), (96, 300)])
+@pytest.mark.parametrize("size", [1, 32, 128, -1])
+def test_clip_of_any_shape_is_never_worse_than_nearest(k, n, size, tokens):
+    (weight,), _, x, gram = loud_problem(k, (n,), tokens)
+    for form in (BlockFormat(4, size), BlockFormat(2, size, False)):
+        for visits in (1, 2):
+            ratios = search_clip(weight, gram, form, visits=visits)
+            losses = [
+                damped_loss(
+                    dequantize_blocks(*quantize_blocks(weight, form, r), form) - weight, x
+                )
+                for r in (None, ratios)
+            ]
+            assert (losses[1] <= losses[0] * (1 + 1e-4) + 1e-9).all()
+
+
+def test_clip_without_ratios_or_energy_is_one():
+    (weight, _), _, _, gram = loud_problem()
+    assert (search_clip(weight, gram, ratios=()) == 1).all()
+    assert (search_clip(weight, gram * 0) == 1).all()
+
+
+def test_memory_layout_does_not_matter():
+    weights, mean_abs, x, gram = loud_problem()
+    fortran = [np.asfortranarray(w) for w in weights]
+    one, two = (search_scales(w, mean_abs, x, gram) for w in (weights, fortran))
+    assert np.array_equal(one.scales, two.scales) and one.loss == two.loss
+    assert np.array_equal(search_clip(weights[0], gram), search_clip(fortran[0], gram))
+
+
+def test_weights_of_different_bits_are_searched_as_what_they_are():
+    (a, b), _, x, _ = loud_problem(64, (24, 24))
+    lines = ["[a] i = MatMul(x, A)", "[b] j = MatMul(x, B)"]
+    found = []
+    for order in (lines, lines[::-1]):
+        text = (
+            f"g (float[T, 64] x) => (float[T, 24] i, float[T, 24] j) {{ {' '.join(order)} }}"
+        )
+        report = quantize(
+            model_of(text, {"A": a, "B": b}),
+            method="awq_lite",
+            node_config={"a": {"bits": 8}, "b": {"bits": 2, "block_size": 8}},
+            calibration_data_reader=[{"x": x}],
+        ).report
+        found.append({row.node: (row.alpha, row.weight_error) for row in report.nodes})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [100, 2000])  # all tokens are kept, or second moments
+def test_scales_of_blocks_fit_the_energy_of_their_channels(count):
+    (weight,), mean_abs, x, gram = loud_problem(128, (64,), tokens=count)
+    model = model_of(
+        "g (float[T, 128] x) => (float[T, 64] y) { [a] y = MatMul(x, W) }", {"W": weight}
+    )
+    [row] = quantize(model, method="awq_lite", calibration_data_reader=[{"x": x}]).report.nodes
+    scales = search_scales([weight], mean_abs, None, gram).scales
+    nearest = output_loss(weight, x, BlockFormat(), scales) * count
+    nearest /= np.square(x.astype(np.float64) @ weight).sum()
+    assert row.output_error**2 < 0.9 * nearest
+
+
+# Round-to-nearest.
+
+
+SYMMETRIES = pytest.mark.parametrize("is_symmetric", [True, False])
+
+weights = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=70),
+    elements=st.floats(-(2.0**99), 2.0**99, width=32),
+)
+forms = st.builds(
+    BlockFormat,
+    bits=st.sampled_from([2, 4, 8]),
+    block_size=st.sampled_from([-1, 1, 7, 16, 32, 128]),
+    is_symmetric=st.booleans(),
+    grid=st.sampled_from(["extreme", "amax"]),
+)
+
+
+def block_of_rows(form, k):
+    return np.arange(k) // form.size_along(k)
+
+
+def dequantize(codes, scales, zero_points, form):
+    """What DequantizeLinear computes, in float64."""
+    block = block_of_rows(form, len(codes))
+    zeros = 0 if zero_points is None else zero_points[block].astype(np.float64)
+    return (codes - zeros) * scales[block].astype(np.float64)
+
+
+@given(weight=weights, form=forms)
+def test_the_error_is_at_most_half_a_step(weight, form):
+    codes, scales, zero_points = quantize_blocks(weight, form)
+    error = abs(dequantize(codes, scales, zero_points, form) - weight)
+    steps = error / abs(scales[block_of_rows(form, len(weight))])
+    allowed = np.full(codes.shape, 0.5)
+    if form.is_symmetric and form.grid == "extreme":  # its opposite has no code
+        allowed[codes == form.highest_code] = 1
+    assert (steps <= allowed + 1e-4).all()
+
+
+@given(weight=weights, form=forms, zeros=st.randoms(use_true_random=False))
+def test_zeros_are_exact(weight, form, zeros):
+    weight[zeros.randrange(len(weight))] = 0
+    result = dequantize(*quantize_blocks(weight, form), form)
+    assert (result[weight == 0] == 0).all()
+
+
+@SYMMETRIES
+@pytest.mark.parametrize("scale_type", ["float32", "float16"])
+def test_blocks_of_zeros_and_subnormals_divide_by_no_zero(is_symmetric, scale_type):
+    weight = np.zeros((64, 2), np.float32)
+    weight[:32, 1] = 1e-45
+    form = BlockFormat(is_symmetric=is_symmetric, scale_type=scale_type)
+    with np.errstate(all="raise", under="ignore"):
+        codes, scales, zero_points = quantize_blocks(weight, form)
+    assert (scales > 0).all()
+    assert not dequantize(codes, scales, zero_points, form).any()
+
+
+def weighted_errors(weight, quantised, form):
+    """Sums of |w| times the squared error, over each block, relative to those of |w|**3."""
+    errors = abs(weight) * (dequantize(*quantised, form) - weight.astype(np.float64)) ** 2
+    starts = np.arange(0, len(weight), form.size_along(len(weight)))
+    sums = np.add.reduceat(np.abs(weight).astype(np.float64) ** 3, starts, axis=0)
+    return np.add.reduceat(errors, starts, axis=0) / np.where(sums > 0, sums, 1)
+
+
+@given(weight=weights, form=forms)
+def test_searched_scales_are_never_worse_where_great_weights_count_more(weight, form):
+    nearest, searched = quantize_blocks(weight, form), search_blocks(weight, form)
+    for one, other in zip(nearest, searched, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype, one.shape) == (other.dtype, other.shape)
+    assert form.lowest_code <= searched[0].min() <= searched[0].max() <= form.highest_code
+    assert np.isfinite(searched[1]).all() and (searched[1] != 0).all()
+    before, after = (weighted_errors(weight, done, form) for done in (nearest, searched))
+    assert (after <= before + 1e-5).all()
+    if not form.is_symmetric or form.grid == "amax" or form.bits == 8:
+        assert np.array_equal(nearest[0], searched[0])
+
+
+def test_a_searched_scale_is_the_best_of_its_codes():
+    weight = np.random.default_rng(0).normal(size=(128, 40)).astype(np.float32)
+    form = BlockFormat()
+    codes, scales, _ = search_blocks(weight, form)
+    kept = weighted_errors(weight, (codes, scales, None), form)
+    for factor in (0.99, 1.01):
+        assert (kept < weighted_errors(weight, (codes, scales * factor, None), form)).all()
+    assert (
+        kept.sum() < 0.9 * weighted_errors(weight, quantize_blocks(weight, form), form).sum()
+    )
+
+
+def test_the_signed_extreme_gets_the_longer_end():
+    weight = np.array([[3.5, -4.0], [-7.0, 4.0], [8.0, -8.0]], np.float32)
+    codes, scales, zero_points = quantize_blocks(weight, BlockFormat(block_size=4))
+    assert scales.tolist() == [[-1.0, 1.0]]
+    assert codes.tolist() == [[-4, -4], [7, 4], [-8, -8]]
+    assert zero_points is None
+
+
+def test_an_asymmetric_range_may_be_wider_than_float32():
+    weight = np.array([[3e38], [-3e38]], np.float32)
+    _, scales, _ = quantize_blocks(weight, BlockFormat(is_symmetric=False))
+    assert np.isfinite(scales).all()
+
+
+@SYMMETRIES
+def test_a_ratio_shrinks_the_range_of_its_block_alone(is_symmetric):
+    form = BlockFormat(is_symmetric=is_symmetric)
+    weight = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    ratios = np.ones((2, 3), np.float32)
+    ratios[1, 2] = 0.5
+    _, plain, _ = quantize_blocks(weight, form)
+    _, shrunk, _ = quantize_blocks(weight, form, ratios)
+    np.testing.assert_allclose(shrunk / plain, ratios, rtol=1e-6)
+
+
+def test_float16_scales_that_overflow_raise():
+    weight = np.full((32, 1), 1e6, np.float32)
+    with pytest.raises(ValueError, match="beyond 65504"):
+        quantize_blocks(weight, BlockFormat(scale_type="float16"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 3}, "bits is 3"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": -2}, "block_size is -2"),
+        ({"grid": "max"}, "grid is 'max'"),
+        ({"scale_type": "float64"}, "scale_type is 'float64'"),
+    ],
+)
+def test_formats_out_of_range_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BlockFormat(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, 4), (4, 0), (1, 2, 3)])
+def test_weights_that_are_no_matrix_raise(shape):
+    with pytest.raises(ValueError, match="is expected"):
+        quantize_blocks(np.ones(shape, np.float32))
