@@ -6,11 +6,11 @@ import warnings
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.qdq_models import chains, count, grid, place, quantized, refused, serialized
+from builders.text_models import model_of
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
@@ -31,18 +31,13 @@ UINT8, INT8, UINT16, INT16 = (
 # Parameters of one name are the same; t differs from s by less than what moves a code.
 PARAMETERS = """float s = {0.02}, float t = {0.0200001}, float far = {0.03},
     uint8 z = {100}, uint8 z_other = {101}, int8 zi = {-28},
-    float s16 = {7.8125e-5}, uint16 z16 = {25600}, int16 zi16 = {0},
-    float s257 = {7.782101e-5}"""
+    uint16 z16 = {25600}, float s257 = {7.782101e-5}"""
 
 
 def graph(text: str, inputs: str = "uint8[n] c", outputs: str = "float[n] y") -> ir.Model:
-    # 7.8125e-5 is not 0.02 / 256 as float32: set exactly.
-    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
-        g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}""")
-    exact = np.float32(0.02) / np.float32(256)
-    model.graph.initializers["s16"].const_value = ir.tensor(np.array(exact, np.float32))
-    model.graph.initializers["zi16"].const_value = ir.tensor(np.array(-7168, np.int16))
-    return model
+    # 7.8125e-5 is not 0.02 / 256 as float32.
+    exact = {"s16": np.float32(0.02) / np.float32(256), "zi16": np.int16(-7168)}
+    return model_of(f"g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}", exact)
 
 
 def fold(model: ir.Model, target: str = "cpu") -> Remarks:
@@ -267,8 +262,7 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
     ],
 )
 def test_grids_that_cannot_be_read_are_reported(scale: str, words: str):
-    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["": 21]>
-        g (uint8[2] c) => (float[2] y) <{scale}> {{
+    model = model_of(f"""g (uint8[2] c) => (float[2] y) <{scale}> {{
             d = DequantizeLinear<axis = 0>(c, k)  [second] q = QuantizeLinear<axis = 0>(d, k)
             [last] y = DequantizeLinear<axis = 0>(q, k) }}""")
     before = ir.to_proto(model).SerializeToString()
@@ -337,9 +331,7 @@ def build(
     constants: str = CONSTANTS,
     opset: int = 21,
 ) -> ir.Model:
-    head = f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]>'
-    text = f"{head} {signature} <{constants}> {{ {body} }}"
-    return ir.from_proto(onnx.parser.parse_model(text))
+    return model_of(f"{signature} <{constants}> {{ {body} }}", opset=opset)
 
 
 def converted(dtype: ir.DataType, *nodes: str) -> tuple[TensorOverride, ...]:

@@ -5,11 +5,11 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.same_numbers import session
+from builders.text_models import proto_of
 
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import (
     GRID_TYPES,
@@ -26,11 +26,10 @@ FLOATS = (np.float32, np.float16)
 def operators(dtype: ir.DataType, floats: type[np.generic]) -> onnxruntime.InferenceSession:
     """Both operators, scale and zero point as inputs, as no optimiser sees them."""
     real = ir.DataType.from_numpy(np.dtype(floats)).name.lower()
-    real = {"float16": "float16", "float": "float"}[real]
     kind = dtype.name.lower()
-    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
-        g ({real}[n] x, {kind}[m] q, {real} s, {kind} z) => ({kind}[n] codes, {real}[m] values)
-        {{ codes = QuantizeLinear(x, s, z)  values = DequantizeLinear(q, s, z) }}""")
+    model = proto_of(f"""g ({real}[n] x, {kind}[m] q, {real} s, {kind} z)
+        => ({kind}[n] codes, {real}[m] values) {{
+        codes = QuantizeLinear(x, s, z)  values = DequantizeLinear(q, s, z) }}""")
     return session(model)
 
 

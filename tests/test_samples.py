@@ -12,7 +12,7 @@ import pytest
 from builders.command_line import ortplugins_command, printed, refused
 from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 from builders.samples import write_tokenizer
-from builders.text_models import model_of, normal
+from builders.text_models import model_of, normal, proto_of
 
 import ortplugins
 from ortplugins.comparison.models import InputChoice, comparison_feeds
@@ -28,10 +28,6 @@ from ortplugins.samples.text import TextSamples
 def feeds_of(model: onnx.ModelProto, folder: Path, **options):
     session = ort.InferenceSession(model.SerializeToString())
     return list(comparison_feeds(session, InputChoice(**options), folder))
-
-
-def parsed(text: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
 
 
 @pytest.mark.parametrize("form", ["torch", "genai"])
@@ -121,7 +117,7 @@ def test_memory_counts_one_row_and_an_empty_past(tmp_path):
 
 
 WINDOW = """g (float[batch, sequence] input, int64 sr) => (float[batch, 1, n] y)
-    <int64[1] one = {1}, float[1, 1, 100] w> {
+    <int64[1] one = {1}> {
     x = Unsqueeze(input, one)
     c = Conv(x, w)
     rate = Cast <to = 1> (sr)
@@ -130,17 +126,14 @@ WINDOW = """g (float[batch, sequence] input, int64 sr) => (float[batch, 1, n] y)
 
 
 def test_audio_gets_a_window_that_the_model_takes(tmp_path):
-    model = parsed(WINDOW.replace("float[1, 1, 100] w", "float[1] unused = {0}"))
-    model.graph.initializer.append(
-        onnx.numpy_helper.from_array(np.ones((1, 1, 100), np.float32), "w")
-    )
+    model = proto_of(WINDOW, {"w": np.ones((1, 1, 100), np.float32)})
     (feed,) = feeds_of(model, tmp_path)
     assert (feed["input"].shape[0], feed["sr"]) == (1, 16000)
     assert feed["input"].shape[1] >= 100
 
 
 def test_what_cannot_be_solved_names_one_dimension(tmp_path):
-    model = parsed("""g (float[batch, points] cloud) => (float[batch, m, 77] y)
+    model = proto_of("""g (float[batch, points] cloud) => (float[batch, m, 77] y)
         <int64[3] shape = {0, -1, 77}> { y = Reshape(cloud, shape) }""")
     with pytest.raises(ModelFileError, match=r"give the size of 'points' \(--dims"):
         feeds_of(model, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
 from builders.sessions import CPU, EXACT, check, options, save, source, start
+from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
@@ -312,8 +313,6 @@ if sys.argv[2] == "on":
 session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
 assert session.ortplugins_report.source == sys.argv[3], session.ortplugins_report
 """
-FLOAT = """<ir_version: 10, opset_import: ["" : 21]>
-float (float[n] x) => (float[n] y) { y = Relu(x) }"""
 
 
 def test_hits_import_none_of_onnx_and_starts_with_nothing_to_do_no_report(model_path):
@@ -322,7 +321,7 @@ def test_hits_import_none_of_onnx_and_starts_with_nothing_to_do_no_report(model_
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")
-    onnx.save(onnx.parser.parse_model(FLOAT), path)
+    onnx.save(proto_of("float (float[n] x) => (float[n] y) { y = Relu(x) }"), path)
     assert "rewrite_rules" not in modules_after(opened, str(path), "on")
 
 

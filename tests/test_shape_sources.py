@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.same_numbers import session
+from builders.text_models import model_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +17,10 @@ from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 
 F = np.float32
-HEAD = '<ir_version: {ir_version}, opset_import: ["": {opset}, "com.microsoft": 1]>'
 
 
 def parse(text: str, opset: int = 21) -> ir.Model:
-    head = HEAD.format(ir_version=10 if opset < 23 else 11, opset=opset)
-    return ir.from_proto(onnx.parser.parse_model(f"{head} {text}"))
+    return model_of(text, opset=opset, ir_version=10 if opset < 23 else 11)
 
 
 def simplify(model: ir.Model, infer: bool = True) -> list[str]:

@@ -72,7 +72,7 @@ LAYOUTS = {
 def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
     """Read a model from its text, with a part of it exchanged; ``""`` for none."""
     assert change[0] in text
-    return onnx.parser.parse_model(text.replace(*change) if change[0] else text)
+    return proto_of(text.replace(*change) if change[0] else text)
 
 
 def attention(
@@ -81,9 +81,8 @@ def attention(
     """``Softmax(q @ k') @ v`` of ``q[B, H, S, D]`` and repeated heads of k and v."""
     keys = f"{REPEATS[repeat]}\n    {LAYOUTS[layout]}"
     values = REPEATS[repeat].replace("k_", "v_").replace("(k,", "(v,").replace("(k)", "(v)")
-    text = f"""<ir_version: 10, opset_import: ["": 21]>
-attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k, float[B, {G}, T, {D}] v,
-           float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
+    text = f"""attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k,
+    float[B, {G}, T, {D}] v, float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
 <int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
  int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
  int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}},
@@ -168,8 +167,7 @@ def rms_norm(
     square: str, inverse: str, weight: str, change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
     """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
-    text = f"""<ir_version: 10, opset_import: ["": 21]>
-    norm (float[B, S, 8] a, float[B, S, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
+    text = f"""n (float[B, S, 8] a, float[B, S, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
     <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
      float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
         x = Add(a, b)
@@ -242,8 +240,7 @@ LASTS = {
 def tanh_gelu(
     powers: str, inner: str, last: str, change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
-    text = f"""<ir_version: 10, opset_import: ["": 21]>
-    gelu (float[B, 8] x) => (float[B, 8] y)
+    text = f"""gelu (float[B, 8] x) => (float[B, 8] y)
     <float one = {{1}}, float two = {{2}}, float three = {{3}}, float half = {{0.5}},
      float cubic = {{0.044715}}, float root = {{0.7978845834732056}}> {{
         {POWERS[powers]} {INNERS[inner]} t = Tanh(a) g = Add(t, one) {LASTS[last]}

@@ -6,8 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx.numpy_helper
 import onnx.parser
+
+from .text_models import add_weights
 
 VOCABULARY, PLACES, HEADS, HEAD_SIZE = 48, 40, 2, 8
 WIDTH = HEADS * HEAD_SIZE
@@ -130,9 +131,8 @@ def decoder(form: str) -> onnx.ModelProto:
         shapes |= {"wq": (WIDTH, 4 * HEAD_SIZE), "head": (4 * HEAD_SIZE, VOCABULARY)}
     if form == "torch":
         shapes["places"] = (PLACES, WIDTH)
-    for name, shape in shapes.items():
-        array = rng.standard_normal(shape, np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    add_weights(model.graph, weights)
     return model
 
 
@@ -258,7 +258,5 @@ def small_decoder(
     dtype = np.float16 if " float16" in text else dtype
     with np.errstate(over="ignore"):
         tensors = {name: array.astype(dtype) for name, array in constants.items()}
-    model.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in tensors.items()
-    )
+    add_weights(model.graph, tensors)
     return model

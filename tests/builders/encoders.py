@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.numpy_helper
-import onnx.parser
 from numpy.typing import NDArray
+
+from .text_models import proto_of
 
 HIDDEN, VOCABULARY = 8, 32
 
@@ -66,7 +66,6 @@ def encoder(
         **(extra or {}),
     }
     text = f"""
-        <ir_version: 8, opset_import: ["": {opset}]>
         encoder (int64[{shape}] input_ids, {mask_type}[{shape}] attention_mask)
             => ({output}[{"batch, n, m" if "batch" in shape else "a, n, m"}] y) {{
             embedded = Gather(table, input_ids)
@@ -82,11 +81,7 @@ def encoder(
             {head}
         }}
     """
-    model = onnx.parser.parse_model(text)
-    model.graph.initializer.extend(
-        onnx.numpy_helper.from_array(np.asarray(array), name)
-        for name, array in constants.items()
-    )
+    model = proto_of(text, constants, opset=opset, ir_version=8)
     del model.graph.output[0].type.tensor_type.shape.dim[:]
     model.graph.output[0].type.tensor_type.ClearField("shape")
     return onnx.shape_inference.infer_shapes(model)

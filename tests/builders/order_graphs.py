@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import numpy_helper
+
+from .text_models import proto_of
 
 COLUMNS = 64  # float32 rows of 256 bytes, so that tensors outweigh shapes
 
@@ -189,11 +190,8 @@ def random_model(seed: int, nodes: int = 30, subgraphs: int = 0) -> onnx.ModelPr
     shuffle(grown, rng)
     outputs = {name: info(name, grown.rows[name]) for name in ends}
     given = [info(name, rows) for name, rows in inputs.items()] + ["bool cond", "int64 trips"]
-    head = '<ir_version: 10, opset_import: ["" : 21]>'
-    model = onnx.parser.parse_model(f"{head} {grown.text('random', given, outputs)}")
-    weight = numpy_helper.from_array(np.ones((8, COLUMNS), np.float32), "w")
-    model.graph.initializer.append(weight)  # and an input, too
-    return model
+    weight = {"w": np.ones((8, COLUMNS), np.float32)}  # and an input, too
+    return proto_of(grown.text("random", given, outputs), weight)
 
 
 def shuffle(grown: RandomGraph, rng: random.Random) -> None:

@@ -13,6 +13,8 @@ from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, plac
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
+from .text_models import proto_of
+
 
 def grid(
     scale: float = 0.02,
@@ -25,9 +27,7 @@ def grid(
 
 def parse(text: str, opset: int = 21) -> ir.Model:
     """A model from the text of its graph, with shapes."""
-    head = f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]>\n'
-    model = onnx.parser.parse_model(head + text)
-    return ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto_of(text, opset=opset)))
 
 
 def quantized(
