@@ -8,6 +8,7 @@ unknown outside it. Every rule therefore makes its initializers here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 
 import onnx_ir as ir
@@ -19,14 +20,20 @@ class FreshNames:
     """Hands out names that no value or node of the model or its subgraphs has."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._taken: set[str] = set()
+        self._model = model
         self._attempts: dict[str, int] = {}
-        for graph in model.graphs():
-            self._taken.update(value.name or "" for value in graph.inputs)
-            self._taken.update(graph.initializers)
+
+    @functools.cached_property
+    def _taken(self) -> set[str]:
+        """The names in use, looked for when the first one is asked for."""
+        taken = set[str]()
+        for graph in self._model.graphs():
+            taken.update(value.name or "" for value in graph.inputs)
+            taken.update(graph.initializers)
             for node in graph:
-                self._taken.add(node.name or "")
-                self._taken.update(value.name or "" for value in node.outputs)
+                taken.add(node.name or "")
+                taken.update(value.name or "" for value in node.outputs)
+        return taken
 
     def take(self, name: str) -> str:
         """Return a name, or it with a number behind, and count it as taken."""
@@ -41,13 +48,14 @@ class FreshNames:
 
 def name_apart(model: ir.Model) -> None:
     """Rename values that nodes make under a name that another value has."""
-    names, seen, graphs = FreshNames(model), set[str](), list(model.graphs())
+    names, graphs, kept = FreshNames(model), list(model.graphs()), set(model.graph.outputs)
+    seen = {value.name or "" for value in kept}
     for graph in graphs:
-        seen.update(value.name or "" for value in (*graph.inputs, *graph.outputs))
+        seen.update(value.name or "" for value in graph.inputs)
         seen.update(graph.initializers)
     made = (value for graph in graphs for node in graph for value in node.outputs)
     for value in made:
-        if value.name in seen and value.name and not value.is_graph_output():
+        if value.name in seen and value.name and value not in kept:
             value.name = names.take(value.name)
         seen.add(value.name or "")
 

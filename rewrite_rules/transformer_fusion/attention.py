@@ -24,6 +24,7 @@ GroupQueryAttention. What multiplies the weights of a Softmax and is not fused s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from onnxscript import TapeBuilder
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
-from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
@@ -58,7 +58,7 @@ from rewrite_rules.transformer_fusion.scores import (
 )
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
-_KERNELS = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
+_KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 _LOWEST = float(np.finfo(np.float32).min)
 _MAX_BETWEEN = 4
 # Older opsets are converted by ONNX itself, to another graph: rules after these lose sight of
@@ -77,7 +77,6 @@ class FuseAttention(RewriteRuleClassBase):
         self,
         facts: ProvedShapes,
         read_mask: Callable[[Mask, GroupedLayout], MaskSight],
-        names: FreshNames,
         remarks: Remarks,
         standard: bool,
         joined: list[tuple[ir.Value, ir.Value]],
@@ -87,14 +86,14 @@ class FuseAttention(RewriteRuleClassBase):
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._read_mask = read_mask
-        self._names = names
         self._remarks = remarks
         self._standard = standard
         self._joined = joined
         self._cache = shared
         self._found: tuple[Attention, _Added] | None = None
+        # What layers share.
         self._shared: dict[object, ir.Value] = {}
-        self._sizes: dict[object, tuple[ir.Value, ir.Value, ir.Value]] = {}
+        self._sizes: dict[object, tuple[ir.Value, ir.Value, ir.Value, ir.Value]] = {}
         self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
@@ -306,8 +305,8 @@ class FuseAttention(RewriteRuleClassBase):
         build: Callable[[Any], Sequence[ir.Value]] = found.any_tokens
         if self._is_prompt(found, added):
             past, forms = producer(found.keys).inputs[0], f"{forms}, GroupQueryAttention"
-            least, last, total = self._token_sizes(op, found)
-            kernel = self._kernel(op, found, added, last, total)
+            _, least, *sizes = self._token_sizes(op, found)
+            kernel = self._kernel(op, found, added, *sizes)
 
             def build(op: Any) -> Sequence[ir.Value]:
                 empty = op.Less(op.Shape(past, start=2, end=3), least)
@@ -317,11 +316,7 @@ class FuseAttention(RewriteRuleClassBase):
         if self._number(found.query, 2) not in (None, 1):
             return build(op)
         is_one = self._is_one_token(op, found)
-        mask_rows = self._group_rows(op, found, added)
-
-        def one_token(op: Any) -> Sequence[ir.Value]:
-            return found.one_token(op, mask_rows)
-
+        one_token = functools.partial(found.one_token, mask=self._group_rows(op, found, added))
         return self._either(op, is_one, one_token, build, name=node.name)
 
     def _group_rows(self, op: Any, found: Attention, added: _Added) -> ir.Value | None:
@@ -344,17 +339,19 @@ class FuseAttention(RewriteRuleClassBase):
             self._shared[key] = op.Tile(first, ints(op, 1, 1, repeats, 1))
         return self._shared[key]
 
-    def _token_sizes(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Emit min(B * S, 1), S - 1 for each row, and S; the latter two as int32."""
+    def _token_sizes(
+        self, op: Any, found: Attention
+    ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+        """Emit S; min(B * S, 1); S - 1 for each row, and S, both as int32."""
         batch, _, tokens, _ = self._facts.shape(found.query)  # type: ignore[misc]
         key = batch, tokens
         if key not in self._sizes:
-            length, rows = found.length(op), found.batch(op)
-            # The kernel divides by the number of rows and wants tokens.
+            rows, length = found.sizes(op)
+            # Kernels divide by the number of rows and want tokens.
             least = op.Min(op.Mul(length, rows), ints(op, 1))
             total = op.Cast(length, to=ir.DataType.INT32)
             last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
-            self._sizes[key] = least, op.Expand(last, rows), total
+            self._sizes[key] = length, least, op.Expand(last, rows), total
         return self._sizes[key]
 
     def _kernel(
@@ -365,13 +362,10 @@ class FuseAttention(RewriteRuleClassBase):
         The kernel itself hides what comes later; adding zeros takes a tenth of its time.
         A window may be longer than any mask that was computed here: a run decides.
         """
-
-        def masked(op: Any) -> Sequence[ir.Value]:
-            return found.by_kernel(op, last, total)
-
-        def unmasked(op: Any) -> Sequence[ir.Value]:
-            return dataclasses.replace(found, mask=None).by_kernel(op, last, total)
-
+        masked, unmasked = (
+            functools.partial(one.by_kernel, last=last, total=total)
+            for one in (found, dataclasses.replace(found, mask=None))
+        )
         assert added.sights[0] is not None
         if added.sights[0].kind != "causal":
             return masked
@@ -382,19 +376,15 @@ class FuseAttention(RewriteRuleClassBase):
         return lambda op: self._either(op, self._shared[key], unmasked, masked)
 
     def _is_one_token(self, op: Any, found: Attention) -> ir.Value:
-        """Emit whether rows have one token each, and so has the mask; layers share it."""
-        batch, _, tokens, _ = self._facts.shape(found.query)  # type: ignore[misc]
-        sizes = {tokens: found.length}
-        if found.mask is not None:
-            rows = self._facts.shape(found.mask)[2]  # type: ignore[index]
-            if rows != (1, ()):
-                sizes.setdefault(rows, lambda op: op.Shape(found.mask, start=2, end=3))
-        key = batch, frozenset(sizes)
+        """Emit whether there are rows, of one token each, and of the mask."""
+        length, least, *_ = self._token_sizes(op, found)
+        tokens = self._facts.shape(found.query)[2]  # type: ignore[index]
+        rows = tokens if found.mask is None else self._facts.shape(found.mask)[2]  # type: ignore[index]
+        key = least, rows
         if key not in self._shared:
-            # The standard operator wants a row.
-            count = op.Min(found.batch(op), ints(op, 1))
-            for size in sizes.values():
-                count = op.Mul(count, size(op))
+            count = op.Mul(length, least)
+            if rows not in (tokens, (1, ())):
+                count = op.Mul(count, op.Shape(found.mask, start=2, end=3))
             self._shared[key] = op.Equal(count, ints(op, 1))
         return self._shared[key]
 
@@ -442,7 +432,7 @@ class FuseAttention(RewriteRuleClassBase):
         return False
 
     def _mask(self, op: Any, found: Attention, added: _Added) -> ir.Value | None:
-        """Emit the sum of the masks; layers that share them share it."""
+        """Emit the sum of the masks."""
         if not added.masks:
             return None
         asked, keys = self._facts.dims(found.query), self._facts.dims(found.keys)
@@ -471,7 +461,7 @@ class FuseAttention(RewriteRuleClassBase):
         # The kernel wants a row for each query.
         axis = 1 if found.read_keys.split else 2
         keys = op.Shape(found.keys, start=axis, end=axis + 1)
-        return op.Expand(total, ints(op, 1, 1, found.length(op), keys))
+        return op.Expand(total, ints(op, 1, 1, found.sizes(op)[1], keys))
 
     def _branch(self, build: Callable[[Any], Sequence[ir.Value]]) -> ir.Graph:
         """Return a subgraph; what it reads from outside, it captures."""
@@ -479,10 +469,7 @@ class FuseAttention(RewriteRuleClassBase):
         outputs = build(op)
         for output in outputs:
             output.dtype = ir.DataType.FLOAT
-        for node in op.nodes:
-            for value in node.outputs:
-                value.name = self._names.take("attention")
-        return ir.Graph([], outputs, nodes=op.nodes, name=self._names.take("attention"))
+        return ir.Graph([], outputs, nodes=op.nodes, name="attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,17 +486,17 @@ class _Added:
     cached: bool
 
 
-def note_kernels(model: ir.Model, remarks: Remarks) -> None:
-    """Note attention that is one node already."""
-    for node in model.graph.all_nodes():
-        if node.op_type in _KERNELS:
-            remarks.note(label(node), f"attention: {node.op_type} already")
+def note_kernels(nodes: Mapping[str, Sequence[ir.Node]], remarks: Remarks) -> None:
+    """Note attention that is one node already, of the nodes of each operator."""
+    for kernel in _KERNELS:
+        for node in nodes[kernel]:
+            remarks.note(label(node), f"attention: {kernel} already")
 
 
-def multiplied_weights(model: ir.Model) -> dict[ir.Node, tuple[str, ...]]:
+def multiplied_weights(softmaxes: Iterable[ir.Node]) -> dict[ir.Node, tuple[str, ...]]:
     """Return each MatMul of what a Softmax made, and the operators on the way to it."""
     found: dict[ir.Node, tuple[str, ...]] = {}
-    for softmax in (node for node in model.graph.all_nodes() if node.op_type == "Softmax"):
+    for softmax in softmaxes:
         value, between = softmax.outputs[0], list[str]()
         while len(between) < _MAX_BETWEEN:
             readers = [node for node in value.consumers() if node.op_type != "Shape"]

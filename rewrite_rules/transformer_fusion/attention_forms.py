@@ -12,12 +12,11 @@ from rewrite_rules.graph.nodes import producer
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
-    count_heads,
+    batch_and_length,
     in_order,
     ints,
     is_transposed_heads,
     rows,
-    unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
@@ -59,21 +58,9 @@ class Attention:
         """The values, as they are read."""
         return self.read_values.source
 
-    def length(self, op: Any) -> Any:
-        """Emit S."""
-        source, axis = self._tokens()
-        return op.Shape(source, start=axis, end=axis + 1)
-
-    def batch(self, op: Any) -> Any:
-        """Emit B."""
-        return op.Shape(self._tokens()[0], start=0, end=1)
-
-    def _tokens(self) -> tuple[ir.Value | None, int]:
-        """What is split into heads, so that nothing is split for its sizes; S's axis."""
-        split = unsplit(self.query)
-        if split is self.query:
-            return split, 2
-        return producer(split).inputs[0] if count_heads(split, self.facts) else split, 1
+    def sizes(self, op: Any) -> list[Any]:
+        """Emit B and S."""
+        return batch_and_length(op, self.query, self.facts)
 
     def one_token(self, op: Any, mask: ir.Value | None) -> list[Any]:
         """Emit ``[B, 1, H * D]``, where query heads of a group are rows of one head.
@@ -107,7 +94,7 @@ class Attention:
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
             return self._results(self._merged(op, mixed), held, values)
-        keys, tokens = op.Shape(held, start=2, end=3), self.length(op)
+        keys, tokens = op.Shape(held, start=2, end=3), self.sizes(op)[1]
         count = op.Mul(tokens, ints(op, heads // groups))
         # Reshape cannot infer a size of an empty tensor, and where one size alone is not a
         # number, onnxruntime lets it be inferred: B or S may be 0.
@@ -173,8 +160,7 @@ class Attention:
 
     def nothing(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H * D]`` of zeros: what no tokens get, and what no keys add up to."""
-        rows = op.Shape(unsplit(self.query), start=0, end=1)
-        sizes = ints(op, rows, self.length(op), self.heads * self.size)
+        sizes = ints(op, *self.sizes(op), self.heads * self.size)
         return [op.Expand(op.Constant(value_float=0.0), sizes)]
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
@@ -28,12 +29,14 @@ from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms_and_activations import (
+    MAX_NORM_STEPS,
+    MAX_TANH_STEPS,
     RmsNorm,
     SkipNorm,
-    fuse_activations,
+    TanhGelu,
 )
 from rewrite_rules.transformer_fusion.projections import merge_projections
-from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary
+from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
 from rewrite_rules.transformer_fusion.scores import read_mask
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
@@ -70,36 +73,63 @@ def fuse_transformer(
     model.graph.sort()
     remarks, opset = context.remarks, model.opset_imports.get("", 0)
     # Looked at only as far as rules ask, and what they made as well.
-    shapes = ProvedShapes(model, on_demand=True)
+    shapes, nodes = ProvedShapes(model, on_demand=True), _by_operator(model)
+    products = nodes["MatMul"]
     if options.attention:
-        note_kernels(model, remarks)
-    # Those that attention writes repeat nothing.
-    products = {node for node in model.graph.all_nodes() if node.op_type == "MatMul"}
+        note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
-        _drop_copies(model)
+        _drop_copies((*nodes["Cast"], *nodes["Concat"]))
         _share_constants(model)
         CommonSubexpressionEliminationPass()(model)
-        _fuse_attention(model, shapes, options, context)
+        _fuse_attention(model, nodes, shapes, options, context)
+        # Of a model that was converted, all nodes are others.
+        nodes = _by_operator(model)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
-    rules: list[RewriteRule] = []
+    rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.grouped_queries and opset < _SHAPE_OPSET:
         reason = f"opset {opset} has no Shape of a part: convert the model to opset 15"
         remarks.refused("model", reason)
     elif options.grouped_queries:
         rules.append(GroupQueries.rule(shapes, remarks))
+        # Those that attention writes repeat nothing.
+        candidates.update(products)
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(remarks).commute(), SkipNorm.rule(remarks)]
-    _apply(model, rules, lambda node: node.op_type != "MatMul" or node in products)
-    if options.activations and context.cpu_only:
-        fuse_activations(model, remarks)
+        candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
+    if options.activations and context.cpu_only and nodes["Tanh"]:
+        rules += TanhGelu.rules(remarks)
+        candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
+    kind = "SimplifiedLayerNormalization"
+    _apply(model, rules, lambda node: node in candidates or node.op_type == kind)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
 
 
+def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
+    """The nodes of each operator, those of subgraphs too."""
+    found = collections.defaultdict[str, list[ir.Node]](list)
+    for node in model.graph.all_nodes():
+        found[node.op_type].append(node)
+    return found
+
+
+def _behind(ends: Iterable[ir.Node], steps: int) -> set[ir.Node]:
+    """The nodes that read what others make, directly or in up to that many steps."""
+    found = set[ir.Node]()
+    for _ in range(steps):
+        ends = {reader for node in ends for v in node.outputs for reader in v.consumers()}
+        found |= ends
+    return found
+
+
 def _fuse_attention(
-    model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
+    model: ir.Model,
+    nodes: Mapping[str, list[ir.Node]],
+    shapes: ProvedShapes,
+    options: TransformerOptions,
+    context: PassContext,
 ) -> None:
     """Fuse rotary embeddings, then attention; both are read by what they compute."""
     remarks = context.remarks
@@ -110,32 +140,29 @@ def _fuse_attention(
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.refused("model", f"rotary and attention: {refusal}")
         return
-    nodes, joined = NodeEvaluator(), list[tuple[ir.Value, ir.Value]]()
-    _fold_scalars(model, nodes)
+    computed, joined = NodeEvaluator(), list[tuple[ir.Value, ir.Value]]()
+    _fold_scalars(model, computed)
     runs = {
         run: GraphEvaluator(
-            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), nodes
+            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), computed
         )
         for run in inputs.runs(_MASK_RUNS)
     }
-
-    def in_main(node: ir.Node) -> bool:
-        return node.graph is model.graph
-
+    rules = list[RewriteRule]()
     if options.rotary:
         seen = [runs[run] for run in inputs.runs(_ROTARY_RUNS)]
-        rules = [each.rule(shapes, seen, remarks) for each in (Rotary, SplitRotary)]
-        _apply(model, [variant for rule in rules for variant in rule.commute()], in_main)
+        for each in (Rotary, SplitRotary):
+            rules += each.rule(shapes, seen, remarks).commute()
     is_shared = options.kv_cache == _SHARED and inputs.has_cache
     shared = SharedCache(model, inputs) if is_shared else None
     if options.attention:
-        weighted = multiplied_weights(model)
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
         masks = functools.cache(functools.partial(read_mask, runs))
-        rule = FuseAttention.rule(
-            shapes, masks, FreshNames(model), remarks, standard, joined, shared
-        )
-        _apply(model, [rule], in_main)
+        rules += [FuseAttention.rule(shapes, masks, remarks, standard, joined, shared)]
+    weighted = multiplied_weights(nodes["Softmax"])
+    ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
+    _apply(model, rules, lambda node: node in ends and node.graph is model.graph)
+    if options.attention:
         if shared is not None and joined:
             shared.replace_sizes(whole for whole, _ in joined)
         for whole, made in joined:
@@ -179,20 +206,20 @@ def _raise_opset(model: ir.Model) -> None:
     model.opset_imports.pop(OPSET_23, None)
 
 
-def _drop_copies(model: ir.Model) -> None:
+def _drop_copies(nodes: Iterable[ir.Node]) -> None:
     """Cast(x), where x has the type already, and Concat(x) -> x.
 
     Exporters put one around each Softmax, the other behind each cache.
     """
-    for node in list(model.graph):
-        if node.op_type in ("Cast", "Concat") and not node.domain:
-            source, result = node.inputs[0], node.outputs[0]
-            target = node.attributes.get_int("to", 0)
-            if source is None or len(node.inputs) > 1 or result.is_graph_output():
-                continue
-            if not target or source.dtype == target:
-                result.replace_all_uses_with(source)
-                model.graph.remove(node, safe=True)
+    for node in nodes:
+        source, result = node.inputs[0], node.outputs[0]
+        target = node.attributes.get_int("to", 0)
+        if source is None or len(node.inputs) > 1 or result.is_graph_output() or node.domain:
+            continue
+        if not target or source.dtype == target:
+            result.replace_all_uses_with(source)
+            assert node.graph is not None
+            node.graph.remove(node, safe=True)
 
 
 def _share_constants(model: ir.Model) -> None:

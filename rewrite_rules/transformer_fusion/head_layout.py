@@ -45,6 +45,15 @@ def in_order(heads: ir.Value) -> ir.Value:
     return value
 
 
+def batch_and_length(op: Any, heads: ir.Value, facts: ProvedShapes) -> list[Any]:
+    """Emit B and S of ``[B, H, S, D]``, from what is split into heads where that is known."""
+    source = split = unsplit(heads)
+    if split is not heads and count_heads(split, facts):
+        source = producer(split).inputs[0]  # type: ignore[assignment]
+    length = 2 if split is heads else 1
+    return [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
+
+
 def rows(
     op: Any,
     heads: ir.Value,

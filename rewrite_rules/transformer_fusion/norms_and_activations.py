@@ -22,12 +22,16 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import (
+    MatchContext,
+    MatchResult,
+    RewriteRule,
+    RewriteRuleClassBase,
+)
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
-from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Remarks
 
 _MICROSOFT = "com.microsoft"
@@ -39,8 +43,10 @@ _KERNELS: dict[ir.DataType | None, bool] = {
 }
 _ROOT = 0.79788456  # of 2 / pi
 _CUBIC = 0.044715
+# From ReduceMean to the end: sum, root, inverse, product, Cast, product.
+MAX_NORM_STEPS = 6
 # From Tanh to the end: the sum with 1, and two products.
-_STEPS = 3
+MAX_TANH_STEPS = 3
 
 
 class RmsNorm(RewriteRuleClassBase):
@@ -164,17 +170,6 @@ class SkipNorm(RewriteRuleClassBase):
         return results[0], results[3]
 
 
-def fuse_activations(model: ir.Model, remarks: Remarks) -> None:
-    """Fuse in place; a model without Tanh costs one look at each node."""
-    near, ends = set[ir.Node](), [n for n in model.graph.all_nodes() if n.op_type == "Tanh"]
-    for _ in range(_STEPS):
-        ends = [reader for node in ends for reader in node.outputs[0].consumers()]
-        near.update(ends)
-    if near:
-        rules = [TanhGelu.rule(remarks, *end) for end in itertools.product(_ENDS, (1, -1))]
-        DispatchingRuleSet(rules, near.__contains__).apply_to_model(model)
-
-
 class TanhGelu(RewriteRuleClassBase):
     """``0.5 * x * (1 + tanh(...)) -> FastGelu(x)``."""
 
@@ -216,6 +211,11 @@ class TanhGelu(RewriteRuleClassBase):
         node = producer(out)
         self._remarks.fired(label(node), "FastGelu")
         return op.FastGelu(x, _domain=_MICROSOFT, _name=node.name)
+
+    @classmethod
+    def rules(cls, remarks: Remarks) -> list[RewriteRule]:
+        """Return a rule for each order of the last factors."""
+        return [cls.rule(remarks, *end) for end in itertools.product(_ENDS, (1, -1))]
 
 
 def _either(make: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:

@@ -24,13 +24,14 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.nodes import input_of, label, made_by, producer
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
+    batch_and_length,
     count_heads,
     ints,
     is_transposed_heads,
@@ -39,6 +40,11 @@ from rewrite_rules.transformer_fusion.head_layout import (
 )
 
 _BEYOND = (1 << 63) - 1
+
+
+def may_be_rotation(node: ir.Node) -> bool:
+    """Whether a node ends as one of the patterns does, of which there are 40."""
+    return made_by(input_of(node, 0), "Mul", "Sub") is not None
 
 
 class Rotary(RewriteRuleClassBase):
@@ -140,9 +146,7 @@ class Rotary(RewriteRuleClassBase):
         # Layers share the rows: the kernel fails where they are not those of its tokens.
         key = (cos, sin, found.interleaved)
         if key not in self._tables:
-            sizes = self._facts.shape(cos)
-            one_row = isinstance(sizes, tuple) and sizes[0] == (1, ())
-            self._tables[key] = _tables(op, found, cos, sin, one_row)
+            self._tables[key] = _tables(op, self._facts, found, cos, sin)
         attributes = {"interleaved": int(found.interleaved), "_domain": "com.microsoft"}
         self._remarks.fired(label(node), "RotaryEmbedding")
         if not is_transposed_heads(x):
@@ -208,23 +212,23 @@ def _halves(array: Array, interleaved: bool) -> tuple[Array, Array]:
 
 
 def _tables(
-    op: Any, found: _Rotation, cos: ir.Value, sin: ir.Value, one_row: bool
+    op: Any, facts: ProvedShapes, found: _Rotation, cos: ir.Value, sin: ir.Value
 ) -> tuple[ir.Value, ...]:
     """Positions ``[B, S]`` into tables of a row for each token, and the tables."""
-    half = found.size // 2
+    half, dims = found.size // 2, facts.dims(cos)
+    sizes = batch_and_length(op, found.x, facts)
     # The second of each two: the first sine may have the other sign.
     start, step = (1, 2) if found.interleaved else (half, 1)
     bounds = [ints(op, number) for number in (start, _BEYOND, 3, step)]
     once = [op.Slice(value, *bounds) if found.doubled else value for value in (cos, sin)]
     flat = ints(op, -1, half)
     tables = [op.Reshape(value, flat) for value in once]
-    if not one_row:
+    if dims is None or dims[0] != (1, ()):
         # The kernel wants S rows where the batch is empty, too.
-        pads = ints(op, 0, 0, op.Shape(found.x, start=2, end=3), 0)
+        pads = ints(op, 0, 0, sizes[1], 0)
         tables = [op.Pad(table, pads) for table in tables]
     own = op.Gather(op.Shape(cos), ints(op, 0, 2))
     count = op.ReduceProd(own, keepdims=0)
     numbers = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     # One row of positions may serve the whole batch.
-    wanted = op.Gather(op.Shape(found.x), ints(op, 0, 2))
-    return op.Expand(op.Reshape(numbers, own, allowzero=1), wanted), *tables
+    return op.Expand(op.Reshape(numbers, own, allowzero=1), ints(op, *sizes)), *tables

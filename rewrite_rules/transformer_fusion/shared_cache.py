@@ -68,20 +68,14 @@ class SharedCache:
 
 def _replace(shape: ir.Node, past: ir.Value, length: ir.Value) -> None:
     """Shape of a buffer -> Shape of what it holds."""
-    start, end = (
-        min(max(bound + _RANK * (bound < 0), 0), _RANK)
-        for bound in (int_attribute(shape, "start", 0), int_attribute(shape, "end", _RANK))
-    )
+    part = slice(int_attribute(shape, "start", 0), int_attribute(shape, "end", _RANK))
     op, graph = TapeBuilder(), shape.graph
     assert graph is not None
     # Keys may have been read behind the attention that past comes before: same sizes.
-    parts = []
-    if start < min(end, _LENGTH):
-        parts.append(op.Shape(past, start=start, end=min(end, _LENGTH)))
-    if start <= _LENGTH < end:
-        parts.append(length)
-    if max(start, _LENGTH + 1) < end:
-        parts.append(op.Shape(past, start=max(start, _LENGTH + 1), end=end))
+    parts = [
+        length if axis == _LENGTH else op.Shape(past, start=axis, end=axis + 1)
+        for axis in range(_RANK)[part]
+    ]
     made = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
     graph.insert_before(shape, op.nodes)
     shape.outputs[0].replace_all_uses_with(made, replace_graph_outputs=True)
