@@ -93,7 +93,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._found: tuple[Attention, _Added] | None = None
         # What layers share.
         self._shared: dict[object, ir.Value] = {}
-        self._sizes: dict[object, tuple[ir.Value, ir.Value, ir.Value, ir.Value]] = {}
+        self._sizes: dict[object, tuple[ir.Value, ...]] = {}
         self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
@@ -339,9 +339,7 @@ class FuseAttention(RewriteRuleClassBase):
             self._shared[key] = op.Tile(first, ints(op, 1, 1, repeats, 1))
         return self._shared[key]
 
-    def _token_sizes(
-        self, op: Any, found: Attention
-    ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    def _token_sizes(self, op: Any, found: Attention) -> tuple[ir.Value, ...]:
         """Emit S; min(B * S, 1); S - 1 for each row, and S, both as int32."""
         batch, _, tokens, _ = self._facts.shape(found.query)  # type: ignore[misc]
         key = batch, tokens

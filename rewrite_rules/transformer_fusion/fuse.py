@@ -29,6 +29,7 @@ from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms_and_activations import (
+    GELU_ENDS,
     MAX_NORM_STEPS,
     MAX_TANH_STEPS,
     RmsNorm,
@@ -98,7 +99,7 @@ def fuse_transformer(
         rules += [*RmsNorm.rule(remarks).commute(), SkipNorm.rule(remarks)]
         candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
     if options.activations and context.cpu_only and nodes["Tanh"]:
-        rules += TanhGelu.rules(remarks)
+        rules += (TanhGelu.rule(remarks, *end) for end in GELU_ENDS)
         candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
     kind = "SimplifiedLayerNormalization"
     _apply(model, rules, lambda node: node in candidates or node.op_type == kind)

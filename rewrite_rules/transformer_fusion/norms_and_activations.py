@@ -22,12 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import (
-    MatchContext,
-    MatchResult,
-    RewriteRule,
-    RewriteRuleClassBase,
-)
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, producer
@@ -212,20 +207,16 @@ class TanhGelu(RewriteRuleClassBase):
         self._remarks.fired(label(node), "FastGelu")
         return op.FastGelu(x, _domain=_MICROSOFT, _name=node.name)
 
-    @classmethod
-    def rules(cls, remarks: Remarks) -> list[RewriteRule]:
-        """Return a rule for each order of the last factors."""
-        return [cls.rule(remarks, *end) for end in itertools.product(_ENDS, (1, -1))]
-
 
 def _either(make: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """A sum or product of two operands, in either order."""
     return OrValue([make(a, b), make(b, a)])
 
 
-# The factors of the last product, made of x, 1 + tanh and a half.
-_ENDS: tuple[Callable[..., Any], ...] = (
+# The factors of the last product, made of x, 1 + tanh and a half, and their order.
+_FACTORS: tuple[Callable[..., Any], ...] = (
     lambda op, x, one: (_either(op.Mul, 0.5, x), one),
     lambda op, x, one: (_either(op.Mul, x, one), 0.5),
     lambda op, x, one: (_either(op.Mul, 0.5, one), x),
 )
+GELU_ENDS = tuple(itertools.product(_FACTORS, (1, -1)))
