@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,13 +67,17 @@ def data_file(location: str, folders: Sequence[str]) -> str:
 
 def new_bytes(model: ir.Model, placed: PlacedData) -> int:
     """Return the bytes of the tensors that lie in none of the files."""
-    from ortplugins.model_io.loading import initializer_tensors, stored_bytes
+    from pathlib import Path
 
-    return sum(
-        stored_bytes(tensor)
-        for _, tensor in initializer_tensors(model)
-        if not _lies_in(tensor, placed.folder)
-    )
+    from ortplugins.model_io.loading import initializer_tensors, stored_bytes
+    from ortplugins.model_io.saving import original_of
+
+    size = 0
+    for _, tensor in initializer_tensors(model):
+        path = getattr(original_of(tensor), "path", None)
+        if path is None or placed.folder not in Path(os.path.realpath(path)).parents:
+            size += stored_bytes(tensor)
+    return size
 
 
 def place(model: ir.Model, placed: PlacedData) -> None:
@@ -83,14 +87,3 @@ def place(model: ir.Model, placed: PlacedData) -> None:
     for _, tensor in initializer_tensors(model):
         if hasattr(tensor, "base_dir"):
             tensor.base_dir = str(placed.folder)
-
-
-def _lies_in(tensor: Any, folder: Path) -> bool:
-    from pathlib import Path
-
-    from rewrite_rules.graph.lazy_tensors import AliasTensor
-
-    while isinstance(tensor, AliasTensor):
-        tensor = tensor.original.const_value
-    path = getattr(tensor, "path", None)
-    return path is not None and Path(os.path.realpath(path)).is_relative_to(folder)

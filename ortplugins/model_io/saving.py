@@ -96,7 +96,7 @@ def save_with_data(
         to_write = []
         for value, tensor in initializer_tensors(model):
             if isinstance(tensor, AliasTensor):
-                tensor = _under(_original(tensor), tensor)
+                tensor = _under(original_of(tensor), tensor)
             if isinstance(tensor, ir.ExternalTensor):
                 path = Path(os.path.realpath(tensor.path))
                 stays_in = data_folder or (folder if keep_in_place else None)
@@ -147,7 +147,7 @@ def _write_tensors(
             progress(done, info.total, tensor.name or "")
         done += 1
 
-    tensors = [_original(members[0].const_value) for members in groups.values()]
+    tensors = [original_of(members[0].const_value) for members in groups.values()]
     workers = min(4, os.cpu_count() or 1)
     # onnx_ir counts every tensor whole. One that is made in chunks is never held whole: as
     # many as can be in the making come on top, or one large weight would keep others waiting.
@@ -177,13 +177,14 @@ def _under(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> ir.TensorProto
 
 def identity_of(tensor: ir.TensorProtocol | None) -> object:
     """Return what two tensors have in common when their bytes are the same."""
-    tensor = _original(tensor)
+    tensor = original_of(tensor)
     if isinstance(tensor, ir.ExternalTensor):
         return tensor.path, tensor.offset, tensor.length
     return id(tensor)
 
 
-def _original(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
+def original_of(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
+    """Return the tensor that others, under other types or shapes, stand for."""
     while isinstance(tensor, AliasTensor):
         tensor = tensor.original.const_value
     assert tensor is not None

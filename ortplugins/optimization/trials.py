@@ -50,7 +50,14 @@ def find_failure(
     run = [each for each in results if not each[0].optional or isinstance(each[1], list)]
     # Where the original runs none of them, nothing is known of the result.
     for trial, one, other in run or results:
-        reason = _failure(names, one, other, trial)
+        if isinstance(one, Exception):
+            reason: str | None = f"the original does not run it: {_short(one)}"
+        elif isinstance(other, Exception):
+            reason = f"the result does not run it: {_short(other)}"
+        else:
+            pairs = zip(names, one, other, strict=True)
+            found_in = (_difference(name, a, b, trial) for name, a, b in pairs)
+            reason = next(filter(None, found_in), None)
         if reason is not None:
             return f"withdrawn after a trial on {trial.name}: {reason}"
         tried.append(trial)
@@ -63,24 +70,6 @@ def find_failure(
                 f"withdrawn after a trial on {on}: it takes {share:.2f} times as long, "
                 f"{_MAX_SHARE} would be a clear gain"
             )
-    return None
-
-
-def _failure(
-    names: Sequence[str],
-    one: list[Any] | Exception,
-    other: list[Any] | Exception,
-    trial: Trial,
-) -> str | None:
-    """What keeps outputs from being the same, if anything."""
-    if isinstance(one, Exception):
-        return f"the original does not run it: {_short(one)}"
-    if isinstance(other, Exception):
-        return f"the result does not run it: {_short(other)}"
-    for output, a, b in zip(names, one, other, strict=True):
-        reason = _difference(output, a, b, trial)
-        if reason is not None:
-            return reason
     return None
 
 

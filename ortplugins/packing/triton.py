@@ -9,7 +9,7 @@ triton-inference-server/common and the README of its onnxruntime_backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,16 @@ def triton_layout(
         session: onnxruntime.InferenceSession,
         settings: Mapping[str, str],
     ) -> None:
-        content = text.rstrip() + "\n" if text else _configuration(session)
+        lines = [text.rstrip()]
+        if not text:  # without batching: the model's shapes as they are
+            lines = ['backend: "onnxruntime"', "max_batch_size: 0"]
+            lines += [f"input {_tensor(item)}" for item in session.get_inputs()]
+            lines += [f"output {_tensor(item)}" for item in session.get_outputs()]
         missing = [name for name in _names(session) if f'"{name}"' not in text]
         if missing and re.search(r"^\s*(input|output)\s*[\[{:]", text, re.MULTILINE):
             raise ModelFileError(f"{model / _NAME}: does not name {missing[0]!r} of the graph")
-        (folder / _NAME).write_text(content + _parameters(settings), encoding="utf-8")
+        content = "\n".join([*lines, *_parameters(settings), ""])
+        (folder / _NAME).write_text(content, encoding="utf-8")
 
     folder = OutputFolder(
         model if model.is_dir() else model.parent,
@@ -85,14 +90,6 @@ def _names(session: onnxruntime.InferenceSession) -> list[str]:
     return [item.name for item in (*session.get_inputs(), *session.get_outputs())]
 
 
-def _configuration(session: onnxruntime.InferenceSession) -> str:
-    """Return a configuration without batching: the model's shapes as they are."""
-    lines = ['backend: "onnxruntime"', "max_batch_size: 0"]
-    lines += [f"input {_tensor(item)}" for item in session.get_inputs()]
-    lines += [f"output {_tensor(item)}" for item in session.get_outputs()]
-    return "\n".join(lines) + "\n"
-
-
 def _tensor(item: Any) -> str:
     if type_of(item) not in _TYPES:
         raise ModelFileError(f"{item.name}: is {item.type}, which Triton does not have")
@@ -104,14 +101,12 @@ def _tensor(item: Any) -> str:
     return f'{{ name: "{name}" data_type: TYPE_{_TYPES[type_of(item)]} {shape} }}'
 
 
-def _parameters(settings: Mapping[str, str]) -> str:
-    """Return settings of a session as lines of the configuration."""
-    lines = []
+def _parameters(settings: Mapping[str, str]) -> Iterator[str]:
+    """Yield settings of a session as lines of the configuration."""
     for name, text in settings.items():
         if name not in _PARAMETERS:
             raise PassError(
                 f"Triton cannot set {name} = {text}, which the result of these passes needs"
             )
         value = f'value: {{ string_value: "{text}" }}'
-        lines.append(f'parameters {{ key: "{_PARAMETERS[name]}" {value} }}\n')
-    return "".join(lines)
+        yield f'parameters {{ key: "{_PARAMETERS[name]}" {value} }}'

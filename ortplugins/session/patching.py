@@ -55,7 +55,9 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
 def enable_entries(entries: Mapping[str, str]) -> None:
     """Do what :func:`enable` does, with the session entries themselves."""
-    _patch.set_base(_checked(_Entries({**general_entries(), **entries})))
+    switched = _Entries({**general_entries(), **entries})
+    read_plan(switched)  # errors are reported now, not deep inside a library
+    _patch.set_base(switched)
 
 
 def disable() -> None:
@@ -134,12 +136,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Ent
         default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
         entries.update(plan_entries() or default)
     session_options.configure(entries, *passes, **general)
-    return _checked(entries)
-
-
-def _checked(entries: _Entries) -> _Entries:
-    """Return entries that give a plan: errors are reported now, not deep inside a library."""
-    read_plan(entries)
+    read_plan(entries)  # errors are reported now, not deep inside a library
     return entries
 
 
