@@ -270,15 +270,8 @@ def comparison_feeds(
         raise UsageError(f"samples is {samples}: 1 or more is expected")
     source: Any
     if inputs is None:
-        for value in values:
-            if value.dtype is ir.DataType.STRING:
-                raise ModelFileError(
-                    f"input {value.name!r} takes strings, which cannot be made up: give inputs"
-                )
-        run = quiet_runner(session)
         made = MadeUpInputs(_with_uses(values, session), dims)
-        made.fit(run)
-        source = made.feeds(samples, seed=seed, run=run)
+        source = made.fitted_feeds(quiet_runner(session), samples, seed=seed)
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")
     elif isinstance(inputs, TextSamples):

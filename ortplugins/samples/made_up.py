@@ -113,6 +113,17 @@ class MadeUpInputs:
                 if step is not None:
                     yield step
 
+    def fitted_feeds(self, run: Run, count: int = 1, *, seed: int = 0) -> Iterator[_Feed]:
+        """Return :meth:`feeds` of sizes that the model runs with; strings are refused."""
+        for item in self._inputs:
+            if item.value.dtype is ir.DataType.STRING:
+                name = item.value.name
+                raise ModelFileError(
+                    f"input {name!r} takes strings, which cannot be made up: give samples"
+                )
+        self.fit(run)
+        return self.feeds(count, seed=seed, run=run)
+
     def fit(self, run: Run) -> None:
         """Find sizes that the model runs with, for dimensions of which nothing is known."""
         open_names = self._free_names()

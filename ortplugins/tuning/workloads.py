@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.errors import ModelFileError
 from ortplugins.samples.made_up import MadeUpInputs, Run
 from ortplugins.samples.roles import Kind, role_of
 from ortplugins.samples.sources import Feed, checked_feeds
@@ -41,14 +40,9 @@ def workloads(
     if samples:
         feeds = itertools.islice(checked_feeds(samples, model), _MAX_SAMPLES)
         return [Workload(f"sample {index}", feed) for index, feed in enumerate(feeds)]
-    for value in model.graph.inputs:
-        if value.dtype is ir.DataType.STRING:
-            raise ModelFileError(
-                f"input {value.name!r} takes strings, which cannot be made up: give samples"
-            )
     initializers = model.graph.initializers
     inputs = [value for value in model.graph.inputs if value.name not in initializers]
-    found = _feeds(inputs, run, dims, _TOKENS)
+    found = list(MadeUpInputs(inputs, dims, length=_TOKENS).fitted_feeds(run))
     if len(found) == 1:
         (feed,), result = found, [Workload("run", found[0])]
         masks = [value.name or "" for value in inputs if role_of(value).kind is Kind.MASK]
@@ -62,16 +56,9 @@ def workloads(
     result = [Workload(name, feed) for name, feed in zip(names, found, strict=True)]
     if not dims:
         try:
-            later = _feeds(inputs, run, dims, _LATER_TOKENS)[1:]
+            made = MadeUpInputs(inputs, dims, length=_LATER_TOKENS)
+            later = list(made.fitted_feeds(run))[1:]
         except Exception:  # onnxruntime's own classes: the model takes no text as long
             later = []
         result += [Workload(f"next token after {_LATER_TOKENS}", feed) for feed in later]
     return result
-
-
-def _feeds(
-    inputs: Sequence[ir.Value], run: Run, dims: Mapping[str, int], length: int
-) -> list[Feed]:
-    made = MadeUpInputs(inputs, dims, length=length)
-    made.fit(run)
-    return list(made.feeds(1, run=run))
