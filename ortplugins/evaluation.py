@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortplugins.comparison.models import GivenModel, ModelSource, fetch
+from ortplugins.comparison.models import GivenModel, ModelSource, fetch, scratch_folder
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
@@ -152,11 +151,9 @@ def evaluate(
         if tokenizer is None:
             raise UsageError("no tokenizer.json beside the model: give its path")
     encoder = TextTokenizer(Path(tokenizer))
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", ignore_cleanup_errors=True
-    ) as folder:
+    with scratch_folder() as folder:
         models = [
-            _TextModel(GivenModel(given), Path(folder), providers)
+            _TextModel(GivenModel(given), folder, providers)
             for item in (model, against)
             if item is not None
             for given in [model_in(item) if isinstance(item, str | os.PathLike) else item]

@@ -30,6 +30,7 @@ from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runn
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, KeptSamples
 from ortplugins.samples.text import TextSamples
+from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
 from session_options.keys import stored
@@ -155,10 +156,7 @@ def by_node(reasons: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
     """Count nodes by domain and operator, those of subgraphs and functions too."""
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    return collections.Counter(
-        (node.domain, node.op_type) for graph in graphs for node in graph.all_nodes()
-    )
+    return collections.Counter((node.domain, node.op_type) for node in all_nodes(model))
 
 
 def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:

@@ -28,6 +28,7 @@ from ortplugins.runtime.machine import machine, versions
 from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.made_up import MadeUpInputs, sizes_of
 from ortplugins.samples.sources import KeptSamples
+from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
@@ -248,11 +249,9 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
     """
     counts = dict.fromkeys(_KINDS, (0, 0))
     seen: set[object] = set()
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    nodes = (node for graph in graphs for node in graph.all_nodes())
     held = [
         (node.outputs[0], node.attributes["value"].as_tensor())
-        for node in nodes
+        for node in all_nodes(model)
         if node.op_type == "Constant" and "value" in node.attributes
     ]
     for value, tensor in (*initializer_tensors(model), *held):

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from rewrite_rules.graph.nodes import normalize_domains
+from rewrite_rules.graph.nodes import all_nodes, normalize_domains
 
 if TYPE_CHECKING:
     import onnx
@@ -237,8 +237,7 @@ def lift_constants(model: ir.Model) -> None:
 def _lift_checked_constants(model: ir.Model) -> None:
     """Lift constants of a model that nobody has checked yet."""
     lift_constants(model)
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    for node in (node for graph in graphs for node in graph.all_nodes()):
+    for node in all_nodes(model):
         for attribute in node.attributes.values():
             if attribute.type is ir.AttributeType.TENSOR and isinstance(
                 attribute.value, ir.ExternalTensor

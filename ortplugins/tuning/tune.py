@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, ModelFileError, PassError, UsageError
 from ortplugins.measurement.measure import (
@@ -52,6 +51,7 @@ from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, PROVIDERS_OF_OP
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.tuning.changes import AND, Change, changes_for, combined
 from ortplugins.tuning.workloads import Workload, workloads
+from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options.keys import parse_dims
 from session_options.plan import plan_from_settings
@@ -143,12 +143,10 @@ class _Search:
 
     def choose(self) -> tuple[_Built, str]:
         """Return the session to open, and why."""
-        graphs: list[ir.Graph | ir.Function] = [self._given.graph]
-        graphs += self._given.functions.values()
         fusion, *changes = changes_for(
             self._request.plan.hint,
             dict(self._request.session_settings),
-            frozenset(node.op_type for graph in graphs for node in graph.all_nodes()),
+            frozenset(node.op_type for node in all_nodes(self._given)),
         )
         fused = self._build(fusion)
         safe, unmeasured = fused or self.plain, "not measured, only what is safe is taken"

@@ -29,6 +29,12 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
+def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of a model, those of its subgraphs and functions too."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        yield from graph.all_nodes()
+
+
 def normalize_domains(model: ir.Model) -> None:
     """Import the default domain as ``""``, where a model calls it ``"ai.onnx"``."""
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
