@@ -176,7 +176,7 @@ def _run_optimizers(
     """Replace a saved model by what onnxruntime's optimisers make of it, if they do."""
     from ortplugins.optimization.offline_optimizers import bake
 
-    baked = path.with_name("baked.onnx")
+    baked = path.with_name(f"{path.stem}.baked.onnx")
     try:
         bake(path, baked, settings, placed and placed.folder)
     except PassError as error:

@@ -34,8 +34,8 @@ from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
-_Feed = dict[str, npt.NDArray[Any]]
-Run = Callable[[_Feed], Mapping[str, npt.NDArray[Any]]]
+Feed = dict[str, npt.NDArray[Any]]
+Run = Callable[[Feed], Mapping[str, npt.NDArray[Any]]]
 """Runs a model: inputs by name to outputs by name."""
 
 _DEFAULTS = {"batch": 1, "past": 0, "layers": 1}
@@ -100,7 +100,7 @@ class MadeUpInputs:
 
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
-    ) -> Iterator[_Feed]:
+    ) -> Iterator[Feed]:
         """Yield ``count`` samples, the same for a seed; second feeds if there is ``run``."""
         rng = np.random.default_rng(seed)
         roles = {item.value.name or "": item.role for item in self._inputs}
@@ -113,7 +113,7 @@ class MadeUpInputs:
                 if step is not None:
                     yield step
 
-    def fitted_feeds(self, run: Run, count: int = 1, *, seed: int = 0) -> Iterator[_Feed]:
+    def fitted_feeds(self, run: Run, count: int = 1, *, seed: int = 0) -> Iterator[Feed]:
         """Return :meth:`feeds` of sizes that the model runs with; strings are refused."""
         for item in self._inputs:
             if item.value.dtype is ir.DataType.STRING:
@@ -214,7 +214,7 @@ class MadeUpInputs:
             )
         return None
 
-    def _feed(self, rng: np.random.Generator) -> _Feed:
+    def _feed(self, rng: np.random.Generator) -> Feed:
         past, new = self._by_label["past"], self._by_label["sequence"]
         return {
             item.value.name or "": _array(item, self._shape(item), past, new, rng)
@@ -284,7 +284,7 @@ def next_step(
     outputs: Mapping[str, npt.NDArray[Any]],
     roles: Mapping[str, Role],
     rng: np.random.Generator,
-) -> _Feed | None:
+) -> Feed | None:
     """Return the feed of one more token, with the past that the model returned if it fits."""
     new = dict(feed)
     returned = {_cache_key(name): array for name, array in outputs.items()}

@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, UsageError
-from ortplugins.samples.made_up import MadeUpInputs
+from ortplugins.samples.made_up import Feed, MadeUpInputs
 from ortplugins.samples.roles import Kind, role_of, rows_below
-
-_Feed = dict[str, npt.NDArray[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +45,7 @@ class TextSamples:
     count: int | None = 32
     chat: bool = False
 
-    def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[_Feed]:
+    def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[Feed]:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         length = feeds.length or self.window
@@ -88,7 +85,7 @@ class TokenFeeds:
                 f"table of {self.rows}: it is the tokenizer of another model"
             )
 
-    def feed(self, ids: Sequence[int]) -> _Feed:
+    def feed(self, ids: Sequence[int]) -> Feed:
         """Return the feed of some tokens, padded at the end to :attr:`length`."""
         length = max(len(ids), self.length)
         known = {label for role in self.roles.values() for label in role.axes}
