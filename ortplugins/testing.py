@@ -44,10 +44,7 @@ from session_options.keys import stored
 _SHOWN = 30
 
 
-def assert_fused(
-    model: ModelSource,
-    counts: Mapping[str, int],
-) -> None:
+def assert_fused(model: ModelSource, counts: Mapping[str, int]) -> None:
     """Assert how many nodes of each operator a model has, subgraphs and functions included.
 
     Counted is what onnxruntime is given; its own fusions come later.

@@ -280,9 +280,7 @@ class PruneResult(NamedTuple):
 
 
 def prune(
-    cache: ArtifactCache,
-    max_size: int | None = None,
-    older_than: float | None = None,
+    cache: ArtifactCache, max_size: int | None = None, older_than: float | None = None
 ) -> PruneResult:
     """Remove what is unused for ``older_than`` seconds, and what is too much for ``max_size``.
 
@@ -318,10 +316,7 @@ def prune(
 
 
 def choose(
-    stored: Iterable[Entry],
-    max_size: int | None,
-    older_than: float | None,
-    now: float,
+    stored: Iterable[Entry], max_size: int | None, older_than: float | None, now: float
 ) -> tuple[list[Entry], list[Entry]]:
     """Choose what to remove, least recently used first; and what someone may be opening."""
     ordered = sorted(stored, key=lambda item: item.last_used)

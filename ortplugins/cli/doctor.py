@@ -16,10 +16,7 @@ from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST
 
 
-def doctor(
-    cache_dir: str = "",
-    format: Format = "text",
-) -> None:
+def doctor(cache_dir: str = "", format: Format = "text") -> None:
     """Check what ortplugins depends on: versions, CPU, cache, limits.
 
     Exits with 1 if something is wrong; the last column says what, and what to do.

@@ -98,15 +98,8 @@ class DifferenceSum:
                 cosine = 0.0
             else:
                 cosine = max(-1.0, min(1.0, self._product / lengths))
-        return Difference(
-            self._name,
-            self._dtype,
-            self._shape,
-            self._max_abs,
-            rms,
-            cosine,
-            self._mismatch,
-        )
+        kind = self._name, self._dtype, self._shape
+        return Difference(*kind, self._max_abs, rms, cosine, self._mismatch)
 
 
 def differences_of(
