@@ -234,6 +234,16 @@ def test_baking_without_an_output_gives_the_baked_model():
     np.testing.assert_array_equal(y, [[0, 0, -2, -3]])
 
 
+@pytest.mark.parametrize("bake", [False, True])
+def test_a_file_names_no_more_sizes_than_its_model(bake, tmp_path):
+    """Values of like sizes share a buffer, held from the first of them to the last."""
+    model = ALIASABLE.model_of("s = Relu (x)  m = MatMul (s, dq_out)  y = Relu (m)", ("y",))
+    result = ortplugins.optimize(model, tmp_path / "out.onnx", passes=[EXACT], bake=bake)
+    assert len(result.report.fired) == 1
+    between = [node.outputs[0] for node in ir.load(result.path).graph][:-1]
+    assert [value.shape for value in between] == [None] * len(between)
+
+
 @pytest.mark.parametrize(("perm", "shape"), [([0, 2, 1], [2, 4, 3]), ([1, 0, 2], None)])
 def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(tmp_path, perm, shape):
     """A node of that name with other values of its attributes makes another tensor."""

