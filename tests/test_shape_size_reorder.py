@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""The pass in real sessions: what runs is what was computed, and the numbers stay."""
+"""ShapeSizeReorder in sessions; and orders, live bytes and arena, which are onnxruntime's."""
 
-import json
+import os
 import re
 import xml.etree.ElementTree
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders import order_graphs
 from builders.command_line import printed
+from builders.dequantized_models import assert_same_outputs
 from builders.sessions import CPU
 from builders.text_models import proto_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
@@ -22,6 +28,12 @@ from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
+from rewrite_rules.graph.nodes import captures, is_constant
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
+from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.search import GraphOrder, memory_order
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 
 # Eight branches that grow large and then small, level by level in the file. The Shape of the
 # first is read at the very end.
@@ -59,14 +71,6 @@ def start(path: Path, folder: Path, **options) -> ortplugins.InferenceSession:
     return ortplugins.InferenceSession(path, so, providers=CPU)
 
 
-def ran(session) -> list[str]:
-    """Names of the nodes in the order in which they ran, from onnxruntime's profile."""
-    suffix = "_kernel_time"
-    with open(session.end_profiling(), encoding="utf-8") as file:
-        events = [event["name"] for event in json.load(file) if event.get("cat") == "Node"]
-    return [name.removesuffix(suffix) for name in events if name.endswith(suffix)]
-
-
 @pytest.fixture
 def gradient(tmp_path: Path) -> Path:
     """A graph whose late half needs only the shapes of tensors of the early one."""
@@ -86,7 +90,9 @@ def test_nodes_run_in_the_order_of_the_artifact(gradient, tmp_path):
         for ours, plain in zip(session.run(None, feed), expected, strict=True):
             np.testing.assert_array_equal(ours, plain)
         artifact = ir.load(session.ortplugins_report.artifact)
-        assert ran(session) == [n.name for n in artifact.graph if n.op_type != "Constant"]
+        assert order_graphs.ran(order_graphs.events_of(session)) == [
+            n.name for n in artifact.graph if n.op_type != "Constant"
+        ]
 
 
 def test_the_report_tells_the_peaks(gradient, tmp_path):
@@ -177,9 +183,7 @@ def arena_held(session: onnxruntime.InferenceSession, feed: dict, runs: int) -> 
     """Bytes that the arena has from the system at the end of each run."""
     for _ in range(runs):
         session.run(None, feed)
-    with open(session.end_profiling(), encoding="utf-8") as file:
-        events = [event for event in json.load(file) if event["name"].endswith("_kernel_time")]
-    held = [int(event["args"]["mem_arena_held"]) for event in events]
+    held = [int(event["args"]["mem_arena_held"]) for event in order_graphs.events_of(session)]
     return held[len(held) // runs - 1 :: len(held) // runs]
 
 
@@ -249,3 +253,429 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
     assert so.enable_mem_pattern
     (y,) = session.run(None, {"x": np.array([[3.0]], np.float32)})
     assert y == 1.0
+
+
+# Orders, live bytes and arena are onnxruntime's own; the order made of them is no worse.
+
+
+RANDOM_GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
+
+
+def inferred(proto: onnx.ModelProto) -> ir.Model:
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def model_of(text: str) -> ir.Model:
+    return inferred(proto_of(text))
+
+
+def held_by_onnxruntime(
+    model: onnx.ModelProto, folder: Path, *, reuse: bool = True, **settings: Any
+) -> list[int]:
+    """Bytes held after each node of the graph, from its profile; without initializers."""
+    options = onnxruntime.SessionOptions()
+    # A pattern allocates everything at once.
+    options.enable_mem_pattern = False
+    options.enable_mem_reuse = reuse
+    events = order_graphs.profile(model, folder, options=options, **settings)
+    held = [int(event["args"]["mem_bytes_requested_in_use"]) for event in events]
+    before = held[0] - int(events[0]["args"]["mem_requested_in_use_delta"])
+    return [number - before for number in held]
+
+
+def ordered(model: ir.Model, **dims: int) -> GraphOrder:
+    return memory_order(model.graph, concrete_shapes(model, dims))
+
+
+def simulated(
+    model: ir.Model, *, priority: bool, reuse: bool = True, **dims: int
+) -> list[int]:
+    dependencies = Dependencies.of(model.graph)
+    order = dependencies.priority() if priority else dependencies.default()
+    live = (
+        MemoryModel(model.graph, dependencies, concrete_shapes(model, dims))
+        .timeline(order, reuse=reuse)
+        .live
+    )
+    return [int(live[step]) for step in range(len(dependencies.constants), len(order))]
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_GRAPHS // 3))
+def test_every_step_holds_what_the_profile_says(seed: int, tmp_path: Path):
+    model = order_graphs.random_model(seed, nodes=20 + seed % 40)
+    graph = inferred(model)
+    for priority in (False, True):
+        held = held_by_onnxruntime(model, tmp_path, priority=priority)
+        assert simulated(graph, priority=priority) == held
+    held = held_by_onnxruntime(model, tmp_path, priority=True, reuse=False)
+    assert simulated(graph, priority=True, reuse=False) == held
+
+
+def default_order(graph: ir.Graph) -> list[int]:
+    return Dependencies.of(graph).default()
+
+
+def priority_order(graph: ir.Graph) -> list[int]:
+    return Dependencies.of(graph).priority()
+
+
+def named(graph: ir.Graph, order: Sequence[int]) -> list[str]:
+    nodes = list(graph)
+    return [nodes[index].name for index in order if not is_constant(nodes[index])]
+
+
+def ran_in(
+    orders: Iterable[list[str]], model: onnx.ModelProto, folder: Path, *, priority: bool
+) -> int:
+    """Compare the order of each graph that ran with the profile; return how many did."""
+    orders, compared = list(orders), 0
+    for cond in (True, False):
+        events = order_graphs.profile(model, folder, priority=priority, cond=cond)
+        place = {name: index for index, name in enumerate(order_graphs.ran(events))}
+        for order in orders:
+            steps = [place.get(name) for name in order]
+            if None in steps:  # a branch that was not taken; nothing of it ran
+                assert steps == [None] * len(steps)
+                continue
+            assert steps == sorted(steps)
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_GRAPHS))
+def test_random_graphs_run_in_the_orders_that_are_computed(seed: int, tmp_path: Path):
+    proto = order_graphs.random_model(seed, 12 + seed % 40, subgraphs=seed % 3)
+    for priority, simulate in ((False, default_order), (True, priority_order)):
+        orders = [named(graph, simulate(graph)) for graph in ir.from_proto(proto).graphs()]
+        assert ran_in(orders, proto, tmp_path, priority=priority)
+    model = inferred(proto)
+    found = ordered(model)
+    orders = [named(part.graph, part.ours.order) for part in every(found)]
+    found.apply()
+    assert ran_in(orders, ir.to_proto(model), tmp_path, priority=True)
+
+
+def is_order(order: Sequence[int], dependencies: Dependencies) -> bool:
+    """Whether every node is there once, and after all that it reads."""
+    step = {node: step for step, node in enumerate(order)}
+    edges = ((p, node) for node, all_of in enumerate(dependencies.producers) for p in all_of)
+    return sorted(order) == list(range(len(dependencies.nodes))) and all(
+        step[producer] < step[node] for producer, node in edges
+    )
+
+
+def every(found: GraphOrder):
+    yield found
+    for body in found.subgraphs:
+        yield from every(body)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 2))
+def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
+    model = inferred(order_graphs.random_model(seed, nodes, subgraphs))
+    found = ordered(model)
+    best = min(found.default.peak, found.priority.peak)
+    assert found.ours.peak <= best + found.chain_bytes
+    assert found.worthwhile
+    for part in every(found):
+        dependencies = Dependencies.of(part.graph)
+        assert part.file_order == part.ours.order
+        assert is_order(part.ours.order, dependencies)
+        # What PRIORITY_BASED makes of the file is the file.
+        assert tuple(dependencies.priority(part.ours.order)) == part.ours.order
+        assert set(part.ours.distances) <= {1}
+    again = ordered(inferred(order_graphs.random_model(seed, nodes, subgraphs)))
+    assert (again.ours.order, again.method) == (found.ours.order, found.method)
+    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
+    for part in every(file):
+        dependencies = Dependencies.of(part.graph)
+        assert is_order(part.file_order, dependencies)
+        assert tuple(dependencies.default(part.file_order)) == part.ours.order
+    assert file.ours.peak <= found.default.peak
+    found.apply()
+    assert Dependencies.of(model.graph).priority() == list(range(len(model.graph)))
+
+
+BRANCHING_SUMS = """
+    g (float[1000] x, float[1000] w) => (float[2] y) <int64[1] zero = {0}> {
+        a0 = Expand (x, wide)  b0 = Expand (w, wide)  c0 = Expand (x, wide)
+        sa = Shape (a0)  first = Gather (sa, zero)  twice = Add (first, first)
+        a = ReduceSum <keepdims = 0> (a0)  b = ReduceSum <keepdims = 0> (b0)
+        c = ReduceSum <keepdims = 0> (c0)
+        ab = Add (a, b)  abc = Add (ab, c)  y = Expand (abc, twice)
+    }""".replace("zero = {0}", "zero = {0}, int64[2] wide = {100, 1}").replace(
+    "float[2] y", "float[n] y"
+)
+
+
+def test_branches_are_finished_one_after_another_and_shapes_read_at_once():
+    found = ordered(model_of(BRANCHING_SUMS))
+    assert found.priority.peak > 1_200_000
+    assert found.ours.peak < 401_000
+    assert found.ours.mean_distance == found.ours.max_distance == 1
+    nodes = list(found.graph)
+    order = [nodes[i].outputs[0].name for i in found.ours.order]
+    start = order.index("a0")
+    assert order[start : start + 4] == ["a0", "sa", "first", "twice"]
+
+
+def test_applying_keeps_the_result(tmp_path: Path):
+    proto = order_graphs.random_model(11, 40, subgraphs=2)
+    model = inferred(proto)
+    ordered(model).apply()
+    onnx.checker.check_model(ir.to_proto(model))
+    for cond in (True, False):
+        given = {value.name for value in proto.graph.input}
+        feeds = {n: array for n, array in order_graphs.feeds(cond).items() if n in given}
+        assert_same_outputs(model, proto, feeds)
+
+
+def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
+    model = model_of(BRANCHING_SUMS)
+    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
+    assert file.ours.peak < 401_000
+    file.apply()
+    again = Dependencies.of(model.graph)
+    assert again.default() != file.ours.order  # positions are those of the new file
+    live = MemoryModel(model.graph, again, concrete_shapes(model)).timeline(again.default())
+    assert live.peak == file.ours.peak
+
+
+def test_dims_are_used_and_unknown_ones_reported():
+    graph = model_of(
+        "g (float[b, s, 64] x) => (float[b, s, 64] y) { a = Neg (x) y = Sin (a) }"
+    )
+    assert concrete_shapes(graph).unknown_dims == ("b", "s")
+    assert ordered(graph).ours.peak == 2 * DEFAULT_DIM**2 * 64 * 4
+    found = ordered(graph, b=1, s=512)
+    assert concrete_shapes(graph, {"b": 1, "s": 512}).unknown_dims == ()
+    assert found.ours.peak == 2 * 512 * 64 * 4
+
+
+def test_zero_size_unknown_rank_and_sequences():
+    model = model_of("""
+        g (float[0, 4] x, seq(float[4]) q, float[4] w) => (float[0, 4] y, float[k] z) {
+            y = Neg (x)
+            n = SequenceLength (q)
+            s = SequenceInsert (q, w, n)
+            e = SequenceAt (s, n)
+            u = Neg (e)
+            h = Shape (u)
+            z = Reshape (u, h)
+        }""")
+    for name in ("e", "u"):
+        next(v for node in model.graph for v in node.outputs if v.name == name).shape = None
+    found = ordered(model)
+    assert {"s", "e", "u"} <= set(found.unknown_values)
+    assert is_order(found.ours.order, Dependencies.of(model.graph))
+
+
+def test_shapes_of_inputs_initializers_and_as_outputs():
+    graph = model_of("""
+        g (float[4, n] x) => (int64[2] s, int64 z, float[4, n] y)
+        <float[3] w = {1, 2, 3}> {
+            y = Neg (x)  s = Shape (x)  z = Size (w)
+        }""")
+    found = ordered(graph)
+    assert found.ours.distances == ()
+    assert found.ours.order[:2] == (1, 2)
+
+
+def test_concrete_shapes_go_through_what_is_computed_and_fused():
+    model = model_of(
+        """
+        g (float[b, s, 64] x) => (float[i, j, k] y)
+        <int64[1] one = {1}, int64[1] zero = {0}, float[64] w = {0}> {
+            h = Shape (x)
+            batch = Gather (h, zero)
+            m = Constant <value_ints = [-1]> ()
+            flat = Concat <axis = 0> (one, batch, m)
+            r = Reshape (x, flat)
+            t = Transpose <perm = [0, 2, 1]> (r)
+            u = com.microsoft.FastGelu (t)
+            y = Neg (u)
+        }""".replace("w = {0}", "w = {" + ", ".join(["0"] * 64) + "}")
+    )
+    shapes = concrete_shapes(model, {"b": 2, "s": 5})
+    found = {value.name: shape for value, shape in shapes.of.items()}
+    assert found["r"] == (1, 2, 320)
+    assert found["u"] == found["y"] == (1, 320, 2)
+    assert shapes.unknown_dims == ()
+    assert concrete_shapes(model, {"b": 2}).unknown_dims == ("s",)
+    assert memory_order(model.graph, shapes).ours.peak < 3 * 4 * 640 + 100
+    assert [node.op_type for node in model.graph][-2] == "FastGelu"
+
+
+def test_a_graph_that_is_not_sorted_has_an_order_and_shapes():
+    model = model_of("g (float[n] x) => (float[n] y) { a = Neg (x) y = Sin (a) }")
+    last = model.graph[1]
+    model.graph.remove(last)
+    model.graph.insert_before(model.graph[0], last)
+    assert ordered(model).ours.order == (1, 0)
+
+
+# Without shapes in the file, as onnxruntime's optimisers leave it. onnxruntime hands names on,
+# but does no arithmetic with them: 4 s / 4 is an unknown size, so no buffer serves again.
+UNSHAPED = """g (float[b, s, 64] x, float[1, 1, 64] w) => (float[o, p, q] y)
+    <int64[3] apart = {0, -1, 16}, int64[3] whole = {0, -1, 64}, int64 zero = {0},
+     int64[6] none = {0, 0, 0, 0, 0, 0}, float[3] scales = {1, 2, 1}, int64 one = {1}> {
+        a = Add (x, w)        c = Exp (a)          d = Neg (c)
+        e = Reshape (d, apart)  f = Neg (e)        g0 = Exp (f)
+        h = Reshape (g0, whole)  i = Neg (h)       j = Exp (i)
+        k = Pad (j, none)     l = MaxPool <kernel_shape = [3], pads = [1, 1]> (k)
+        m = Neg (l)           n = Resize <mode = "nearest"> (m, , scales)
+        r = Concat <axis = 1> (n, m)  t = Exp (r)  u = Neg (t)
+        shape = Shape (x)     rows = Gather (shape, one)
+        range = Range (zero, rows, one)  floats = Cast <to = 1> (range)
+        other = Neg (floats)  sum = ReduceSum <keepdims = 0> (other)
+        y = Add (u, sum)
+    }"""
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_onnxruntime_hands_names_of_dimensions_on(priority: bool, tmp_path: Path):
+    proto = proto_of(UNSHAPED)
+    model = ir.from_proto(proto)
+    feeds = {"x": np.ones((2, 5, 64), np.float32), "w": np.ones((1, 1, 64), np.float32)}
+    held = held_by_onnxruntime(proto, tmp_path, priority=priority, inputs=feeds)
+    sizes = {"b": 2, "s": 5}
+    assert len(concrete_shapes(model, sizes).of) == len(model.graph)
+    # The few bytes of integers, whose type is not in the file either, count as floats.
+    assert np.allclose(simulated(model, priority=priority, **sizes), held, atol=64)
+
+
+def test_shape_in_the_file_is_not_shape_in_the_run():
+    # Hoisted in the file, the Shape runs last by default: the table in the reference.
+    graph = model_of("""
+        g (float[4, 4] x, float[4, 4] w) => (float[a, b] r) {
+            a1 = Relu (x)  sh = Shape (a1)  a2 = Neg (a1)  a3 = Exp (a2)
+            b1 = Relu (w)  b2 = Neg (b1)  b3 = Exp (b2)
+            j = Add (a3, b3)  r = Reshape (j, sh)
+        }""").graph
+    names = [node.outputs[0].name for node in graph]
+    run = " ".join(names[i] for i in default_order(graph))
+    assert run == "b1 b2 b3 a1 a2 a3 j sh r"
+    run = " ".join(names[i] for i in priority_order(graph))
+    assert run == "a1 sh a2 a3 b1 b2 b3 j r"
+
+
+def test_a_body_waits_for_what_it_reads_two_levels_up():
+    graph = model_of("""
+        g (float[4] x, bool c) => (float[4] y) {
+            late = Exp (x)
+            early = Neg (x)
+            y = If (c) <
+                then_branch = t () => (float[4] p) {
+                    p = If (c) <
+                        then_branch = tt () => (float[4] q) { q = Neg (late) },
+                        else_branch = te () => (float[4] r) { r = Neg (x) }>
+                },
+                else_branch = e () => (float[4] s) { s = Neg (early) }>
+        }""").graph
+    node = graph[-1]
+    assert {value.name for value in captures(node)} == {"late", "early", "x", "c"}
+    assert Dependencies.of(graph).producers[2] == [0, 1]
+
+
+def test_constants_are_no_nodes_of_the_run():
+    graph = model_of("""
+        g (float[4] x) => (float[4] y) {
+            a = Relu (x)
+            c = Constant <value = float {2}> ()
+            y = Mul (a, c)
+        }""").graph
+    assert default_order(graph) == priority_order(graph) == [1, 0, 2]
+    assert Dependencies.of(graph).constants == [1]
+
+
+def test_a_file_that_is_not_sorted(tmp_path: Path):
+    model = model_of("""
+        g (float[4, 4] x) => (float[a, b] y) {
+            a = Relu (x)  b = Neg (a)  s = Shape (b)  c = Exp (b)  d = Neg (c)
+            y = Reshape (d, s)
+        }""")
+    for node, name in zip(model.graph, "abscdy", strict=True):
+        node.name = name
+    proto = ir.to_proto(model)
+    nodes = [proto.graph.node[index] for index in (5, 2, 0, 4, 1, 3)]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    inputs = {"x": order_graphs.feeds(True)["x"][:4, :4]}
+    for priority, simulate in ((False, default_order), (True, priority_order)):
+        events = order_graphs.profile(proto, tmp_path, priority=priority, inputs=inputs)
+        order = simulate(ir.from_proto(proto).graph)
+        assert order_graphs.ran(events) == [nodes[i].name for i in order]
+
+
+def test_empty_graph():
+    graph = model_of("g (float[4] x) => (float[4] x) {}").graph
+    assert default_order(graph) == priority_order(graph) == []
+
+
+def test_a_circle_is_refused_by_name():
+    graph = model_of("""
+        g (float[4] x) => (float[4] y) {
+            a = Add (x, c)
+            b = Neg (a)
+            c = Exp (b)
+            y = Neg (x)
+        }""").graph
+    with pytest.raises(Refusal, match=r"'a'.*'c'|'c'.*'a'|'b'.*'a'"):
+        default_order(graph)
+    with pytest.raises(Refusal, match="wait for each other"):
+        priority_order(graph)
+
+
+def test_two_values_of_one_name_are_refused_and_nodes_are_kept_apart():
+    model = model_of("g (float[4] x) => (float[4] y) { a = Neg (x) b = Neg (a) y = Exp (b) }")
+    for node in model.graph:
+        node.name = "same"
+    assert default_order(model.graph) == [0, 1, 2]
+    model.graph[1].outputs[0].name = "a"
+    with pytest.raises(Refusal, match="'a' is an output of nodes"):
+        default_order(model.graph)
+
+
+MB = 1 << 20
+
+
+HALVES = [(0, MB // 2), (1, MB // 2)]
+# Tensors with their sizes, -1 for one that is given back; the bytes that are touched.
+REQUESTS = {
+    "what was given back serves again": (
+        [(0, MB), (0, -1), (1, MB), (1, -1), (2, MB)], MB,
+    ),
+    # 700 KB lie in the 1 MB of the first tensor; the rest of it is lost for the second.
+    "a chunk that is not twice as large is taken whole": (
+        [(0, MB), (0, -1), (1, 700 << 10), (2, 200 << 10)], MB + (200 << 10),
+    ),
+    "a chunk twice as large is split": ([(0, MB), (0, -1), (1, MB // 2), (2, MB // 2)], MB),
+    "free neighbours serve a larger tensor": ([*HALVES, (0, -1), (1, -1), (2, MB)], MB),
+    "one that is still there keeps them apart": ([*HALVES, (0, -1), (2, MB)], 2 * MB),
+    # Into the chunk of 1 MB, so that the one of 4 MB is there for the next.
+    "the smallest chunk that fits is taken": (
+        [(0, 4 * MB), (1, MB), (2, 3 * MB), (0, -1), (1, -1), (3, MB), (4, 4 * MB)], 8 * MB,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("requests", "touched"), REQUESTS.values(), ids=REQUESTS)
+def test_touched_bytes(requests: list[tuple[int, int]], touched: int):
+    assert touched_bytes(requests) == touched
+
+
+@given(st.lists(st.tuples(st.integers(1, 3 * MB), st.integers(0, 9)), max_size=60))
+def test_no_less_than_the_peak_and_no_more_than_all(steps: list[tuple[int, int]]):
+    requests: list[tuple[int, int]] = []
+    alive: dict[int, int] = {}
+    peak = 0
+    for tensor, (size, victim) in enumerate(steps):
+        requests.append((tensor, size))
+        alive[tensor] = size
+        peak = max(peak, sum(alive.values()))
+        if victim in alive:
+            requests.append((victim, -1))
+            del alive[victim]
+    touched = touched_bytes(requests)
+    assert peak <= touched <= sum(size for size, _ in steps)

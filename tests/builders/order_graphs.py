@@ -241,6 +241,11 @@ def profile(
     inputs = feeds(cond) if inputs is None else inputs
     names = {value.name for value in session.get_inputs()}
     session.run(None, {name: array for name, array in inputs.items() if name in names})
+    return events_of(session)
+
+
+def events_of(session: ort.InferenceSession) -> list[dict]:
+    """End the profile of a session; return its events of nodes."""
     path = Path(session.end_profiling())
     events = json.loads(path.read_text())
     path.unlink()
