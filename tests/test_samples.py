@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -52,6 +53,30 @@ def test_a_decoder_gets_tokens_and_then_one_more_with_the_past_it_returned(form,
         assert (first["seqlens_k"].tolist(), first["total_sequence_length"]) == ([31], 32)
         assert (second["seqlens_k"].tolist(), second["total_sequence_length"]) == ([32], 33)
     session.run(None, second)
+
+
+CACHE_IN_A_BRANCH = """
+<ir_version: 10, opset_import: ["" : 21]>
+agraph (float[b, s, 32] x, float[b, h, p, d] past_key, bool c) => (float[b, h, t, d] y)
+<int64[4] shape = {0, 0, 4, 8}>
+{
+    y = If (c) <
+        then_branch = one () => (float[b, h, t, d] one) {
+            heads = Reshape (x, shape)
+            twice = Add (heads, heads)
+            key = Transpose <perm = [0, 2, 1, 3]> (twice)
+            one = Concat <axis = 2> (past_key, key)
+        },
+        else_branch = other () => (float[b, h, t, d] other) { other = Identity (past_key) }
+    >
+}
+"""
+
+
+def test_heads_of_a_cache_that_a_branch_reads():
+    model = ir.from_proto(onnx.parser.parse_model(CACHE_IN_A_BRANCH))
+    sizes = MadeUpInputs(model.graph.inputs).sizes
+    assert sizes == {"b": 1, "s": 32, "h": 4, "p": 0, "d": 8}
 
 
 def test_the_second_token_continues_the_first_ones(tmp_path):

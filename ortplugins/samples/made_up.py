@@ -240,7 +240,7 @@ class _Input:
 
 def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
     """Return the shapes in the graph of the inputs; None where it is not at hand."""
-    graph = next((node.graph for value in inputs for node, _ in value.uses()), None)
+    graph = next((value.graph for value in inputs if value.uses()), None)
     if not isinstance(graph, ir.Graph):
         return None
     return ProvedShapes(ir.Model(graph, ir_version=10), DeclaredNames(), on_demand=True)
