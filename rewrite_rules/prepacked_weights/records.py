@@ -14,8 +14,8 @@ which nodes read them, so that a cold start reads forward.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import mmap
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _KEY = "prepacked_"
 # Cache lines, as kernels assume of what they allocate; pages for what is mapped on its own.
 _ALIGNMENT, _LARGE_ALIGNMENT, _LARGE = 64, 4096, 1 << 20
-_CHUNK_BYTES = 8 << 20
 
 # An initializer: the way to the graph that holds it, and its name, which a body of another
 # node may have as well.
@@ -162,32 +161,13 @@ def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
     alignment = _LARGE_ALIGNMENT if length >= _LARGE else _ALIGNMENT
     target.write(b"\0" * (-target.tell() % alignment))
     start = target.tell()
-    copied = _copied_by_the_system(source, offset, length, target)
-    source.seek(offset + copied)
-    length -= copied
-    while length:
-        chunk = source.read(min(length, _CHUNK_BYTES))
-        if not chunk:
-            raise ValueError(f"{source.name}: got shorter while it was read")
-        target.write(chunk)
-        length -= len(chunk)
+    if length:
+        with (
+            mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as stored,
+        ):
+            target.write(stored[offset : offset + length])
     return start
-
-
-def _copied_by_the_system(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
-    """Append what the system copies without us, where it can; return how much that is."""
-    target.flush()
-    done = 0
-    if hasattr(os, "copy_file_range"):
-        with contextlib.suppress(OSError):  # between some file systems it can't
-            while done < length:
-                count = os.copy_file_range(
-                    source.fileno(), target.fileno(), length - done, offset + done
-                )
-                if not count:
-                    break
-                done += count
-    return done
 
 
 def _in_order(graph: onnx.GraphProto) -> Iterator[_Found]:

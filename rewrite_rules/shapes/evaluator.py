@@ -9,7 +9,7 @@ computed once: exporters repeat these subgraphs in every layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,11 @@ import onnx.reference.ops
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import Shape, Unknowns, known
+from rewrite_rules.shapes.node_facts import Facts, Integers, Site
+from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 Array = NDArray[Any]
@@ -59,7 +63,7 @@ class NodeEvaluator:
         key = (signature, tuple(id(array) for array in arrays))
         found = self._results.get(key)
         if found is None:
-            _check_size(node, arrays)
+            _check_size(node, opset, arrays)
             try:
                 kernel = self._kernels.get(signature)
                 if kernel is None:
@@ -107,22 +111,12 @@ class GraphEvaluator:
             return []
         if node is None or node.graph is None:
             raise CannotEvaluate(f"{value.name!r} is not known")
-        known = self._facts.integers(value)
-        if known is not None and known.constants is not None:
-            numbers = np.array(known.constants, np.int64)
-            self._arrays[value] = self._nodes.intern(numbers.reshape(known.shape))
+        integers = self._facts.integers(value)
+        if integers is not None and integers.constants is not None:
+            numbers = np.array(integers.constants, np.int64)
+            self._arrays[value] = self._nodes.intern(numbers.reshape(integers.shape))
             return []
-        inputs = [v for v in node.inputs if v is not None]
-        if node.op_type == "Shape" and not node.domain and inputs[0] not in self._arrays:
-            sizes = self._facts.sizes(inputs[0])
-            if sizes is not None:
-                start, end = (
-                    int_attribute(node, "start", 0),
-                    int_attribute(node, "end", len(sizes)),
-                )
-                self._arrays[value] = self._nodes.intern(np.array(sizes[start:end], np.int64))
-                return []
-        missing = [v for v in inputs if v not in self._arrays]
+        missing = [v for v in node.inputs if v is not None and v not in self._arrays]
         if not missing:
             arrays = [None if v is None else self._arrays[v] for v in node.inputs]
             outputs = self._nodes.run(node, self._facts.opset(node), arrays)
@@ -155,67 +149,50 @@ def _kernel(node: ir.Node, opset: int) -> Any:
     return kernel(proto, {"log": lambda *_: None, "opsets": {"": opset}, "new_ops": None})
 
 
-def _check_size(node: ir.Node, arrays: Sequence[Array | None]) -> None:
-    """Refuse what would make a large array, by an estimate from above."""
-    there = [array for array in arrays if array is not None]
-    estimate = _OUTPUT_SIZES.get(node.op_type)
+class _ArrayFacts(Facts):
+    """What is known of a node's inputs whose arrays are."""
+
+    def __init__(self, arrays: Mapping[ir.Value, Array]) -> None:
+        self.unknowns = Unknowns()
+        self._arrays = arrays
+
+    def shape(self, value: ir.Value) -> Shape:
+        return tuple(map(known, self._arrays[value].shape))
+
+    def integers(self, value: ir.Value) -> Integers | None:
+        array = self._arrays[value]
+        if array.size > _MAX_INTERNED or not np.issubdtype(array.dtype, np.number):
+            return None
+        numbers = np.ceil(array) if array.dtype.kind == "f" else array
+        return Integers(tuple(known(int(n)) for n in numbers.reshape(-1)), array.shape)
+
+
+def _check_size(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> None:
+    """Refuse what would make a large array."""
+    pairs = zip(node.inputs, arrays, strict=True)
+    given = {value: array for value, array in pairs if value is not None and array is not None}
     try:
-        shapes = [array.shape for array in there]
-        size = _size_of(shapes) if estimate is None else estimate(node, there)
-    except (IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+        if node.op_type == "Range":  # of fractions, too
+            start, limit, delta = (float(array.item()) for array in given.values())
+            sizes = [abs((limit - start) / delta)]
+        else:
+            shapes = output_shapes(Site(node, _ArrayFacts(given), opset))
+            known_shapes = (shape for shape in shapes if isinstance(shape, tuple))
+            sizes = [math.prod(dim[0] for dim in shape) for shape in known_shapes]
+    except (Refusal, ArithmeticError, IndexError, ValueError) as error:
         raise CannotEvaluate(f"{node.op_type}: {error}") from error
-    if size > _MAX_ELEMENTS:
-        raise CannotEvaluate(f"{node.op_type} would make {size:.0f} elements")
+    if max(sizes, default=0) > _MAX_ELEMENTS:
+        raise CannotEvaluate(f"{node.op_type} would make {max(sizes):.0f} elements")
 
 
-def _size_of(shapes: Sequence[Sequence[int]]) -> float:
-    rank = max(map(len, shapes), default=0)
-    return math.prod(
-        float(max(shape[axis - rank] for shape in shapes if rank - axis <= len(shape)))
-        for axis in range(rank)
-    )
-
-
-def _gather_size(node: ir.Node, arrays: Sequence[Array]) -> float:
-    data, indices = arrays
-    axis = int_attribute(node, "axis", 0)
-    return float(data.size / data.shape[axis] * indices.size)
-
-
-def _gather_nd_size(_: ir.Node, arrays: Sequence[Array]) -> float:
-    data, indices = arrays
-    depth = indices.shape[-1]
-    return float(indices.size / depth * math.prod(data.shape[depth:]))
-
-
-def _range_size(start: float, limit: float, delta: float) -> float:
-    return abs((limit - start) / delta)
-
-
-# Operators that are evaluated, and how many elements one makes, from above.
-_Size = Callable[[ir.Node, Sequence[Array]], float]
-_OUTPUT_SIZES: dict[str, _Size] = {
-    **dict.fromkeys(
-        (
-            *("ArgMax", "ArgMin", "Concat", "CumSum", "Flatten", "GatherElements", "NonZero"),
-            *("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
-            *("ScatterElements", "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze"),
-            *("Transpose", "Trilu", "Unsqueeze"),
-        ),
-        lambda _, arrays: sum(array.size for array in arrays),
-    ),
-    "ConstantOfShape": lambda _, arrays: math.prod(map(float, arrays[0])),
-    "Expand": lambda _, arrays: _size_of([arrays[0].shape, [int(n) for n in arrays[1]]]),
-    "Gather": _gather_size,
-    "GatherND": _gather_nd_size,
-    "MatMul": lambda _, arrays: math.prod(float(array.size) for array in arrays),
-    "OneHot": lambda _, arrays: arrays[0].size * float(arrays[1].item()),
-    "Range": lambda _, arrays: _range_size(*(float(array.item()) for array in arrays)),
-    "Tile": lambda _, arrays: arrays[0].size * math.prod(map(float, arrays[1])),
-}
-_OPERATORS = frozenset(_OUTPUT_SIZES) | {
-    "Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Cos", "Div", "Equal", "Exp",
-    "Floor", "Greater", "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual",
-    "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu",
-    "Round", "Sign", "Sin", "Sqrt", "Sub", "Sum", "Where", "Xor",
-}  # fmt: skip
+# Operators that are evaluated.
+_OPERATORS = frozenset({
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat",
+    "ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor",
+    "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "IsInf",
+    "IsNaN", "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg",
+    "NonZero", "Not", "OneHot", "Or", "Pow", "Range", "Reciprocal", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round", "ScatterElements",
+    "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub",
+    "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
+})  # fmt: skip

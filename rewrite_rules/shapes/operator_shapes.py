@@ -384,14 +384,6 @@ def _group_query_attention(site: Site) -> Sequence[Shape]:
     return [(batch, sequence, site.unknowns.fresh_dim())] if packed else [site.shape(0)]
 
 
-def _gemm(site: Site) -> Sequence[Shape]:
-    a, b = site.dims(0), site.dims(1)
-    if len(a) != 2 or len(b) != 2:
-        return []
-    rows, columns = a[bool(site.integer("transA", 0))], b[not site.integer("transB", 0)]
-    return [(rows, columns)]
-
-
 def _attributes_key(node: ir.Node) -> Hashable:
     return tuple(sorted((name, str(a.value)) for name, a in node.attributes.items()))
 
@@ -544,7 +536,7 @@ _STANDARD: dict[str, _Rule] = {
     "Gather": _gather,
     "GatherElements": lambda site: [site.shape(1)],
     "GatherND": _gather_nd,
-    "Gemm": _gemm,
+    "Gemm": _fused_matmul,
     "NonZero": _non_zero,
     "OneHot": _one_hot,
     "Pad": _pad,
@@ -566,7 +558,7 @@ _STANDARD: dict[str, _Rule] = {
     "Upsample": _resize,
 }
 _CONTRIBUTED: dict[str, _Rule] = {
-    **dict.fromkeys(("FusedMatMul", "TransposeMatMul"), _fused_matmul),
+    **dict.fromkeys(("FusedGemm", "FusedMatMul", "TransposeMatMul"), _fused_matmul),
     **dict.fromkeys(
         ("QLinearAdd", "QLinearMul"),
         lambda site: [site.unknowns.broadcast((site.shape(0), site.shape(3)))],
@@ -575,7 +567,6 @@ _CONTRIBUTED: dict[str, _Rule] = {
     "DynamicQuantizeMatMul": _matmul(),
     "EmbedLayerNormalization": lambda site: [(*site.dims(0), site.dims(2)[-1])],
     "FusedConv": _conv,
-    "FusedGemm": _gemm,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
     "MatMulIntegerToFloat": _matmul(),
