@@ -184,9 +184,7 @@ def _write_stored(
             for start in range(0, stored.size, _CHUNK_ELEMENTS):
                 yield stored[start : start + _CHUNK_ELEMENTS].astype(dtype.numpy())
 
-        def make(name: str) -> ir.TensorProtocol:
-            return ChunkedTensor(chunks, dtype, tuple(source.shape.numpy()), name)
-
+        make = functools.partial(ChunkedTensor, chunks, dtype, tuple(source.shape.numpy()))
         scales = initializers.get(scales, f".{dtype.name.lower()}", make)
     quantized = attributes.get_int("axis", 1) % len(operand.shape)
     made = _attributes(axis, quantized, attributes.get_int("block_size", 0))
@@ -239,9 +237,8 @@ def _write_packed(
         assert rows.const_value is not None
         dtype, width = rows.const_value.dtype, int(rows.const_value.shape.numpy()[-1])
         shape = (*operand.shape[:-1], width)
-        return initializers.get(
-            rows, ".axes", lambda name: AliasTensor(rows, dtype, shape, name), shape
-        )
+        make = functools.partial(AliasTensor, rows, dtype, shape)
+        return initializers.get(rows, ".axes", make, shape)
 
     return KernelInputs(
         with_axes(_write_data(initializers, weight)),

@@ -47,36 +47,32 @@ class ConstantChange:
     zero_point: npt.NDArray[np.generic] | None
 
 
-def _node_types(
-    region: Region, graph: QuantizedGraph
-) -> Iterator[tuple[ir.Node, ir.DataType]]:
-    """The nodes whose activations are all of one type that is new to one of them."""
-    types: dict[ir.Node, set[ir.DataType]] = {}
-    changed: set[ir.Node] = set()
-    for tensor, plan in region.plans.items():
-        ends = list(plan.reads.items())
-        if tensor.producer is not None:
-            ends.append((tensor.producer, plan.produced))
-        for node, dtype in ends:
-            types.setdefault(node, set()).add(dtype)
-            if dtype != tensor.grid.dtype:
-                changed.add(node)
-    for node in types:
-        if node not in changed or len(types[node]) != 1:
-            continue
-        try:
-            others = {*graph.read_by(node), *graph.written_by(node)} - set(region.plans)
-        except Refusal:
-            continue
-        if not {tensor.grid.dtype for tensor in others} - types[node]:
-            yield node, next(iter(types[node]))
+def _new_type(node: ir.Node, region: Region, graph: QuantizedGraph) -> ir.DataType | None:
+    """The type of all activations of a node, if it is one, and new to one of them."""
+    try:
+        read, written = graph.read_by(node), graph.written_by(node)
+    except Refusal:
+        return None
+    ends = [(t, t.grid.dtype) for t in (*read, *written) if t not in region.plans]
+    ends += [(t, region.plans[t].reads[node]) for t in read if t in region.plans]
+    ends += [(t, region.plans[t].produced) for t in written if t in region.plans]
+    types = {dtype for _, dtype in ends}
+    changed = any(dtype != tensor.grid.dtype for tensor, dtype in ends)
+    return types.pop() if changed and len(types) == 1 else None
 
 
 def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
     """What becomes of the constants of a region's elementwise operators."""
     found: dict[tuple[ir.Node, ir.DataType], list[ir.Node]] = {}
-    for node, dtype in _node_types(region, graph):
-        if node.op_type in ELEMENTWISE_OPERATORS and dtype != ir.DataType.FLOAT:
+    touched = dict.fromkeys(
+        node
+        for tensor, plan in region.plans.items()
+        for node in (*plan.reads, tensor.producer)
+        if node is not None and node.op_type in ELEMENTWISE_OPERATORS
+    )
+    for node in touched:
+        dtype = _new_type(node, region, graph)
+        if dtype is not None and dtype != ir.DataType.FLOAT:
             for dequantize in dict.fromkeys(_dequantized_constants(node)):
                 found.setdefault((dequantize, dtype), []).append(node)
     for (dequantize, dtype), nodes in found.items():
@@ -92,9 +88,8 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
             _, tensor = require_constant(dequantize.inputs[0], "codes")
         except Refusal as refusal:
             raise Refusal(f"constant {name!r}: {refusal}") from None
-        step = 1 << (fine.bits - grid.bits)
-        wide = (tensor.numpy().astype(np.int64) - grid.low) * step + fine.low
-        codes, zero_point = (np.asarray(n, dtype.numpy()) for n in (wide, fine.zero_point))
+        codes = fine.quantize(grid.dequantize(tensor.numpy()))
+        zero_point = np.asarray(fine.zero_point, dtype.numpy())
         scale = np.asarray(fine.scale)
         yield ConstantChange(dequantize, tuple(nodes), codes, scale, zero_point)
 

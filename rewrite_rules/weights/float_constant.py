@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import onnx_ir as ir
 
@@ -37,10 +38,7 @@ class FloatConstants:
 
     def write(self, operand: DequantizedOperand) -> ir.Value:
         """Register the operand as a float constant of its own shape and type."""
-
-        def make(name: str) -> ir.TensorProtocol:
-            return ChunkedTensor(operand.rows, operand.dtype, operand.shape, name)
-
+        make = partial(ChunkedTensor, operand.rows, operand.dtype, operand.shape)
         # Values and not their names: sibling subgraphs may give theirs the same.
         key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
         value = self._initializers.get(operand.codes, ".float", make, key)
