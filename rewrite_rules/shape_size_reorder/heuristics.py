@@ -149,8 +149,7 @@ def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
     """Run the best ready node, or chain of nodes, again and again."""
     state = _State(tensors)
     dependencies = tensors.dependencies
-    absent = set(dependencies.constants)
-    result = list(dependencies.constants)
+    result: list[int] = []
     heap: list[tuple[_Key, int, int, int]] = []
     version = [0] * len(dependencies.nodes)
 
@@ -161,7 +160,7 @@ def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
         heapq.heappush(heap, (key, -len(result), node, length + (version[node] << 32)))
 
     for node, waiting in enumerate(state.waiting):
-        if not waiting and node not in absent:
+        if not waiting:
             push(node)
     while heap:
         _, _, node, stamp = heapq.heappop(heap)

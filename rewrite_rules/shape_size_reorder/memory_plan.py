@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import captures, is_constant
+from rewrite_rules.graph.nodes import captures
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
@@ -115,8 +115,6 @@ class MemoryModel:
         # By a topological order: guesses look at the inputs of a node.
         for index in dependencies.default():
             node = dependencies.nodes[index]
-            if is_constant(node):
-                continue
             read = (*node.inputs, *captures(node))
             self.reads[index] = [numbers[value] for value in read if value in numbers]
             for value in node.outputs:

@@ -38,26 +38,23 @@ _SHAPE_READERS = frozenset({"Shape", "Size"})
 
 @dataclasses.dataclass(frozen=True)
 class Dependencies:
-    """What the orders of a graph depend on; nodes are positions in the file.
+    """What the orders of a graph depend on; nodes are positions among ``nodes``.
 
     Producers of a node, whose outputs it or one of its subgraphs reads, ascend, each once;
-    consumers are the same edges the other way. ``constants`` are the Constant nodes.
+    consumers are the same edges the other way.
     """
 
     nodes: tuple[ir.Node, ...]
     producers: Sequence[Sequence[int]]
     consumers: Sequence[Sequence[int]]
     shape_readers: Sequence[bool]
-    constants: Sequence[int]
 
     @classmethod
     def of(cls, graph: ir.Graph) -> Dependencies:
         """Read a graph; refuse one that is not a DAG, or has two outputs of one name."""
-        nodes = tuple(graph)
-        _check_names(nodes)
+        _check_names(graph)
+        nodes = tuple(node for node in graph if not is_constant(node))
         position = {node: index for index, node in enumerate(nodes)}
-        constants = [index for index, node in enumerate(nodes) if is_constant(node)]
-        absent = set(constants)
         producers: list[list[int]] = []
         consumers: list[list[int]] = [[] for _ in nodes]
         for index, node in enumerate(nodes):
@@ -65,13 +62,13 @@ class Dependencies:
             for value in (*node.inputs, *captures(node)):
                 producer = None if value is None else value.producer()
                 found = None if producer is None else position.get(producer)
-                if found is not None and found not in absent:
+                if found is not None:
                     read.add(found)
             producers.append(sorted(read))
             for found in producers[-1]:
                 consumers[found].append(index)
         shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
-        result = cls(nodes, producers, consumers, shape_readers, constants)
+        result = cls(nodes, producers, consumers, shape_readers)
         result._check_acyclic()
         return result
 
@@ -87,9 +84,8 @@ class Dependencies:
         self, roots: Iterable[int], producers: Callable[[int], Sequence[int]]
     ) -> list[int]:
         """Return each node behind its producers, the last root and the last producer first."""
-        absent = set(self.constants)
-        stack = [node for node in roots if not self.consumers[node] and node not in absent]
-        result = list(self.constants)
+        stack = [node for node in roots if not self.consumers[node]]
+        result: list[int] = []
         visited = [False] * len(self.nodes)
         while stack:
             node = stack.pop()
@@ -110,15 +106,10 @@ class Dependencies:
 
     def smallest_first(self, key: Sequence[int]) -> list[int]:
         """Return the order in which the ready node with the smallest key runs next."""
-        absent = set(self.constants)
         waiting = [len(producers) for producers in self.producers]
-        heap = [
-            (key[node], node)
-            for node, left in enumerate(waiting)
-            if not left and node not in absent
-        ]
+        heap = [(key[node], node) for node, left in enumerate(waiting) if not left]
         heapq.heapify(heap)
-        result = list(self.constants)
+        result: list[int] = []
         while heap:
             _, node = heapq.heappop(heap)
             result.append(node)
@@ -130,11 +121,10 @@ class Dependencies:
 
     def smallest_last(self, key: Sequence[int]) -> list[int]:
         """Return a file filled from its end, each time with the smallest key that is ready."""
-        reverse = dataclasses.replace(
+        backwards = dataclasses.replace(
             self, producers=self.consumers, consumers=self.producers
-        ).smallest_first(key)
-        count = len(self.constants)
-        return [*self.constants, *reversed(reverse[count:])]
+        )
+        return backwards.smallest_first(key)[::-1]
 
     def _check_acyclic(self) -> None:
         try:
@@ -156,7 +146,7 @@ def ranks(order: Sequence[int]) -> list[int]:
     return result
 
 
-def _check_names(nodes: Sequence[ir.Node]) -> None:
+def _check_names(nodes: Iterable[ir.Node]) -> None:
     """Refuse two values of one name, as onnxruntime does."""
     makers: dict[str, ir.Node] = {}
     for node in nodes:

@@ -43,7 +43,7 @@ class SimulatedOrder:
     """One order and what it costs.
 
     Attributes:
-        order: Positions of the nodes in the graph, as they run; Constant nodes come first.
+        order: Positions of the nodes in the graph, as they run; Constant nodes don't count.
         distances: For each Shape and Size that reads another node's output, the steps from
             that node to it; 1 is directly after it or after another such one.
     """
@@ -111,7 +111,7 @@ class GraphOrder:
         """Put the nodes of the graph and of all subgraphs into the order of the file."""
         for body in self.subgraphs:
             body.apply()
-        nodes = list(self.graph)
+        nodes = [node for node in self.graph if not is_constant(node)]
         if len(nodes) > 1:
             self.graph.remove(nodes)
             self.graph.extend(nodes[index] for index in self.file_order)
@@ -316,7 +316,6 @@ class _Chains:
                 self._class[index] = 0
             elif (
                 size <= _CHAIN_BYTES
-                and not is_constant(node)
                 and dependencies.producers[index]
                 and all(self._class[p] < 2 for p in dependencies.producers[index])
                 and all(_comes_from_node_or_file(value) for value in node.inputs)
