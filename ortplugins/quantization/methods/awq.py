@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -110,16 +110,15 @@ def search_scales(
     """
     k = len(mean_abs)
     sample = _sampled_columns(weights, forms)
-    square = _output_square(tokens, gram)
     one = np.ones(k, np.float32)
-    best = ScaleChoice(one, None, _loss(sample, one, square))
+    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram))
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
     def attempt(alpha: float) -> None:
         nonlocal best
         scales = _scales(mean_abs, w_mean, alpha)
         try:
-            loss = _loss(sample, scales, square)
+            loss = _loss(sample, scales, tokens, gram)
         except QuantizationError:  # s W is too large for the type of its scales
             return
         if loss < best.loss:
@@ -183,36 +182,25 @@ def _scales(mean_abs: Floats, w_mean: Doubles, alpha: float) -> Floats:
     return scales.astype(np.float32)
 
 
-def _output_square(tokens: Floats | None, gram: Floats | None) -> Callable[[Floats], float]:
-    """Return what computes tr(D^T H D) of a D, ``[K, n]``, the cheapest way."""
-    if gram is None:
-        assert tokens is not None
-        if len(tokens) < tokens.shape[1]:
-            # A sample narrower than H: the products themselves.
-            sample = np.asarray(tokens, np.float32)
-            return lambda d: _square(sample @ d) / len(sample)
-        gram = tokens.T @ tokens / np.float32(len(tokens))
-    hessian = np.asarray(gram, np.float32)
-    # Rounding may leave a hair less than nothing.
-    return lambda d: max(0.0, float(np.vdot(d, hessian @ d)))
-
-
 def _loss(
     strips: Iterable[tuple[Floats, BlockFormat]],
     scales: Floats,
-    square: Callable[[Floats], float],
+    tokens: Floats | None,
+    gram: Floats | None,
 ) -> float:
+    """Return tr(D^T H D), of products with the tokens where there is no H."""
     column, total = scales[:, None], 0.0
     for strip, form in strips:
         difference = dequantize_blocks(*quantize_blocks(strip * column, form), form)
         difference /= column
         difference -= strip
-        total += square(difference)
+        if gram is not None:
+            # Rounding may leave a hair less than nothing.
+            total += max(0.0, float(np.vdot(difference, gram @ difference)))
+        elif tokens is not None:
+            product = tokens @ difference
+            total += float(np.vdot(product, product)) / len(tokens)
     return total
-
-
-def _square(array: Floats) -> float:
-    return float(np.vdot(array, array))
 
 
 def search_clip(

@@ -128,17 +128,22 @@ class Gptq:
 
     def __init__(self, gram: npt.NDArray[Any], options: GptqOptions) -> None:
         """Take H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit."""
-        self._options = options
-        self._hessian = _Hessian(gram, options.damping, options.relative_damping)
+        self._gram, self._options, self._damping = gram, options, options.damping
+        self._energy: Doubles = np.diagonal(gram).astype(np.float64)
+        self._mean = float(self._energy.mean()) or 1.0  # all of H is over it: it has no unit
         self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
 
     def factor(self, form: BlockFormat) -> tuple[list[Rows], Doubles, Floats]:
-        """Factor H for blocks of this size, unless it was the last one: for any columns."""
-        size = form.size_along(len(self._hessian.energy))
+        """Factor H for blocks of this size, unless it was the last one: for any columns.
+
+        Return the rows of each block in their order; float64 ``[K, K]``, row k of which is
+        A[:, k], and 0 from the diagonal on; and float32 ``[K]``, R[k, k]**2.
+        """
+        size = form.size_along(len(self._energy))
         if self._factored is None or self._factored[0] != size:
             self._factored = None  # before there are two
             turns = self._turns(size)
-            self._factored = size, turns, *self._hessian.factor(np.concatenate(turns))
+            self._factored = size, turns, *self._factor(np.concatenate(turns))
         return self._factored[1:]
 
     def quantize(
@@ -149,22 +154,22 @@ class Gptq:
         ``lacking`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """
-        k = len(self._hessian.energy)
-        size, ratios = form.size_along(k), self._options.ratios
-        turns, rows, cost = self.factor(form)
+        size, ratios = form.size_along(len(weight)), self._options.ratios
+        turns, feedback, cost = self.factor(form)
         if lacking is not None:
-            weight = weight + self._hessian.solve(np.concatenate(turns), rows, cost, lacking)
-        width = max(64, _STRIP // (min(size, k) * len(ratios)))
-        job = _Job(weight, form, self._hessian, turns, width)
-        job.visit(ratios, rows, cost)
+            weight = weight + self._solve(np.concatenate(turns), feedback, cost, lacking)
+        width = max(64, _STRIP // (min(size, len(weight)) * len(ratios)))
+        job = _Job(weight, form, turns, width)
+        job.visit(ratios, feedback, cost)
         # A block that is all of the rows has no others to make up for.
         for _ in range(self._options.revisits if len(turns) > 1 else 0):
-            job.revisit()
+            for rows in turns:
+                job.revisit(rows, *self._block(rows, job.errors))
         return job.codes, job.scales, job.zero_points
 
     def _turns(self, size: int) -> list[Rows]:
         """Return the rows of each block, in the order in which they are rounded."""
-        energy = self._hessian.energy
+        energy = self._energy
         rows = np.arange(len(energy))
         turns = [rows[start : start + size] for start in range(0, len(rows), size)]
         if self._options.order == "energy":
@@ -172,28 +177,78 @@ class Gptq:
             turns.sort(key=lambda turn: -float(energy[turn].mean()))  # stable
         return turns
 
+    def _factor(self, order: Rows) -> tuple[Doubles, Floats]:
+        """Factor H with its rows and columns in this order."""
+        for _ in range(_ATTEMPTS):
+            try:
+                # The lower factor of the reversed matrix is R reversed.
+                lower = self._damped(order[::-1])
+                _factor_in_place(lower)
+            except np.linalg.LinAlgError:
+                self._damping = max(10 * self._damping, 1e-6)
+                continue
+            diagonal = np.diagonal(lower).copy()
+            lower /= diagonal
+            np.fill_diagonal(lower, 0)
+            return lower.T[::-1, ::-1], (diagonal[::-1] ** 2).astype(np.float32)
+        raise QuantizationError(
+            "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
+        )
+
+    def _solve(self, order: Rows, feedback: Doubles, cost: Floats, right: Floats) -> Floats:
+        """Return H^-1 right, float32 ``[K, N]``, with H as factored in this order."""
+        found = right[order] / self._mean
+        panels = [slice(start, start + _PANEL) for start in range(0, len(order), _PANEL)]
+
+        def unit(rows: slice) -> Doubles:
+            return feedback[rows, rows] + np.eye(len(order[rows]))
+
+        # feedback is A^T, and H = (A + 1) diag(cost) (A + 1)^T.
+        for rows in reversed(panels):
+            found[rows] -= feedback[rows.stop :, rows].T @ found[rows.stop :]
+            found[rows] = np.linalg.solve(unit(rows).T, found[rows])
+        found /= cost[:, None]
+        for rows in panels:
+            found[rows] -= feedback[rows, : rows.start] @ found[: rows.start]
+            found[rows] = np.linalg.solve(unit(rows), found[rows])
+        solved = np.empty_like(right)
+        solved[order] = found
+        return solved
+
+    def _block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
+        """Return H_b, float32 ``[rows, rows]``, and the slope H D, ``[rows, N]``."""
+        hessian = self._damped(rows).astype(np.float32)
+        gram = self._gram[rows]
+        slope = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
+        return hessian, slope.astype(np.float32) + hessian @ errors[rows]
+
+    def _damped(self, rows: Rows) -> Doubles:
+        hessian = np.empty((len(rows), len(rows)))
+        for row, values in zip(rows, hessian, strict=True):
+            np.divide(self._gram[row][rows], self._mean, out=values)
+        own = self._energy[rows] / self._mean
+        # A channel without energy stands apart: anything above 0 does.
+        relative = self._options.relative_damping
+        own = np.where(own > 0, own * (1 + relative) + self._damping, 1.0)
+        np.fill_diagonal(hessian, own)
+        return hessian
+
 
 class _Job:
     """A weight and its result in the making: codes, scales, zero points, errors D."""
 
     def __init__(
-        self,
-        weight: npt.NDArray[Any],
-        form: BlockFormat,
-        hessian: _Hessian,
-        turns: Sequence[Rows],
-        width: int,
+        self, weight: npt.NDArray[Any], form: BlockFormat, turns: Sequence[Rows], width: int
     ) -> None:
         """Start; a turn is the rows of a block; ``width`` columns are visited at a time."""
         k, n = weight.shape
-        self._weight, self._form, self._hessian = weight, form, hessian
-        self._turns = turns
+        self._weight, self._form, self._turns = weight, form, turns
         self._strips = [slice(left, min(left + width, n)) for left in range(0, n, width)]
         grid = form.blocks(k), n
         self.codes: Codes = np.empty((k, n), form.code_dtype)
         self.scales: Floats = np.empty(grid, np.float32)
         self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
-        self._errors: Floats = np.empty((k, n), np.float32)
+        self.errors: Floats = np.empty((k, n), np.float32)
 
     def visit(self, ratios: Sequence[float], feedback: Doubles, cost: Floats) -> None:
         """Quantise the blocks in their order, each given those before; H as factored."""
@@ -202,38 +257,37 @@ class _Job:
         for rows in self._turns:
             stop = start + len(rows)
             rows_of_block = feedback[start:stop].astype(np.float32)
-            sequence = _Sequence(
-                rows_of_block[:, start:stop].copy(), cost[start:stop], self._form
-            )
-            moved = rows_of_block[:, :start] @ errors[:start]
-            settled = sequence.undo_feedback(moved)
+            own, before = rows_of_block[:, start:stop].copy(), rows_of_block[:, :start]
+            moved = before @ errors[:start]
+            # Where no row is rounded, each row's move moves the rows after it, too.
+            unit = np.linalg.inv(own.astype(np.float64) + np.eye(len(rows)))
+            settled = unit.astype(np.float32) @ moved
             for columns in self._strips:
                 part = self._part(rows, columns)
                 target = part - moved[:, columns]
                 # What the block would be if it were not rounded: that decides its range.
                 free = part - settled[:, columns]
                 scales, zeros = candidate_grids(free, ratios, self._form)
+                given = part, target, own, cost[start:stop], self._form
                 if len(scales) > 1:
-                    _, losses = sequence.round(part, target, scales, zeros)
+                    _, losses = _round_rows(*given, scales, zeros)
                     best = losses.argmin(axis=0)[None]
                     scales = np.take_along_axis(scales, best, 0)
                     zeros = None if zeros is None else np.take_along_axis(zeros, best, 0)
                 codes = np.empty(part.shape, self._form.code_dtype)
                 # Again, with the best alone: cheaper than to keep the codes of all.
-                done, _ = sequence.round(part, target, scales, zeros, codes)
+                done, _ = _round_rows(*given, scales, zeros, codes)
                 block = self._block(rows)
                 self.codes[rows, columns], self.scales[block, columns] = codes, scales[0]
                 if self.zero_points is not None and zeros is not None:
                     self.zero_points[block, columns] = zeros[0]
-                self._errors[rows, columns] = errors[start:stop, columns] = done[:, 0]
+                self.errors[rows, columns] = errors[start:stop, columns] = done[:, 0]
             start = stop
 
-    def revisit(self) -> None:
-        """Choose the codes and the scale of each block again, given all others."""
-        for rows in self._turns:
-            hessian, slope = self._hessian.block(rows, self._errors)
-            for columns in self._strips:
-                self._descend(rows, columns, hessian, slope[:, columns])
+    def revisit(self, rows: Rows, hessian: Floats, slope: Floats) -> None:
+        """Choose the codes and the scale of a block again, given all others."""
+        for columns in self._strips:
+            self._descend(rows, columns, hessian, slope[:, columns])
 
     def _descend(self, rows: Rows, columns: slice, hessian: Floats, slope: Floats) -> None:
         """Lower the loss of a block's columns, code by code and then by their scales."""
@@ -254,7 +308,7 @@ class _Job:
         fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
         self.codes[rows, columns] = steps + zeros
         self.scales[block, columns] = fitted
-        self._errors[rows, columns] = steps * fitted - self._part(rows, columns)
+        self.errors[rows, columns] = steps * fitted - self._part(rows, columns)
 
     def _fitted(self, scales: Floats, steps: Floats, hessian: Floats, slope: Floats) -> Floats:
         """Return the scales ``[n]`` that cost least with these codes."""
@@ -270,81 +324,6 @@ class _Job:
 
     def _part(self, rows: Rows, columns: slice) -> Floats:
         return np.ascontiguousarray(self._weight[rows, columns], np.float32)
-
-
-class _Hessian:
-    """H with its damping, over the mean of its diagonal: so it has no unit.
-
-    Attributes:
-        energy: diag(H).
-    """
-
-    def __init__(
-        self, gram: npt.NDArray[Any], damping: float, relative_damping: float
-    ) -> None:
-        self.energy: Doubles = np.diagonal(gram).astype(np.float64)
-        self._gram = gram
-        self._damping, self._relative_damping = damping, relative_damping
-        self._mean = float(self.energy.mean()) or 1.0
-
-    def factor(self, order: Rows) -> tuple[Doubles, Floats]:
-        """Factor H with its rows and columns in this order.
-
-        Return float64 ``[K, K]``, row k of which is A[:, k], and 0 from the diagonal on; and
-        float32 ``[K]``, R[k, k]**2.
-        """
-        for _ in range(_ATTEMPTS):
-            try:
-                # The lower factor of the reversed matrix is R reversed.
-                lower = self._damped(order[::-1])
-                _factor_in_place(lower)
-            except np.linalg.LinAlgError:
-                self._damping = max(10 * self._damping, 1e-6)
-                continue
-            diagonal = np.diagonal(lower).copy()
-            lower /= diagonal
-            np.fill_diagonal(lower, 0)
-            return lower.T[::-1, ::-1], (diagonal[::-1] ** 2).astype(np.float32)
-        raise QuantizationError(
-            "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
-        )
-
-    def solve(self, order: Rows, feedback: Doubles, cost: Floats, right: Floats) -> Floats:
-        """Return H^-1 right, float32 ``[K, N]``, with H as factored in this order."""
-        found = right[order] / self._mean
-        starts = range(0, len(order), _PANEL)
-        # feedback is A^T, and H = (A + 1) diag(cost) (A + 1)^T.
-        for start in reversed(starts):
-            rows = slice(start, start + _PANEL)
-            unit = feedback[rows, rows] + np.eye(len(order[rows]))
-            found[rows] -= feedback[start + _PANEL :, rows].T @ found[start + _PANEL :]
-            found[rows] = np.linalg.solve(unit.T, found[rows])
-        found /= cost[:, None]
-        for start in starts:
-            rows = slice(start, start + _PANEL)
-            unit = feedback[rows, rows] + np.eye(len(order[rows]))
-            found[rows] -= feedback[rows, :start] @ found[:start]
-            found[rows] = np.linalg.solve(unit, found[rows])
-        solved = np.empty_like(right)
-        solved[order] = found
-        return solved
-
-    def block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
-        """Return H_b, float32 ``[rows, rows]``, and the slope H D, ``[rows, N]``."""
-        hessian = self._damped(rows).astype(np.float32)
-        gram = self._gram[rows]
-        slope = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
-        return hessian, slope.astype(np.float32) + hessian @ errors[rows]
-
-    def _damped(self, rows: Rows) -> Doubles:
-        hessian = np.empty((len(rows), len(rows)))
-        for row, values in zip(rows, hessian, strict=True):
-            np.divide(self._gram[row][rows], self._mean, out=values)
-        own = self.energy[rows] / self._mean
-        # A channel without energy stands apart: anything above 0 does.
-        own = np.where(own > 0, own * (1 + self._relative_damping) + self._damping, 1.0)
-        np.fill_diagonal(hessian, own)
-        return hessian
 
 
 def _factor_in_place(hessian: Doubles) -> None:
@@ -365,67 +344,46 @@ def _factor_in_place(hessian: Doubles) -> None:
         hessian[start:stop, stop:] = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Sequence:
-    """Rounds the rows of one block after each other.
+def _round_rows(
+    weight: Floats,
+    target: Floats,
+    feedback: Floats,
+    cost: Floats,
+    form: BlockFormat,
+    scales: Floats,
+    zeros: ZeroPoints | None,
+    codes: Codes | None = None,
+) -> tuple[Floats, Floats]:
+    """Round the rows of a block after each other to be ``target``, on grids ``[grids, n]``.
 
-    Attributes:
-        feedback: float32 ``[rows, rows]``: row k is A[:, k], and 0 from the diagonal on.
-        cost: float32 ``[rows]``: R[k, k]**2.
-        form: Of the weight.
+    Row k of ``feedback`` is A[:, k], and 0 from the diagonal on; ``cost`` is R[k, k]**2.
+    Return D ``[rows, grids, n]`` and losses ``[grids, n]``; a single grid's codes go to
+    ``codes``.
     """
-
-    feedback: Floats
-    cost: Floats
-    form: BlockFormat
-
-    def undo_feedback(self, moved: Floats) -> Floats:
-        """Return by how much rows move in the end, ``[rows, n]``: (A^T + 1)^-1 moved.
-
-        ``moved`` is what the errors of earlier blocks alone do. Where no row is rounded, each
-        row's move moves the rows after it, too.
-        """
-        unit = np.linalg.inv(self.feedback.astype(np.float64) + np.eye(len(moved)))
-        settled: Floats = unit.astype(np.float32) @ moved
-        return settled
-
-    def round(
-        self,
-        weight: Floats,
-        target: Floats,
-        scales: Floats,
-        zeros: ZeroPoints | None,
-        codes: Codes | None = None,
-    ) -> tuple[Floats, Floats]:
-        """Round ``[rows, n]`` to be ``target`` on each of some grids ``[grids, n]``.
-
-        Return D ``[rows, grids, n]`` and losses ``[grids, n]``; a single grid's codes go to
-        ``codes``.
-        """
-        count, shape = len(weight), scales.shape
-        errors = np.empty((count, *shape), np.float32)
-        flat = errors.reshape(count, -1)
-        losses = np.zeros(shape, np.float32)
-        wanted, code = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        shift = None if zeros is None else zeros.astype(np.float32)
-        for k in range(count):
-            # Rows, one by one, since each depends on those before: nothing may allocate here.
-            np.matmul(self.feedback[k, :k], flat[:k], out=wanted.reshape(-1))
-            np.subtract(target[k], wanted, out=wanted)
-            np.divide(wanted, scales, out=code)
-            np.rint(code, out=code)
-            if shift is not None:
-                code += shift
-            np.maximum(code, self.form.lowest_code, out=code)
-            np.minimum(code, self.form.highest_code, out=code)
-            if codes is not None:
-                codes[k] = code[0]
-            if shift is not None:
-                code -= shift
-            code *= scales
-            np.subtract(code, weight[k], out=errors[k])
-            code -= wanted
-            code *= code
-            code *= self.cost[k]
-            losses += code
-        return errors, losses
+    count, shape = len(weight), scales.shape
+    errors = np.empty((count, *shape), np.float32)
+    flat = errors.reshape(count, -1)
+    losses = np.zeros(shape, np.float32)
+    wanted, code = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    shift = None if zeros is None else zeros.astype(np.float32)
+    for k in range(count):
+        # Rows, one by one, since each depends on those before: nothing may allocate here.
+        np.matmul(feedback[k, :k], flat[:k], out=wanted.reshape(-1))
+        np.subtract(target[k], wanted, out=wanted)
+        np.divide(wanted, scales, out=code)
+        np.rint(code, out=code)
+        if shift is not None:
+            code += shift
+        np.maximum(code, form.lowest_code, out=code)
+        np.minimum(code, form.highest_code, out=code)
+        if codes is not None:
+            codes[k] = code[0]
+        if shift is not None:
+            code -= shift
+        code *= scales
+        np.subtract(code, weight[k], out=errors[k])
+        code -= wanted
+        code *= code
+        code *= cost[k]
+        losses += code
+    return errors, losses

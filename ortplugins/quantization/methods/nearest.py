@@ -42,7 +42,7 @@ outside of them are clipped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,7 @@ _MIN_SCALE = {
     "float16": np.float32(np.finfo(np.float16).smallest_subnormal),
 }
 
-GRIDS = ("extreme", "amax")
-_SCALE_TYPES = ("float32", "float16")
+_GRIDS = ("extreme", "amax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,23 +94,21 @@ class BlockFormat:
     scale_type: str = "float32"
 
     def __post_init__(self) -> None:
-        if not _is_int(self.bits) or self.bits not in (2, 4, 8):
-            raise QuantizationError(f"bits is {self.bits!r}: 2, 4 or 8 is expected")
-        size = self.block_size
-        if not _is_int(size) or (size < 1 and size != -1):
-            raise QuantizationError(
-                f"block_size is {size!r}: 1 or more is expected, or -1 for K"
-            )
-        if not isinstance(self.is_symmetric, bool):
-            raise QuantizationError(
-                f"is_symmetric is {self.is_symmetric!r}: True or False is expected"
-            )
-        if self.grid not in GRIDS:
-            raise QuantizationError(f"grid is {self.grid!r}: one of {GRIDS} is expected")
-        if self.scale_type not in _SCALE_TYPES:
-            raise QuantizationError(
-                f"scale_type is {self.scale_type!r}: one of {_SCALE_TYPES} is expected"
-            )
+        bits, size = self.bits, self.block_size
+        types = tuple(_MIN_SCALE)
+        for name, fits, wanted in (
+            ("bits", _is_int(bits) and bits in (2, 4, 8), "2, 4 or 8 is expected"),
+            (
+                "block_size",
+                _is_int(size) and (size > 0 or size == -1),
+                "1 or more is expected, or -1 for K",
+            ),
+            ("is_symmetric", isinstance(self.is_symmetric, bool), "True or False is expected"),
+            ("grid", self.grid in _GRIDS, f"one of {_GRIDS} is expected"),
+            ("scale_type", self.scale_type in types, f"one of {types} is expected"),
+        ):
+            if not fits:
+                raise QuantizationError(f"{name} is {getattr(self, name)!r}: {wanted}")
 
     def size_along(self, k: int) -> int:
         """Return the block size for a weight of ``k`` rows, ``k`` where it is -1."""
@@ -235,7 +232,9 @@ def block_grid(
         raise QuantizationError(
             f"the weight has shape {list(weight.shape)}: [K, N] is expected"
         )
-    low, high = _ranges(weight, form.size_along(len(weight)))
+    parts = [part for _, _, part in _parts(weight, form)]
+    low = np.concatenate([p.min(axis=1) for p in parts]).astype(np.float32, copy=False)
+    high = np.concatenate([p.max(axis=1) for p in parts]).astype(np.float32, copy=False)
     if not (np.isfinite(high).all() and np.isfinite(low).all()):  # NaN passes max and min
         raise QuantizationError("the weight holds NaN or infinite values")
     if ratios is not None:
@@ -249,12 +248,10 @@ def block_grid(
         zero_points = np.rint(-low / scales).clip(max=form.highest_code)
         return scales, zero_points.astype(np.uint8)
     if form.grid == "amax":
-        return stored_scales(
-            np.maximum(high, -low) / np.float32(form.highest_code), form
-        ), None
-    extreme = np.where(high > -low, high, low)
-    # A negative scale is right: it turns the grid's longer end to the extreme.
-    return stored_scales(extreme / np.float32(form.lowest_code), form), None
+        end, code = np.maximum(high, -low), form.highest_code
+    else:  # a negative scale is right: it turns the grid's longer end to the extreme
+        end, code = np.where(high > -low, high, low), form.lowest_code
+    return stored_scales(end / np.float32(code), form), None
 
 
 def candidate_grids(
@@ -279,17 +276,14 @@ def round_to_grid(
     form: BlockFormat,
 ) -> Codes:
     """Return the codes ``[K, N]`` nearest to a weight on a given grid; types as above."""
-    k, n = weight.shape
-    size = form.size_along(k)
-    codes = np.empty((k, n), form.code_dtype)
-    for rows, blocks in _spans(k, size):
-        count = blocks.stop - blocks.start
-        part = weight[rows].reshape(count, -1, n) / scales[blocks, None]
+    codes = np.empty(weight.shape, form.code_dtype)
+    for rows, blocks, whole in _parts(weight, form):
+        part = whole / scales[blocks, None]
         np.rint(part, out=part)
         if zero_points is not None:
             part += zero_points[blocks, None]
         np.clip(part, form.lowest_code, form.highest_code, out=part)
-        codes[rows] = part.reshape(-1, n)
+        codes[rows] = part.reshape(-1, weight.shape[1])
     return codes
 
 
@@ -297,16 +291,13 @@ def dequantize_blocks(
     codes: Codes, scales: Floats, zero_points: ZeroPoints | None, form: BlockFormat
 ) -> Floats:
     """Return ``(codes - zero_points) * scales``, float32 ``[K, N]``; float64 if scales are."""
-    k, n = codes.shape
-    dtype = np.result_type(scales, np.float32)
-    weight = np.empty((k, n), dtype)
-    for rows, blocks in _spans(k, form.size_along(k)):
-        count = blocks.stop - blocks.start
-        part = codes[rows].reshape(count, -1, n).astype(dtype)
+    weight = np.empty(codes.shape, np.result_type(scales, np.float32))
+    for rows, blocks, whole in _parts(codes, form):
+        part = whole.astype(weight.dtype)
         if zero_points is not None:
             part -= zero_points[blocks, None]
         part *= scales[blocks, None]
-        weight[rows] = part.reshape(-1, n)
+        weight[rows] = part.reshape(-1, codes.shape[1])
     return weight
 
 
@@ -320,26 +311,18 @@ def in_blocks(weight: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return blocks
 
 
-def _spans(k: int, size: int) -> list[tuple[slice, slice]]:
-    """Rows and blocks of the whole blocks, and of the short one at the end."""
-    whole = k // size
-    spans = [(slice(0, whole * size), slice(0, whole))] if whole else []
+def _parts(
+    array: npt.NDArray[Any], form: BlockFormat
+) -> Iterator[tuple[slice, slice, npt.NDArray[Any]]]:
+    """Yield rows, blocks and ``[blocks, size, N]`` of the whole blocks, then the short one."""
+    (k, n), size = array.shape, form.size_along(len(array))
+    count = k // size
+    if count:
+        rows = slice(0, count * size)
+        yield rows, slice(0, count), array[rows].reshape(count, size, n)
     if k % size:
-        spans.append((slice(whole * size, k), slice(whole, whole + 1)))
-    return spans
-
-
-def _ranges(weight: npt.NDArray[Any], size: int) -> tuple[Floats, Floats]:
-    """Least and greatest element of each block, ``[blocks, N]``."""
-    low, high = [], []
-    for rows, blocks in _spans(len(weight), size):
-        part = weight[rows].reshape(blocks.stop - blocks.start, -1, weight.shape[1])
-        low.append(part.min(axis=1))
-        high.append(part.max(axis=1))
-    return (
-        np.concatenate(low).astype(np.float32, copy=False),
-        np.concatenate(high).astype(np.float32, copy=False),
-    )
+        rows = slice(count * size, k)
+        yield rows, slice(count, count + 1), array[rows][None]
 
 
 def stored_scales(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
