@@ -43,6 +43,8 @@ _STRIP = 100
 _PROBE, _PROMPT, _STEPS = 8, 256, 32
 
 _Floats = npt.NDArray[np.float32]
+# Figures of each model, how many tokens or pairs, and figures of both, by name.
+_Found = tuple[list[dict[str, float]], int, dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +165,22 @@ def evaluate(
                 f"{models[0].name} and {models[1].name} cannot be compared: one gives logits, "
                 "the other hidden states"
             )
+        show = progress or (lambda done, total, what: None)
+        source = Path(text)
         if models[0].gives_logits:
-            return _language_model(models, encoder, Path(text), tokens, window, progress)
-        return _encoder(models, encoder, Path(text), pairs, progress)
+            own, count, both = _language_model(models, encoder, source, tokens, window, show)
+        else:
+            own, count, both = _encoder(models, encoder, source, pairs, show)
+        found = [
+            ModelFigures(
+                item.name,
+                item.bytes,
+                prefill_tokens_per_second=item.tokens_per_second,
+                **figures,
+            )
+            for item, figures in zip(models, own, strict=True)
+        ]
+    return Evaluation(found[0], found[1] if found[1:] else None, count, **both)
 
 
 class _TextModel:
@@ -260,8 +275,8 @@ def _language_model(
     text: Path,
     tokens: int,
     window: int,
-    progress: Progress | None,
-) -> Evaluation:
+    progress: Progress,
+) -> _Found:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
     windows = tokenizer.windows(text, length, closed=False)
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
@@ -275,8 +290,7 @@ def _language_model(
     models[0].check_causal(whole[0][:_PROBE])
     surprise, divergence, agreed = np.zeros(len(models)), 0.0, 0
     for number, ids in enumerate(whole):
-        if progress is not None:
-            progress(number, len(whole), "reading the text")
+        progress(number, len(whole), "reading the text")
         targets = np.array(ids[1:])
         logits = _logits(models, ids, f"window {number} of the text")
         for start in range(0, len(targets), _STRIP):
@@ -292,43 +306,32 @@ def _language_model(
                 divergence += float(terms.sum(dtype=np.float64))
                 agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     count = sum(len(ids) - 1 for ids in whole)
-    figures = [
-        ModelFigures(
-            item.name,
-            item.bytes,
-            perplexity=math.exp(min(total / count, 700)),
-            prefill_tokens_per_second=item.tokens_per_second,
-            decode_tokens_per_second=item.decode_speed(whole[0]),
-        )
+    own = [
+        {
+            "perplexity": math.exp(min(total / count, 700)),
+            "decode_tokens_per_second": item.decode_speed(whole[0]),
+        }
         for item, total in zip(models, surprise, strict=True)
     ]
-    if len(models) == 1:
-        return Evaluation(figures[0], None, count)
-    return Evaluation(
-        figures[0],
-        figures[1],
-        count,
-        kl_divergence=divergence / count,
-        top1_agreement=agreed / count,
-    )
+    both = {"kl_divergence": divergence / count, "top1_agreement": agreed / count}
+    return own, count, both if len(models) > 1 else {}
 
 
 def _logits(models: Sequence[_TextModel], ids: Sequence[int], what: str) -> list[_Floats]:
     """Return what each model predicts for tokens but the first, ``[tokens, vocabulary]``."""
-    found = [models[0].run(ids, what)[:-1]]
-    if max(ids[1:]) >= found[0].shape[-1]:
+    found = [item.run(ids, what)[:-1] for item in models]
+    sizes = [rows.shape[-1] for rows in found]
+    if max(ids[1:]) >= sizes[0]:
         raise CalibrationError(
-            f"{models[0].name}: has {found[0].shape[-1]} logits for each token, and token "
+            f"{models[0].name}: has {sizes[0]} logits for each token, and token "
             f"{max(ids[1:])} is in the text: it is the tokenizer of another model, or the "
             "model predicts no tokens"
         )
-    for other in models[1:]:
-        found.append(other.run(ids, what)[:-1])
-        if found[1].shape != found[0].shape:
-            raise ModelFileError(
-                f"{models[0].name} has {found[0].shape[-1]} logits for each token, "
-                f"{other.name} {found[1].shape[-1]}: they have different vocabularies"
-            )
+    if sizes[-1] != sizes[0]:
+        raise ModelFileError(
+            f"{models[0].name} has {sizes[0]} logits for each token, {models[1].name} "
+            f"{sizes[1]}: they have different vocabularies"
+        )
     return found
 
 
@@ -343,29 +346,20 @@ def _encoder(
     tokenizer: TextTokenizer,
     text: Path,
     pairs: int,
-    progress: Progress | None,
-) -> Evaluation:
+    progress: Progress,
+) -> _Found:
     found = _pairs_of(text, pairs)
     texts = [first for first, _ in found] + [rest for _, rest in found]
     vectors = [_embed(item, tokenizer, texts, progress) for item in models]
-    figures = [
-        ModelFigures(
-            item.name,
-            item.bytes,
-            retrieval_accuracy=_retrieval_accuracy(rows),
-            prefill_tokens_per_second=item.tokens_per_second,
-        )
-        for item, rows in zip(models, vectors, strict=True)
-    ]
+    own = [{"retrieval_accuracy": _retrieval_accuracy(rows)} for rows in vectors]
     if len(models) == 1:
-        return Evaluation(figures[0], None, len(found))
+        return own, len(found), {}
     if vectors[0].shape != vectors[1].shape:
         raise ModelFileError(
             f"{models[0].name} has {vectors[0].shape[1]} numbers for a text, {models[1].name} "
             f"{vectors[1].shape[1]}: they are not the same encoder"
         )
-    cosine = float((vectors[0] * vectors[1]).sum(1).mean())
-    return Evaluation(figures[0], figures[1], len(found), cosine=cosine)
+    return own, len(found), {"cosine": float((vectors[0] * vectors[1]).sum(1).mean())}
 
 
 def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
@@ -387,7 +381,7 @@ def _embed(
     model: _TextModel,
     tokenizer: TextTokenizer,
     texts: Sequence[str],
-    progress: Progress | None,
+    progress: Progress,
 ) -> _Floats:
     """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1."""
     length = model.feeds.length or _MAX_TOKENS
@@ -395,8 +389,7 @@ def _embed(
     ids = [tokenizer.encode(text, length) for text in texts]
     model.feeds.check(ids, tokenizer)
     for number, tokens in enumerate(ids):
-        if progress is not None:
-            progress(number, len(ids), model.name)
+        progress(number, len(ids), model.name)
         rows.append(model.run(tokens, f"text {number}").mean(0))
     vectors = np.stack(rows)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -21,7 +21,7 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
     pooled,
 )
-from ortplugins.quantization.statistics.collect import collect
+from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.sources import KeptSamples
 
 K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
@@ -85,7 +85,7 @@ def run_all(model, feeds, names):
 
 def batches_of(model, source, tmp_path, wanted, **options):
     samples = KeptSamples(source, model, scratch=tmp_path)
-    return list(collect(model, wanted, samples, scratch=tmp_path, **options))
+    return list(collect(model, wanted, Calibration(samples, tmp_path, **options)))
 
 
 def merged(batches):
@@ -345,7 +345,7 @@ def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
         [ActivationRequest(name, K) for name in ("norm1", "norm0")],
     ]
     with pytest.warns(ortplugins.OrtpluginsWarning, match="'norm0', 'norm1' takes"):
-        batches = batches_of(model, feeds, tmp_path, wanted, max_calibration_memory=35_000)
+        batches = batches_of(model, feeds, tmp_path, wanted, max_memory=35_000)
     assert [list(batch) for batch in batches] == [["norm0", "norm1"], ["act0"]]
 
 
@@ -366,7 +366,7 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     samples = KeptSamples(token_samples(6), loaded, scratch=scratch)
-    (found,) = collect(loaded, requests(), samples, scratch=scratch)
+    (found,) = collect(loaded, requests(), Calibration(samples, scratch))
     assert ir.to_proto(loaded).SerializeToString() == before
     assert not [f for f in scratch.iterdir() if f.stat().st_size]
     assert_same_bits(
@@ -399,7 +399,7 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
 
 def test_a_budget_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_calibration_memory is 0"):
-        batches_of(transformer(), [], tmp_path, requests(), max_calibration_memory=0)
+        batches_of(transformer(), [], tmp_path, requests(), max_memory=0)
 
 
 @pytest.mark.parametrize(

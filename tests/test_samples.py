@@ -19,7 +19,7 @@ import ortplugins
 from ortplugins.comparison.models import InputChoice, comparison_feeds
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
-from ortplugins.quantization.statistics.collect import collect
+from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import KeptSamples
@@ -307,6 +307,6 @@ def test_padding_never_counts_in_statistics():
 
     samples = KeptSamples([feed], graph, scratch=Path())
     request = ActivationRequest("x", 8, gram=True)
-    (part,) = collect(graph, [[request]], samples, scratch=Path())
+    (part,) = collect(graph, [[request]], Calibration(samples, Path()))
     expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
     np.testing.assert_allclose(part["x"].mean_abs, expected, rtol=1e-5)

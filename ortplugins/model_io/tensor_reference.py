@@ -53,14 +53,14 @@ class ScratchWriter:
     """Files of a folder that numbers are put into one after the other."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._end = 0
 
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> TensorReference:
         """Allocate a tensor of zeros; fill it through :meth:`TensorReference.map`."""
-        reference = TensorReference(str(self._path), self._end, shape, np.dtype(dtype).name)
+        reference = TensorReference(str(self.path), self._end, shape, np.dtype(dtype).name)
         size = reference.nbytes
-        with open(self._path, "ab") as file:
+        with open(self.path, "ab") as file:
             # Writing to a mapping of a full disk would kill the process.
             if hasattr(os, "posix_fallocate") and size:
                 os.posix_fallocate(file.fileno(), self._end, size)
@@ -72,8 +72,8 @@ class ScratchWriter:
     def append(self, array: npt.NDArray[Any]) -> TensorReference:
         """Write an array."""
         array = np.asarray(array, order="C")
-        reference = TensorReference(str(self._path), self._end, array.shape, array.dtype.name)
-        with open(self._path, "r+b" if self._path.exists() else "wb") as file:
+        reference = TensorReference(str(self.path), self._end, array.shape, array.dtype.name)
+        with open(self.path, "r+b" if self.path.exists() else "wb") as file:
             file.seek(self._end)
             file.write(array.reshape(-1).view(np.uint8).data)
         self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -100,17 +100,9 @@ def plan_precision(
     """
     if mode not in ("int16", "float"):
         raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
-    with PlannerRun.start(
-        model,
-        data,
-        max_memory=max_calibration_memory,
-        providers=providers,
-        work_dir=work_dir,
-        budget=budget,
-        limit=max_16bit,
-        option="max_16bit",
-        progress=progress,
-    ) as run:
+    limits = budget, max_16bit, "max_16bit"
+    how = providers, max_calibration_memory, progress
+    with PlannerRun.start(model, data, work_dir, *limits, *how) as run:
         infer_shapes(run.model)
         graph = QuantizedGraph(run.model)
         instrumented = run.model.clone()

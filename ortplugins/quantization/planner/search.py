@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import tempfile
@@ -34,6 +33,7 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.planner.switched_model import Deviation, SwitchedModel
+from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 
 # Candidates that are measured for a step, if their effects are this near to the first one's.
@@ -123,7 +123,7 @@ class Search:
         measured = []
         for done, unit in enumerate(units):
             progress(done, len(units), f"ranking {unit.names[0]}")
-            error = switched.deviation(unit.switches).error
+            error = switched.compare(switched.values(unit.switches)).error
             measured.append(dataclasses.replace(unit, error=error))
         self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
         self._ordered = sorted(measured, key=lambda unit: -unit.error / unit.cost)
@@ -225,7 +225,8 @@ class Search:
 
     def _measured(self, promoted: Iterable[Unit]) -> Deviation:
         off = {switch for unit in promoted for switch in unit.switches}
-        return self._switched.deviation(frozenset(self._switched.switches) - off)
+        on = frozenset(self._switched.switches) - off
+        return self._switched.compare(self._switched.values(on))
 
     def _set(self, promoted: tuple[Unit, ...]) -> None:
         self._promoted = promoted
@@ -245,13 +246,10 @@ class PlannerRun:
     """What ends the search of one plan, and what all its measurements use."""
 
     model: ir.Model  # as it was given, with its weights where they were
-    samples: KeptSamples
-    scratch: Path  # removed at the end
-    switched: Callable[..., SwitchedModel]  # of a model, which is taken over, and switches
+    calibration: Calibration
     budget: float | None  # cosine to reach; None: promote as many as the limit allows
     limit: float | None  # in the units' cost (int), or as a share of all (float)
     option: str  # what messages call the limit
-    progress: Progress
 
     @classmethod
     @contextlib.contextmanager
@@ -259,13 +257,12 @@ class PlannerRun:
         cls,
         model: ModelLike,
         data: CalibrationSource,
-        *,
-        max_memory: int,
-        providers: Sequence[Any],
         work_dir: str | os.PathLike[str] | None,
         budget: float | None,
         limit: float | None,
         option: str,
+        providers: Sequence[Any],
+        max_memory: int,
         progress: Progress | None,
     ) -> Iterator[PlannerRun]:
         """Check what a user gave; load the model and its samples."""
@@ -289,15 +286,13 @@ class PlannerRun:
             prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
         ) as folder:
             samples = KeptSamples(data, loaded, scratch=Path(folder))
-            switched = functools.partial(
-                SwitchedModel,
-                samples=samples,
-                scratch=Path(folder),
-                max_memory=max_memory,
-                providers=providers,
-            )
-            limits = budget, limit, option, progress or (lambda done, total, what: None)
-            yield cls(loaded, samples, Path(folder), switched, *limits)
+            progress = progress or Calibration.progress
+            calibration = Calibration(samples, Path(folder), providers, max_memory, progress)
+            yield cls(loaded, calibration, budget, limit, option)
+
+    def switched(self, model: ir.Model, switches: Collection[str] = ()) -> SwitchedModel:
+        """Open a session on a model, which is taken over."""
+        return SwitchedModel(model, switches, self.calibration)
 
     def search(
         self,
@@ -320,7 +315,7 @@ class PlannerRun:
         """
         budget, limit = self.budget, self.limit
         most = math.floor(limit * cost) if isinstance(limit, float) else limit
-        search = Search(switched, units, self.progress, implied, most)
+        search = Search(switched, units, self.calibration.progress, implied, most)
         if reference is not None:
             switched.refer_to(reference)
         search.start(budget)

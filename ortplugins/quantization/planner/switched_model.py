@@ -33,12 +33,13 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import (
+    Calibration,
     detach_tensors,
     open_detached,
     run_sample,
 )
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
@@ -69,37 +70,30 @@ class SwitchedModel:
     """
 
     def __init__(
-        self,
-        model: ir.Model,
-        switches: Collection[str] = (),
-        *,
-        samples: KeptSamples,
-        scratch: Path,
-        max_memory: int,
-        providers: Sequence[Any],
+        self, model: ir.Model, switches: Collection[str], calibration: Calibration
     ) -> None:
         """Open the session on a model, which is taken over, with its switches as bool inputs.
 
-        Weights that take up to a quarter of ``max_memory`` are kept in float.
+        Weights that take up to a quarter of the memory are kept in float.
         """
         cores = os.cpu_count() or 1
         self.switches = tuple(switches)
-        self._samples = samples
-        self._workers = min(samples.read_all(), cores)
-        self._scratch = Path(tempfile.mkdtemp(dir=scratch))
+        self._samples = calibration.samples
+        self._workers = min(self._samples.read_all(), cores)
+        self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         self._reference: list[list[TensorReference]] = []
         folder = detach_tensors(model, self._scratch)
         model.graph.sort()
         # Constants are folded at the first level, dequantised weights only where no later
         # level waits for their DQ: MiniLM-L6, 8 samples, runs in 0.1 s instead of 0.3.
-        folds = _folded_bytes(model) <= max_memory // 4
+        folds = _folded_bytes(model) <= calibration.max_memory // 4
         options = stock_options("basic" if folds else "disable")
         # Samples run beside each other.
         options.intra_op_num_threads = max(1, cores // self._workers)
         # It computes as the graph says: every Q and DQ stays what it is.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.add_session_config_entry("session.disable_double_qdq_remover", "1")
-        self._session = open_detached(model, folder, options, providers)
+        self._session = open_detached(model, folder, options, calibration.providers)
         computed = {v.name for v in model.graph.outputs if v.producer() is not None}
         self.outputs = tuple(
             output.name
@@ -135,10 +129,6 @@ class SwitchedModel:
         for index, values in enumerate(outputs):
             arrays = self._checked_reference(index, values)
             self._reference.append([writer.append(array) for array in arrays])
-
-    def deviation(self, on: Collection[str]) -> Deviation:
-        """Measure a setting against the reference."""
-        return self.compare(self.values(on))
 
     def compare(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Deviation:
         """Measure outputs of another model, sample by sample, against the reference."""

@@ -82,18 +82,11 @@ def plan_bits(
         MissingFileError, ModelFileError: If a model can't be used or has nothing to quantise.
         QuantizationError: If an option is out of range, or the budget can't be reached.
     """
-    with PlannerRun.start(
-        model,
-        data,
-        max_memory=max_calibration_memory,
-        providers=providers,
-        work_dir=work_dir,
-        budget=budget,
-        limit=max_8bit,
-        option="max_8bit",
-        progress=progress,
-    ) as run:
-        run.samples.read_all()
+    limits = budget, max_8bit, "max_8bit"
+    how = providers, max_calibration_memory, progress
+    with PlannerRun.start(model, data, work_dir, *limits, *how) as run:
+        samples = run.calibration.samples
+        samples.read_all()
         report = QuantizeReport("")
 
         def quantized(names: Sequence[str], **planned: Any) -> ir.Model:
@@ -102,10 +95,10 @@ def plan_bits(
             result = quantize(
                 run.model,
                 node_config={name: {"bits": _MANY} for name in names},
-                calibration_data_reader=None if chosen["method"] == "rtn" else run.samples,
+                calibration_data_reader=None if chosen["method"] == "rtn" else samples,
                 calibration_providers=providers,
                 max_calibration_memory=max_calibration_memory,
-                work_dir=run.scratch,
+                work_dir=run.calibration.scratch,
                 **chosen,
             )
             report = result.report

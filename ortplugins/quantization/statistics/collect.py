@@ -44,33 +44,37 @@ from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Samples, and what it takes to run them."""
+
+    samples: KeptSamples
+    scratch: Path  # for files, which are needed as long as this is
+    providers: Sequence[Any] = ("CPUExecutionProvider",)
+    max_memory: int = 1 << 30  # bytes
+    progress: Progress = lambda done, total, what: None
+
+
 def collect(
     model: ir.Model,
     groups: Sequence[Sequence[ActivationRequest]],
-    samples: KeptSamples,
-    *,
-    scratch: Path,
-    max_calibration_memory: int = 1 << 30,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
-    progress: Progress | None = None,
+    calibration: Calibration,
 ) -> Iterator[dict[str, ActivationStatistics]]:
     """Yield statistics of activations, batch after batch, in the order of the graph.
 
     A group, of activations that are in no other, lands in one batch. A batch is made when it
     is asked for, and not held afterwards; the statistics do not depend on the batches. The
-    budget is for accumulators and fetched activations: a group that needs more alone gets it,
+    memory is for accumulators and fetched activations: a group that needs more alone gets it,
     with an OrtpluginsWarning, and onnxruntime's own values and the samples come on top.
-    Tensors of 1 KiB or more in memory go to files in ``scratch``, kept until the last batch.
     """
-    if max_calibration_memory < 1:
-        raise ValueError(
-            f"max_calibration_memory is {max_calibration_memory}: 1 byte or more is needed"
-        )
+    samples, memory = calibration.samples, calibration.max_memory
+    if memory < 1:
+        raise ValueError(f"max_calibration_memory is {memory}: 1 byte or more is needed")
     # Bad ones show before hours of work; the largest one and their number before memory is
     # planned by them.
     samples.read_all()
     probe = samples.largest()
-    parts = _Parts(model, scratch, providers)
+    parts = _Parts(model, calibration)
     names = [request.name for group in groups for request in group]
     shapes = parts.activation_shapes(names, probe)
     # Inputs are there anyway.
@@ -83,7 +87,7 @@ def collect(
         for group in groups
     ]
     groups.sort(key=lambda group: order[group[0].name])
-    batches = _batches(groups, sizes, max_calibration_memory)
+    batches = _batches(groups, sizes, memory)
     done = 0
     for number, batch in enumerate(batches, 1):
         # How BLAS shares a sum out among threads changes its last bits; activations are shared
@@ -99,11 +103,11 @@ def collect(
                 )
                 for request in batch
             }
-            free = max_calibration_memory - sum(request.nbytes for request in batch)
+            free = memory - sum(request.nbytes for request in batch)
             for index, feed in enumerate(samples):
-                if progress is not None:
-                    total = (samples.count or 0) * len(batches)
-                    progress(done, total, f"calibration, pass {number} of {len(batches)}")
+                total = (samples.count or 0) * len(batches)
+                what = f"calibration, pass {number} of {len(batches)}"
+                calibration.progress(done, total, what)
                 done += 1
                 counted = counted_tokens(model.graph.inputs, feed)
                 growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
@@ -207,10 +211,10 @@ Fetch = Callable[[Sequence[str], Feed, str], Iterator[tuple[str, npt.NDArray[Any
 class _Parts:
     """Opens calibration sessions on parts of a model."""
 
-    def __init__(self, model: ir.Model, scratch: Path, providers: Sequence[Any]) -> None:
+    def __init__(self, model: ir.Model, calibration: Calibration) -> None:
         self._model = model.clone()
-        self._folder = detach_tensors(self._model, scratch)
-        self._providers = providers
+        self._folder = detach_tensors(self._model, calibration.scratch)
+        self._providers = calibration.providers
 
     def open(self, names: Sequence[str]) -> Fetch:
         """Return what runs a sample and yields activations; each is let go afterwards."""

@@ -33,13 +33,14 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
 )
 from ortplugins.quantization.statistics.collect import (
+    Calibration,
     detach_tensors,
     open_for_samples,
     run_sample,
     without_padding,
 )
 from ortplugins.samples.roles import counted_tokens
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed
 
 Array = npt.NDArray[Any]
 
@@ -56,17 +57,10 @@ class PairedModels:
             model are not in it.
     """
 
-    def __init__(
-        self,
-        model: ir.Model,
-        samples: KeptSamples,
-        *,
-        scratch: Path,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
-    ) -> None:
+    def __init__(self, model: ir.Model, calibration: Calibration) -> None:
         """Start before the first node; the samples are gone through for every activation."""
-        self._samples, self._providers = samples, providers
-        self._scratch = Path(tempfile.mkdtemp(dir=scratch))
+        self._samples, self._providers = calibration.samples, calibration.providers
+        self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         model = model.clone()
         self._folder = detach_tensors(model, self._scratch)
         self._inputs = list(model.graph.inputs)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,11 @@ class WeightTask:
     outputs: tuple[StoredCodes, ...]
 
 
+def this_process() -> str:
+    """Return what tells this process from all others."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupTask:
     """Weights of one K and type that share the scales of their input channels."""
@@ -113,15 +118,21 @@ class GroupTask:
     weights: tuple[WeightTask, ...]
     recipe: Recipe
     method: str  # "rtn" without statistics
-    coordinator: str  # the process that hands out tasks, and limits its BLAS itself
-    mean_abs: TensorReference | None = None  # float32 [K]; None without statistics
-    tokens: TensorReference | None = None  # float32 [T, K]
-    gram: TensorReference | None = None  # float32 [K, K]; None where all tokens are there
-    # Where those before are of the quantised model: the same tokens of the float model, and
-    # X^T (X_float - X) over their number, float32 [K, K].
-    float_tokens: TensorReference | None = None
-    drift: TensorReference | None = None
+    # The arrays of ActivationStatistics, or of PairedModels.statistics, by name.
+    statistics: Mapping[str, TensorReference]
     threads: int = 1  # that may share the columns of a weight; it changes no bit
+    # The process that hands out tasks, and limits its BLAS itself.
+    coordinator: str = dataclasses.field(default_factory=this_process)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """What the method does."""
+        return METHODS[self.method]
+
+    def map(self, name: str) -> Floats | None:
+        """Return statistics; None where there are none of this name."""
+        found = self.statistics.get(name)
+        return None if found is None else found.map()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,41 +162,19 @@ def quantize_group(task: GroupTask) -> GroupResult:
     """Quantise the weights of a group and write their codes, scales and zero points."""
     if task.coordinator != this_process():
         _limit_blas_for_good()
-    steps = METHODS[task.method]
-    tokens = None if task.tokens is None else task.tokens.map()
-    gram = None if task.gram is None else task.gram.map()
-    if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
-        # There were so few that all of them are here.
-        gram = tokens.T @ tokens / np.float32(len(tokens))
-    if gram is not None and not np.isfinite(gram).all():
-        raise QuantizationError(
-            f"the squares of what weight {task.weights[0].name!r} is multiplied by overflow: "
-            "scale the activation, or take method 'rtn'"
-        )
-    channel_scales, alpha = None, float("nan")
-    if "scales" in steps:
-        channel_scales, alpha = _search_scales(task, tokens, gram)
-    if channel_scales is not None:
-        tokens = None if tokens is None else tokens / channel_scales
-        if gram is not None:
-            gram = gram / channel_scales
-            gram /= channel_scales[:, None]
-    feedback = Gptq(gram, task.recipe.gptq) if gram is not None and "gptq" in steps else None
-    errors = tuple(
-        _quantize(weight, task, channel_scales, tokens, gram, feedback)
-        for weight in task.weights
-    )
-    return GroupResult(errors, channel_scales, alpha)
+    work = _GroupWork(task)
+    errors = tuple(map(work.quantize, task.weights))
+    return GroupResult(errors, work.channel_scales, work.alpha)
 
 
 def working_bytes(task: GroupTask, threads: int) -> int:
     """Return about how many bytes :func:`quantize_group` allocates at its peak."""
-    steps, squares = METHODS[task.method], 0
+    steps, squares = task.steps, 0
     if "gptq" in steps:
         squares += 8  # the factor of H
     if steps:
         # H itself, where it is not mapped as it is.
-        squares += 4 * ("scales" in steps or task.gram is None)
+        squares += 4 * ("scales" in steps or "gram" not in task.statistics)
     k = task.weights[0].outputs[0].K
     strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
     return squares * k * k + 6 * strip * threads
@@ -201,130 +190,143 @@ def one_blas_thread() -> threadpoolctl.threadpool_limits:
     return threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
-def this_process() -> str:
-    """Return what tells this process from all others."""
-    return f"{platform.node()}:{os.getpid()}"
-
-
 @functools.cache
 def _limit_blas_for_good() -> None:
     """Have BLAS use one thread, in a worker process of somebody's executor."""
     one_blas_thread()
 
 
-def _search_scales(
-    task: GroupTask, tokens: Floats | None, gram: Floats | None
-) -> tuple[Floats | None, float]:
-    assert task.mean_abs is not None
-    weights = [_checked(_matrix(item), item.name) for item in task.weights]
-    forms = [item.outputs[0].form for item in task.weights]
-    choice = search_scales(
-        weights, task.mean_abs.map(), tokens, gram, forms, alphas=task.recipe.alphas
-    )
-    if (choice.scales == 1).all():
-        return None, float("nan")
-    # What the activation is multiplied by is stored in its type, the weights': the weight gets
-    # exactly the inverse of that.
-    with np.errstate(over="ignore"):
-        inverse = (1 / choice.scales).astype(task.weights[0].weight.dtype).astype(np.float32)
-    inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
-    return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
+class _GroupWork:
+    """A group at work: its statistics, behind what its input channels are scaled by."""
 
+    def __init__(self, task: GroupTask) -> None:
+        self._task = task
+        tokens, gram, steps = task.map("tokens"), task.map("gram"), task.steps
+        if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
+            # There were so few that all of them are here.
+            gram = tokens.T @ tokens / np.float32(len(tokens))
+        if gram is not None and not np.isfinite(gram).all():
+            raise QuantizationError(
+                f"the squares of what weight {task.weights[0].name!r} is multiplied by "
+                "overflow: scale the activation, or take method 'rtn'"
+            )
+        self.channel_scales, self.alpha = None, float("nan")
+        if "scales" in steps:
+            self.channel_scales, self.alpha = self._search_scales(tokens, gram)
+        if (scales := self.channel_scales) is not None:
+            tokens = None if tokens is None else tokens / scales
+            if gram is not None:
+                gram = gram / scales
+                gram /= scales[:, None]
+        self._tokens, self._gram = tokens, gram
+        self._float_tokens, self._drift = task.map("float_tokens"), task.map("drift")
+        self._feedback = None
+        if gram is not None and "gptq" in steps:
+            self._feedback = Gptq(gram, task.recipe.gptq)
 
-def _quantize(
-    task: WeightTask,
-    group: GroupTask,
-    channel_scales: Floats | None,
-    tokens: Floats | None,
-    gram: Floats | None,
-    feedback: Gptq | None,
-) -> tuple[WeightErrors, ...]:
-    """Quantise one weight, for each of its outputs, strip by strip of the columns."""
-    matrix = _matrix(task)
-    if feedback is not None:
-        feedback.factor(task.outputs[0].form)
-    sample = None if tokens is None else tokens[:_ERROR_TOKENS]
-    sinks = [_Sink(output) for output in task.outputs]
-    given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
-    hessian = gram if len(sinks) > 1 else None  # a choice rests on it, so on all tokens
-    float_tokens = None if group.float_tokens is None else group.float_tokens.map()
-    drift = None if group.drift is None else group.drift.map()
+    def _search_scales(
+        self, tokens: Floats | None, gram: Floats | None
+    ) -> tuple[Floats | None, float]:
+        weights = self._task.weights
+        mean_abs = self._task.map("mean_abs")
+        assert mean_abs is not None
+        choice = search_scales(
+            [_checked(_matrix(item), item.name) for item in weights],
+            mean_abs,
+            tokens,
+            gram,
+            [item.outputs[0].form for item in weights],
+            alphas=self._task.recipe.alphas,
+        )
+        if (choice.scales == 1).all():
+            return None, float("nan")
+        # What the activation is multiplied by is stored in its type, the weights': the weight
+        # gets exactly the inverse of that.
+        with np.errstate(over="ignore"):
+            inverse = (1 / choice.scales).astype(weights[0].weight.dtype).astype(np.float32)
+        inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
+        return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
 
-    def quantize_strip(columns: slice) -> npt.NDArray[np.float64]:
-        strip = _checked(matrix[:, columns], task.name)
-        scaled = strip if channel_scales is None else strip * channel_scales[:, None]
-        product = wanted = None if sample is None else sample @ scaled
-        if float_tokens is not None:
-            wanted = float_tokens @ strip
-        lacking = None if drift is None else drift @ strip
-        if lacking is not None and channel_scales is not None:
-            lacking /= channel_scales[:, None]
-        # Squares of: error and weight, error and product for each token; the error added.
-        sums = np.zeros((len(sinks), 5))
-        for number, (sink, row) in enumerate(zip(sinks, sums, strict=True)):
-            try:
-                if given:
-                    quantized = _columns(given, columns)
-                elif number:
-                    quantized = search_blocks(scaled, sink.stored.form)
-                else:
-                    quantized = _codes(
-                        scaled, sink.stored.form, group, tokens, gram, feedback, lacking
-                    )
-            except QuantizationError as error:
-                raise QuantizationError(
-                    f"weight {task.name!r} cannot be quantised: {error}"
-                ) from error
-            sink.write(columns, *quantized)
-            difference = dequantize_blocks(*quantized, sink.stored.form)
-            difference -= scaled
-            if sample is not None and product is not None and wanted is not None:
-                added = _square(sample @ difference + (product - wanted)) / len(sample)
-                row[2:4] = added, _square(wanted) / len(sample)
-                if hessian is not None:
-                    added = float(np.vdot(difference, hessian @ difference))
-                row[4] = added
-            if channel_scales is not None:
-                difference /= channel_scales[:, None]
-            row[:2] = _square(difference), _square(strip)
-        return sums
+    def quantize(self, task: WeightTask) -> tuple[WeightErrors, ...]:
+        """Quantise one weight, for each of its outputs, strip by strip of the columns."""
+        matrix = _matrix(task)
+        if self._feedback is not None:
+            self._feedback.factor(task.outputs[0].form)
+        sample = None if self._tokens is None else self._tokens[:_ERROR_TOKENS]
+        sinks = [_Sink(output) for output in task.outputs]
+        given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
+        # A choice rests on it, so on all tokens.
+        hessian = self._gram if len(sinks) > 1 else None
+        channel_scales = self.channel_scales
 
-    with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
-        parts = pool.map(quantize_strip, _strips(matrix, "gptq" in METHODS[group.method]))
-        sums = np.sum(list(parts), axis=0)
-    return tuple(
-        sink.close(each, measured=sample is not None)
-        for sink, each in zip(sinks, sums, strict=True)
-    )
+        def quantize_strip(columns: slice) -> npt.NDArray[np.float64]:
+            strip = _checked(matrix[:, columns], task.name)
+            scaled = strip if channel_scales is None else strip * channel_scales[:, None]
+            product = wanted = None if sample is None else sample @ scaled
+            if self._float_tokens is not None:
+                wanted = self._float_tokens @ strip
+            # Squares of: error and weight, error and product for each token; the error added.
+            sums = np.zeros((len(sinks), 5))
+            for number, (sink, row) in enumerate(zip(sinks, sums, strict=True)):
+                form = sink.stored.form
+                try:
+                    if given:
+                        quantized = _columns(given, columns)
+                    elif number:
+                        quantized = search_blocks(scaled, form)
+                    else:
+                        quantized = self._codes(strip, scaled, form)
+                except QuantizationError as error:
+                    raise QuantizationError(
+                        f"weight {task.name!r} cannot be quantised: {error}"
+                    ) from error
+                sink.write(columns, *quantized)
+                difference = dequantize_blocks(*quantized, form)
+                difference -= scaled
+                if sample is not None and product is not None and wanted is not None:
+                    added = _square(sample @ difference + (product - wanted)) / len(sample)
+                    row[2:4] = added, _square(wanted) / len(sample)
+                    if hessian is not None:
+                        added = float(np.vdot(difference, hessian @ difference))
+                    row[4] = added
+                if channel_scales is not None:
+                    difference /= channel_scales[:, None]
+                row[:2] = _square(difference), _square(strip)
+            return sums
+
+        with concurrent.futures.ThreadPoolExecutor(self._task.threads) as pool:
+            parts = pool.map(quantize_strip, _strips(matrix, "gptq" in self._task.steps))
+            sums = np.sum(list(parts), axis=0)
+        return tuple(
+            sink.close(each, measured=sample is not None)
+            for sink, each in zip(sinks, sums, strict=True)
+        )
+
+    def _codes(self, strip: Floats, scaled: Floats, form: BlockFormat) -> Quantized:
+        """Quantise columns, as they are and scaled, by the group's method."""
+        if self._feedback is not None:
+            lacking = None if self._drift is None else self._drift @ strip
+            if lacking is not None and self.channel_scales is not None:
+                lacking /= self.channel_scales[:, None]
+            return self._feedback.quantize(scaled, form, lacking)
+        if "clip" in self._task.steps:
+            assert self._gram is not None
+            ratios = self._task.recipe.clip_ratios
+            clipped = search_clip(scaled, self._gram, form, ratios=ratios)
+            return quantize_blocks(scaled, form, clipped)
+        if not self._task.steps:
+            return search_blocks(scaled, form)
+        if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
+            return quantize_blocks(scaled, form)
+        if self._gram is not None:
+            return search_blocks(scaled, form, np.diagonal(self._gram))
+        assert self._tokens is not None
+        return search_blocks(scaled, form, np.square(self._tokens).mean(axis=0))
 
 
 def _columns(given: Quantized, columns: slice) -> Quantized:
     codes, scales, zeros = given
     return codes[:, columns], scales[:, columns], None if zeros is None else zeros[:, columns]
-
-
-def _codes(
-    weight: Floats,
-    form: BlockFormat,
-    group: GroupTask,
-    tokens: Floats | None,
-    gram: Floats | None,
-    feedback: Gptq | None,
-    lacking: Floats | None,
-) -> Quantized:
-    if feedback is not None:
-        return feedback.quantize(weight, form, lacking)
-    if "clip" in METHODS[group.method]:
-        assert gram is not None
-        ratios = search_clip(weight, gram, form, ratios=group.recipe.clip_ratios)
-        return quantize_blocks(weight, form, ratios)
-    energy = None
-    if METHODS[group.method]:
-        assert tokens is not None
-        if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
-            return quantize_blocks(weight, form)
-        energy = np.square(tokens).mean(axis=0) if gram is None else np.diagonal(gram)
-    return search_blocks(weight, form, energy)
 
 
 def _matrix(task: WeightTask) -> npt.NDArray[Any]:

@@ -219,20 +219,17 @@ def plan_weights(
             "share_of_8_bits"
         )
     lift_constants(model)
-    nodes: list[WeightSite | NodeReport] = []
-    for found in find_sites(model, recipe.op_types):
-        if isinstance(found, WeightSite):
-            nodes.append(found)
-        else:
-            node, reason = found
-            nodes.append(NodeReport(label(node), node.op_type, reason=reason))
-    names = [node.label if isinstance(node, WeightSite) else node.node for node in nodes]
-    sites = [node for node in nodes if isinstance(node, WeightSite)]
+    found = list(find_sites(model, recipe.op_types))
+    sites = [item for item in found if isinstance(item, WeightSite)]
+    names = [item.label if isinstance(item, WeightSite) else label(item[0]) for item in found]
     notes = recipe.check_against(sites, names)
     tables = {site.weight for site in sites if site.activation is None}
     weights: dict[object, Weight] = {}
-    for position, site in enumerate(nodes):
-        if isinstance(site, NodeReport):
+    nodes: list[WeightSite | NodeReport] = []
+    for site, name in zip(found, names, strict=True):
+        if not isinstance(site, WeightSite):
+            node, reason = site
+            nodes.append(NodeReport(name, node.op_type, reason=reason))
             continue
         form, method, reason = recipe.choose(site, table=site.weight in tables)
         given = None
@@ -241,12 +238,15 @@ def plan_weights(
                 form = given.form(form.scale_type)
             else:
                 reason = "not in the checkpoint"
-        if reason := reason or _without_kernel(recipe, site, form):
-            nodes[position] = _report(site, reason=reason)
-            continue
-        key = (site.weight, site.stored_k_last, form, method)
-        weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
-    nodes += _other_readers(weights.values(), {label for label in names if label})
+        by_rows = site.activation is None and recipe.fuses(table=True)
+        if not reason and by_rows and site.K * form.bits % 8:
+            size = f"{site.K} x {form.bits} bits"
+            reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
+        nodes.append(_report(site, reason=reason) if reason else site)
+        if not reason:
+            key = (site.weight, site.stored_k_last, form, method)
+            weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
+    nodes += _other_readers(weights.values(), set(names))
     if model.functions:
         notes.append("nodes of model-local functions are not quantised: inline them first")
     by_method: dict[str, list[Weight]] = {}
@@ -268,17 +268,6 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
                 row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
-
-
-def _without_kernel(recipe: Recipe, site: WeightSite, form: BlockFormat) -> str:
-    """Say why codes of a table would have no kernel; empty where they have one."""
-    if not recipe.fuses(table=True) or site.activation is not None:
-        return ""
-    if site.K * form.bits % 8:
-        return (
-            f"GatherBlockQuantized wants rows of whole bytes, not {site.K} x {form.bits} bits"
-        )
-    return ""
 
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:

@@ -33,10 +33,10 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
+from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.plan import (
     QuantizeReport,
-    Weight,
     WeightPlan,
     check_not_empty,
     plan_weights,
@@ -169,31 +169,35 @@ def quantize(
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen, given)
     notes += _misfused(plan, chosen)
+    # The system's own folder may be memory, or too small; the output has to fit here anyway.
+    beside = None if target is None else target.absolute().parent
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(scratch_within(_work_dir(work_dir, target))))
-        samples, run = None, NOTHING_KEPT
+        place = beside if work_dir is None else os.path.abspath(work_dir)
+        scratch = Path(stack.enter_context(scratch_within(place)))
+        calibration, run = None, NOTHING_KEPT
         stages = Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
-            samples = KeptSamples(
-                calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+            calibration = Calibration(
+                KeptSamples(
+                    calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
+                ),
+                scratch,
+                calibration_providers,
+                max_calibration_memory,
+                stages.of("calibration"),
             )
         if run_folder is not None:
-            run = stack.enter_context(
-                RunFolder.opened(
-                    run_folder, _files_of(model, loaded), samples, calibration_providers
-                )
-            )
+            files = _files_of(model, loaded)
+            run = stack.enter_context(RunFolder.opened(run_folder, files, calibration))
         report = quantize_graph(
             plan,
             chosen,
             scratch,
-            samples=samples,
-            providers=calibration_providers,
+            calibration,
             executor=executor,
             max_memory=max_calibration_memory,
             run=run,
-            calibrated=stages.of("calibration"),
             progress=stages.of("codes"),
         )
         notes += _unpacked(report, chosen)
@@ -283,13 +287,6 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
-def _work_dir(given: str | os.PathLike[str] | None, target: Path | None) -> str | None:
-    if given is not None:
-        return os.path.abspath(given)
-    # The system's own folder may be memory, or too small; the output has to fit here anyway.
-    return None if target is None else os.fspath(target.absolute().parent)
-
-
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
     """Convert the model to the opset that its new form needs; tell if that was done."""
     if recipe.for_kernels:
@@ -367,12 +364,14 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
 
 def _expected(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     """Tell what would be done, and to how many bytes."""
-    rows: dict[Weight, dict[str, str]] = {}
-    for group in plan.groups:
-        reason = group.reason if recipe.needs_statistics else ""
-        rows |= {
-            weight: {"method": group.method, "reason": reason} for weight in group.weights
+    rows = {
+        weight: {
+            "method": group.method,
+            "reason": group.reason if recipe.needs_statistics else "",
         }
+        for group in plan.groups
+        for weight in group.weights
+    }
     return reported(plan, recipe, rows)
 
 

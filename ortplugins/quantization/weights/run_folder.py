@@ -27,6 +27,7 @@ from ortplugins._version import __version__
 from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.group import GroupResult, GroupTask, WeightErrors
 from ortplugins.samples.sources import KeptSamples
 
@@ -52,8 +53,7 @@ class RunFolder:
         cls,
         path: str | os.PathLike[str],
         files: Iterable[Path],
-        samples: KeptSamples | None,
-        providers: Iterable[Any],
+        calibration: Calibration | None,
     ) -> Iterator[RunFolder]:
         """Open a folder, made where there is none; no other run can meanwhile.
 
@@ -75,13 +75,14 @@ class RunFolder:
         try:
             for left in folder.glob(f"*{_UNFINISHED}"):
                 left.unlink()
-            identity = {
+            identity: dict[str, Any] = {
                 "ortplugins": __version__,
                 "onnxruntime": onnxruntime.__version__,
                 "model": digest_of_files(files),
-                "samples": None if samples is None else _digest_of_samples(samples),
-                "providers": [str(provider) for provider in providers],
             }
+            if calibration is not None:
+                identity["samples"] = _digest_of_samples(calibration.samples)
+                identity["providers"] = list(map(str, calibration.providers))
             yield cls(folder, identity)
         finally:
             lock.release()

@@ -17,7 +17,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ortplugins.quantization.statistics.accumulator import (
     ActivationStatistics,
     pooled,
 )
-from ortplugins.quantization.statistics.collect import collect
+from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.graph import (
     CodeWriter,
@@ -51,7 +51,6 @@ from ortplugins.quantization.weights.group import (
     WeightTask,
     one_blas_thread,
     quantize_group,
-    this_process,
     working_bytes,
 )
 from ortplugins.quantization.weights.plan import (
@@ -64,7 +63,6 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.sites import WeightSite
-from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.graph.initializers import FreshNames
 
 _MORE_BITS = 8
@@ -81,14 +79,15 @@ class _Done:
     group: Group
     task: GroupTask
     result: GroupResult
-    chosen: list[int]  # of each weight, which of its outputs is taken
+    # Of which weights the second output is taken.
+    more_bits: set[int] = dataclasses.field(default_factory=set)
 
-    def outputs(self) -> Iterator[tuple[Weight, StoredCodes, WeightErrors, int]]:
-        """Yield each weight with its chosen output, and the output's number."""
-        for weight, task, errors, number in zip(
-            self.group.weights, self.task.weights, self.result.errors, self.chosen, strict=True
-        ):
-            yield weight, task.outputs[number], errors[number], number
+    def outputs(self) -> Iterator[tuple[Weight, StoredCodes, WeightErrors, bool]]:
+        """Yield each weight with its chosen output, and whether that has more bits."""
+        both = zip(self.group.weights, self.task.weights, self.result.errors, strict=True)
+        for index, (weight, task, errors) in enumerate(both):
+            more = index in self.more_bits
+            yield weight, task.outputs[more], errors[more], more
 
     def uses(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
         """Return where an activation meets the weights of the group."""
@@ -100,21 +99,18 @@ def quantize_graph(
     plan: WeightPlan,
     recipe: Recipe,
     scratch: Path,
+    calibration: Calibration | None = None,
     *,
-    samples: KeptSamples | None = None,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
     executor: concurrent.futures.Executor | None = None,
     max_memory: int = 1 << 30,
     run: RunFolder = NOTHING_KEPT,
-    calibrated: Progress | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
 
     The folder stays until the model is saved, and every worker of the executor sees it; by
-    default threads do the work, one per core. ``max_memory`` is what activations and their
-    statistics may take, and then those threads together; ``calibrated`` is called as samples
-    run. Without samples, all weights are rounded to nearest.
+    default threads do the work, one per core, and share ``max_memory``. Without samples, all
+    weights are rounded to nearest.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_blas_thread())
@@ -124,10 +120,9 @@ def quantize_graph(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
             quantize, cores = _WithinMemory(max_memory), os.cpu_count() or 1
-        given = samples, providers, max_memory, calibrated
-        work = _Work(plan.model, recipe, scratch, run, *given, executor, quantize, cores)
+        work = _Work(plan.model, recipe, scratch, calibration, run, executor, quantize, cores)
         first, second = plan.groups, []
-        if samples is not None and recipe.quantized_inputs:
+        if calibration is not None and recipe.quantized_inputs:
             second = [group for group in plan.groups if _sees_quantized_inputs(group)]
             if not recipe.share_of_8_bits:  # which is decided by what a first round finds
                 first = [group for group in plan.groups if group not in second]
@@ -145,8 +140,8 @@ def quantize_graph(
         take_in(work.run(first))
         if recipe.share_of_8_bits:
             _choose_more_bits([by_group[group] for group in first], recipe.share_of_8_bits)
-        if samples is not None and second:
-            models = PairedModels(plan.model, samples, scratch=scratch, providers=providers)
+        if calibration is not None and second:
+            models = PairedModels(plan.model, calibration)
             take_in(work.run_in_order(second, by_group, models))
     return _rewrite(plan, recipe, [by_group[group] for group in plan.groups])
 
@@ -168,13 +163,12 @@ class _WithinMemory:
         threads = task.threads
         while threads > 1 and working_bytes(task, threads) > self._size:
             threads -= 1
-        task = dataclasses.replace(task, threads=threads)
         need = min(working_bytes(task, threads), self._size)
         with self._changed:
             self._changed.wait_for(lambda: need <= self._free)
             self._free -= need
         try:
-            return quantize_group(task)
+            return quantize_group(dataclasses.replace(task, threads=threads))
         finally:
             with self._changed:
                 self._free += need
@@ -188,11 +182,8 @@ class _Work:
     _model: ir.Model
     _recipe: Recipe
     _scratch: Path
+    _calibration: Calibration | None
     _run: RunFolder
-    _samples: KeptSamples | None
-    _providers: Sequence[Any]
-    _max_memory: int
-    _calibrated: Progress | None
     _executor: concurrent.futures.Executor
     _quantize: Callable[[GroupTask], GroupResult]
     _cores: int  # of threads that groups share
@@ -205,7 +196,7 @@ class _Work:
     def run(self, groups: Sequence[Group]) -> Iterator[_Done]:
         """Quantise groups: those with statistics batch by batch, then the others."""
         left = dict.fromkeys(groups)
-        if self._samples is not None:
+        if self._calibration is not None:
             requests = self._requests(groups)
             kept = self._kept_statistics(groups, requests)
             yield from self._batch(kept)
@@ -213,30 +204,17 @@ class _Work:
                 del left[group]
             names = {name for group in left for name in group.names}
             wanted = [[r for r in together if r.name in names] for together in requests]
-            for batch in self._collect([together for together in wanted if together]):
+            wanted = [together for together in wanted if together]
+            for batch in collect(self._model, wanted, self._calibration) if wanted else ():
                 ready = [g for g in left if g.activations and g.names[0] in batch]
                 for group in ready:
                     del left[group]
-                path = self._scratch / f"statistics{next(self._numbers)}"
-                writer = ScratchWriter(path)
+                writer = self._writer("statistics")
                 kept = [(group, self._statistics(group, batch, writer)) for group in ready]
                 del batch  # in files now
                 yield from self._batch(kept)
-                path.unlink(missing_ok=True)
+                writer.path.unlink(missing_ok=True)
         yield from self._batch([(group, {}) for group in left])
-
-    def _collect(self, wanted: Sequence[Sequence[ActivationRequest]]) -> Iterable[Batch]:
-        if self._samples is None or not wanted:
-            return ()
-        return collect(
-            self._model,
-            wanted,
-            self._samples,
-            scratch=self._scratch,
-            max_calibration_memory=self._max_memory,
-            providers=self._providers,
-            progress=self._calibrated,
-        )
 
     def run_in_order(
         self, groups: Sequence[Group], found: Mapping[Group, _Done], models: PairedModels
@@ -250,31 +228,34 @@ class _Work:
             _replace_weights(models, done)
         # Codes depend on all of those before them.
         before: object = [
-            (self._codes_key(done.group, done.task), done.chosen) for done in fixed
+            (self._codes_key(done.task, done.group), sorted(done.more_bits)) for done in fixed
         ]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
             forms = [weight.form for weight in group.weights]
             if group in found:
                 forms = [stored.form for _, stored, *_ in found[group].outputs()]
-            weights = zip(group.weights, forms, strict=True)
-            tasks = tuple(self._task(weight, [form]) for weight, form in weights)
-            task = self._group_task(group.method, tasks, {}, self._cores)
+            tasks = [
+                self._task(w, [form]) for w, form in zip(group.weights, forms, strict=True)
+            ]
+            task = GroupTask(tuple(tasks), self._recipe, group.method, {}, self._cores)
             self._watched[group] = self._run.key(codes_before=before)
-            before = key = self._codes_key(group, task)
+            before = key = self._codes_key(task, group)
             result = self._run.codes(key, task)
             if result is None:
-                path = self._scratch / f"statistics{next(self._numbers)}"
-                request = ActivationRequest(
-                    group.names[0], group.weights[0].K, True, _SAMPLED_TOKENS
-                )
-                statistics = models.statistics(request, ScratchWriter(path))
-                watched = self._group_task(group.method, tasks, statistics, self._cores)
+                (request,) = self._requests([group])[0]
+                writer = self._writer("statistics")
+                statistics = models.statistics(request, writer)
+                watched = dataclasses.replace(task, statistics=statistics)
                 result = self._executor.submit(self._quantize, watched).result()
-                path.unlink()
+                writer.path.unlink()
                 self._run.keep_codes(key, task, result)
-            done = _Done(group, task, result, [0] * len(tasks))
+            done = _Done(group, task, result)
             _replace_weights(models, done)
             yield done
+
+    def _writer(self, kind: str) -> ScratchWriter:
+        """Return the writer of a new file."""
+        return ScratchWriter(self._scratch / f"{kind}{next(self._numbers)}")
 
     def _requests(self, groups: Sequence[Group]) -> list[list[ActivationRequest]]:
         """Ask for each activation once, together with those of all groups that share it."""
@@ -292,9 +273,8 @@ class _Work:
                 # A rule has given weights of one activation other methods.
                 found.remove(asked)
                 for name, request in asked.items():
-                    new = wanted.get(name)
-                    if new is None or not new.gram or (request.gram and new.gram_tokens):
-                        wanted[name] = request
+                    both = request, wanted.get(name, request)
+                    wanted[name] = max(both, key=lambda r: (r.gram, r.gram_tokens is None))
             if wanted:
                 found.append(wanted)
         return [list(requests.values()) for requests in found]
@@ -319,7 +299,7 @@ class _Work:
                 found.append((group, statistics))
         return found
 
-    def _codes_key(self, group: Group, task: GroupTask) -> str:
+    def _codes_key(self, task: GroupTask, group: Group) -> str:
         recipe = self._recipe
         return self._run.key(
             method=task.method,
@@ -356,32 +336,22 @@ class _Work:
                 weights = tuple(self._task(w, self._forms(w)) for w in group.weights)
                 method = group.method if statistics else "rtn"
                 threads = max(1, self._cores // len(groups))
-                task = self._group_task(method, weights, statistics, threads)
-                key = self._codes_key(group, task)
+                task = GroupTask(weights, self._recipe, method, statistics, threads)
+                key = self._codes_key(task, group)
                 kept = self._run.codes(key, task)
                 if kept is None:
                     futures[self._executor.submit(self._quantize, task)] = (group, task, key)
                 else:
-                    yield _Done(group, task, kept, [0] * len(group.weights))
+                    yield _Done(group, task, kept)
             for future, (group, task, key) in futures.items():
                 result = future.result()
                 self._run.keep_codes(key, task, result)
-                yield _Done(group, task, result, [0] * len(group.weights))
+                yield _Done(group, task, result)
         except BaseException:
             for future in futures:
                 future.cancel()
             concurrent.futures.wait(futures)
             raise
-
-    def _group_task(
-        self,
-        method: str,
-        weights: tuple[WeightTask, ...],
-        statistics: Mapping[str, TensorReference],
-        threads: int,
-    ) -> GroupTask:
-        process, recipe = this_process(), self._recipe
-        return GroupTask(weights, recipe, method, process, **statistics, threads=threads)
 
     def _forms(self, weight: Weight) -> list[BlockFormat]:
         forms = [weight.form]
@@ -390,26 +360,15 @@ class _Work:
         return forms
 
     def _task(self, weight: Weight, forms: Sequence[BlockFormat]) -> WeightTask:
-        site = weight.sites[0]
-        tables = any(each.activation is None for each in weight.sites)
-        k_last = self._recipe.quant_format != "QDQ" or tables
-        return WeightTask(
-            site.weight.name or "",
-            self._sources.refer_to(site.tensor),
-            site.stored_k_last,
-            weight.given,
-            tuple(
-                # A file for each: whoever works on it may write while others do.
-                StoredCodes.reserve(
-                    ScratchWriter(self._scratch / f"codes{next(self._numbers)}"),
-                    weight.K,
-                    weight.N,
-                    form,
-                    k_last,
-                )
-                for form in forms
-            ),
+        site, size = weight.sites[0], (weight.K, weight.N)
+        k_last = self._recipe.quant_format != "QDQ" or weight.is_table
+        source = self._sources.refer_to(site.tensor)
+        # A file for each: whoever works on it may write while others do.
+        outputs = (
+            StoredCodes.reserve(self._writer("codes"), *size, form, k_last) for form in forms
         )
+        name = site.weight.name or ""
+        return WeightTask(name, source, site.stored_k_last, weight.given, tuple(outputs))
 
 
 def _replace_weights(models: PairedModels, done: _Done) -> None:
@@ -450,7 +409,7 @@ def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
     left = share * sum(size for _, size, *_ in worth)
     for gain, size, done, index in sorted(worth, key=lambda item: -np.nan_to_num(item[0])):
         if gain > 0 and size <= left:
-            done.chosen[index] = 1
+            done.more_bits.add(index)
             left -= size
 
 
@@ -489,7 +448,7 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
         if done.result.channel_scales is not None:
             apart = any(folds[activation] is None for activation in done.group.activations)
             row |= {"folded": "mul" if apart else "folded", "alpha": done.result.alpha}
-        for weight, stored, errors, number in done.outputs():
+        for weight, stored, errors, more in done.outputs():
             for divisor in divided[weight.value]:
                 # The codes stay.
                 stored_scales = stored.scales.map("r+")
@@ -498,7 +457,7 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
                 writer.read_through_dequantize(site, stored)
             rows[weight] = row | {
                 "form": stored.form,
-                "method": "rtn" if number else done.task.method,
+                "method": "rtn" if more else done.task.method,
                 "weight_error": errors.weight,
                 "output_error": errors.output,
             }
