@@ -19,17 +19,9 @@ _REGEX = "re:"
 
 def matches(pattern: Pattern, name: str) -> bool:
     """Whether a pattern means the node of a name."""
-    if isinstance(pattern, re.Pattern):
-        return pattern.search(name) is not None
-    if pattern.startswith(_REGEX):
-        try:
-            return re.search(pattern.removeprefix(_REGEX), name) is not None
-        except re.error as error:
-            raise QuantizationError(
-                f"{pattern!r} is not a regular expression: {error}"
-            ) from error
     # A name with brackets is a name first.
-    return pattern == name or (_is_glob(pattern) and fnmatch.fnmatchcase(name, pattern))
+    expression = _expression(pattern)
+    return pattern == name or (expression is not None and bool(expression.search(name)))
 
 
 def check_names(
@@ -40,28 +32,31 @@ def check_names(
     Return the globs and regular expressions that match nothing, as text, where they need not.
     """
     unmatched = [p for p in patterns if not any(matches(p, name) for name in names)]
-    wrong = [p for p in unmatched if all_patterns or _is_name(p)]
+    wrong = []
+    for pattern in unmatched:
+        if _expression(pattern) is None:
+            hint = did_you_mean(text_of(pattern), names)
+            wrong.append(f"no node that can be quantised is called {pattern!r}{hint}")
+        elif all_patterns:
+            wrong.append(f"{text_of(pattern)!r} matches no node that can be quantised")
     if wrong:
-        raise QuantizationError(f"{option}: {'; '.join(_unknown(p, names) for p in wrong)}")
+        raise QuantizationError(f"{option}: {'; '.join(wrong)}")
     return [text_of(pattern) for pattern in unmatched]
 
 
-def _unknown(pattern: Pattern, names: Collection[str]) -> str:
-    if not _is_name(pattern):
-        return f"{text_of(pattern)!r} matches no node that can be quantised"
-    assert isinstance(pattern, str)
-    hint = did_you_mean(pattern, names)
-    return f"no node that can be quantised is called {pattern!r}{hint}"
-
-
-def _is_name(pattern: Pattern) -> bool:
-    return (
-        isinstance(pattern, str) and not pattern.startswith(_REGEX) and not _is_glob(pattern)
-    )
-
-
-def _is_glob(pattern: str) -> bool:
-    return any(character in pattern for character in "*?[")
+def _expression(pattern: Pattern) -> re.Pattern[str] | None:
+    """Return what a glob or regular expression stands for; None for a name."""
+    if isinstance(pattern, re.Pattern):
+        return pattern
+    if pattern.startswith(_REGEX):
+        try:
+            return re.compile(pattern.removeprefix(_REGEX))
+        except re.error as error:
+            raise QuantizationError(
+                f"{pattern!r} is not a regular expression: {error}"
+            ) from error
+    is_glob = any(character in pattern for character in "*?[")
+    return re.compile(rf"\A{fnmatch.translate(pattern)}") if is_glob else None
 
 
 def text_of(pattern: Pattern) -> str:

@@ -247,7 +247,7 @@ class KeptSamples:
     ``scratch``, which has to stay as long as this object is used. An iterator that was given
     up half-way costs nothing: the next one replays and reads on from there.
 
-    With ``rewind`` nothing is kept: each new iteration calls the reader's ``rewind()``.
+    With ``rewind`` the largest is kept alone: a new iteration calls the reader's ``rewind()``.
     """
 
     def __init__(
@@ -295,11 +295,11 @@ class KeptSamples:
     def largest(self) -> Feed:
         """Return the sample of most bytes among those read, at least one; for planning memory.
 
-        Where samples are rewound it is the first.
+        Where samples are rewound it is that of all, and kept.
         """
-        if not self.rewinds and self._kept:
-            return self._load(self._largest[1])
-        return next(iter(self))
+        if self.rewinds and not self._kept:
+            self.read_all()
+        return self._load(self._largest[1]) if self._kept else next(iter(self))
 
     def _load(self, index: int) -> Feed:
         kept = self._kept[index]
@@ -350,6 +350,9 @@ class KeptSamples:
         count = 0
         for feed in fresh:
             count += 1
+            if self.count is None and feed_bytes(feed) > self._largest[0]:
+                self._largest = feed_bytes(feed), 0
+                self._kept = [{name: np.array(array) for name, array in feed.items()}]
             yield feed
         if self.count is not None and count != self.count:
             raise CalibrationError(

@@ -41,7 +41,7 @@ from ortplugins.quantization.statistics.accumulator import (
 )
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.roles import counted_tokens
-from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
+from ortplugins.samples.sources import Feed, KeptSamples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +103,14 @@ def collect(
                 )
                 for request in batch
             }
-            free = memory - sum(request.nbytes for request in batch)
             for index, feed in enumerate(samples):
                 total = (samples.count or 0) * len(batches)
                 what = f"calibration, pass {number} of {len(batches)}"
                 calibration.progress(done, total, what)
                 done += 1
                 counted = counted_tokens(model.graph.inputs, feed)
-                growth = max(1.0, feed_bytes(feed) / max(1, feed_bytes(probe)))
-                for names in _runs(batch, sizes, free / growth):
-                    arrays = fetch(names, feed, f"sample {index}")
-                    _update_all(accumulators, without_padding(arrays, counted), index)
+                arrays = fetch(list(accumulators), feed, f"sample {index}")
+                _update_all(accumulators, without_padding(arrays, counted), index)
             # Nothing here may hold what the caller frees, nor memory while the caller works.
             del fetch
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
@@ -156,25 +153,6 @@ def _batches(
         batches[-1] += group
         left -= need
     return batches
-
-
-def _runs(
-    batch: Sequence[ActivationRequest], sizes: Mapping[str, int], free: float
-) -> Iterator[list[str]]:
-    """Divide a batch into runs whose activations fit; more than one for odd samples only.
-
-    That is, for a sample larger than the one that memory was planned by, or a group that is
-    larger than the budget.
-    """
-    names: list[str] = []
-    left = free
-    for request in batch:
-        if names and sizes[request.name] > left:
-            yield names
-            names, left = [], free
-        names.append(request.name)
-        left -= sizes[request.name]
-    yield names
 
 
 def without_padding(

@@ -27,6 +27,7 @@ import onnx_ir as ir
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization.methods.nearest import BlockFormat, Codes, Floats, ZeroPoints
 from ortplugins.quantization.weights.sites import WeightSite
+from rewrite_rules.weights.bit_packing import unpack_rows
 
 _WORD = 32
 _BITS = (2, 4, 8)
@@ -178,12 +179,11 @@ def _unpacked(
     words: npt.NDArray[np.uint32], bits: int, order: tuple[int, ...] | None = None
 ) -> npt.NDArray[np.uint8]:
     """Return the numbers in words ``[rows, n]``, along the last axis, uint8."""
-    count = _WORD // bits
-    numbers = np.empty((*words.shape, count), np.uint8)
-    mask = np.uint32((1 << bits) - 1)
-    for place, column in enumerate(order or range(count)):
-        numbers[..., column] = (words >> np.uint32(place * bits)) & mask
-    return numbers.reshape(len(words), -1)
+    numbers = unpack_rows(np.ascontiguousarray(words, "<u4").view(np.uint8), bits)
+    if order is not None:
+        in_words = numbers.reshape(*words.shape, len(order))
+        numbers = in_words[..., np.argsort(order)].reshape(len(words), -1)
+    return numbers
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -32,15 +32,16 @@ behind the activation, for all weights of the group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.model_io.tensor_reference import TensorReference
+from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.group import StoredCodes
 from ortplugins.quantization.weights.sites import WeightSite
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
@@ -49,8 +50,6 @@ from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, rem
 from rewrite_rules.graph.parameters import constant, float_attribute, int_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.bit_packing import pack_rows
-
-Floats = npt.NDArray[np.float32]
 
 _MICROSOFT = "com.microsoft"
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -115,10 +114,13 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
         given = [i for i in indices if i < len(node.inputs) and node.inputs[i] is not None]
         return [_vector(node, index, channels) for index in given]
     kind = "" if node.domain else node.op_type
-    if kind in _THROUGH:
-        return _through(node, 0, channels, depth)
+    if kind in _THROUGH and constant(node.inputs[0]) is None:
+        return _operand(node, 0, channels, depth)
     if kind == "Mul" and len(node.inputs) == 2:
-        return _factor(node, channels, depth)
+        # One of the two factors is enough; a constant one comes first.
+        for index in sorted((1, 0), key=lambda index: constant(node.inputs[index]) is None):
+            with contextlib.suppress(Refusal):
+                return _operand(node, index, channels, depth)
     if kind == "Add" and len(node.inputs) == 2:
         return [fold for index in (0, 1) for fold in _operand(node, index, channels, depth)]
     if kind in ("MatMul", "Gemm"):
@@ -126,27 +128,13 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
     raise Refusal(f"{node.op_type} does not scale")
 
 
-def _through(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
+def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
     value = node.inputs[index]
+    if constant(value) is not None:
+        return [_vector(node, index, channels)]
     if value is None or value.is_graph_output() or len(value.uses()) != 1:
         raise Refusal("read by others")
     return _folds(value, channels, depth + 1)
-
-
-def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
-    if constant(node.inputs[index]) is not None:
-        return [_vector(node, index, channels)]
-    return _through(node, index, channels, depth)
-
-
-def _factor(node: ir.Node, channels: int, depth: int) -> list[Fold]:
-    """One of the two factors is enough; a constant one comes first."""
-    for index in sorted((1, 0), key=lambda index: constant(node.inputs[index]) is None):
-        try:
-            return _operand(node, index, channels, depth)
-        except Refusal:
-            continue
-    raise Refusal("neither factor of a Mul scales")
 
 
 def _fits(fold: Fold, scales: Floats) -> bool:
@@ -210,20 +198,6 @@ def _check_last_axis(node: ir.Node) -> None:
     shape = None if node.inputs[0] is None else node.inputs[0].shape
     if shape is None or axis.as_int() != len(shape) - 1:
         raise Refusal("normalises over several axes")
-
-
-def apply_folds(
-    folds: Sequence[Fold], scales: Floats, divided: dict[ir.Value, list[Floats]]
-) -> None:
-    """Divide constants in place, or note it for weights that are quantised as well.
-
-    ``divided`` gets what is to divide output columns of those: they are rewritten elsewhere.
-    """
-    for fold in folds:
-        if fold.constant in divided:
-            divided[fold.constant].append(scales)
-        else:
-            fold.constant.const_value = fold.quotient(scales)
 
 
 def insert_mul(

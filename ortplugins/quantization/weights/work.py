@@ -38,7 +38,6 @@ from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.graph import (
     CodeWriter,
     Fold,
-    apply_folds,
     drop_unused,
     find_folds,
     insert_mul,
@@ -436,7 +435,11 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
     names = FreshNames(plan.model)
     for done, activation, scales in scaled:
         if (found := folds[activation]) is not None:
-            apply_folds(found, scales, divided)
+            for fold in found:
+                if fold.constant in divided:  # and rewritten below
+                    divided[fold.constant].append(scales)
+                else:
+                    fold.constant.const_value = fold.quotient(scales)
         else:
             # An activation has its weights' type, whether or not the model says so.
             dtype = done.group.weights[0].sites[0].tensor.dtype
