@@ -37,7 +37,6 @@ from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.graph import (
     CodeWriter,
-    Fold,
     drop_unused,
     find_folds,
     insert_mul,
@@ -414,43 +413,16 @@ def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
 
 def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> QuantizeReport:
     """Put everything into the graph."""
-    by_value = {w.value: stored for done in results for w, stored, *_ in done.outputs()}
-    # What is to divide the output columns of weights that get quantised as well.
-    divided: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
-    scaled = [
-        (done, activation, scales)
-        for done in results
-        if (scales := done.result.channel_scales) is not None
-        for activation in done.group.activations
-    ]
-    # All folds are looked for in the float graph, before any weight of it is replaced.
-    folds: dict[ir.Value, list[Fold] | None] = {}
-    for done, activation, scales in scaled:
-        found = None
-        if recipe.fold_scales:
-            found = find_folds(activation, done.uses(activation), scales)
-        if found and not all(_divisible(by_value.get(f.constant), scales) for f in found):
-            found = None
-        folds[activation] = found
     names = FreshNames(plan.model)
-    for done, activation, scales in scaled:
-        if (found := folds[activation]) is not None:
-            for fold in found:
-                if fold.constant in divided:  # and rewritten below
-                    divided[fold.constant].append(scales)
-                else:
-                    fold.constant.const_value = fold.quotient(scales)
-        else:
-            # An activation has its weights' type, whether or not the model says so.
-            dtype = done.group.weights[0].sites[0].tensor.dtype
-            insert_mul(activation, done.uses(activation), scales, dtype, names)
+    by_value = {w.value: stored for done in results for w, stored, *_ in done.outputs()}
+    divided, apart = _divide_activations(recipe, results, by_value, names)
     writer = CodeWriter(names)
     rows: dict[Weight, dict[str, Any]] = {}
     for done in results:
         row: dict[str, Any] = {"reason": done.group.reason}
         if done.result.channel_scales is not None:
-            apart = any(folds[activation] is None for activation in done.group.activations)
-            row |= {"folded": "mul" if apart else "folded", "alpha": done.result.alpha}
+            folded = apart.isdisjoint(done.group.activations)
+            row |= {"folded": "folded" if folded else "mul", "alpha": done.result.alpha}
         for weight, stored, errors, more in done.outputs():
             for divisor in divided[weight.value]:
                 # The codes stay.
@@ -467,6 +439,43 @@ def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> Quan
     for value in by_value:
         drop_unused(value)
     return reported(plan, recipe, rows)
+
+
+def _divide_activations(
+    recipe: Recipe,
+    results: Sequence[_Done],
+    by_value: Mapping[ir.Value, StoredCodes],
+    names: FreshNames,
+) -> tuple[dict[ir.Value, list[Floats]], set[ir.Value]]:
+    """Divide activations by what their weights' rows were multiplied by.
+
+    Return what is to divide the output columns of weights that are quantised as well, and the
+    activations that a Mul of their own divides.
+    """
+    divided: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
+    found = []
+    # All folds are looked for in the float graph, before any weight of it is replaced.
+    for done in results:
+        if (scales := done.result.channel_scales) is None:
+            continue
+        for activation in done.group.activations:
+            uses, folds = done.uses(activation), None
+            if recipe.fold_scales:
+                folds = find_folds(activation, uses, scales)
+            if folds and not all(_divisible(by_value.get(f.constant), scales) for f in folds):
+                folds = None
+            # An activation has its weights' type, whether or not the model says so.
+            dtype = done.group.weights[0].sites[0].tensor.dtype
+            found.append((folds, activation, uses, scales, dtype))
+    for folds, activation, uses, scales, dtype in found:
+        if folds is None:
+            insert_mul(activation, uses, scales, dtype, names)
+        for fold in folds or ():
+            if fold.constant in divided:
+                divided[fold.constant].append(scales)
+            else:
+                fold.constant.const_value = fold.quotient(scales)
+    return divided, {activation for folds, activation, *_ in found if folds is None}
 
 
 def _divisible(stored: StoredCodes | None, divisor: Floats) -> bool:
