@@ -151,13 +151,8 @@ def quantize_static_mixed(
             onnxruntime can't quantise the model. No output is written, whatever is raised.
         OSError: If a file can't be written.
     """
-    from ortplugins.quantization.activations.onnxruntime_quantizer import (
-        CALIBRATION_METHODS,
-        OP_TYPES,
-        converted_tensors,
-        quantize_to_eight_bits,
-        quiet_quantizer,
-    )
+    # It takes a while to import.
+    from ortplugins.quantization.activations import onnxruntime_quantizer as quantizer
 
     output = None if model_output is None else Path(model_output)
     if output is not None:
@@ -165,13 +160,11 @@ def quantize_static_mixed(
     if target not in ("cpu", "qnn"):
         raise QuantizationError(f"target is {target!r}: one of cpu, qnn is expected")
     method = str(getattr(calibrate_method, "name", calibrate_method))
-    if method not in CALIBRATION_METHODS:
-        raise CalibrationError(
-            f"calibrate_method is {method!r}: one of {', '.join(CALIBRATION_METHODS)} is "
-            "expected"
-        )
+    if method not in quantizer.CALIBRATION_METHODS:
+        known = ", ".join(quantizer.CALIBRATION_METHODS)
+        raise CalibrationError(f"calibrate_method is {method!r}: one of {known} is expected")
     activation = _quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
-    op_types = list(op_types_to_quantize or ()) or OP_TYPES
+    op_types = list(op_types_to_quantize or ()) or quantizer.OP_TYPES
     if isinstance(overrides, str) and overrides.startswith("@"):
         overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
     wanted = BoundaryOptions(
@@ -191,14 +184,15 @@ def quantize_static_mixed(
         "nodes_to_exclude": _selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         "op_types_to_quantize": op_types,
     }
-    converted = converted_tensors(graph, wanted.overrides, wanted.promote, activation)
+    named = wanted.overrides, wanted.promote
+    converted = quantizer.converted_tensors(graph, *named, activation)
     folder_of_output = None if output is None else output.absolute().parent
     with scratch_within(folder_of_output) as scratch:
         path = stage(model_input, loaded, Path(scratch))
-        with quiet_quantizer() as warned:
+        with quantizer.quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
-            model, used, renamed = quantize_to_eight_bits(
+            model, used, renamed = quantizer.quantize_to_eight_bits(
                 path, found, wanted.overrides, converted, activation, weights, **settings
             )
         wanted = _for_graph(

@@ -201,15 +201,12 @@ def add_switches(model: ir.Model, places: Sequence[QuantizedTensor]) -> list[str
         first = place.dequantizes[0]
         quantize = _copy(place.quantize, [place.source, *place.quantize.inputs[1:]], names)
         dequantize = _copy(first, [quantize.outputs[0], *first.inputs[1:]], names)
-        clips = _clip(model.graph, place, names)
-        switch = _new_switch(model, names.take(f"ortplugins.grid_{number}"))
+        switch = names.take(f"ortplugins.grid_{number}")
+        branches = [quantize, dequantize], _clip(model.graph, place, names)
         # A body whose output has no type is refused; the grid's scale tells it.
         dtype = ir.DataType.from_numpy(place.grid.float_dtype)
-        node = _choice(switch, [quantize, dequantize], clips, dtype, names)
-        model.graph.insert_before(first, node)
-        for old in place.dequantizes:
-            _redirect(model.graph, old.outputs[0], node.outputs[0], names)
-        switches.append(switch.name or "")
+        _choose(model, switch, branches, dtype, place.dequantizes, names)
+        switches.append(switch)
     return switches
 
 
@@ -233,55 +230,45 @@ def add_weight_switch(
         )
         model.graph.register_initializer(own)
         inputs.append(own)
-    switch = _new_switch(model, names.take(f"ortplugins.bits_{stem}"))
+    switch = names.take(f"ortplugins.bits_{stem}")
     scale = constant(coarse.inputs[1])
     assert scale is not None
-    node = _choice(
-        switch,
-        [_copy(coarse, coarse.inputs, names)],
-        [_copy(fine, inputs, names)],
-        scale.dtype,
-        names,
-    )
-    model.graph.insert_before(coarse, node)
-    _redirect(model.graph, coarse.outputs[0], node.outputs[0], names)
-    return switch.name or ""
-
-
-def _new_switch(model: ir.Model, name: str) -> ir.Value:
-    switch = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
-    model.graph.inputs.append(switch)
+    branches = [_copy(coarse, coarse.inputs, names)], [_copy(fine, inputs, names)]
+    _choose(model, switch, branches, scale.dtype, [coarse], names)
     return switch
 
 
-def _choice(
-    switch: ir.Value,
-    then: Sequence[ir.Node],
-    otherwise: Sequence[ir.Node],
+def _choose(
+    model: ir.Model,
+    switch: str,
+    branches: tuple[list[ir.Node], list[ir.Node]],
     dtype: ir.DataType,
+    replaced: Sequence[ir.Node],
     names: FreshNames,
-) -> ir.Node:
-    """Make an If of two chains of nodes, each with one output."""
-    branches = {}
-    for name, nodes in (("then_branch", then), ("else_branch", otherwise)):
+) -> None:
+    """Have a new input choose between two chains of nodes, in the place of some nodes.
+
+    An output of the graph keeps its name.
+    """
+    graph, bodies = model.graph, {}
+    for name, nodes in zip(("then_branch", "else_branch"), branches, strict=True):
         nodes[-1].outputs[0].type = ir.TensorType(dtype)
-        branches[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
-    node = ir.node("If", [switch], branches, name=names.take(f"{switch.name}_if"))
-    node.outputs[0].name = names.take(f"{switch.name}_value")
-    node.outputs[0].type = ir.TensorType(dtype)
-    return node
-
-
-def _redirect(graph: ir.Graph, old: ir.Value, new: ir.Value, names: FreshNames) -> None:
-    """Let everybody read another value; an output of the graph keeps its name."""
-    for index, item in enumerate(graph.outputs):
-        if item is old:
-            keep = ir.node("Identity", [new], name=names.take(f"{new.name}_output"))
-            keep.outputs[0].type, keep.outputs[0].shape = old.type, old.shape
-            keep.outputs[0].name, old.name = old.name, names.take(f"{old.name}_old")
-            graph.append(keep)
-            graph.outputs[index] = keep.outputs[0]
-    old.replace_all_uses_with(new)
+        bodies[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
+    flag = ir.Value(name=switch, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
+    graph.inputs.append(flag)
+    node = ir.node("If", [flag], bodies, name=names.take(f"{switch}_if"))
+    (new,) = node.outputs
+    new.name, new.type = names.take(f"{switch}_value"), ir.TensorType(dtype)
+    graph.insert_before(replaced[0], node)
+    for old in (each.outputs[0] for each in replaced):
+        for index, item in enumerate(graph.outputs):
+            if item is old:
+                keep = ir.node("Identity", [new], name=names.take(f"{new.name}_output"))
+                keep.outputs[0].type, keep.outputs[0].shape = old.type, old.shape
+                keep.outputs[0].name, old.name = old.name, names.take(f"{old.name}_old")
+                graph.append(keep)
+                graph.outputs[index] = keep.outputs[0]
+        old.replace_all_uses_with(new)
 
 
 def _copy(node: ir.Node, inputs: Sequence[ir.Value | None], names: FreshNames) -> ir.Node:

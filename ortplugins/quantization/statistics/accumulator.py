@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ class ActivationRequest:
     # At most; all where they are fewer than half of K, and so take less memory than the Gram
     # matrix, which is then left out.
     max_tokens: int = 128
-    gram_tokens: int | None = None  # about how many are in it, picked at random; None: all
+    gram_tokens: float = math.inf  # about how many are in it, picked at random
 
     @property
     def nbytes(self) -> int:
@@ -74,15 +75,15 @@ class StatisticsAccumulator:
 
     def __init__(self, request: ActivationRequest, gram_stride: int = 1) -> None:
         """Start; of each ``gram_stride`` tokens a random one counts for the Gram matrix."""
-        self._name, self._k, self._max_tokens = request.name, request.k, request.max_tokens
-        k, max_tokens, gram = request.k, request.max_tokens, request.gram
+        self._name, self._max_tokens = request.name, request.max_tokens
+        self._k = k = request.k
         self._rng = np.random.default_rng(0)
         self._count = 0
         self._sum_abs = np.zeros(k, np.float64)
-        self._tokens: Floats = np.empty((max_tokens, k), np.float32)
-        self._positions = np.empty(max_tokens, np.int64)
-        self._gram: Floats | None = np.zeros((k, k), np.float32) if gram else None
-        self._waiting: Floats = np.empty((_GRAM_TOKENS if gram else 0, k), np.float32)
+        self._tokens: Floats = np.empty((request.max_tokens, k), np.float32)
+        self._positions = np.empty(request.max_tokens, np.int64)
+        self._gram: Floats | None = np.zeros((k, k), np.float32) if request.gram else None
+        self._waiting: Floats = np.empty((_GRAM_TOKENS * request.gram, k), np.float32)
         self._waiting_tokens = 0
         self._gram_stride, self._gram_count = gram_stride, 0
         self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0

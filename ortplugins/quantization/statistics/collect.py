@@ -95,13 +95,8 @@ def collect(
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
             fetch = parts.open([request.name for request in batch])
             accumulators = {
-                request.name: StatisticsAccumulator(
-                    request,
-                    max(1, round(tokens[request.name] / request.gram_tokens))
-                    if request.gram_tokens is not None
-                    else 1,
-                )
-                for request in batch
+                r.name: StatisticsAccumulator(r, max(1, round(tokens[r.name] / r.gram_tokens)))
+                for r in batch
             }
             for index, feed in enumerate(samples):
                 total = (samples.count or 0) * len(batches)

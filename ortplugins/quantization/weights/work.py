@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,7 +263,7 @@ class _Work:
             steps, k = METHODS[group.method], group.weights[0].K
             # Feedback between rows needs all tokens, and so may the next run; searches of
             # scales and ranges find the same in twice as many as there are channels.
-            tokens = None if "gptq" in steps or self._run.keeps else 2 * k
+            tokens = math.inf if "gptq" in steps or self._run.keeps else 2 * k
             wanted = {
                 name: ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
                 for name in group.names
@@ -272,7 +273,7 @@ class _Work:
                 found.remove(asked)
                 for name, request in asked.items():
                     both = request, wanted.get(name, request)
-                    wanted[name] = max(both, key=lambda r: (r.gram, r.gram_tokens is None))
+                    wanted[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
             if wanted:
                 found.append(wanted)
         return [list(requests.values()) for requests in found]
