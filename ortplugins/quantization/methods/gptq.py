@@ -284,31 +284,27 @@ class _Job:
                 self.errors[rows, columns] = errors[start:stop, columns] = done[:, 0]
             start = stop
 
-    def revisit(self, rows: Rows, hessian: Floats, slope: Floats) -> None:
-        """Choose the codes and the scale of a block again, given all others."""
-        for columns in self._strips:
-            self._descend(rows, columns, hessian, slope[:, columns])
-
-    def _descend(self, rows: Rows, columns: slice, hessian: Floats, slope: Floats) -> None:
-        """Lower the loss of a block's columns, code by code and then by their scales."""
+    def revisit(self, rows: Rows, hessian: Floats, slopes: Floats) -> None:
+        """Choose the codes and then the scale of a block again, given all others."""
         block, form = self._block(rows), self._form
-        scales = self.scales[block, columns]
-        zeros: ZeroPoints | int = 0
-        if self.zero_points is not None:
-            zeros = self.zero_points[block, columns]
-        steps = self.codes[rows, columns].astype(np.float32) - zeros
-        low, high = (np.float32(end) - zeros for end in (form.lowest_code, form.highest_code))
-        moved = np.zeros(steps.shape, np.float32)
-        for k, own in enumerate(np.diagonal(hessian)):
-            step = steps[k] - (slope[k] + hessian[k, :k] @ moved[:k]) / (own * scales)
-            np.rint(step, out=step)
-            np.clip(step, low, high, out=step)
-            moved[k] = (step - steps[k]) * scales
-            steps[k] = step
-        fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
-        self.codes[rows, columns] = steps + zeros
-        self.scales[block, columns] = fitted
-        self.errors[rows, columns] = steps * fitted - self._part(rows, columns)
+        for columns in self._strips:
+            scales, slope = self.scales[block, columns], slopes[:, columns]
+            zeros: ZeroPoints | int = 0
+            if self.zero_points is not None:
+                zeros = self.zero_points[block, columns]
+            steps = self.codes[rows, columns].astype(np.float32) - zeros
+            low, high = (np.float32(x) - zeros for x in (form.lowest_code, form.highest_code))
+            moved = np.zeros(steps.shape, np.float32)
+            for k, own in enumerate(np.diagonal(hessian)):
+                step = steps[k] - (slope[k] + hessian[k, :k] @ moved[:k]) / (own * scales)
+                np.rint(step, out=step)
+                np.clip(step, low, high, out=step)
+                moved[k] = (step - steps[k]) * scales
+                steps[k] = step
+            fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
+            self.codes[rows, columns] = steps + zeros
+            self.scales[block, columns] = fitted
+            self.errors[rows, columns] = steps * fitted - self._part(rows, columns)
 
     def _fitted(self, scales: Floats, steps: Floats, hessian: Floats, slope: Floats) -> Floats:
         """Return the scales ``[n]`` that cost least with these codes."""

@@ -150,14 +150,10 @@ class Search:
         """Return the names of what is promoted."""
         return tuple(name for unit in self._promoted for name in unit.names)
 
-    def can_grow(self) -> bool:
-        """Whether anything is left that fits."""
-        return bool(self._candidates())
-
     def grow(self, wanted: float | None) -> None:
         """Promote until the wanted cosine or the limit is reached, or nothing is left."""
         while (wanted is None or self.now.cosine < wanted) and (
-            candidates := self._candidates()
+            candidates := self.candidates()
         ):
             most = self._limit or _cost(self._ordered)
             self._progress(_cost(self._promoted), most, "promoting")
@@ -200,7 +196,7 @@ class Search:
         closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
         return tuple(closed)
 
-    def _candidates(self) -> list[tuple[Unit, ...]]:
+    def candidates(self) -> list[tuple[Unit, ...]]:
         """What may be promoted next, all that is promoted included; a few of equal rank."""
         promoted = set(self._promoted)
         left = (u for u in self._ordered if u not in promoted and u not in self._banned)
@@ -330,7 +326,7 @@ class PlannerRun:
             after = switched.compare(self.switched(model).values())
             if wanted is None or budget is None or after.cosine >= budget:
                 break
-            if not search.can_grow():
+            if not search.candidates():
                 text = (
                     f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
                     f"{len(names)} of {of}"

@@ -122,7 +122,9 @@ def quantize_graph(
         work = _Work(plan.model, recipe, scratch, calibration, run, executor, quantize, cores)
         first, second = plan.groups, []
         if calibration is not None and recipe.quantized_inputs:
-            second = [group for group in plan.groups if _sees_quantized_inputs(group)]
+            # With one place in the graph to quantise them at, and a method for it.
+            alone = (group for group in plan.groups if len(group.activations) == 1)
+            second = [group for group in alone if "gptq" in METHODS[group.method]]
             if not recipe.share_of_8_bits:  # which is decided by what a first round finds
                 first = [group for group in plan.groups if group not in second]
         by_group: dict[Group, _Done] = {}
@@ -143,11 +145,6 @@ def quantize_graph(
             models = PairedModels(plan.model, calibration)
             take_in(work.run_in_order(second, by_group, models))
     return _rewrite(plan, recipe, [by_group[group] for group in plan.groups])
-
-
-def _sees_quantized_inputs(group: Group) -> bool:
-    """Whether there is one place in the graph to quantise a group at, and a method for it."""
-    return "gptq" in METHODS[group.method] and len(group.activations) == 1
 
 
 class _WithinMemory:
