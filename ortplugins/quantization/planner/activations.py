@@ -104,12 +104,11 @@ def plan_precision(
     how = providers, max_calibration_memory, progress
     with PlannerRun.start(model, data, work_dir, *limits, *how) as run:
         infer_shapes(run.model)
-        graph = QuantizedGraph(run.model)
         instrumented = run.model.clone()
-        read = QuantizedGraph(instrumented)
-        places = _places(read, instrumented.graph)
+        graph = QuantizedGraph(instrumented)
+        places = _places(graph, instrumented.graph)
         # Before the graph is changed. Activations of one name are one, too.
-        groups, implied = sharing_groups(read), _implication(places)
+        groups, implied = sharing_groups(graph), _implication(places)
         for first, second in itertools.pairwise(sorted(places, key=lambda place: place.name)):
             if first.name == second.name:
                 groups.union(first, second)

@@ -74,9 +74,11 @@ def collect(
     # planned by them.
     samples.read_all()
     probe = samples.largest()
-    parts = _Parts(model, calibration)
+    detached = model.clone()
+    parts = detached, detach_tensors(detached, calibration.scratch), calibration.providers
     names = [request.name for group in groups for request in group]
-    shapes = parts.activation_shapes(names, probe)
+    found = _part(*parts, names, shapes=True)(probe, "the largest sample")
+    shapes = {name: tuple(shape.tolist()) for name, shape in found}
     # Inputs are there anyway.
     inputs = {value.name for value in model.graph.inputs}
     sizes = {n: 0 if n in inputs else math.prod(shape) * 4 for n, shape in shapes.items()}
@@ -93,7 +95,7 @@ def collect(
         # How BLAS shares a sum out among threads changes its last bits; activations are shared
         # out instead.
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
-            fetch = parts.open([request.name for request in batch])
+            fetch = _part(*parts, [request.name for request in batch])
             accumulators = {
                 r.name: StatisticsAccumulator(r, max(1, round(tokens[r.name] / r.gram_tokens)))
                 for r in batch
@@ -104,7 +106,7 @@ def collect(
                 calibration.progress(done, total, what)
                 done += 1
                 counted = counted_tokens(model.graph.inputs, feed)
-                arrays = fetch(list(accumulators), feed, f"sample {index}")
+                arrays = fetch(feed, f"sample {index}")
                 _update_all(accumulators, without_padding(arrays, counted), index)
             # Nothing here may hold what the caller frees, nor memory while the caller works.
             del fetch
@@ -178,67 +180,49 @@ def _update_all(
             raise CalibrationError(f"sample {index}: {error}") from None
 
 
-Fetch = Callable[[Sequence[str], Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]
+def _part(
+    model: ir.Model,
+    folder: Path,
+    providers: Sequence[Any],
+    names: Sequence[str],
+    *,
+    shapes: bool = False,
+) -> Callable[[Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]:
+    """Return what runs a sample on a part of a model and yields activations, or their shapes.
 
+    Each is let go afterwards; shapes alone take no memory, and are asked for once.
+    """
+    model = model.clone()
+    values = _values(model)
+    outputs: dict[str, ir.Value] = {}
+    for name in names:
+        value = values[name]
+        if shapes:
+            value = _appended(model, "Shape", value, {})
+        elif value.is_graph_input():
+            continue  # taken from the sample
+        elif value.dtype is ir.DataType.BFLOAT16:
+            # onnxruntime has no numpy arrays of these.
+            value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
+        outputs[name] = value
+    session = None
+    if outputs:
+        model.graph.outputs.clear()
+        model.graph.outputs.extend(outputs.values())
+        onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+        session = open_for_samples(model, folder, providers, runs_often=not shapes)
 
-class _Parts:
-    """Opens calibration sessions on parts of a model."""
-
-    def __init__(self, model: ir.Model, calibration: Calibration) -> None:
-        self._model = model.clone()
-        self._folder = detach_tensors(self._model, calibration.scratch)
-        self._providers = calibration.providers
-
-    def open(self, names: Sequence[str]) -> Fetch:
-        """Return what runs a sample and yields activations; each is let go afterwards."""
-        model = self._model.clone()
-        values = _values(model)
-        outputs: dict[str, ir.Value] = {}
+    def fetch(feed: Feed, what: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        # onnxruntime's own buffers. (IOBinding would save no copy, and took the same time and
+        # memory.)
+        arrays = []
+        if session is not None:
+            made = [value.name for value in outputs.values()]
+            arrays = run_sample(session, made, feed, what)[::-1]
         for name in names:
-            value = values[name]
-            if value.is_graph_input():
-                continue  # taken from the sample
-            if value.dtype is ir.DataType.BFLOAT16:
-                # onnxruntime has no numpy arrays of these.
-                value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
-            outputs[name] = value
-        return self._cut(model, outputs)
+            yield name, arrays.pop() if name in outputs else feed[name]
 
-    def activation_shapes(
-        self, names: Sequence[str], feed: Feed
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each activation in a run: fetched alone, it takes no memory."""
-        model = self._model.clone()
-        values = _values(model)
-        shapes = {name: _appended(model, "Shape", values[name], {}) for name in names}
-        fetch = self._cut(model, shapes, runs_often=False)
-        found = fetch(names, feed, "the largest sample")
-        return {name: tuple(shape.tolist()) for name, shape in found}
-
-    def _cut(
-        self, model: ir.Model, outputs: Mapping[str, ir.Value], *, runs_often: bool = True
-    ) -> Fetch:
-        """Open a session whose only outputs are these; what else is fetched are inputs."""
-        session = None
-        if outputs:
-            model.graph.outputs.clear()
-            model.graph.outputs.extend(outputs.values())
-            onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
-            session = open_for_samples(model, self._folder, self._providers, runs_often)
-
-        def fetch(
-            names: Sequence[str], feed: Feed, what: str
-        ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-            # onnxruntime's own buffers. (IOBinding would save no copy, and took the same time
-            # and memory.)
-            made = [outputs[name].name for name in names if name in outputs]
-            arrays = []
-            if session is not None and made:
-                arrays = run_sample(session, made, feed, what)[::-1]
-            for name in names:
-                yield name, arrays.pop() if name in outputs else feed[name]
-
-        return fetch
+    return fetch
 
 
 def _values(model: ir.Model) -> dict[str, ir.Value]:
