@@ -429,11 +429,10 @@ def _loss(
     num_bits: int,
 ) -> float:
     """Mean squared error of the products when rows of the weight are scaled."""
-    size = BlockFormat(block_size=block_size).size_along(len(w))
     codes, scales, zero_points = quant_tensor(
-        w * scale[:, None], size, use_zero_point=use_zero_point, num_bits=num_bits
+        w * scale[:, None], block_size, use_zero_point=use_zero_point, num_bits=num_bits
     )
-    error = expected - (x / scale) @ dq_tensor(codes, scales, size, zp=zero_points)
+    error = expected - (x / scale) @ dq_tensor(codes, scales, block_size, zp=zero_points)
     # Squares of float16 overflow.
     squares = np.square(error, dtype=np.result_type(error, np.float32))
     return float(squares.mean())

@@ -230,10 +230,8 @@ class _Work:
             forms = [weight.form for weight in group.weights]
             if group in found:
                 forms = [stored.form for _, stored, *_ in found[group].outputs()]
-            tasks = [
-                self._task(w, [form]) for w, form in zip(group.weights, forms, strict=True)
-            ]
-            task = GroupTask(tuple(tasks), self._recipe, group.method, {}, self._cores)
+            weights = tuple(map(self._task, group.weights, forms))
+            task = GroupTask(weights, self._recipe, group.method, {}, self._cores)
             self._watched[group] = self._run.key(codes_before=before)
             before = key = self._codes_key(task, group)
             result = self._run.codes(key, task)
@@ -329,7 +327,7 @@ class _Work:
         futures: dict[Any, tuple[Group, GroupTask, str]] = {}
         try:
             for group, statistics in groups:
-                weights = tuple(self._task(w, self._forms(w)) for w in group.weights)
+                weights = tuple(map(self._task, group.weights))
                 method = group.method if statistics else "rtn"
                 threads = max(1, self._cores // len(groups))
                 task = GroupTask(weights, self._recipe, method, statistics, threads)
@@ -349,13 +347,11 @@ class _Work:
             concurrent.futures.wait(futures)
             raise
 
-    def _forms(self, weight: Weight) -> list[BlockFormat]:
-        forms = [weight.form]
-        if self._recipe.share_of_8_bits and weight.form.bits < _MORE_BITS:
+    def _task(self, weight: Weight, decided: BlockFormat | None = None) -> WeightTask:
+        """Return the task of a weight in one form; two where that is yet to be decided."""
+        forms = [decided or weight.form]
+        if decided is None and self._recipe.share_of_8_bits and forms[0].bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
-        return forms
-
-    def _task(self, weight: Weight, forms: Sequence[BlockFormat]) -> WeightTask:
         site, size = weight.sites[0], (weight.K, weight.N)
         k_last = self._recipe.quant_format != "QDQ" or weight.is_table
         source = self._sources.refer_to(site.tensor)
