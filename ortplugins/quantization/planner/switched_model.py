@@ -222,14 +222,8 @@ def add_weight_switch(
     for value in fine.inputs:
         tensor = constant(value)
         assert tensor is not None
-        own = ir.Value(
-            name=names.take(f"{tensor.name}_fine"),
-            shape=ir.Shape(tensor.shape.numpy()),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        model.graph.register_initializer(own)
-        inputs.append(own)
+        inputs.append(ir.val(names.take(f"{tensor.name}_fine"), const_value=tensor))
+        model.graph.register_initializer(inputs[-1])
     switch = names.take(f"ortplugins.bits_{stem}")
     scale = constant(coarse.inputs[1])
     assert scale is not None
