@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
 """Shape and Size read the first value of the same sizes, or become constants.
 
-    Gather(Shape(h[batch, 64]), 1)       -> 64
-    Shape(f(x))                          -> Shape(x)                 f keeps it
-    Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
-    Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
-    Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
-    Size(f(x))                           -> Size(x)             as many elements
-    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
-    Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
+    FoldNumbers  Gather(Shape(h[batch, 64]), 1)       -> 64
+    ReadSpan     Shape(f(x))                          -> Shape(x)                 f keeps it
+                 Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
+                 Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
+                 Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
+    ReadSize     Size(f(x))                           -> Size(x)             as many elements
+    PickSizes    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
+                 Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
 
-A node is rewritten where what is read comes earlier, or from the same value in fewer nodes; so
-none is twice. All is decided before any node is rewritten. Afterwards, nodes with the same
+A rule fires where what is read comes earlier, or from the same value in fewer nodes; so none
+fires twice. All is decided before any node is rewritten. Afterwards, nodes with the same
 numbers become one. A Shape that still reads a computed tensor gets a remark that says why.
 """
 
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterator
+from typing import Any, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
+from onnxscript.rewriter import RewriteRuleClassBase
 
-from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import label, remove_unused, subgraphs
+from rewrite_rules.graph.nodes import label, producer, remove_unused, subgraphs
 from rewrite_rules.graph.parameters import int_attribute
-from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.remarks import PassContext, Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
@@ -57,13 +57,11 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         return
     with context.remarks.at("model"):
         facts = ProvedShapes(model)
-        better = _Readings(graphs, facts).better
+        better = _Readings(model, facts).better
     if better:
-        for node, reading in better.items():
-            context.remarks.fired(label(node), reading.text)
-            _replace(node, reading.make())
-        remove_unused(model)
-        name_apart(model)
+        op_types = dict.fromkeys(node.op_type for node in better)
+        rules = [_BetterReading.rule(kind, better, context.remarks) for kind in op_types]
+        DispatchingRuleSet(rules, better.__contains__).apply_to_model(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
     merged = [_merge(graph, collections.ChainMap(), facts, context) for graph in graphs]
@@ -76,88 +74,141 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
-    """Numbers by where they come from: the latest place, nodes from there, the value read.
+class FoldNumbers:
+    """Numbers that no run can change -> a constant."""
 
-    ``make`` makes the nodes, the last of which gives the numbers; ``text`` is for remarks.
-    """
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"constant {list(self.numbers)}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        numbers = np.array(self.numbers, np.int64).reshape(self.shape)
+        return op.Constant(value=ir.tensor(numbers), _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSpan:
+    """Sizes that lie side by side in a shape -> ``Shape(source, start, end)``."""
+
+    source: ir.Value
+    start: int | None = None
+    end: int | None = None
+    nodes = 1
+
+    def __str__(self) -> str:
+        what = "the shape"
+        if self.start is not None or self.end is not None:
+            what = f"dimensions {self.start or 0}:{'' if self.end is None else self.end}"
+        return f"reads {what} of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        ends = {"start": self.start, "end": self.end}
+        ends = {end: axis for end, axis in ends.items() if axis is not None}
+        return op.Shape(self.source, **ends, _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSize:
+    """Size -> Size of the first value of as many elements."""
+
+    source: ir.Value
+    nodes = 1
+
+    def __str__(self) -> str:
+        return f"reads the size of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        return op.Size(self.source, _name=name)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class PickSizes:
+    """Sizes anywhere in a shape -> ``Gather(Shape(source), axes)``; of one, maybe a scalar."""
+
+    source: ir.Value
+    axes: tuple[int, ...]
+    scalar: bool
+    nodes = 2
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"reads dimension{'s' * (len(self.axes) > 1)} {axes} of {self.source.name!r}"
+
+    def emit(self, op: Any, name: str | None) -> ir.Value:
+        shape = op.Shape(self.source)
+        shape.type = ir.TensorType(ir.DataType.INT64)
+        axes = np.array(self.axes, np.int64).reshape(() if self.scalar else -1)
+        return op.Gather(shape, op.Constant(value=ir.tensor(axes)), axis=0, _name=name)  # type: ignore[no-any-return]
+
+
+Reading = FoldNumbers | ReadSpan | ReadSize | PickSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Now:
+    """What a node's numbers depend on: the latest place, nodes from there, the value read."""
 
     place: int
     nodes: int = 1 + _LONG_CHAIN
     source: ir.Value | None = None
-    text: str = ""
-    make: Callable[[], list[ir.Node]] = list
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The smaller the better."""
-        return self.place, self.nodes
 
 
-def _constant(numbers: npt.NDArray[np.int64]) -> ir.Node:
-    return ir.node("Constant", [], {"value": ir.tensor(numbers)})
+class _EarliestValues:
+    """The first value of each shape, number of elements and dimension in each graph."""
 
-
-def _nodes(
-    op_type: str,
-    source: ir.Value,
-    attributes: Mapping[str, int],
-    picked: npt.NDArray[np.int64] | None,
-) -> list[ir.Node]:
-    node = ir.node(op_type, [source], attributes)
-    if picked is None:
-        return [node]
-    axes = _constant(picked)
-    gather = ir.node("Gather", [node.outputs[0], axes.outputs[0]], {"axis": 0})
-    return [node, axes, gather]
-
-
-def _replace(node: ir.Node, nodes: list[ir.Node]) -> None:
-    """Put others in the place of a node; those that it reads may have other consumers."""
-    for new in nodes:
-        new.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-    assert node.graph is not None
-    node.name, nodes[-1].name = None, node.name
-    ir.convenience.replace_nodes_and_values(
-        node.graph, node, [node], nodes, node.outputs, nodes[-1].outputs
-    )
-
-
-# For a graph: the first value of each shape, number of elements ("count") and dimension.
-_Firsts = dict[tuple[str, Shape | Dim], ir.Value]
-
-
-class _Readings:
-    """What each node that can be read better becomes; the nodes are sorted."""
-
-    def __init__(self, graphs: Iterable[ir.Graph], shapes: ProvedShapes) -> None:
+    def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
         self._shapes = shapes
-        # Where a value is computed; inputs and initializers are not there, or at -1.
         self._places: dict[ir.Value, int] = {}
-        self._nodes = 0
-        self._now: dict[ir.Value, _Reading] = {}
-        self.better: dict[ir.Node, _Reading] = {}
-        for graph in graphs:
-            self._walk(graph, [], -1)
+        self._node_places: dict[ir.Node, int] = {}
+        self._outer: dict[object, object] = {}
+        self._first: dict[tuple[object, str, Shape | Dim], ir.Value] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._walk(graph, None)
 
-    def _walk(self, graph: ir.Graph, outer: list[_Firsts], place: int) -> None:
-        scopes: list[_Firsts] = [*outer, {}]
+    def place(self, value: ir.Value) -> int:
+        """Return where a value is computed; -1 for inputs and initializers."""
+        return self._places.get(value, -1)
+
+    def first(self, kind: str, size: Shape | Dim, reader: ir.Node) -> ir.Value | None:
+        """Return the first value of a "shape", "count" or "dim", from the outermost graph on.
+
+        A tensor that a subgraph newly captured would live until that has run.
+        """
+        scopes = []
+        graph: object = reader.graph
+        while graph is not None:
+            scopes.append(graph)
+            graph = self._outer.get(graph)
+        for graph in reversed(scopes):
+            found = self._first.get((graph, kind, size))
+            if found is None:
+                continue
+            place = self.place(found)
+            if place < 0 or (graph is reader.graph and place <= self._node_places[reader]):
+                return found
+        return None
+
+    def _walk(self, graph: ir.Graph, outer: ir.Node | None) -> None:
+        self._outer[graph] = None if outer is None else outer.graph
+        place = -1 if outer is None else self._node_places[outer]
         for value in graph.inputs:
-            self._add(value, scopes[-1], place)
+            self._add(value, graph, place)
         for value in graph.initializers.values():
             self._places[value] = place
         for node in graph:
-            place = self._nodes
-            self._nodes += 1
+            self._node_places[node] = len(self._node_places)
             for subgraph in subgraphs(node):
-                self._walk(subgraph, scopes, place)
-            self._look_at(node, scopes)
-            for value in node.outputs:  # behind the values of its subgraphs
-                self._places[value] = self._nodes
+                self._walk(subgraph, node)
+            # Behind the values of its subgraphs.
+            place = len(self._node_places)
+            for value in node.outputs:
+                self._places[value] = place
                 if node.op_type != "Constant":
-                    self._add(value, scopes[-1], self._nodes)
+                    self._add(value, graph, place)
 
-    def _add(self, value: ir.Value, firsts: _Firsts, place: int) -> None:
+    def _add(self, value: ir.Value, graph: ir.Graph, place: int) -> None:
         self._places[value] = place
         if value.name == "":  # an output that is left out
             return
@@ -165,133 +216,148 @@ class _Readings:
         if value.type is not None and not isinstance(value.type, ir.TensorType):
             return
         shape = self._shapes.shape(value)
-        firsts.setdefault(("shape", shape), value)
-        firsts.setdefault(("count", self._shapes.count(value)), value)
+        self._first.setdefault((graph, "shape", shape), value)
+        self._first.setdefault((graph, "count", self._shapes.count(value)), value)
         if isinstance(shape, tuple):
             for dim in shape:
                 if dim[1]:
-                    firsts.setdefault(("dim", dim), value)
+                    self._first.setdefault((graph, "dim", dim), value)
 
-    def _place(self, value: ir.Value) -> int:
-        return self._places.get(value, -1)
 
-    def _first(self, kind: str, size: Shape | Dim, scopes: list[_Firsts]) -> ir.Value | None:
-        """Return the first value of a "shape", "count" or "dim", from the outermost graph on.
+class _Readings:
+    """What each node that can be read better becomes; the nodes are sorted."""
 
-        A tensor that a subgraph newly captured would live until that has run.
-        """
-        for firsts in scopes:
-            found = firsts.get((kind, size))
-            if found is not None and (firsts is scopes[-1] or self._place(found) < 0):
-                return found
-        return None
+    def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
+        self._shapes = shapes
+        self._earliest = _EarliestValues(model, shapes)
+        self._now: dict[ir.Value, _Now] = {}
+        self.better: dict[ir.Node, Reading] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._walk(graph)
 
-    def _look_at(self, node: ir.Node, scopes: list[_Firsts]) -> None:
-        out = node.outputs[0] if len(node.outputs) == 1 else None
-        # A node without a consumer never mattered.
-        if out is None or node.domain or node.op_type not in _FOLDED:
-            return
-        if not (out.uses() or out.is_graph_output()) or not node.inputs:
-            return
-        now = self._reads(node)
-        if now is None:
-            return
-        found = self._find(node, now, scopes)
-        if found is not None and (found.source is None or found.rank < now.rank):
-            self.better[node] = now = found
-        self._now[out] = now
+    def _walk(self, graph: ir.Graph) -> None:
+        for node in graph:
+            for subgraph in subgraphs(node):
+                self._walk(subgraph)
+            out = node.outputs[0] if len(node.outputs) == 1 else None
+            # A node without a consumer never mattered.
+            if out is None or node.domain or node.op_type not in _FOLDED:
+                continue
+            if not (out.uses() or out.is_graph_output()) or not node.inputs:
+                continue
+            now = self._reads(node)
+            if now is None:
+                continue
+            found = self._find(node, now)
+            if found is not None:
+                self.better[node] = found
+                now = _Now(-1, 0) if isinstance(found, FoldNumbers) else self._rank(found)
+            self._now[out] = now
 
-    def _reads(self, node: ir.Node) -> _Reading | None:
+    def _reads(self, node: ir.Node) -> _Now | None:
         """Return what a node's numbers depend on; None where nothing is known of them."""
-        if node.op_type in _ROOTS:
+        if node.op_type in ("Shape", "Size"):
             source = node.inputs[0]
-            return None if source is None else _Reading(self._place(source), 1, source)
+            return None if source is None else _Now(self._earliest.place(source), 1, source)
         if self._shapes.integers(node.outputs[0]) is None:
             return None
         inputs = [self._now[value] for value in node.inputs if value in self._now]
         place = max((now.place for now in inputs), default=-1)
         first = self._now.get(node.inputs[0]) if node.inputs[0] is not None else None
         if node.op_type not in _PICKS or first is None:
-            return _Reading(place)
-        return _Reading(place, first.nodes + 1, first.source)
+            return _Now(place)
+        return _Now(place, first.nodes + 1, first.source)
 
-    def _find(self, node: ir.Node, now: _Reading, scopes: list[_Firsts]) -> _Reading | None:
+    def _find(self, node: ir.Node, now: _Now) -> Reading | None:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
-            numbers = np.array(integers.constants, np.int64).reshape(integers.shape)
-            text = f"constant {list(integers.constants)}"
-            return _Reading(-1, 0, None, text, lambda: [_constant(numbers)])
+            return FoldNumbers(integers.constants, integers.shape)
         if node.op_type == "Size":
             assert now.source is not None
-            first = self._first("count", self._shapes.count(now.source), scopes)
-            return None if first is None else self._reading(first, "the size", "Size")
+            first = self._earliest.first("count", self._shapes.count(now.source), node)
+            return ReadSize(first) if self._is_earlier(first, now) else None
         dims = None if integers is None else integers.known
         if integers is None or dims is None:
-            return self._find_unranked(node, now, scopes)
+            unranked = node.op_type == "Shape" and now.source is not None
+            return self._find_unranked(node, now) if unranked else None
         scalar = not integers.shape
         if node.op_type not in _REREAD or len(integers.shape) > 1:
             return None
-        sources = [] if scalar else [self._first("shape", dims, scopes)]
-        sources += [self._first("dim", dim, scopes) for dim in dims]
+        sources = [] if scalar else [self._earliest.first("shape", dims, node)]
+        sources += [self._earliest.first("dim", dim, node) for dim in dims]
         sources.append(now.source)
-        opset = self._shapes.opset(node)
         readings = [
-            self._sizes(source, dims, scalar, opset)
+            reading
             for source in dict.fromkeys(sources)
             if source is not None
+            for reading in self._forms(source, dims, scalar, self._shapes.opset(node))
         ]
-        found = (reading for reading in readings if reading is not None)
-        return min(found, key=lambda reading: reading.rank, default=None)
+        best = min(readings, key=self._order, default=None)
+        return (
+            best if best is not None and self._order(best) < (now.place, now.nodes) else None
+        )
 
-    def _find_unranked(
-        self, node: ir.Node, now: _Reading, scopes: list[_Firsts]
-    ) -> _Reading | None:
-        shape = None if now.source is None else self._shapes.shape(now.source)
-        if node.op_type != "Shape" or not isinstance(shape, int):
+    def _find_unranked(self, node: ir.Node, now: _Now) -> Reading | None:
+        assert now.source is not None
+        shape = self._shapes.shape(now.source)
+        first = self._earliest.first("shape", shape, node)
+        if isinstance(shape, tuple) or not self._is_earlier(first, now):
             return None
-        first = self._first("shape", shape, scopes)
         try:
             start = int_attribute(node, "start", 0) or None
             end = int_attribute(node, "end", 0) if "end" in node.attributes else None
         except Refusal:
             return None
-        return None if first is None else self._span(first, start, end)
+        return ReadSpan(first, start, end)
 
-    def _sizes(
+    def _is_earlier(self, value: ir.Value | None, now: _Now) -> TypeGuard[ir.Value]:
+        return value is not None and self._earliest.place(value) < now.place
+
+    def _forms(
         self, source: ir.Value, dims: Dims, scalar: bool, opset: int
-    ) -> _Reading | None:
-        """How to read sizes from a value; None where it has not all of them."""
+    ) -> Iterator[ReadSpan | PickSizes]:
+        """How to read sizes from a value."""
         shape = self._shapes.shape(source)
         if not isinstance(shape, tuple) or not set(dims) <= set(shape):
-            return None
+            return
         count = len(dims)
         starts = [i for i in range(len(shape) - count + 1) if shape[i : i + count] == dims]
-        if not scalar and starts and (opset >= 15 or count == len(shape)):
+        if scalar or not starts or (opset < 15 and count < len(shape)):
+            yield PickSizes(source, tuple(shape.index(dim) for dim in dims), scalar)
+        else:
             end = starts[0] + count
-            return self._span(source, starts[0] or None, end if end < len(shape) else None)
-        axes = [shape.index(dim) for dim in dims]
-        text = f"dimension{'s' * (len(axes) > 1)} {', '.join(map(str, axes))}"
-        picked = np.array(axes, np.int64).reshape(() if scalar else -1)
-        return self._reading(source, text, picked=picked)
+            yield ReadSpan(source, starts[0] or None, end if end < len(shape) else None)
 
-    def _span(self, source: ir.Value, start: int | None, end: int | None) -> _Reading:
-        text = f"dimensions {start or 0}:{'' if end is None else end}"
-        ends = {"start": start, "end": end}
-        given = {name: axis for name, axis in ends.items() if axis is not None}
-        return self._reading(source, text if given else "the shape", attributes=given)
+    def _rank(self, reading: ReadSpan | ReadSize | PickSizes) -> _Now:
+        return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
 
-    def _reading(
-        self,
-        source: ir.Value,
-        text: str,
-        op_type: str = "Shape",
-        attributes: Mapping[str, int] | None = None,
-        picked: npt.NDArray[np.int64] | None = None,
-    ) -> _Reading:
-        make = functools.partial(_nodes, op_type, source, attributes or {}, picked)
-        count = 1 if picked is None else 2
-        text = f"reads {text} of {source.name!r}"
-        return _Reading(self._place(source), count, source, text, make)
+    def _order(self, reading: ReadSpan | PickSizes) -> tuple[int, int]:
+        return self._earliest.place(reading.source), reading.nodes
+
+
+# The rules
+
+
+class _BetterReading(RewriteRuleClassBase):
+    """A node of one operator -> the same numbers, constant or read from the first value."""
+
+    def __init__(self, op_type: str, better: dict[ir.Node, Reading], remarks: Remarks) -> None:
+        self._op_type = op_type
+        self._better = better
+        self._remarks = remarks
+        # The nodes before it may have other consumers.
+        super().__init__(name=f"BetterReadingOf{op_type}", remove_nodes=False)
+
+    def pattern(self, op, x):  # type: ignore[no-untyped-def]
+        return getattr(op, self._op_type)(x, _allow_other_inputs=True, _outputs=["out"])
+
+    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
+        node = producer(out)
+        reading = self._better[node]
+        value = reading.emit(op, node.name)
+        value.type = ir.TensorType(ir.DataType.INT64)
+        self._remarks.fired(label(node), str(reading))
+        return value
 
 
 def _merge(
