@@ -97,13 +97,18 @@ def test_exports_are_fused_and_right(name: str):
     agrees(model, result)
 
 
-@pytest.mark.parametrize("form", ["grouped on an axis", "grouped in rows"])
-def test_queries_grouped_in_the_graph_are_read(form: str):
-    model = decoder(form)
+def test_queries_grouped_in_the_graph_are_read():
+    model = decoder("grouped on an axis")
     result, remarks, _ = fused(model)
     assert "attention: grouped queries, GroupQueryAttention; mask: causal" in remarks["fired"]
     assert not remarks["refused"]
     agrees(model, result, *(one for one in ALL_RUNS if not one.padding))
+
+
+def test_query_heads_that_are_rows_of_one_head_stay():
+    result, remarks, _ = fused(decoder("grouped in rows"))
+    assert "without copies: no form is faster" in "".join(remarks["refused"])
+    assert not counts(result)["If"]
 
 
 def test_grouped_queries_that_stay_are_named():
