@@ -111,6 +111,15 @@ def test_query_heads_that_are_rows_of_one_head_stay():
     assert not counts(result)["If"]
 
 
+def test_query_heads_that_are_rows_of_one_head_share_a_cache():
+    model = decoder("grouped in rows")
+    held = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, "bt")
+    model.graph.input.append(held)
+    result, remarks, _ = fused(model, kv_cache="shared")
+    assert remarks["fired"] == ["attention: GroupQueryAttention; mask: causal, with a bias"]
+    assert counts(result)["GroupQueryAttention"] == 1 and not remarks["refused"]
+
+
 def test_grouped_queries_that_stay_are_named():
     rows = decoder("grouped in rows")
     (twice,) = (node for node in rows.graph.node if "twice" in node.output)

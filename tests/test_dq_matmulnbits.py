@@ -77,7 +77,7 @@ KEPT = ["DequantizeLinear", "MatMul"]
     ("k", "n", "storage", "options", "outcome", "expected"),
     [
         # The kernel multiplies with what lies in memory behind the last column, denormals say,
-        # where N is no multiple of 16.
+        # where N is not a multiple of 16.
         (64, 24, "uint4", {}, "fired", ["MatMul"]),
         (64, 32, "uint4", {}, "fired", ["MatMulNBits"]),
         (64, 24, "uint4", {"accuracy_level": 4}, "fired", ["MatMulNBits"]),

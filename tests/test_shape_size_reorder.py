@@ -256,7 +256,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
     assert y == 1.0
 
 
-# Orders, live bytes and arena are onnxruntime's own; the order made of them is no worse.
+# Orders, live bytes and arena are onnxruntime's own; the computed order is never worse.
 
 
 RANDOM_GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))

@@ -123,7 +123,7 @@ class Measurement:
     peak_resident: Spread | None = None  # mapped files included
     first_start: float | None = None  # the one that is not counted: with the build, if any
     report: Mapping[str, Any] | None = None  # of a session with passes
-    failed: str = ""  # why there are no figures
+    failed: str = ""  # the reason, where nothing was measured
 
 
 @dataclasses.dataclass(frozen=True)

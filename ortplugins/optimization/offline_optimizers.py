@@ -21,8 +21,7 @@ from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, OptimizerSettin
 # New constants of this size leave the .onnx file, or every session would hold a copy.
 _INLINE_LIMIT = 1 << 16
 # Merges a sum and the LayerNormalization behind it into a kernel that adds up element by
-# element: 1.1 to 3.2 times the time of both (1.31.1, 1 to 1,024 rows of 384 and 576). Inferred
-# shapes make it fire where it does not in the user's own session.
+# element: 1.1 to 3.2 times the time of both (1.31.1, 1 to 1,024 rows of 384 and 576).
 SLOW_OPTIMIZERS = ("SkipLayerNormFusion",)
 
 

@@ -5,7 +5,8 @@
 
 One description for each value of codes, or the reason why there is none. Two QuantizeLinear of
 one float value are two activations of one name; a graph input of codes has no QuantizeLinear.
-Dequantised initializers, and weights that are quantised in the graph, are no activations.
+Dequantised initializers, and weights that are quantised in the graph, do not count as
+activations.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class HeuristicBytes:
     """Bytes as the heuristics see them: aliases are one tensor, free buffers are gone.
 
     Attributes:
-        inner: For each node, the bytes that its bodies need while it runs.
+        inner: For each node, the bytes that its subgraphs need while it runs.
         overwrites: Whether its output may take the place of what it reads.
         reads, grows: The tensors it reads, each once; the bytes of those it makes.
         readers: For each tensor, the nodes that read it or an alias of it.

@@ -271,7 +271,7 @@ def _is_unchanged_state(node: ir.Node, graph: ir.Graph, parent: ir.Node | None) 
 
 
 def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
-    """Bytes that bodies of an If, Loop or Scan hold beside the node's outputs, within 10 %.
+    """Bytes that subgraphs of an If, Loop or Scan hold beside the node's outputs, within 10 %.
 
     ``parts`` has the peak of each body, and the bytes of its outputs.
     """

@@ -337,7 +337,7 @@ class FuseAttention(RewriteRuleClassBase):
             return found.mask
         key = "rows", found.mask, repeats
         if key not in self._shared:
-            # Of no tokens there is no row to repeat.
+            # Without tokens the mask has no row to repeat.
             first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
             self._shared[key] = op.Tile(first, ints(op, 1, 1, repeats, 1))
         return self._shared[key]

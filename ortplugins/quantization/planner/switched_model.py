@@ -244,13 +244,13 @@ def _choose(
 
     An output of the graph keeps its name.
     """
-    graph, bodies = model.graph, {}
+    graph, subgraphs = model.graph, {}
     for name, nodes in zip(("then_branch", "else_branch"), branches, strict=True):
         nodes[-1].outputs[0].type = ir.TensorType(dtype)
-        bodies[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
+        subgraphs[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
     flag = ir.Value(name=switch, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
     graph.inputs.append(flag)
-    node = ir.node("If", [flag], bodies, name=names.take(f"{switch}_if"))
+    node = ir.node("If", [flag], subgraphs, name=names.take(f"{switch}_if"))
     (new,) = node.outputs
     new.name, new.type = names.take(f"{switch}_value"), ir.TensorType(dtype)
     graph.insert_before(replaced[0], node)

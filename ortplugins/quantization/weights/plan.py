@@ -178,7 +178,7 @@ class Group:
     """Weights of one K and method that share the scales of their input channels."""
 
     weights: list[Weight]
-    activations: list[ir.Value]  # empty where there are no statistics
+    activations: list[ir.Value]  # empty without statistics
     reason: str = ""  # why there are none
 
     @property
