@@ -240,25 +240,10 @@ def left(name: str, proto: onnx.ModelProto, *texts: str) -> Case:
 
 
 def other_shapes() -> Cases:
-    for shape in (
-        (1, N),
-        (3, N),
-        (2, N - 1),
-        (N,),
-        (2,),
-        (),
-        (1,),
-        (2, N, 1),
-        (1, 2, N),
-        (0, N),
-    ):
-        text = (
-            f"scale 's' has shape {list(shape)}: weight 'w' of shape [64, 8] in blocks of 32"
-        )
-        yield left(
-            f"scales-{shape}", linear(s=scales(shape)), f"{text} on axis 0 needs [2, 8]"
-        )
-    for shape in ((1, N), (3, N), (N, 2), (N,), (), (1,), (2, N, 1), (0, N)):
+    blocks = "weight 'w' of shape [64, 8] in blocks of 32 on axis 0 needs [2, 8]"
+    for shape in ((1, N), (3, N), (2, N - 1), (N,), (), (1,), (2, N, 1), (0, N)):
+        text = f"scale 's' has shape {list(shape)}: {blocks}"
+        yield left(f"scales-{shape}", linear(s=scales(shape)), text)
         text = f"zero point 'z' has shape {list(shape)}: [2, 8] is needed"
         yield left(f"zero_points-{shape}", linear(z=codes(shape, name="z")), text)
     column = dequantize(axis=1, block_size=None)
@@ -281,18 +266,14 @@ def filled(
 
 
 def odd_numbers() -> Cases:
-    for number, dtype in itertools.product(
-        (math.nan, math.inf, -math.inf), ("float32", "float16")
-    ):
+    numbers = (math.nan, math.inf, -math.inf, 0.0, -0.0)
+    for number, dtype in itertools.product(numbers, ("float32", "float16")):
         array = np.ones((2, N), dtype)
         array[1, 3] = number
-        text = f"scale 's' holds {number} (element 11)"
-        yield left(f"scale-{number}-{dtype}", linear(s=tensor("s", array)), text)
-    for zero in (0.0, -0.0):
-        array = np.ones((2, N), np.float32)
-        array[1, 3] = zero
-        texts = ("scale 's' is 0 (element 11)", "weight 'w'", "zero point")
-        yield left(f"scale-{zero}", linear(s=tensor("s", array)), *texts)
+        texts = [f"scale 's' holds {number} (element 11)"]
+        if number == 0:
+            texts = ["scale 's' is 0 (element 11)", "weight 'w'", "zero point"]
+        yield left(f"scale-{number}-{dtype}", linear(s=tensor("s", array)), *texts)
     for number in (-1, 256, 1 << 20):
         w = filled("w", T.UINT8, [K, N], K * N, number)
         text = f"weight 'w' holds {number}, outside the range of uint8"
@@ -306,18 +287,16 @@ def odd_numbers() -> Cases:
 
 
 def odd_lengths() -> Cases:
-    for length in (0, 255, 257):
-        text = f"weight 'w' holds {length} bytes, but shape [64, 8] of int4 takes 256"
-        yield left(f"codes-{length}", linear(w=raw("w", T.INT4, [K, N], bytes(length))), text)
-    for length in (0, 63, 65, 68):
-        texts = (f"scale 's' holds {length} bytes, but shape [2, 8]", "takes 64")
-        yield left(
-            f"scales-{length}", linear(s=raw("s", T.FLOAT, [2, N], bytes(length))), *texts
-        )
-    for length in (0, 7, 9):
-        z = raw("z", T.INT4, [2, N], bytes(length))
-        texts = (f"zero point 'z' holds {length} bytes", "[2, 8]", "takes 8")
-        yield left(f"zero_points-{length}", linear(z=z), *texts)
+    stored = {
+        "w": ("weight", T.INT4, [K, N], 256),
+        "s": ("scale", T.FLOAT, [2, N], 64),
+        "z": ("zero point", T.INT4, [2, N], 8),
+    }
+    for name, (kind, dtype, dims, size) in stored.items():
+        for length in (0, size - 1, size + 1):
+            texts = (f"{kind} {name!r} holds {length} bytes", f"shape {dims}", f"takes {size}")
+            bad = raw(name, dtype, dims, bytes(length))
+            yield left(f"{name}-{length}", linear(**{name: bad}), *texts)
     few = onnx.TensorProto(name="s", data_type=T.FLOAT, dims=[2, N], float_data=[1.0] * 15)
     texts = ("scale 's' holds 15 numbers, but shape [2, 8]", "takes 16")
     yield left("numbers-15", linear(s=few), *texts)
@@ -377,10 +356,6 @@ def odd_attributes() -> Cases:
         yield left(f"gather_axis-{axis}", linear(consumer=gather(axis=axis)), text)
     text = "axis 0 is out of range for rank 0"
     yield left("axis-scalar", linear(w=codes(()), s=scales(())), text)
-    for use, slow in itertools.product((matmul, gather), POLICIES):
-        dq = dequantize(block_size=None, axis=None)
-        proto = linear(dq=dq, w=codes(()), s=scales(()), consumer=use())
-        yield Case(f"scalar-{use.__name__}-{slow}", proto, slow=slow)
     for op_type in ("Gemm", "MatMul", "Gather"):
         inputs = ["d", "i"] if op_type == "Gather" else ["x", "d"]
         consumer = node(op_type, inputs, ["y"], "consumer", domain="some.domain")
@@ -422,12 +397,10 @@ def odd_renaming() -> Cases:
         proto = linear(*casts, consumer=use("f"))
         name = f"cast_and_back-{to}-{use.__name__}-{slow}"
         yield Case(name, proto, slow=slow, sound=True)
-    for rank, slow in itertools.product((65, 1000), ("fuse", "float")):
-        reshaped, unsqueezed = [K, N] + [1] * (rank - 2), list(range(rank))
-        for op_type, given in (("Reshape", reshaped), ("Unsqueeze", unsqueezed)):
-            proto = linear(between(op_type, "a"), more=[tensor("a", given, np.int64)])
-            yield Case(f"{op_type}-rank{rank}-{slow}", proto, slow=slow)
-    for rank, slow in itertools.product((65, 1000, 20_000), ("fuse", "float")):
+    for rank, slow in itertools.product((65, 20_000), ("fuse", "float")):
+        shape = tensor("a", [K, N] + [1] * (rank - 2), np.int64)
+        proto = linear(between("Reshape", "a"), more=[shape])
+        yield Case(f"Reshape-rank{rank}-{slow}", proto, slow=slow)
         w = raw("w", T.INT8, [2] + [1] * (rank - 1), b"12")
         proto = linear(dq=dequantize(axis=None, block_size=None), w=w, s=scales(()))
         yield Case(f"weight-rank{rank}-{slow}", proto, slow=slow)
@@ -458,7 +431,7 @@ def odd_consumers() -> Cases:
             proto = linear(w=w, s=s, consumer=consumer, x=[k])
             name = f"one_row-left{weight_first}-trans{trans}-trans_x{trans_x}-{size}-k{k}"
             yield Case(name, proto, slow="fuse")
-    for groups, x in itertools.product((0, 2, 3, 65), (2, 0, "groups")):
+    for groups, x in itertools.product((0, 65), (2, 0, "groups")):
         w, s = codes((groups, K, N)), scales((groups, 2, N))
         proto = linear(dq=dequantize(axis=1), w=w, s=s, x=[x, "rows", K])
         yield Case(f"groups-{groups}-{x}", proto, slow="fuse")
@@ -513,6 +486,7 @@ SOUND = {
     "turned": f"""{DQ}  [cast] h = Cast <to = 1> (d)  [turn] t = Transpose <perm = [1, 0]> (h)
         [consumer] y = com.microsoft.FusedMatMul <alpha = 0.5, transA = 0, transB = 1,
             transBatchA = 0, transBatchB = 0> (x, t)""",
+    "unread": f"{DQ}  [relu] y = Relu (x)",
     "add": f"{DQ}  [relu] r = Relu (x)  [consumer] m = MatMul (r, d)  [add] y = Add (m, bs)",
     "gather": f"{DQ}  [consumer] y = Gather <axis = 0> (d, ids)",
     # A MatMulNBits that was there before, with scales that are computed.
@@ -583,12 +557,6 @@ def test_bad_input(tmp_path, case):
 # What needs more than the table.
 
 
-def test_the_model_that_the_others_spoil(tmp_path):
-    proto = linear(z=codes((2, N), name="z"))
-    assert [remark.outcome.value for remark in fused(proto, "float")[1]] == ["fired"]
-    runs(proto, tmp_path, "float")
-
-
 @pytest.mark.parametrize("point", [None, 5])
 def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(tmp_path, point):
     numbers = np.random.default_rng(0).integers(0, 16, (K, N))
@@ -599,16 +567,10 @@ def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(tmp_path, point)
     proto = linear(w=tensor("w", numbers, ml_dtypes.uint4), s=tensor("s", array), z=z)
     assert [remark.outcome.value for remark in fused(proto, "float")[1]] == ["fired"]
     runs(proto, tmp_path, "float")
-    x = np.zeros((1, K), np.float32)
-    x[0, 32:] = 1
-    (y,) = session(str(tmp_path / "out.onnx")).run(None, {"x": x})
-    assert y[0, 3] == 0
-
-
-def test_a_dequantized_constant_that_nothing_reads(tmp_path):
-    proto = model([dequantize(), node("Relu", ["x"], ["y"], "relu")], [codes(), scales()])
-    assert fused(proto, "float")[1] == []
-    runs(proto, tmp_path, "float")
+    opened = session(str(tmp_path / "out.onnx"))
+    x = np.float32([[*[0] * 32, *[1] * 32]])
+    assert opened.run(None, {"x": x})[0][0, 3] == 0
+    assert opened.run(None, {"x": x[:0]})[0].shape == (0, N)
 
 
 @pytest.mark.parametrize("consumer", ["MatMul", "Mul", "Gather"])
@@ -636,29 +598,16 @@ def test_operands_that_do_not_fit(tmp_path, k, op_type):
             opened.run(None, {"x": np.ones((3, k), np.float32)})
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_no_rows(tmp_path, rows):
-    proto = linear()
-    runs(proto, tmp_path, "float")
-    feed = {"x": np.ones((rows, K), np.float32)}
-    (before,) = session(str(tmp_path / "model.onnx")).run(None, feed)
-    (after,) = session(str(tmp_path / "out.onnx")).run(None, feed)
-    assert before.shape == after.shape == (rows, N)
-
-
 # Graphs, as text.
 
 
 CYCLES = {
     "weight": "a = Identity (a)  d = DequantizeLinear (a, s)  y = MatMul (x, d)",
-    "two": "a = Identity (b)  b = Identity (a)  d = DequantizeLinear (a, s)  y = Relu (d)",
     "scale": "a = Identity (a)  d = DequantizeLinear (w, a)  y = MatMul (x, d)",
     "transposes": f"a = Transpose (b)  b = Transpose (a)  {DQ}  y = MatMul (d, b)",
-    "activation": f"a = Transpose (b)  b = Transpose (a)  {DQ}  y = MatMul (b, d)",
     "shape": f"{DQ}  r = Reshape (d, k)  k = Cast <to = 7> (r)  y = MatMul (x, d)",
     "bias": f"a = Identity (a)  {DQ}  y = Gemm (x, d, a)",
     "product": f"{DQ}  a = Add (x, y)  y = MatMul (a, d)",
-    "dequantize": "d = DequantizeLinear (d, s)  y = MatMul (x, d)",
 }
 
 
@@ -692,21 +641,22 @@ def scaled(factor: float) -> onnx.TensorProto:
     return tensor("s", numpy_helper.to_array(scales()) * factor, np.float32)
 
 
+BIAS_NN = "b_NN = DequantizeLinear (bq, bs)  y_NN = Gemm (x, d_NN, b_NN)"
+
+
 @pytest.mark.parametrize("slow", POLICIES)
 @pytest.mark.parametrize("dtype", [ml_dtypes.int4, np.int8, np.uint8])
-@pytest.mark.parametrize("captured", [(0,), (1,), (0, 1), ()], ids=str)
+@pytest.mark.parametrize("captured", ["w", "s", "ws", "", "wsq"])
 def test_bodies_with_constants_of_the_same_name(tmp_path, slow, dtype, captured):
-    makers = (lambda _: codes(dtype=dtype), scaled)
-    own = [maker for i, maker in enumerate(makers) if i not in captured]
-    outer = [makers[i](1.0) for i in captured]
-    runs(conditional(f"{DQ_NN}  y_NN = MatMul (x, d_NN)", own, outer), tmp_path, slow)
-
-
-def test_bodies_with_biases_of_the_same_name(tmp_path):
-    text = f"{DQ_NN}  b_NN = DequantizeLinear (bq, bs)  y_NN = Gemm (x, d_NN, b_NN)"
-    own = [lambda factor: tensor("bs", factor, np.float32)]
-    outer = [codes(), scales(), tensor("bq", np.arange(N), np.int32)]
-    runs(conditional(text, own, outer), tmp_path, "float")
+    makers = {"w": lambda _: codes(dtype=dtype), "s": scaled}
+    reader = "y_NN = MatMul (x, d_NN)"
+    if "q" in captured:
+        makers["q"] = lambda _: tensor("bq", np.arange(N), np.int32)
+        makers["bs"] = lambda factor: tensor("bs", factor, np.float32)
+        reader = BIAS_NN
+    own = [maker for name, maker in makers.items() if name not in captured]
+    outer = [makers[name](1.0) for name in captured]
+    runs(conditional(f"{DQ_NN}  {reader}", own, outer), tmp_path, slow)
 
 
 @pytest.mark.parametrize("slow", ["fuse", "float"])
@@ -739,9 +689,7 @@ def test_functions_that_call_themselves(tmp_path, through, called):
         for i in range(through + 1)
     )
     text = f"d = {FUNCTIONS}.F0 (w, s)  y = MatMul (x, d)" if called else LINEAR
-    path = saved(written(text, functions=functions), tmp_path)
-    with pytest.raises((ModelFileError, PassError), match=r"(?i)cycl.*F0"):
-        optimised(path, tmp_path / "out.onnx", "float")
+    functions_are_refused(text, functions, tmp_path, r"(?i)cycl.*F0")
 
 
 def test_functions_that_double(tmp_path):
@@ -751,9 +699,13 @@ def test_functions_that_double(tmp_path):
         call = f"{FUNCTIONS}.F{i - 1} (w, s)"
         functions += function(f"F{i}", f"a = {call}  b = {call}  o = Add (a, b)")
     text = f"d = {FUNCTIONS}.F19 (w, s)  y = MatMul (x, d)"
-    path = saved(written(text, functions=functions), tmp_path)
-    with pytest.raises((ModelFileError, PassError), match=r"F\d"):
-        optimised(path, tmp_path / "out.onnx", "float")
+    functions_are_refused(text, functions, tmp_path, r"F\d")
+
+
+def functions_are_refused(text: str, functions: str, folder: Path, match: str) -> None:
+    path = saved(written(text, functions=functions), folder)
+    with pytest.raises((ModelFileError, PassError), match=match):
+        optimised(path, folder / "out.onnx", "float")
 
 
 def test_symbolic_sizes_that_double(tmp_path):
