@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""PrepackedWeights where processes die, disks fill and files rot: no output is wrong.
-
-ORTPLUGINS_FAULTS=20 runs every disk size and every way for a child to fail; a few by default.
-"""
+"""PrepackedWeights where processes die, disks fill and files rot: no output is wrong."""
 
 import contextlib
 import dataclasses
@@ -32,7 +29,6 @@ from ortplugins.artifacts.store import ArtifactCache
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.prepacked_weights.records import read_records
 
-FAULTS = int(os.environ.get("ORTPLUGINS_FAULTS", "5"))
 CASE = DequantizedMatMul(512, 256, 32)
 FUSION = DqMatMulNBitsFusion()
 ONNXRUNTIME = parse_version(ort.__version__)
@@ -203,13 +199,9 @@ def test_a_process_that_is_killed_while_its_child_works(faults: Faults, module: 
     assert litter(faults.cache) == []
 
 
-# A build of CASE takes about 600 KB at its peak.
-_ROOM_KB = (560, 8, 240, 480, 20, 100, 160, 320, 400, 520)
-
-
 def test_a_full_disk(faults: Faults):
     with disk(faults.folder / "disk", 1 << 20) as root:
-        for room in _ROOM_KB[: max(1, FAULTS // 2 - 1)]:
+        for room in (560, 240, 8):  # a build of CASE takes about 600 KB at its peak
             cache = root / f"cache{room}"
             filler = root / "filler"
             free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
@@ -310,19 +302,13 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
     [
         (PACKING, "os.kill(os.getpid(), 11)", "ended with -11"),
         (PACKING, "time.sleep(600)", "took more than"),
-        (PACKING, "raise MemoryError('no memory')", "MemoryError"),
         (PACKING, "print('nonsense'); os._exit(0)", "no result"),
-        (PACKING, "os.write(2, bytes(range(256))); os._exit(3)", "ended with 3"),
         (BUILDING, "os.kill(os.getpid(), 11)", "ended with -11"),
         (BUILDING, "time.sleep(600)", "took more than 4 s"),
-        (BUILDING, "raise MemoryError('no memory')", "ended with 1"),
-        (BUILDING, "print('nonsense'); os._exit(0)", "ended with 0"),
         (BUILDING, "os.write(2, bytes(range(256))); os._exit(3)", "ended with 3"),
     ],
 )
 def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: str):
-    if FAULTS < 20 and not action.startswith(("os.kill", "time.sleep")):
-        pytest.skip("ORTPLUGINS_FAULTS=20 runs this too")
     faults.sabotage(module, action)
     if module == BUILDING:
         limit = 4 if "sleep" in action else 60

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """ShapeSizeReorder in sessions; and orders, live bytes and arena, which are onnxruntime's."""
 
-import os
 import re
 import xml.etree.ElementTree
 from collections.abc import Iterable, Sequence
@@ -259,7 +258,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
 # Orders, live bytes and arena are onnxruntime's own; the computed order is never worse.
 
 
-RANDOM_GRAPHS = int(os.environ.get("ORTPLUGINS_ORDERS", "60"))
+RANDOM_GRAPHS = 60
 
 
 def inferred(proto: onnx.ModelProto) -> ir.Model:
