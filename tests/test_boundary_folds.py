@@ -22,12 +22,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 
-UINT8, INT8, UINT16, INT16 = (
-    ir.DataType.UINT8,
-    ir.DataType.INT8,
-    ir.DataType.UINT16,
-    ir.DataType.INT16,
-)
+U8, U16, I16 = ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.INT16
 # Parameters of one name are the same; t differs from s by less than what moves a code.
 PARAMETERS = """float s = {0.02}, float t = {0.0200001}, float far = {0.03},
     uint8 z = {100}, uint8 z_other = {101}, int8 zi = {-28},
@@ -249,7 +244,7 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
     fold(after)
     assert operators(after) == {"If": 1, "DQ": 2, "Neg": 1}
     for flag in (True, False):
-        feeds = {"c": all_of(UINT8), "b": np.array(flag)}
+        feeds = {"c": all_of(U8), "b": np.array(flag)}
         assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
 
 
@@ -274,9 +269,8 @@ def test_grids_that_cannot_be_read_are_reported(scale: str, words: str):
 
 
 def test_a_scale_that_is_fed_is_reported():
-    text = "d = DequantizeLinear(c, k, z)  q = QuantizeLinear(d, k, z)"
-    text += "y = DequantizeLinear(q, k, z)"
-    model = graph(text, "uint8[n] c, float k")
+    nodes = "d = DequantizeLinear(c, k, z)  q = QuantizeLinear(d, k, z)"
+    model = graph(f"{nodes}  y = DequantizeLinear(q, k, z)", "uint8[n] c, float k")
     remarks = fold(model)
     assert operators(model) == {"DQ": 2, "Q": 1}
     assert "'k' is a graph input" in next(iter(remarks)).reason
@@ -301,7 +295,7 @@ def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
     for target in ("cpu", "qnn"):
         chosen = MixedPrecisionBoundaries(promote="a", target=target)
         made[target] = ortplugins.optimize(model, passes=[chosen]).model
-    feeds = {"c": all_of(UINT8)}
+    feeds = {"c": all_of(U8)}
     on_cpu, on_qnn = (run(made[target], feeds)[0] for target in ("cpu", "qnn"))
     assert on_cpu.tobytes() == on_qnn.tobytes()
     entry = operators(made["qnn"])
@@ -313,7 +307,6 @@ def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
 # Graphs that are damaged, oddly named, or break onnxruntime when rewritten.
 
 
-U8, U16, I16 = ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.INT16
 CHAIN = """
     [Q] q = QuantizeLinear(x, s, z)
     [D] y = DequantizeLinear(q, s, z)

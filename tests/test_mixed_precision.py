@@ -190,9 +190,8 @@ def test_tensors_inside_are_retyped_in_place():
     place(model, promote=frozenset("xaby"))
     assert chains(model) == {"x>u16>A", "A>u16>B", "B>u16>C", "C>u16>y"}
     assert {node.name for node in model.graph} == names
-    assert not any(
-        value.endswith(("_scale", "_zero_point")) for value in model.graph.initializers
-    )
+    made = model.graph.initializers
+    assert not any(name.endswith(("_scale", "_zero_point")) for name in made)
 
 
 def test_shared_parameters_stay_as_they_are():
@@ -212,44 +211,36 @@ def test_shared_parameters_stay_as_they_are():
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_domains_of_16_bits_below_opset_21():
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+def test_domains_of_16_bits_below_opset_21(domain: str):
     model = quantized(CHAIN, opset=17)
+    pairs = ("QuantizeLinear", "DequantizeLinear")
+    for node in model.graph:
+        node.domain = domain if node.op_type in pairs else ""
     place(model, promote=frozenset({"B"}))
+    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
     domains = {
         (node.domain, (node.outputs if is_quantize_linear(node) else node.inputs)[0].dtype)
         for node in model.graph
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear")
+        if node.op_type in pairs
     }
-    assert domains == {("", U8), ("com.microsoft", U16)}
+    assert domains == {(domain, U8), ("com.microsoft", U16)}
     assert model.opset_imports == {"": 17, "com.microsoft": 1}
     run(model, {"x": np.ones((2, 3), np.float32)})
-    model = quantized(CHAIN, opset=17)
-    for node in model.graph:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            node.domain = "com.microsoft"
-    place(model, promote=frozenset({"B"}))
-    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
-    domains = {n.domain for n in model.graph if n.op_type == "DequantizeLinear"}
-    assert domains == {"com.microsoft"}
-    run(model, {"x": np.ones((2, 3), np.float32)})
 
 
-def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute():
+@pytest.mark.parametrize("kind", ["u", "i"])
+def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute(kind: str):
     model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
-    feeds = {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)}
+    for node in filter(is_quantize_linear, model.graph if kind == "i" else ()):
+        node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(I8))
+        node.outputs[0].dtype = I8
     place(model, promote=frozenset({"b"}))
-    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    expected = {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    assert chains(model) == {chain.replace("u", kind) for chain in expected}
     wide = [n for n in model.graph if is_quantize_linear(n) and n.outputs[0].dtype == U16]
     assert all(node.inputs[2].const_value.numpy() == 0 for node in wide)
-    run(model, feeds)
-    model = quantized(CHAIN, default=grid(0.01, 0), zero_points=False)
-    for node in model.graph:
-        if is_quantize_linear(node):
-            node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(I8))
-            node.outputs[0].dtype = I8
-    place(model, promote=frozenset({"b"}))
-    assert chains(model) == {"x>i8>A", "A>i8>i16>B", "B>i16>C", "C>i16>y"}
-    run(model, {"x": np.ones((2, 3), np.float32)})
+    run(model, {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)})
 
 
 def test_nodes_without_names_and_a_node_that_reads_twice():

@@ -479,15 +479,6 @@ def test_nothing_to_pack_writes_nothing(
     assert list(cache_dir.rglob("model.onnx*")) == []
 
 
-@pytest.mark.parametrize("bake", [True, False])
-def test_sessions_that_disable_all_optimisers(model_path, bake):
-    so = options(*BOTH, bake=bake)
-    so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = start(model_path, so)
-    assert all_in_use(said(session)[1]) == 1
-    check(session, CASE)
-
-
 def attributes(so: ort.SessionOptions) -> dict[str, Any]:
     found = {name: getattr(so, name) for name in dir(so) if not name.startswith("_")}
     return {name: item for name, item in found.items() if not callable(item)}
@@ -506,10 +497,17 @@ ENTRIES = (
 )
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_options_come_back_as_they_went_in(model_path, parallel):
-    so = options(EXACT, PrepackedWeights(parallel=parallel))
-    so.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+@pytest.mark.parametrize(
+    ("level", "bake", "parallel"),
+    [
+        ("ORT_ENABLE_EXTENDED", True, True),
+        ("ORT_DISABLE_ALL", True, False),
+        ("ORT_DISABLE_ALL", False, False),
+    ],
+)
+def test_options_come_back_as_they_went_in(model_path, level, bake, parallel):
+    so = options(EXACT, PrepackedWeights(parallel=parallel), bake=bake)
+    so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     so.intra_op_num_threads = 2
     so.enable_mem_pattern = False
     so.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -9,8 +9,6 @@ from builders.dequantized_models import assert_same_outputs, op_types, run
 from builders.exports import fused
 from builders.sessions import options, start
 from builders.text_models import normal, proto_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ortplugins
 
@@ -119,20 +117,8 @@ def test_heads_are_read_once(repeat: str, layout: str):
     assert len(remarks["fired"]) == 2
     assert not remarks["refused"]
     assert not {"Expand", "Tile", "Gather"} & set(op_types(result))
-    for sizes in ((1, 1, 9), (2, 3, 5), (3, 1, 1)):
-        check(result, model, feeds(*sizes))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(sorted(REPEATS)),
-    st.sampled_from(sorted(LAYOUTS)),
-    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 7)),
-    st.integers(0, 99),
-)
-def test_any_sizes(repeat: str, layout: str, sizes: tuple[int, int, int], seed: int):
-    model, inputs = attention(repeat, layout), feeds(*sizes, seed=seed)
-    check(fused(model)[0], model, inputs)
+    for seed, sizes in enumerate(((1, 1, 9), (2, 3, 5), (3, 1, 1), (2, 5, 7))):
+        check(result, model, feeds(*sizes, seed=seed))
 
 
 def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
