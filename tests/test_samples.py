@@ -15,7 +15,6 @@ from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal, proto_of
 
-import ortplugins
 from ortplugins.comparison.models import InputChoice, comparison_feeds
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
@@ -180,11 +179,6 @@ def test_a_size_that_cannot_be_is_an_error(dims):
     inputs = ir.from_proto(decoder("torch")).graph.inputs
     with pytest.raises(UsageError, match=next(iter(dims))):
         MadeUpInputs(inputs, dims)
-
-
-def test_a_decoder_is_compared_with_itself_through_the_api():
-    found = ortplugins.compare(decoder("genai"), decoder("genai"), samples=2)
-    assert (found.samples, max(d.max_abs for d in found.outputs)) == (4, 0)
 
 
 # From a text and a tokenizer.json.

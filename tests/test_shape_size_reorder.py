@@ -117,20 +117,16 @@ def test_tensors_of_unknown_size_are_named(tmp_path):
     assert any("the largest input of their node: i, " in note for note in notes)
 
 
-def test_a_file_for_default_sessions_needs_no_setting(path, tmp_path):
-    output = tmp_path / "out.onnx"
-    options = {"shape_size_reorder.for_default_order": True}
-    result = ortplugins.optimize(path, output, passes=["shape_size_reorder"], options=options)
-    assert not any("execution_order" in note for note in result.report.notes)
-    assert "by default it now runs" in next(
-        r.reason for r in result.report.remarks if r.node == "graph"
-    )
-
-
-def test_a_file_for_others_says_what_sessions_need(path, tmp_path):
-    result = ortplugins.optimize(path, tmp_path / "o.onnx", passes=["shape_size_reorder"])
-    note = "sessions on this file need execution_order = PRIORITY_BASED"
-    assert note in result.report.notes
+@pytest.mark.parametrize("default", [False, True])
+def test_a_file_says_what_sessions_need(default, path, tmp_path):
+    options = {"shape_size_reorder.for_default_order": default}
+    given = {"passes": ["shape_size_reorder"], "options": options}
+    report = ortplugins.optimize(path, tmp_path / "o.onnx", **given).report
+    notes = [note for note in report.notes if "execution_order" in note]
+    needed = ["sessions on this file need execution_order = PRIORITY_BASED"]
+    assert notes == ([] if default else needed)
+    reason = next(remark.reason for remark in report.remarks if remark.node == "graph")
+    assert ("by default it now runs" in reason) is default
 
 
 @pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
