@@ -17,13 +17,14 @@ Where a position that an input chooses is not a real one, nothing is cut: longes
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnxscript import TapeBuilder
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import constant_ints, int_attribute
 from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
 from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, TokenFlow
@@ -59,17 +60,17 @@ class PaddingNodes:
         """Count the padding behind the longest row of ``mask``, ``[batch, sequence]``."""
         self._graph = model.graph
         self._names = names
-        self._before = NewNodes(model.graph, names)
-        self._after = NewNodes(model.graph, names)
+        self._before = _NewNodes(model.graph, names)
+        self._after = _NewNodes(model.graph, names)
         self._pads: dict[tuple[int, ...], ir.Value] = {}
         self._choices = choices
         self._cut = self._count(mask, multiple, model.opset_imports[""])
 
     def cut_input(self, value: ir.Value, axes: list[int]) -> None:
-        """Have all readers of an input read it without padding."""
-        readers = [(node, i) for node, i in value.uses() if node not in self._before]
-        pads = self._pads_of(value, axes, -1, self._before)
-        cut = self._before.make("Pad", value, pads, name=f"{value.name}_cut")
+        """Have all readers of an input, but for new nodes, read it without padding."""
+        readers = [(node, i) for node, i in value.uses() if node.graph is not None]
+        pads = self._pads_of(value, axes, -1)
+        cut = self._before.Pad(value, pads, _outputs=[self._names.take(f"{value.name}_cut")])
         cut.type = value.type
         for node, index in readers:
             node.replace_input_with(index, cut)
@@ -78,104 +79,77 @@ class PaddingNodes:
         """Pad an output to the length that was given; the padding is 0."""
         assert value.shape is not None and value.name is not None
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
-        pads = self._pads_of(value, axes, 1, self._after)
-        padded = self._after.make("Pad", value, pads, name=name)
-        padded.name, padded.type = name, value.type
+        padded = self._after.Pad(value, self._pads_of(value, axes, 1), _outputs=[name])
+        padded.type = value.type
         kept = [None if i in axes else dim for i, dim in enumerate(value.shape)]
         padded.shape = ir.Shape(kept)
         self._graph.outputs[list(self._graph.outputs).index(value)] = padded
 
     def insert(self) -> None:
-        first = next(iter(self._graph), None)
-        if first is None:
-            self._graph.extend(self._before)
-        else:
-            self._graph.insert_before(first, self._before)
-        self._graph.extend(self._after)
+        self._graph.insert_before(self._graph[0], self._before.nodes)
+        self._graph.extend(self._after.nodes)
 
     def _count(self, mask: ir.Value, multiple: int, opset: int) -> ir.Value:
-        nodes, integers = self._before, self._before.integers
-        make = partial(nodes.make, name="padding_count")
+        op, integers = self._before, self._before.integers
         first, back = integers([0]), integers([-1])
         if self._choices:  # a mask of length 1 stands for all positions, here as well
-            mask = make("Expand", mask, make("Shape", self._choices[0].source))
-        real = nodes.is_real(mask, "padding_count")
-        numbers = make("Cast", real, to=ir.DataType.INT32.value)
+            mask = op.Expand(mask, op.Shape(self._choices[0].source))
+        numbers = op.Cast(op.is_real(mask), to=ir.DataType.INT32)
         if opset < _ATTRIBUTE_AXES_UNTIL:
-            longest = make("ReduceMax", numbers, axes=[0], keepdims=0)
+            longest = op.ReduceMax(numbers, axes=[0], keepdims=0)
         else:
-            longest = make("ReduceMax", numbers, first, keepdims=0)
+            longest = op.ReduceMax(numbers, first, keepdims=0)
         for choice in self._choices:
-            longest = make("Mul", longest, self._is_real(choice, numbers))
-        end = integers([_INT64_MIN + 1])
-        backwards = make("Slice", longest, back, end, first, back)
-        behind = make("Pad", backwards, integers([0, 1]))
-        cut = make("ArgMax", behind, axis=0, keepdims=1)
+            longest = op.Mul(longest, self._is_real(choice, numbers))
+        backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), first, back)
+        cut: ir.Value = op.ArgMax(op.Pad(backwards, integers([0, 1])), axis=0, keepdims=1)
         if multiple == 1:
             return cut
         # Cut less, until what is kept is a multiple, or nothing is cut.
-        length = make("Gather", make("Shape", mask), integers([1]), axis=0)
-        rest = make("Sub", cut, length)
-        more = make("Mod", rest, integers([multiple]))
-        return make("Max", make("Sub", cut, more), first)
+        length = op.Gather(op.Shape(mask), integers([1]), axis=0)
+        more = op.Mod(op.Sub(cut, length), integers([multiple]))
+        less: ir.Value = op.Max(op.Sub(cut, more), first)
+        return less
 
     def _is_real(self, choice: Choice, numbers: ir.Value) -> ir.Value:
         """1 where every row's chosen position is real, by a mask of 1 and 0; 0 otherwise."""
-        make = partial(self._before.make, name="padding_choice")
-        place = choice.source
+        op, place = self._before, choice.source
         for node, index in choice.steps:
             inputs = (*node.inputs[:index], place, *node.inputs[index + 1 :])
-            place = make(
-                node.op_type, *inputs, **dict[str, Any](node.attributes)
-            )  # reads what is not cut
-        last = place.producer()
-        assert last is not None
-        last.attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
-        return make("ReduceMin", make("GatherElements", numbers, place, axis=1), keepdims=0)
+            attributes = dict[str, Any](node.attributes)
+            place = getattr(op, node.op_type)(*inputs, **attributes)  # reads what is not cut
+        producer(place).attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
+        real: ir.Value = op.ReduceMin(op.GatherElements(numbers, place, axis=1), keepdims=0)
+        return real
 
-    def _pads_of(
-        self, value: ir.Value, axes: list[int], sign: int, nodes: NewNodes
-    ) -> ir.Value:
+    def _pads_of(self, value: ir.Value, axes: list[int], sign: int) -> ir.Value:
         """The pads that change the ends of some axes by what is cut."""
         assert value.shape is not None
-        rank = len(value.shape)
+        rank, op = len(value.shape), self._before if sign < 0 else self._after
         key = (rank, sign, *axes)
         if key not in self._pads:
             ends = np.zeros(2 * rank, np.int64)
             ends[[rank + axis for axis in axes]] = sign
-            factor = nodes.integers(ends)
-            self._pads[key] = nodes.make("Mul", self._cut, factor, name="padding_pads")
+            self._pads[key] = op.Mul(self._cut, op.integers(ends))
         return self._pads[key]
 
 
-class NewNodes(list[ir.Node]):
-    """Nodes of free names that a graph gets, and their constants, which it gets at once."""
+class _NewNodes(TapeBuilder):
+    """Nodes that a graph gets, and their constants, which it gets at once."""
 
     def __init__(self, graph: ir.Graph, names: FreshNames) -> None:
         super().__init__()
-        self._graph = graph
-        self._names = names
-
-    def make(
-        self, op_type: str, *inputs: ir.Value | None, name: str, **attributes: Any
-    ) -> ir.Value:
-        """Append a node and return its output; ``name`` is what that is called, if free."""
-        node = ir.node(
-            op_type, inputs, attributes, name=self._names.take(f"trim_padding_{op_type}")
-        )
-        node.outputs[0].name = self._names.take(name)
-        self.append(node)
-        return node.outputs[0]
+        self._constants_of, self._names = graph, names
 
     def integers(self, numbers: Any) -> ir.Value:
         name = self._names.take("trim_padding_number")
-        return new_initializer(self._graph, ir.Tensor(np.array(numbers, np.int64), name=name))
+        tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
+        return new_initializer(self._constants_of, tensor)
 
-    def is_real(self, mask: ir.Value, name: str) -> ir.Value:
+    def is_real(self, mask: ir.Value) -> Any:
         """Return a mask as bool: any number but 0 is real."""
-        if mask.dtype is ir.DataType.BOOL:
-            return mask
-        return self.make("Cast", mask, name=name, to=ir.DataType.BOOL.value)
+        is_bool = mask.dtype is ir.DataType.BOOL
+        return mask if is_bool else self.Cast(mask, to=ir.DataType.BOOL)
 
 
 # Real tokens only
@@ -257,7 +231,7 @@ class _Packing:
         self._names = names
         self._rows = dict[ir.Value, ir.Value]()
         self._shaped = dict[int, ir.Value]()
-        self._new = NewNodes(model.graph, names)
+        self._op = _NewNodes(model.graph, names)
         self._index_rows(mask, model.opset_imports[""])
 
     def apply(self, packed: list[ir.Node]) -> None:
@@ -273,14 +247,12 @@ class _Packing:
                 node.attributes["axis"] = ir.AttrInt64("axis", -1)
         for value in [value for node in packed for value in node.outputs]:
             self._unpack(value, inside)
-        self._graph.extend(self._new)
+        self._graph.extend(self._op.nodes)
 
     def _pack(self, value: ir.Value, width: int) -> ir.Value:
         if value not in self._rows:
-            shape = self._new.integers([-1, width])
-            flat = self._new.make("Reshape", value, shape, name=f"{value.name}_rows")
-            name = f"{value.name}_packed"
-            rows = self._new.make("Gather", flat, self._real, name=name, axis=0)
+            flat = self._op.Reshape(value, self._op.integers([-1, width]))
+            rows = self._op.Gather(flat, self._real, axis=0)
             rows.type = value.type
             self._rows[value] = rows
         return self._rows[value]
@@ -303,7 +275,7 @@ class _Packing:
         name = str(value.name)
         if outputs:
             value.name = self._names.take(f"{name}_packed")
-        whole = self._new.make("Gather", value, self._places, name=f"{name}_unpacked", axis=0)
+        whole = self._op.Gather(value, self._places, axis=0)
         whole.type, whole.shape = value.type, shape
         self._flow.values[whole] = self._flow.value(value)
         for node, i in whole_readers:
@@ -314,16 +286,15 @@ class _Packing:
 
     def _index_rows(self, mask: ir.Value, opset: int) -> None:
         """Rows of real tokens, and for each position the row that it gets back."""
-        make, integers = partial(self._new.make, name="packing"), self._new.integers
+        op, integers = self._op, self._op.integers
         zero, one, flat = integers(0), integers(1), integers([-1])
-        shape = make("Shape", mask)
-        length = make("Gather", shape, one, axis=0)
-        first = make("Equal", make("Range", zero, length, one), zero)
-        kept = make("Or", self._new.is_real(mask, "packing"), first)
-        kept = make("Reshape", kept, flat)
-        self._real = make("Reshape", make("NonZero", kept), flat)
-        counted = make("Cast", kept, to=ir.DataType.INT64.value)
-        rows = make("Sub", make("CumSum", counted, zero), one)
+        shape = op.Shape(mask)
+        length = op.Gather(shape, one, axis=0)
+        first = op.Equal(op.Range(zero, length, one), zero)
+        kept = op.Reshape(op.Or(op.is_real(mask), first), flat)
+        self._real = op.Reshape(op.NonZero(kept), flat)
+        counted = op.Cast(kept, to=ir.DataType.INT64)
+        rows = op.Sub(op.CumSum(counted, zero), one)
         # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
-        literal: dict[str, Any] = {"allowzero": 1} if opset >= _ALLOWZERO_SINCE else {}
-        self._places = make("Reshape", rows, shape, **literal)
+        literal = {"allowzero": 1} if opset >= _ALLOWZERO_SINCE else {}
+        self._places = op.Reshape(rows, shape, **literal)

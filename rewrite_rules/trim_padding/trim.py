@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.initializers import FreshNames
+from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes, pack_regions
@@ -123,6 +123,7 @@ def trim_padding(
     for value, where in outputs:
         nodes.pad_output(value, where)
     nodes.insert()
+    name_apart(model)
     context.remarks.fired(str(proof.mask.name), gained)
 
 
