@@ -288,12 +288,8 @@ def simulated(
 ) -> list[int]:
     dependencies = Dependencies.of(model.graph)
     order = dependencies.priority() if priority else dependencies.default()
-    live = (
-        MemoryModel(model.graph, dependencies, concrete_shapes(model, dims))
-        .timeline(order, reuse=reuse)
-        .live
-    )
-    return [int(held) for held in live]
+    memory = MemoryModel(model.graph, concrete_shapes(model, dims))
+    return memory.live(order, reuse=reuse).tolist()
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_GRAPHS // 3))
@@ -446,8 +442,8 @@ def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
     file.apply()
     again = Dependencies.of(model.graph)
     assert again.default() != file.ours.order  # positions are those of the new file
-    live = MemoryModel(model.graph, again, concrete_shapes(model)).timeline(again.default())
-    assert live.peak == file.ours.peak
+    live = MemoryModel(model.graph, concrete_shapes(model)).live(again.default())
+    assert live.max() == file.ours.peak
 
 
 def test_dims_are_used_and_unknown_ones_reported():

@@ -306,7 +306,7 @@ def _memory(
     else:
         reordered = ShapeSizeReorder.name in passes
         name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
-        live = (after.priority if reordered else after.default).timeline.live
+        live = (after.priority if reordered else after.default).live
         curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
     return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
 
@@ -333,7 +333,7 @@ def order_of(
         "onnxruntime's default": order.default,
         "PRIORITY_BASED": order.priority,
     }
-    curves = [Curve(name, item.timeline.live.tolist()) for name, item in orders.items()]
+    curves = [Curve(name, item.live.tolist()) for name, item in orders.items()]
     notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
     counted = {k: v for k, v in assumed.items() if k not in dims}
     counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)

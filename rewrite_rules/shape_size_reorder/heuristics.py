@@ -17,96 +17,60 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel
-from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies, ranks
+from rewrite_rules.shape_size_reorder.onnxruntime_orders import ranks
 
 # Nodes that a chain is looked through for where it falls below its start.
 _LOOK_AHEAD = 64
 
 
 def candidate_orders(
-    dependencies: Dependencies, model: MemoryModel, inner: Mapping[int, int]
+    model: MemoryModel, inner: Mapping[int, int]
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    """Make names and orders, each when it is asked for, the quickest first."""
-    tensors = HeuristicBytes(dependencies, model, inner)
-    yield "segments", _greedy(tensors, _segment)
-    yield "net", _greedy(tensors, _single)
-    yield "subtrees", subtrees(tensors)
+    """Make names and orders, each when it is asked for, the quickest first.
 
-
-class HeuristicBytes:
-    """Bytes as the heuristics see them: aliases are one tensor, free buffers are gone.
-
-    Attributes:
-        inner: For each node, the bytes that its subgraphs need while it runs.
-        overwrites: Whether its output may take the place of what it reads.
-        reads, grows: The tensors it reads, each once; the bytes of those it makes.
-        readers: For each tensor, the nodes that read it or an alias of it.
-        kept: Whether a tensor stays to the end.
+    ``inner`` is what the subgraphs of a node need while it runs. Aliases count as one tensor,
+    and free buffers as gone.
     """
-
-    def __init__(
-        self, dependencies: Dependencies, model: MemoryModel, inner: Mapping[int, int]
-    ) -> None:
-        self.dependencies = dependencies
-        self.size = model.sizes
-        nodes = range(len(dependencies.nodes))
-        self.inner = [inner.get(node, 0) for node in nodes]
-        self.overwrites = [node in model.overwrites for node in nodes]
-        self.reads = [sorted({model.roots[v] for v in read}) for read in model.reads]
-        self.grows = [
-            sum(model.sizes[v] for v in made if model.roots[v] == v) for made in model.makes
-        ]
-        self.readers: list[list[int]] = [[] for _ in model.sizes]
-        for node in nodes:
-            for value in self.reads[node]:
-                self.readers[value].append(node)
-        # What nobody reads is given back at the end.
-        pairs = zip(model.outputs, self.readers, strict=True)
-        self.kept = [kept or not readers for kept, readers in pairs]
+    yield "segments", _greedy(model, inner, _segment)
+    yield "net", _greedy(model, inner, _single)
+    yield "subtrees", subtrees(model, inner)
 
 
 class _State:
     """A run that is under way: what is ready, and what the next node would change."""
 
-    def __init__(self, tensors: HeuristicBytes) -> None:
-        self.tensors = tensors
-        dependencies = tensors.dependencies
-        count = len(dependencies.nodes)
-        self.waiting = [len(producers) for producers in dependencies.producers]
-        self.grows = tensors.grows
-        self.frees = [0] * count
-        self.done = [False] * count
-        self._left = [len(readers) for readers in tensors.readers]
-        # Exclusive or of all that are left: with one left, its number.
-        self._last = [0] * len(tensors.readers)
-        for value, readers in enumerate(tensors.readers):
-            for node in readers:
-                self._last[value] ^= node
-            if len(readers) == 1 and not tensors.kept[value]:
-                self.frees[readers[0]] += tensors.size[value]
+    def __init__(self, model: MemoryModel, inner: Mapping[int, int]) -> None:
+        self.model = model
+        self._inner = inner
+        self.waiting = [len(producers) for producers in model.dependencies.producers]
+        self.frees = [0] * len(self.waiting)
+        self.done = [False] * len(self.waiting)
+        self._left = [len(readers) for readers in model.readers]
+        for value, readers in enumerate(model.readers):
+            if len(readers) == 1 and not model.outputs[value]:
+                self.frees[readers[0]] += model.sizes[value]
 
     def hill(self, node: int) -> int:
         """Bytes that a node adds while it runs."""
-        grows = self.grows[node]
-        if self.tensors.overwrites[node]:
+        grows = self.model.grows[node]
+        if node in self.model.overwrites:
             grows -= min(grows, self.frees[node])
-        return grows + self.tensors.inner[node]
+        return grows + self._inner.get(node, 0)
 
     def run(self, node: int) -> tuple[list[int], list[int]]:
         """Run a node; returns those that are ready now, and ready ones that free more now."""
         self.done[node] = True
         ready = []
-        for consumer in self.tensors.dependencies.consumers[node]:
+        for consumer in self.model.dependencies.consumers[node]:
             self.waiting[consumer] -= 1
             if not self.waiting[consumer]:
                 ready.append(consumer)
         changed = []
-        for value in self.tensors.reads[node]:
+        for value in self.model.tensors[node]:
             self._left[value] -= 1
-            self._last[value] ^= node
-            if self._left[value] == 1 and not self.tensors.kept[value]:
-                last = self._last[value]
-                self.frees[last] += self.tensors.size[value]
+            if self._left[value] == 1 and not self.model.outputs[value]:
+                last = next(n for n in self.model.readers[value] if not self.done[n])
+                self.frees[last] += self.model.sizes[value]
                 if not self.waiting[last]:
                     changed.append(last)
         return ready, changed
@@ -118,17 +82,17 @@ _Look = Callable[[_State, int], tuple[_Key, int]]
 
 
 def _single(state: _State, node: int) -> tuple[_Key, int]:
-    return (state.grows[node] - state.frees[node], state.hill(node)), 1
+    return (state.model.grows[node] - state.frees[node], state.hill(node)), 1
 
 
 def _segment(state: _State, node: int) -> tuple[_Key, int]:
     """Follow the nodes that only wait for this one to where least is held."""
-    consumers = state.tensors.dependencies.consumers
+    consumers = state.model.dependencies.consumers
     held = peak = length = 0
     valley, valley_peak, valley_length = 0, 0, 0
     while True:
         peak = max(peak, held + state.hill(node))
-        held += state.grows[node] - state.frees[node]
+        held += state.model.grows[node] - state.frees[node]
         length += 1
         if length == 1 or held <= valley:
             valley, valley_peak, valley_length = held, peak, length
@@ -145,13 +109,12 @@ def _segment(state: _State, node: int) -> tuple[_Key, int]:
     return (1, valley - valley_peak), valley_length
 
 
-def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
+def _greedy(model: MemoryModel, inner: Mapping[int, int], look: _Look) -> list[int]:
     """Run the best ready node, or chain of nodes, again and again."""
-    state = _State(tensors)
-    dependencies = tensors.dependencies
+    state = _State(model, inner)
     result: list[int] = []
     heap: list[tuple[_Key, int, int, int]] = []
-    version = [0] * len(dependencies.nodes)
+    version = [0] * len(state.waiting)
 
     def push(node: int) -> None:
         version[node] += 1
@@ -180,10 +143,9 @@ def _greedy(tensors: HeuristicBytes, look: _Look) -> list[int]:
     return result
 
 
-def subtrees(tensors: HeuristicBytes) -> list[int]:
+def subtrees(model: MemoryModel, inner: Mapping[int, int]) -> list[int]:
     """Depth first; what a subtree needs is reckoned as if no other one shared its nodes."""
-    dependencies = tensors.dependencies
-    size = tensors.grows
+    dependencies, size = model.dependencies, model.grows
     needs = [0] * len(size)
     sorted_producers: list[list[int]] = [[] for _ in size]
     for node in dependencies.default():
@@ -195,25 +157,22 @@ def subtrees(tensors: HeuristicBytes) -> list[int]:
         for producer in reversed(producers):
             need = max(need, held + needs[producer])
             held += size[producer]
-        needs[node] = max(need, held + size[node] + tensors.inner[node])
+        needs[node] = max(need, held + size[node] + inner.get(node, 0))
     roots = sorted(range(len(size)), key=lambda node: needs[node] - size[node])
     return dependencies.depth_first(roots, sorted_producers.__getitem__)
 
 
-def default_files(
-    dependencies: Dependencies, model: MemoryModel, wanted: Sequence[int]
-) -> Iterator[list[int]]:
+def default_files(model: MemoryModel, wanted: Sequence[int]) -> Iterator[list[int]]:
     """Yield files whose depth-first walk may come close to an order; it can't run every one.
 
     Of the producers of a node, the one with the highest index runs first. So positions are
     given from the end of the file on, to the node that is to run earliest among those whose
     consumers have one; or to the one with the earliest node behind it.
     """
-    count = len(dependencies.nodes)
+    dependencies, count = model.dependencies, len(wanted)
     yield list(range(count))
     yield list(wanted)
-    tensors = HeuristicBytes(dependencies, model, {})
-    for order in (wanted, subtrees(tensors)):
+    for order in (wanted, subtrees(model, {})):
         rank = ranks(order)
         yield dependencies.smallest_last(rank)
         earliest = list(rank)

@@ -26,7 +26,6 @@ with ``mem_bytes_requested_in_use`` of its profiles.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -67,23 +66,13 @@ _Key = tuple[int, tuple[object, ...]]
 _ELSEWHERE = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """Bytes while each node of an order runs, its outputs included; shape [nodes]."""
-
-    live: npt.NDArray[np.int64]
-
-    @property
-    def peak(self) -> int:
-        return int(self.live.max(initial=0))
-
-
 class MemoryModel:
     """What the bytes of every order of one graph, or body of ``parent``, follow from.
 
     A value without a shape counts as the largest input of its node.
 
     Attributes:
+        dependencies: Of the graph's nodes; a number of a node is its position there.
         sizes: Bytes of each value that a node makes, by number; the last is any other.
         reads: For each node, the values it or its subgraphs read, once for each time; values
             that are not the graph's own are left out.
@@ -93,16 +82,19 @@ class MemoryModel:
         roots: For each value, the one that it is an alias of, in the end, maybe itself.
         uses: For each value, how often it is read.
         outputs: Whether a value is an output of the graph.
+        tensors, grows: For each node, the tensors it reads, each once, aliases being one; the
+            bytes of those it makes.
+        readers: For each tensor, the nodes that read it or an alias of it.
         unknown_values: Names of values whose size is a guess: without rank, or no tensors.
     """
 
     def __init__(
         self,
         graph: ir.Graph,
-        dependencies: Dependencies,
         shapes: ConcreteShapes,
         parent: ir.Node | None = None,
     ) -> None:
+        self.dependencies = dependencies = Dependencies.of(graph)
         self._shapes = shapes
         self.unknown_values: list[str] = []
         self.sizes: list[int] = []
@@ -139,23 +131,31 @@ class MemoryModel:
                 self.roots[self.makes[index][0]] = self.roots[self.source[index]]
         self.sizes.append(0)
         self._keys.append(None)
+        self.tensors = [sorted({self.roots[v] for v in read}) for read in self.reads]
+        self.grows = [
+            sum(self.sizes[v] for v in made if self.roots[v] == v) for made in self.makes
+        ]
+        self.readers: list[list[int]] = [[] for _ in self.sizes]
+        for index, tensors in enumerate(self.tensors):
+            for tensor in tensors:
+                self.readers[tensor].append(index)
 
     def needed_by(self, node: int) -> int:
         """Bytes that are held while a node runs, whatever the order."""
-        held = {self.roots[value] for value in self.reads[node]}
-        if node not in self.overwrites:
-            held.update(self.roots[value] for value in self.makes[node])
-        return sum(self.sizes[value] for value in held)
+        made = 0 if node in self.overwrites else self.grows[node]
+        needed: int = made + sum(self.sizes[tensor] for tensor in self.tensors[node])
+        return needed
 
     def output_bytes(self) -> int:
         return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
 
-    def timeline(
+    def live(
         self, order: Sequence[int], inner: Mapping[int, int] | None = None, reuse: bool = True
-    ) -> Timeline:
-        """Simulate the plan for an order; without ``reuse``, rule 4 does not apply.
+    ) -> npt.NDArray[np.int64]:
+        """Return the bytes held while each node of an order runs, its outputs included.
 
-        ``inner`` is the peak of a node's subgraphs while it runs.
+        ``inner`` is the peak of a node's subgraphs while it runs. Without ``reuse``, rule 4
+        does not apply.
         """
         first, last = self._lives(order, reuse)
         change = np.zeros(len(order) + 1, np.int64)
@@ -166,10 +166,8 @@ class MemoryModel:
                 change[last[buffer] + 1] -= self.sizes[buffer]
         live = np.cumsum(change)[: len(order)]
         if inner:
-            step_of = {node: step for step, node in enumerate(order)}
-            for node, extra in inner.items():
-                live[step_of[node]] += extra
-        return Timeline(live)
+            live += np.array([inner.get(node, 0) for node in order], np.int64)
+        return live
 
     def arena_bytes(self, order: Sequence[int], reuse: bool = True) -> int:
         """Bytes that an order takes of an arena, which gives nothing back."""

@@ -16,15 +16,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_constant, subgraphs
 from rewrite_rules.shape_size_reorder.heuristics import candidate_orders, default_files
-from rewrite_rules.shape_size_reorder.memory_plan import (
-    MemoryModel,
-    Timeline,
-    inner_bytes,
-)
+from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies, ranks
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
@@ -44,17 +42,18 @@ class SimulatedOrder:
 
     Attributes:
         order: Positions of the nodes in the graph, as they run; Constant nodes don't count.
+        live: Bytes held while each of them runs, int64 [nodes].
         distances: For each Shape and Size that reads another node's output, the steps from
             that node to it; 1 is directly after it or after another such one.
     """
 
     order: tuple[int, ...]
-    timeline: Timeline
+    live: npt.NDArray[np.int64]
     distances: tuple[int, ...]
 
     @property
     def peak(self) -> int:
-        return self.timeline.peak
+        return _peak(self.live)
 
     @property
     def mean_distance(self) -> float:
@@ -99,7 +98,7 @@ class GraphOrder:
 
     def peak_without_reuse(self) -> int:
         """Bytes that ours would hold at its peak without reuse of buffers or subgraphs."""
-        return self.model.timeline(self.ours.order, reuse=False).peak
+        return _peak(self.model.live(self.ours.order, reuse=False))
 
     @property
     def worthwhile(self) -> bool:
@@ -130,20 +129,20 @@ def memory_order(
     ``parent`` is the node whose body the graph is. The session that will run ours reuses
     buffers or not, and runs the file by default or by ``PRIORITY_BASED``.
     """
-    dependencies = Dependencies.of(graph)
-    model = MemoryModel(graph, dependencies, shapes, parent)
+    model = MemoryModel(graph, shapes, parent)
+    dependencies = model.dependencies
     of_session = {"reuse": reuse, "for_default_order": for_default_order}
     bodies = {
         index: [memory_order(body, shapes, node, **of_session) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
-    chains = _Chains(dependencies, model)
+    classes, chain_bytes = _chain_classes(model)
 
-    def inner(of: Callable[[GraphOrder], SimulatedOrder]) -> dict[int, int]:
+    def inner(name: str) -> dict[int, int]:
         return {
             index: inner_bytes(
                 dependencies.nodes[index],
-                [(of(o).peak, o.model.output_bytes()) for o in orders],
+                [(getattr(o, name).peak, o.model.output_bytes()) for o in orders],
             )
             for index, orders in bodies.items()
             if orders
@@ -152,40 +151,45 @@ def memory_order(
     def simulated(
         order: Sequence[int], inside: Mapping[int, int], reuse: bool = True
     ) -> SimulatedOrder:
-        timeline = model.timeline(order, inside, reuse)
-        return SimulatedOrder(tuple(order), timeline, shape_distances(dependencies, order))
+        live = model.live(order, inside, reuse)
+        return SimulatedOrder(tuple(order), live, shape_distances(dependencies, order))
 
-    def simulate(order: Sequence[int]) -> Timeline:
-        return model.timeline(order, inside, reuse)
+    def simulate(order: Sequence[int]) -> npt.NDArray[np.int64]:
+        return model.live(order, inside, reuse)
 
-    inside = inner(lambda body: body.ours)
-    default = simulated(dependencies.default(), inner(lambda body: body.default))
-    priority = simulated(dependencies.priority(), inner(lambda body: body.priority))
+    def settle(order: Sequence[int]) -> tuple[int, ...]:
+        """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
+        pairs = zip(classes, ranks(order), strict=True)
+        return tuple(dependencies.smallest_first([c * len(order) + rank for c, rank in pairs]))
+
+    inside = inner("ours")
+    default = simulated(dependencies.default(), inner("default"))
+    priority = simulated(dependencies.priority(), inner("priority"))
     best: tuple[int, ...] = ()
     peak, method = -1, ""
     tried: set[tuple[int, ...]] = set()
     lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
     native = ("priority", priority.order), ("default", default.order)
-    for name, order in itertools.chain(native, candidate_orders(dependencies, model, inside)):
-        settled = tuple(chains.settle(order))
+    for name, order in itertools.chain(native, candidate_orders(model, inside)):
+        settled = settle(order)
         if settled in tried:
             continue
         tried.add(settled)
-        reached = simulate(settled).peak
+        reached = _peak(simulate(settled))
         if peak < 0 or reached < peak:
             best, peak, method = settled, reached, name
         if peak <= lowest:
             break
     if peak > lowest:
-        better = _lower_peak(best, dependencies, model, simulate, chains.settle)
-        if better is not None:
-            best, method = tuple(better), f"{method}, moved"
+        better = _lower_peak(best, model, simulate, settle)
+        if better != best:
+            best, method = better, f"{method}, moved"
     runs = file_order = best
     if for_default_order:
-        files = map(tuple, default_files(dependencies, model, best))
+        files = map(tuple, default_files(model, best))
         runs, file_order = min(
             ((tuple(dependencies.default(file)), file) for file in files),
-            key=lambda pair: simulate(pair[0]).peak,
+            key=lambda pair: _peak(simulate(pair[0])),
         )
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
@@ -196,7 +200,7 @@ def memory_order(
         default=default,
         priority=priority,
         method=method,
-        chain_bytes=chains.bytes + sum(order.chain_bytes for order in orders),
+        chain_bytes=chain_bytes + sum(order.chain_bytes for order in orders),
         unknown_values=(*model.unknown_values, *unknown_values),
         subgraphs=tuple(orders),
         model=model,
@@ -223,38 +227,29 @@ def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[i
 
 
 def _lower_peak(
-    order: Sequence[int],
-    dependencies: Dependencies,
+    best: tuple[int, ...],
     model: MemoryModel,
-    simulate: Callable[[Sequence[int]], Timeline],
-    settle: Callable[[Sequence[int]], Sequence[int]],
-) -> Sequence[int] | None:
-    """Move nodes away from the peak, tensor by tensor; None if no better order was found.
+    simulate: Callable[[Sequence[int]], npt.NDArray[np.int64]],
+    settle: Callable[[Sequence[int]], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Move nodes away from the peak, tensor by tensor, as long as that lowers it.
 
     ``settle`` makes an order one that runs as it is.
     """
-    best, found = tuple(order), simulate(order)
+    live, before = simulate(best), None
     left = min(_MAX_MOVES, _MOVED_NODES // max(len(best), 1))
-    improved = False
-    while left > 0:
+    while best is not before:
         before = best
-        for moved in _moves(best, int(found.live.argmax()), dependencies, model):
-            settled = tuple(settle(moved))
-            timeline = simulate(settled)
+        for moved in itertools.islice(_moves(best, int(live.argmax()), model), left):
             left -= 1
-            if _height(timeline) < _height(found):
-                best, found, improved = settled, timeline, True
+            settled = settle(moved)
+            if _height(lower := simulate(settled)) < _height(live):
+                best, live = settled, lower
                 break
-            if left <= 0:
-                break
-        if best is before:
-            break
-    return best if improved else None
+    return best
 
 
-def _moves(
-    order: tuple[int, ...], peak: int, dependencies: Dependencies, model: MemoryModel
-) -> Iterator[list[int]]:
+def _moves(order: tuple[int, ...], peak: int, model: MemoryModel) -> Iterator[list[int]]:
     """Make later, or read earlier, what step ``peak`` holds and does not use."""
     step = ranks(order)
     made = {value: step[node] for node, values in enumerate(model.makes) for value in values}
@@ -273,7 +268,7 @@ def _moves(
         if min(readers[value]) > peak:  # make it later
             at, first = made[value], later[0]
             yield [*order[:at], *order[at + 1 : first], order[at], *order[first:]]
-        along = _needed([order[at] for at in later], step, peak, dependencies)
+        along = _needed([order[at] for at in later], step, peak, model.dependencies)
         if along is not None:  # read it earlier
             now = [node for node in order[peak:] if node in along]
             after = [node for node in order[peak:] if node not in along]
@@ -297,39 +292,39 @@ def _needed(
     return found
 
 
-def _height(timeline: Timeline) -> tuple[int, int]:
+def _peak(live: npt.NDArray[np.int64]) -> int:
+    return int(live.max(initial=0))
+
+
+def _height(live: npt.NDArray[np.int64]) -> tuple[int, int]:
     """A lower peak is better, then a shorter one."""
-    return timeline.peak, int((timeline.live == timeline.peak).sum())
+    return _peak(live), int((live == _peak(live)).sum())
 
 
-class _Chains:
-    """Small integers computed from nothing but shapes and constants, and the bytes of both."""
+def _chain_classes(model: MemoryModel) -> tuple[list[int], int]:
+    """Return 0 for each Shape and Size, 1 for the chains on them, 2 for others; bytes of both.
 
-    def __init__(self, dependencies: Dependencies, model: MemoryModel) -> None:
-        self._dependencies = dependencies
-        self._class = [2] * len(dependencies.nodes)
-        self.bytes = 0
-        for index in dependencies.default():
-            node = dependencies.nodes[index]
-            size = sum(model.sizes[value] for value in model.makes[index])
-            if dependencies.shape_readers[index]:
-                self._class[index] = 0
-            elif (
-                size <= _CHAIN_BYTES
-                and dependencies.producers[index]
-                and all(self._class[p] < 2 for p in dependencies.producers[index])
-                and all(_comes_from_node_or_file(value) for value in node.inputs)
-                and not any(True for _ in subgraphs(node))
-            ):
-                self._class[index] = 1
-            else:
-                continue
-            self.bytes += size
-
-    def settle(self, order: Sequence[int]) -> list[int]:
-        """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
-        pairs = zip(self._class, ranks(order), strict=True)
-        return self._dependencies.smallest_first([c * len(order) + rank for c, rank in pairs])
+    A chain is of small integers computed from nothing but shapes and constants.
+    """
+    dependencies, chain_bytes = model.dependencies, 0
+    classes = [2] * len(dependencies.nodes)
+    for index in dependencies.default():
+        node = dependencies.nodes[index]
+        size = sum(model.sizes[value] for value in model.makes[index])
+        if dependencies.shape_readers[index]:
+            classes[index] = 0
+        elif (
+            size <= _CHAIN_BYTES
+            and dependencies.producers[index]
+            and all(classes[p] < 2 for p in dependencies.producers[index])
+            and all(_comes_from_node_or_file(value) for value in node.inputs)
+            and not any(True for _ in subgraphs(node))
+        ):
+            classes[index] = 1
+        else:
+            continue
+        chain_bytes += size
+    return classes, chain_bytes
 
 
 def _comes_from_node_or_file(value: ir.Value | None) -> bool:
