@@ -139,7 +139,7 @@ PACKING, BUILDING = (
 
 _TIDY = re.compile(
     r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|[\w.]+\.data)"
-    r"|(sources|known)/[0-9a-f]+\.json|locks/[0-9a-f]{40}(\.[a-z]+)?\.lock"
+    r"|known/[0-9a-f]+\.json|locks/[0-9a-f]{16}\.lock"
 )
 
 

@@ -8,17 +8,15 @@ child builds the entry and prints, as one line of JSON, where it is, or what wen
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import glob
 import hashlib
 import json
 import os
-import re
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # Layout of the cache; another number is another cache.
-_FORMAT = 3
+_FORMAT = 4
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
 # What a child raises goes on here.
@@ -56,7 +54,8 @@ def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
 def content_key(content: Mapping[str, Any]) -> str:
     """Return the key of an entry, given what :func:`session_key_content` returned."""
     text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    model: str = content["digest"][: store.MODEL_CHARACTERS]
+    return hashlib.sha256(text.encode()).hexdigest()[: 40 - len(model)] + model
 
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
@@ -120,11 +119,12 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
     """
     cache = cache_of(request.plan)
     try:
-        with cache.lock(f"{_digest(request, cache)[:40]}.model"):
+        digest = _digest(request, cache)
+        with cache.build(digest) as folder:
             entry = look_up(request, cache)
             if entry is not None and is_usable(entry, request.plan):
                 return entry.folder, "cache"
-            return _build_in_cache(request, cache)
+            return _build_in_cache(request, cache, digest, folder), "built"
     except (MissingFileError, PassError):
         raise
     except OSError as error:
@@ -228,62 +228,29 @@ def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
     return build_entry(request, Path(job["spare"]))
 
 
-def _build_in_cache(request: BuildRequest, cache: ArtifactCache) -> tuple[Path, str]:
-    digest = _digest(request, cache)
-    with _data_read_ahead(request, cache):
+def _build_in_cache(
+    request: BuildRequest, cache: ArtifactCache, digest: str, folder: Path
+) -> Path:
+    """Build in a folder of the cache, and publish it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    # Importing onnx and loading the graph take as long as reading most models: what is called
+    # as external data is read on another core.
+    model = Path(request.name)
+    data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
+    with ThreadPoolExecutor() as pool:
+        pool.map(cache.file_digest, filter(Path.is_file, data))
         loaded = request.load()
     locations = list(loaded.data_files)
-    cache.remember_data_locations(digest, locations)
     content = _key_content(request, cache, locations)
     if content is None or content["digest"] != digest:
         raise FileNotFoundError("external data vanished while the model was read")
+    manifest = _build(request, loaded, folder)
+    # A model replaced meanwhile must not be published under the old one's key.
+    if _key_content(request, cache, locations) != content:
+        raise FileNotFoundError("the model changed while it was read")
     key = content_key(content)
-    with cache.build(key, lambda entry: is_usable(entry, request.plan)) as folder:
-        if isinstance(folder, Entry):
-            return folder.folder, "cache"
-        manifest = _build(request, loaded, folder)
-        # A model replaced meanwhile must not be published under the old one's key.
-        if _key_content(request, cache, locations) != content:
-            raise FileNotFoundError("the model changed while it was read")
-        return cache.publish(key, folder, {**manifest, "made_from": content}).folder, "built"
-
-
-@contextlib.contextmanager
-def _data_read_ahead(request: BuildRequest, cache: ArtifactCache) -> Iterator[None]:
-    """Have a thread read the digests of what looks like external data, on another core.
-
-    Importing onnx and loading the graph take as long as reading most models.
-    """
-
-    def read() -> None:
-        import mmap
-
-        names: set[str] = set()
-        with (
-            contextlib.suppress(OSError, ValueError),
-            open(request.name, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            # Key and value of the tensor's entry, where the value has less than 128 bytes.
-            for match in re.finditer(rb"\n\x08location\x12([\x01-\x7f])", content):
-                end = match.end() + match[1][0]
-                names.add(content[match.end() : end].decode(errors="replace"))
-        for name in names:
-            with contextlib.suppress(OSError, ValueError):
-                path = _data_file(request, name)
-                # Nothing is checked yet: a pipe, say, would keep the build waiting.
-                if os.path.basename(name) == name and path.is_file():
-                    cache.file_digest(path)
-
-    if isinstance(request.source, bytes):
-        yield
-        return
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        yield
-    finally:
-        reader.join()
+    return cache.publish(key, folder, {**manifest, "made_from": content}).folder
 
 
 def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:

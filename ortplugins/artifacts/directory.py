@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The cache directory, as far as a start that finds its entry reads it.
 
-    <root>/sources/<digest of .onnx>.json   locations of the model's external data
     <root>/known/<checksum>.json            what was found out about files, until they change
-    <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on
+    <root>/entries/<key>/model.onnx ...     a published entry, read-only from then on; the key
+                                            ends with the beginning of the model's digest
     <root>/entries/<key>/manifest.json      its files' sizes and digests, how to open it, the
                                             report; its modification time is the last use
-    <root>/building/<key>.<random>/         an entry that is being built
-    <root>/locks/<key>.lock                 held by the process that builds
+    <root>/building/<model>.<random>/       an entry that is being built; <model> as in the key
+    <root>/locks/<model>.lock               held by the process that builds
 
 A start on files that an earlier one knew costs a few stat calls and two small JSON files, and
 imports this module and ``find_or_build.py`` of this package; ``store.py`` writes.
@@ -21,7 +21,6 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 MANIFEST = "manifest.json"
@@ -120,7 +119,7 @@ def recall(root: str | os.PathLike[str], text: str) -> str | None:
     return found if isinstance(found, str) and are_unchanged(known) else None
 
 
-def are_unchanged(known: Mapping[str, Any]) -> bool:
+def are_unchanged(known: Any) -> bool:
     """Whether the files that something was found out about are as they were."""
     try:
         return all(state_of(path) == state for path, state in known["files"].items())

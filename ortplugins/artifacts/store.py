@@ -17,7 +17,7 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,20 +30,19 @@ _MEMO_SIZE = 1 << 20
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
 _OPENING_SECONDS = 2 * directory.USE_SECONDS
-# An entry that is being removed is without its manifest for less than this.
-_REMOVING_SECONDS = 0.1
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
 KEY_CHARACTERS = 12  # of a key, to people
+# The end of a key: the beginning of the model's digest. It names the model's lock, too.
+MODEL_CHARACTERS = 16
 # A file changed a moment ago may change again within the resolution of its time stamps, as in
 # git's index.
 SETTLED_SECONDS = 2.0
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
-    "sources": re.compile(r"[0-9a-f]{64}\.json"),
     "known": re.compile(r"[0-9a-f]{8}\.json"),
-    "building": re.compile(r"[0-9a-f]{40}\..+"),
-    "locks": re.compile(r"[0-9a-f]{40}(\.model)?\.lock"),
+    "building": re.compile(r"[0-9a-f]{16}\..+"),
+    "locks": re.compile(r"[0-9a-f]{16}\.lock"),
 }
 # What flock says on NFS without its lock daemon, and on some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -58,15 +57,13 @@ class Entry(NamedTuple):
     # When a session last took it, to about a minute, in seconds since the epoch: when it was
     # published, where uses cannot be written down. Ahead of a clock that was set back.
     last_used: float
-    stamp: int  # changes with every use that is written down; 0 without a manifest
 
     @classmethod
     def at(cls, folder: Path, manifest: dict[str, Any] | None) -> Entry:
         """Look at a folder whose manifest was read."""
-        stamp = _last_use(folder)
-        published = manifest["created"] if manifest else os.stat(folder).st_mtime
-        used = max(published, stamp / 1e9)
-        return cls(folder, manifest or {}, disk_size(folder), used, stamp)
+        used = os.stat(folder / MANIFEST if manifest else folder).st_mtime
+        used = max(used, manifest["created"] if manifest else 0)
+        return cls(folder, manifest or {}, disk_size(folder), used)
 
     def __str__(self) -> str:
         """Return the beginning of the key, and the model, where the manifest has it."""
@@ -84,6 +81,9 @@ class Entry(NamedTuple):
 
     def damage(self) -> dict[str, str]:
         """Read every file; return what is wrong, by name, with those not as published."""
+        if not self.manifest:
+            is_there = (self.folder / MANIFEST).exists()
+            return {MANIFEST: "cannot be used" if is_there else "missing"}
         digests = self.manifest["digests"]
         found = {
             name: self._difference(name, size, digests[name])
@@ -142,15 +142,15 @@ class ArtifactCache:
         return [path for path in found if _NAMES[name].fullmatch(path.name)]
 
     @contextlib.contextmanager
-    def lock(self, name: str, timeout: float = -1) -> Iterator[bool]:
-        """Hold the lock of a key, or of a model; yield whether it is held.
+    def lock(self, key: str, timeout: float = -1) -> Iterator[bool]:
+        """Hold the lock of the model that a key is of; yield whether it is held.
 
         Where the file system has no locks, a warning says so, and nobody waits: several
         processes may build one entry, and one of them publishes.
         """
         import filelock
 
-        path = self.make("locks") / f"{name}.lock"
+        path = self.make("locks") / f"{key[-MODEL_CHARACTERS:]}.lock"
         # filelock.Timeout is a TimeoutError.
         lock = filelock.FileLock(path, mode=0o600, timeout=timeout)
         try:
@@ -199,15 +199,12 @@ class ArtifactCache:
         return digest
 
     def data_locations(self, digest: str) -> list[str] | None:
-        """Return the external data locations of a model seen before, None for a new one."""
-        content = directory.read_json(self.root / "sources" / f"{digest}.json")
-        if not isinstance(content, list) or not all(isinstance(x, str) for x in content):
-            return None
-        return content
-
-    def remember_data_locations(self, digest: str, locations: Sequence[str]) -> None:
-        """Keep the external data locations of a model."""
-        _write_json(self.make("sources"), f"{digest}.json", sorted(locations))
+        """Return where a model has its external data; None where no entry is made of it."""
+        for path in (self.root / "entries").glob(f"*{digest[:MODEL_CHARACTERS]}"):
+            made_from = (directory.read_manifest(path) or {}).get("made_from", {})
+            if made_from.get("digest") == digest:
+                return list(made_from["data"])
+        return None
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""
@@ -221,39 +218,34 @@ class ArtifactCache:
                 yield Entry.at(path, directory.read_manifest(path))
 
     @contextlib.contextmanager
-    def build(
-        self, key: str, is_usable: Callable[[Entry], bool] = lambda _: True
-    ) -> Iterator[Path | Entry]:
-        """Become the builder of a key, or get the entry that another one has built meanwhile.
+    def build(self, model: str) -> Iterator[Path]:
+        """Become the builder of a model, by its digest; at the end keep the cache's limit.
 
-        Yields an entry, or an empty folder for :meth:`publish`, removed at the end.
+        Yields an empty folder for :meth:`publish`, which is removed.
         """
         import tempfile
 
-        building = self.make("building")
-        with self.lock(key) as is_alone:
-            if (entry := self.find(key)) is not None and is_usable(entry):
-                yield entry
-                return
-            if is_alone:  # whatever else builds this key was killed
-                for dead in building.glob(f"{key}.*"):
+        building, name = self.make("building"), model[:MODEL_CHARACTERS]
+        with self.lock(name) as is_alone:
+            if is_alone:  # whatever else builds from this model was killed
+                for dead in building.glob(f"{name}.*"):
                     remove_tree(dead)
-            folder = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=building))
+            folder = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=building))
             try:
                 yield folder
             finally:
                 remove_tree(folder)
+        if self.limit is not None:
+            with contextlib.suppress(OSError):  # what is too much goes at another time
+                prune(self, max_size=self.limit)
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
-        """Make a built folder the entry of its key, and keep the cache below its limit."""
+        """Make a built folder the entry of its key."""
         complete = write_manifest(folder, manifest)
         final = self.make("entries") / key
         if final.exists():  # damaged
             remove_tree(self.move_aside(key))
         os.replace(folder, final)
-        if self.limit is not None:
-            with contextlib.suppress(OSError):  # what is too much goes at another time
-                prune(self, max_size=self.limit)
         return Entry.at(final, complete)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
@@ -264,7 +256,8 @@ class ArtifactCache:
 
     def move_aside(self, key: str) -> Path:
         """Take an entry out of readers' sight by one rename; return where it is now."""
-        aside = self.make("building") / f"{key}.old.{os.urandom(8).hex()}"
+        name = f"{key[-MODEL_CHARACTERS:]}.old.{os.urandom(8).hex()}"
+        aside = self.make("building") / name
         os.replace(self.root / "entries" / key, aside)
         return aside
 
@@ -328,7 +321,7 @@ def choose(
         expired = older_than is not None and now - item.last_used > older_than
         if not expired and (max_size is None or size <= max_size):
             break  # the others were used later
-        if abs(now - item.stamp / 1e9) < _OPENING_SECONDS:
+        if abs(now - item.last_used) < _OPENING_SECONDS:
             in_use.append(item)
         else:
             chosen.append(item)
@@ -339,25 +332,14 @@ def choose(
 def _remove(cache: ArtifactCache, item: Entry) -> str:
     """Remove an entry that was not used since it was looked at; return why it stays, if so.
 
-    Its manifest leaves first. A reader that found the entry before has put its mark there, and
-    gets it back without having missed a file; later ones find nothing.
+    A reader that finds it between that and the rename has to have it built again.
     """
-    manifest, hidden = item.folder / MANIFEST, item.folder / f"{MANIFEST}.hidden"
     try:
         with cache.lock(item.key, timeout=0):
-            if item.stamp:
-                os.replace(manifest, hidden)
-            elif manifest.exists():
-                return "built just now"
-            try:
-                if item.stamp and os.stat(hidden).st_mtime_ns != item.stamp:
-                    os.replace(hidden, manifest)
-                    return "used just now"
-                aside = cache.move_aside(item.key)
-            except BaseException:
-                if item.stamp:
-                    os.replace(hidden, manifest)
-                raise
+            manifest = directory.read_manifest(item.folder)
+            if Entry.at(item.folder, manifest).last_used != item.last_used:
+                return "used, or built, just now"
+            aside = cache.move_aside(item.key)
     except TimeoutError:
         return "being built, or removed, by another process"
     except PermissionError:
@@ -369,19 +351,15 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
 
 
 def _prune_index(cache: ArtifactCache, *, whole: bool = False) -> None:
-    """Remove what is known of models that no entry is made from, and unused locks; or all."""
-    used = {f"{entry.manifest['made_from']['digest']}.json" for entry in cache.entries()}
-    used |= {f"{path.name}.lock" for path in cache.own("entries")}
-    for path in (path for name in ("sources", "known", "locks") for path in cache.own(name)):
-        if path.parent.name == "known":
-            known = directory.read_json(path)
-            stale = not (isinstance(known, dict) and directory.are_unchanged(known))
-        else:
-            stale = path.name not in used and _is_old(path)
-        if whole or stale:
-            is_lock = path.parent.name == "locks"
-            lock = cache.lock(path.stem, timeout=0) if is_lock else contextlib.nullcontext()
-            with contextlib.suppress(OSError), lock:
+    """Remove what is known of files that have changed, and unused locks; or all."""
+    for path in cache.own("known"):
+        if whole or not directory.are_unchanged(directory.read_json(path)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    used = {path.name[-MODEL_CHARACTERS:] for path in cache.own("entries")}
+    for path in cache.own("locks"):
+        if whole or (path.stem not in used and _is_old(path)):
+            with contextlib.suppress(OSError), cache.lock(path.stem, timeout=0):
                 path.unlink(missing_ok=True)
 
 
@@ -396,19 +374,14 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
     """Compare the files of each entry with their digests; yield it and what is wrong."""
     cache.check_trusted()
     for item in sorted(cache.stored(), key=lambda item: item.key):
-        while (path := cache.root / "entries" / item.key).exists():
-            manifest = directory.read_manifest(path)
-            if manifest is not None:
-                item = item._replace(manifest=manifest)
-                damage = item.damage()
-            else:
-                time.sleep(_REMOVING_SECONDS)
-                what = "cannot be used" if (path / MANIFEST).exists() else "missing"
-                damage = {MANIFEST: what}
+        while item.folder.exists():
+            damage = item.damage()
+            manifest = directory.read_manifest(item.folder) or {}
             # Removed, or built again, while it was read?
-            if not damage or (path.exists() and directory.read_manifest(path) == manifest):
+            if not damage or (manifest == item.manifest and item.folder.exists()):
                 yield item, damage
                 break
+            item = item._replace(manifest=manifest)
 
 
 def clean(cache: ArtifactCache) -> tuple[int, int]:
@@ -430,7 +403,7 @@ def clean(cache: ArtifactCache) -> tuple[int, int]:
 
 def share(cache: ArtifactCache) -> None:
     """Let other users read the entries, and none but this one write."""
-    names = ("entries", "sources", "known")
+    names = ("entries", "known")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
         for path in cache.own(name):
@@ -450,8 +423,8 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
     size = 0
     for dead in cache.own("building"):
         # One that can't be locked is being built, or is not ours to remove.
-        key = dead.name.partition(".")[0]
-        with contextlib.suppress(OSError), cache.lock(key, timeout=0) as is_alone:
+        model = dead.name.partition(".")[0]
+        with contextlib.suppress(OSError), cache.lock(model, timeout=0) as is_alone:
             if is_alone or _is_old(dead):
                 size += disk_size(dead)
                 remove_tree(dead)
@@ -495,23 +468,6 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def _write_json(folder: Path, name: str, content: Any) -> None:
-    """Write a file that readers see whole or not at all."""
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(file.name, folder / name)
-
-
-def _last_use(folder: Path) -> int:
-    """Return what a use changes, nanoseconds; 0 for a folder without a manifest."""
-    try:
-        return os.stat(folder / MANIFEST).st_mtime_ns
-    except FileNotFoundError:
-        return 0
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -525,11 +481,14 @@ def remember(
     Not of files that changed just before ``started``, seconds since the epoch, when the first
     of them was looked at; nor in a cache that is read-only.
     """
+    import tempfile
+
     with contextlib.suppress(OSError):
         states = {path: directory.state_of(path) for path in files}
         if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:
             return
         folder = ArtifactCache(Path(root)).make("known")
-        _write_json(
-            folder, directory.memo_name(text), {"text": text, "found": found, "files": states}
-        )
+        # Readers see the file whole or not at all.
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            json.dump({"text": text, "found": found, "files": states}, file)
+        os.replace(file.name, folder / directory.memo_name(text))
