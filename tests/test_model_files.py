@@ -60,6 +60,16 @@ def instead(make: Callable[[Path], object]) -> Spoil:
     return spoil
 
 
+def untyped_constant(folder: Path) -> None:
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    constant = helper.make_node(
+        "Constant", [], ["c"], value=helper.make_tensor("", 1, [0], [])
+    )
+    constant.attribute[0].type = onnx.AttributeProto.UNDEFINED
+    proto.graph.node.append(constant)
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+
+
 DATA = "model.onnx.data"
 
 
@@ -98,6 +108,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "link outside": (
         instead(lambda data: data.symlink_to("../secret")),
         r"is a link to '.*secret', outside the model's folder",
+    ),
+    "constant without a type": (
+        untyped_constant,
+        r"model\.onnx: a Constant node has no valid",
     ),
     "folder as data": (instead(Path.mkdir), "is not a regular file"),
     "pipe as data": (instead(os.mkfifo), "is not a regular file"),

@@ -99,7 +99,7 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
         own = type(model)()
         own.CopyFrom(model)
         copy = _deserialize(own, name)
-        _lift_checked_constants(copy)
+        _lift_checked_constants(copy, name)
         for _, tensor in initializer_tensors(copy):
             if isinstance(tensor, ir.ExternalTensor):
                 raise MissingFileError(
@@ -176,7 +176,7 @@ def _bind_external_data(
     model: ir.Model, folders: Sequence[Path], name: str
 ) -> dict[str, Path]:
     """Check every external tensor, give it an absolute path; return the files by location."""
-    _lift_checked_constants(model)
+    _lift_checked_constants(model, name)
     found: dict[str, Path] = {}
     sizes: dict[Path, int] = {}
     for owner, tensor in initializer_tensors(model):
@@ -234,18 +234,21 @@ def lift_constants(model: ir.Model) -> None:
     )(model)
 
 
-def _lift_checked_constants(model: ir.Model) -> None:
+def _lift_checked_constants(model: ir.Model, name: str) -> None:
     """Lift constants of a model that nobody has checked yet."""
-    lift_constants(model)
+    try:
+        lift_constants(model)
+    except Exception as error:  # a value without a type, or of another, in onnx_ir's classes
+        raise ModelFileError(f"{name}: a Constant node has no valid value: {error}") from error
     for node in all_nodes(model):
         for attribute in node.attributes.values():
             if attribute.type is ir.AttributeType.TENSOR and isinstance(
                 attribute.value, ir.ExternalTensor
             ):
                 raise ModelFileError(
-                    f"attribute {attribute.name!r} of node {node.name!r} ({node.op_type}) has "
-                    "external data; only initializers and Constant nodes of "
-                    f"{_LIFTED_ELEMENTS} elements or more may"
+                    f"{name}: attribute {attribute.name!r} of node {node.name!r} "
+                    f"({node.op_type}) has external data; only initializers and Constant "
+                    f"nodes of {_LIFTED_ELEMENTS} elements or more may"
                 )
 
 
