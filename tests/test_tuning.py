@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The hint: what is measured decides, and nothing is taken that does not gain."""
 
+import dataclasses
 import itertools
 import platform
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from session_options.plan import HINTS, make_plan
 
 FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
 DENORMALS, NO_PLAN = "denormals as zero", "no plan for buffers"
-FLOAT_WEIGHTS = "float weights"
+FLOAT_WEIGHTS, UNPACKED = "float weights", "weights not packed"
 DYNAMIC_BLOCKS = "session.dynamic_block_base"
 OPERATORS = frozenset({"MatMul", "Erf", "LayerNormalization"})
 Ratios = Mapping[str, float | Sequence[float] | str]
@@ -81,6 +83,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         seed: int = 0,
         exact: bool = True,
         busy: int = 0,
+        runs: Ratios = MappingProxyType({}),  # where they are not those of starts
     ) -> None:
         rng = np.random.default_rng(seed)
         comparisons = itertools.count()
@@ -95,7 +98,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             table = at_first if at_first and rounds == 2 else ratios
             if "again" in names and next(comparisons) < busy:
                 table = {**table, "again": 0.5}
-            return [one(table.get(name, 1.0), len(feeds), rounds) for name in names]
+            found = [one(table.get(name, 1.0), len(feeds), rounds) for name in names]
+            return [
+                dataclasses.replace(item, run=Spread((runs[name],) * rounds))
+                if feeds and name in runs
+                else item
+                for name, item in zip(names, found, strict=True)
+            ]
 
         def one(ratio: float | Sequence[float] | str, feeds: int, rounds: int) -> Measurement:
             if isinstance(ratio, str):
@@ -103,7 +112,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             each = ratio if isinstance(ratio, Sequence) else [ratio] * feeds
             spreads = [Spread(tuple(v * rng.normal(1, noise, rounds))) for v in each]
             single = Spread((ratio if isinstance(ratio, float) else 1.0,) * rounds)
-            mean = Spread(tuple(np.prod([x.values for x in spreads], 0) ** (1 / feeds)))
+            mean = single
+            if feeds:
+                mean = Spread(tuple(np.prod([x.values for x in spreads], 0) ** (1 / feeds)))
             return Measurement(single, mean, tuple(spreads), private=single)
 
         monkeypatch.setattr(tuning, "measure", measure)
@@ -198,6 +209,18 @@ def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     session = open_session(model, tmp_path / "b", hint_error=1e-9)
     assert taken(session) == []
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
+
+
+@pytest.mark.parametrize(("run", "expected"), [(1.3, [UNPACKED]), (1.6, [])])
+def test_a_start_may_cost_runs_up_to_a_bound(run, expected, model, tmp_path, measured):
+    measured({UNPACKED: 0.5}, runs={UNPACKED: run})
+    session = open_session(model, tmp_path / "cache", hint="start")
+    assert taken(session) == expected
+    if expected:
+        note = "time of a start 0.50 x, time of a run 1.30 x"
+        assert session.ortplugins_report.notes[-1].endswith(note)
+    else:
+        assert why(session, UNPACKED) == "a run takes 1.60 x, above 1.5"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")

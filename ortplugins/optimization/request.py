@@ -19,6 +19,7 @@ from ortplugins.runtime.session_settings import (
     ALL_OPTIMIZERS,
     DATA_FOLDER_KEY,
     DISABLED_OPTIMIZERS_KEY,
+    PARALLEL_PACKING_KEY,
     OptimizerSettings,
     given_entry,
     read_optimizer_settings,
@@ -47,6 +48,7 @@ _SPEED_ENTRIES = (
     "session.intra_op.allow_spinning",
     "session.intra_op_thread_affinities",
     "session.disable_prepacking",
+    PARALLEL_PACKING_KEY,
     "session.use_device_allocator_for_initializers",
     "mlas.enable_gemm_fastmath_arm64_bfloat16",
 )

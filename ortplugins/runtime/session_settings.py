@@ -35,6 +35,9 @@ DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # Names of optimisers that are left out, semicolons between them.
 DISABLED_OPTIMIZERS_KEY = "optimization.disable_specified_optimizers"
 
+# Whether a start packs weights on all threads.
+PARALLEL_PACKING_KEY = "session.prepack.enable_parallel"
+
 # No setting of onnxruntime's: from how many bytes glibc returns memory to the system as soon
 # as it is freed. It holds for the whole process, and stays.
 MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
@@ -48,6 +51,8 @@ _DEFAULTS = {
     "session.inter_op.allow_spinning": "1",
     "session.intra_op.allow_spinning": "1",
     "session.set_denormal_as_zero": "0",
+    "session.disable_prepacking": "0",
+    PARALLEL_PACKING_KEY: "0",
     DATA_FOLDER_KEY: "",
 }
 # Of glibc's mallopt.

@@ -14,6 +14,7 @@ from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.session_settings import (
     DISABLED_OPTIMIZERS_KEY,
     MALLOC_THRESHOLD_KEY,
+    PARALLEL_PACKING_KEY,
 )
 
 # Between the names of changes that are taken together.
@@ -87,7 +88,11 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "start": (
         _FUSION,
         _NO_PLAN,
-        Change("optimised graph kept", _FUSION.passes, keeps_graph=True),
+        Change("optimised graph kept", keeps_graph=True),
+        # Packing is most of the start where weights are large. Some kernels are as fast on
+        # unpacked weights, some many times slower: the search compares runs, too.
+        _setting("weights not packed", "session.disable_prepacking", "1"),
+        _setting("weights packed in parallel", PARALLEL_PACKING_KEY, "1"),
         # Giving memory back takes as long as a small net's start.
         _pass("prepacked_weights")._replace(options={"prepacked_weights.trim": "0"}),
     ),

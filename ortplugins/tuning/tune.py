@@ -74,6 +74,8 @@ _LIKE_PLAIN = 2.0
 _MIN_GAIN = 0.02
 # A gain that one round is enough to believe.
 _MUCH = 0.25
+# A start may gain by what makes runs slower, up to this; the table and the note tell.
+_MAX_RUN_COST = 1.5
 # Where a session differs from itself by more, nothing can be said.
 _MAX_NOISE = 0.25
 # The share of the budget for changes one by one; what is left is for pairs.
@@ -172,8 +174,9 @@ class _Search:
             )
         if self._base is self.plain:
             return self.plain, f"{self.plain.change.name}; nothing gains"
-        ratio = self._base_ratios[self._aim]
-        return self._base, f"{self._base.change.name}; {_FIGURES[self._aim]} {ratio:.2f} x"
+        figures = ("start", "run") if self._aim == "start" else (self._aim,)
+        told = ", ".join(f"{_FIGURES[key]} {self._base_ratios[key]:.2f} x" for key in figures)
+        return self._base, f"{self._base.change.name}; {told}"
 
     # Sessions.
 
@@ -367,6 +370,11 @@ class _Search:
     def _take_if_exact(self, item: _Built, ratios: _Ratios) -> bool:
         if not self._is_exact_enough(item):
             return False
+        if self._aim == "start":
+            measured = self._with_runs(item, ratios)
+            if measured is None:
+                return False
+            ratios = measured
         name = item.change.name
         for part in {name, *name.split(AND)}:
             self.tried[part] = self.tried[part]._replace(taken=True)
@@ -381,10 +389,14 @@ class _Search:
 
     # Figures.
 
-    def _measure(self, built: Sequence[_Built], rounds: int) -> list[Measurement]:
+    def _measure(
+        self, built: Sequence[_Built], rounds: int, workloads: Sequence[Workload] | None = None
+    ) -> list[Measurement]:
+        if workloads is None:
+            workloads = self._timed_workloads()
         return measure(
             [self._candidate(item) for item in built],
-            [workload.feed for workload in self._timed_workloads()],
+            [workload.feed for workload in workloads],
             rounds=rounds,
             runs=_RUNS,
             min_runs=_MIN_RUNS,
@@ -436,6 +448,22 @@ class _Search:
                 self._refuse(item, f"is slower on workload {workload.name!r}")
                 return True
         return False
+
+    def _with_runs(self, item: _Built, ratios: _Ratios) -> _Ratios | None:
+        """Measure the runs of what gains a start; None where they lose too much."""
+        base, ours = self._measure([self._base, item], _ROUNDS["run"][1], self._workloads)
+        measured = _Ratios.of(ours, base)
+        if measured is None:
+            self._refuse(item, base.failed or ours.failed)
+            return None
+        found = {**ratios.figures, "run": measured.figures["run"]}
+        ratios = ratios._replace(figures=found)
+        row = self.tried[item.change.name]
+        self._note(item.change, row.why, ratios)
+        if (ratio := ratios.median("run")) > _MAX_RUN_COST:
+            self._refuse(item, f"a run takes {ratio:.2f} x, above {_MAX_RUN_COST}")
+            return None
+        return ratios
 
     def _is_exact_enough(self, item: _Built) -> bool:
         given = self._request.plan.hint_error
