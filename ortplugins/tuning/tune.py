@@ -76,7 +76,8 @@ _MIN_GAIN = 0.02
 _MUCH = 0.25
 # A start may gain by what makes runs slower, up to this; the table and the note tell.
 _MAX_RUN_COST = 1.5
-# Where a session differs from itself by more, nothing can be said.
+# Where a session differs from itself by more, only what gains more than that in every round
+# is looked at again.
 _MAX_NOISE = 0.25
 # The share of the budget for changes one by one; what is left is for pairs.
 _ALONE = 0.6
@@ -282,9 +283,8 @@ class _Search:
                 self._take_if_exact(fused, ratios)
         rest = [fused] if fused is not None and self._base is self.plain else []
         noise, promising = self._promising(self._build_all(changes, rest))
-        if noise <= _MAX_NOISE:
-            self._choose_in_pairs(promising)
-        return noise
+        self._choose_in_pairs(promising)
+        return 0.0 if promising else noise
 
     def _build_all(self, changes: Sequence[Change], built: Sequence[_Built]) -> list[_Built]:
         """Add to what is built as many changes as there is time, and memory, to measure."""
@@ -327,11 +327,13 @@ class _Search:
         for item, ratios in compared:
             if (median := ratios.median(self._aim)) > 1 - _MIN_GAIN:
                 self._refuse(item, f"gains less than {_MIN_GAIN:.0%}")
+            elif noise > _MAX_NOISE and max(ratios.figures[self._aim]) > 1 - noise:
+                self._refuse(
+                    item, f"one round at least gains less than the noise of {noise:.0%}"
+                )
             elif not self._is_slower_somewhere(item, ratios, noise):
                 found.append((median, item))
         found.sort(key=lambda pair: pair[0])
-        if noise > _MAX_NOISE:
-            return noise, []
         return noise, [item for _, item in found if self._is_exact_enough(item)]
 
     def _choose_in_pairs(self, promising: Sequence[_Built]) -> None:
