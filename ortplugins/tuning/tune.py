@@ -425,7 +425,8 @@ class _Search:
         control = _Ratios.of(again, base)
         if control is None:
             raise MeasureError(base.failed or again.failed)
-        differences = [abs(ratio - 1) for ratio in control.figures[self._aim]]
+        equal = control.figures[self._aim]
+        differences = [1 - min(ratio, 1 / ratio) for ratio in equal]
         noise = 2 * statistics.median(differences) / math.sqrt(len(differences))
         compared = []
         for item, measured in zip(built, found, strict=True):
