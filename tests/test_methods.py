@@ -629,6 +629,10 @@ def test_a_ratio_shrinks_the_range_of_its_block_alone(is_symmetric):
     ("shape", "form", "message"),
     [
         ((4, 4), {"scale_type": "float64"}, "scale_type is 'float64'"),
+        ((4, 4), {"grid": "max"}, "grid is 'max'"),
+        ((4, 4), {"bits": 3}, "bits is 3"),
+        ((4, 4), {"block_size": 0}, "block_size is 0"),
+        ((4, 4), {"block_size": -2}, "block_size is -2"),
         ((32, 1), {"scale_type": "float16"}, "beyond 65504"),
         *(((*shape,), {}, "is expected") for shape in ((4,), (0, 4), (4, 0), (1, 2, 3))),
     ],
@@ -636,3 +640,9 @@ def test_a_ratio_shrinks_the_range_of_its_block_alone(is_symmetric):
 def test_what_cannot_be_rounded_raises(shape, form, message):
     with pytest.raises(ValueError, match=message):
         quantize_blocks(np.full(shape, 1e6, np.float32), BlockFormat(**form))
+
+
+def test_an_asymmetric_range_may_be_wider_than_float32():
+    weight = np.array([[3e38], [-3e38]], np.float32)
+    _, scales, _ = quantize_blocks(weight, BlockFormat(is_symmetric=False))
+    assert np.isfinite(scales).all()
