@@ -191,7 +191,7 @@ BECOMES = {
         feeds([(2, 3, 4)], [(1, 5, 4)]),
     ),
     # onnxruntime takes x[1, 3] with y[5, 3]: the sum has 5 rows.
-    "equal names are no proof": (
+    "equal names prove nothing": (
         """g (float[n, 3] x, float[n, 3] y) => (int64[k] o, int64 r) <int64 zero = {0}> {
         h = Add (x, y)  o = Shape (h)  r = Gather (o, zero) }""",
         ["o = Shape(h)", "r = Gather(Shape(h), 0)"],
@@ -279,7 +279,7 @@ BECOMES = {
         ["h = h", "o = Shape(x)"],
         feeds([(2, 3)]),
     ),
-    "the earliest is no input": (
+    "the earliest value is not an input": (
         """g (float[a, b] x) => (int64[k] o) {
         m = NonZero (x)  h = Cast <to = 1> (m)  i = Relu (h)  j = Exp (i)  o = Shape (j) }""",
         ["o = Shape(m)"],

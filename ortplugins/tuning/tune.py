@@ -74,7 +74,7 @@ _LIKE_PLAIN = 2.0
 _MIN_GAIN = 0.02
 # A gain that one round is enough to believe.
 _MUCH = 0.25
-# A start may gain by what makes runs slower, up to this; the table and the note tell.
+# A start may gain by what makes runs slower, up to this; table and note report it.
 _MAX_RUN_COST = 1.5
 # Where a session differs from itself by more, only what gains more than that in every round
 # is looked at again.
@@ -176,8 +176,8 @@ class _Search:
         if self._base is self.plain:
             return self.plain, f"{self.plain.change.name}; nothing gains"
         figures = ("start", "run") if self._aim == "start" else (self._aim,)
-        told = ", ".join(f"{_FIGURES[key]} {self._base_ratios[key]:.2f} x" for key in figures)
-        return self._base, f"{self._base.change.name}; {told}"
+        gains = [f"{_FIGURES[key]} {self._base_ratios[key]:.2f} x" for key in figures]
+        return self._base, f"{self._base.change.name}; {', '.join(gains)}"
 
     # Sessions.
 
