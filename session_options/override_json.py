@@ -15,10 +15,13 @@ overrides only to know which entry is its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
@@ -37,6 +40,7 @@ _QUANT_TYPES = {
     "UINT4": "QUInt4",
     "INT4": "QInt4",
 }
+_GREATEST = float(np.finfo(np.float32).max)
 
 
 def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
@@ -46,7 +50,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
         source: JSON text, or a dict of lists of dicts or of :class:`TensorOverride`. Types are
             names (``"QUInt16"``, ``"uint16"``), or members of onnxruntime's QuantType or
             onnx_ir's DataType; numbers may be numpy arrays of one element, consumers a list or
-            a set. None counts as left out.
+            a set. None counts as left out, and so does a tensor that nothing is asked for.
     """
     import onnx_ir as ir
 
@@ -105,7 +109,9 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 f"{where} is {_described(entries)}; a list of entries is expected, one per "
                 'tensor or one per channel: [{"quant_type": "QUInt16"}]'
             )
-        plain[name] = [_entry(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
+        found = [_entry(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
+        if found not in ([], [{}]):
+            plain[name] = found
     return plain
 
 
@@ -131,63 +137,34 @@ def _parsed(text: str) -> object:
 
 def _entry(entry: object, where: str, *, is_convert: bool = False) -> dict[str, Any]:
     if isinstance(entry, TensorOverride):
-        fields = dataclasses.fields(entry)
-        entry = {field.name: getattr(entry, field.name) for field in fields}
+        entry = dataclasses.asdict(entry)
     if not isinstance(entry, Mapping):
         raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
-    known = [*_READERS, "convert"]
-    for key in entry:
-        if key not in known:
-            hint = closest(str(key), known)
+    found = {}
+    for key, value in entry.items():
+        if key not in _READERS:
+            hint = closest(str(key), _READERS)
             raise OverrideError(f"{where}[{key!r}]: no such key: {hint}")
-    found = {
-        key: read(entry[key], f"{where}[{key!r}]")
-        for key, read in _READERS.items()
-        if entry.get(key) is not None
-    }
-    if (convert := entry.get("convert")) is not None:
-        if is_convert:
+        if is_convert and key == "convert" and value is not None:
             raise OverrideError(f"{where}['convert']: 'convert' holds another 'convert'")
-        found["convert"] = _entry(convert, f"{where}['convert']", is_convert=True)
-    return found
+        if value is not None:
+            found[key] = _READERS[key](value, f"{where}[{key!r}]")
+    return {key: found[key] for key in _READERS if key in found}
 
 
-def _number(value: Any, where: str) -> int | float:
-    """A number, or numpy's scalar or array of one."""
-    if not isinstance(value, int | float) and hasattr(value, "item"):
-        if getattr(value, "size", 1) != 1:
-            raise OverrideError(
-                f"{where} has {value.size} numbers; of a tensor quantised per channel, each "
-                "channel has its own entry in the list"
-            )
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise OverrideError(f"{where} is {_described(value)}; a number is expected")
-    return value
-
-
-def _float(value: object, where: str) -> float:
-    try:
-        number = float(_number(value, where))
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise OverrideError(f"{where} is {number}; a finite number is expected")
-    return number
-
-
-def _int(value: object, where: str) -> int:
-    number = _number(value, where)
-    if not isinstance(number, int):
-        raise OverrideError(f"{where} is {number}; an integer is expected")
-    return number
-
-
-def _bool(value: Any, where: str) -> bool:
-    # numpy.bool is not a bool
-    plain = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(plain, bool):
-        raise OverrideError(f"{where} is {_described(value)}; true or false is expected")
+def _scalar(value: Any, where: str, kind: type, noun: str) -> Any:
+    """A Python scalar, or numpy's scalar or array of one."""
+    if getattr(value, "size", 1) != 1:
+        raise OverrideError(
+            f"{where} has {value.size} numbers; of a tensor quantised per channel, each "
+            "channel has its own entry in the list"
+        )
+    plain = value.item() if hasattr(value, "item") else value
+    if kind is float and type(plain) in (int, float):
+        # The widest type that models store scales in.
+        plain = float(plain) if abs(plain) <= _GREATEST else math.inf
+    if type(plain) is not kind or plain == math.inf:
+        raise OverrideError(f"{where} is {_described(value)}; {noun} is expected")
     return plain
 
 
@@ -201,6 +178,10 @@ def _names(value: object, where: str) -> list[str]:
     return sorted(set(value))
 
 
+_float = functools.partial(_scalar, kind=float, noun="a finite float32")
+_int = functools.partial(_scalar, kind=int, noun="an integer")
+_bool = functools.partial(_scalar, kind=bool, noun="true or false")
+# In the order that canonical JSON has.
 _READERS: dict[str, Callable[[Any, str], Any]] = {
     # As onnxruntime's QuantType calls it.
     "quant_type": lambda value, where: _QUANT_TYPES[read_quant_type(value, where)],
@@ -212,6 +193,7 @@ _READERS: dict[str, Callable[[Any, str], Any]] = {
     "rmax": _float,
     "axis": _int,
     "recv_nodes": _names,
+    "convert": functools.partial(_entry, is_convert=True),
 }
 
 

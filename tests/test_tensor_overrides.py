@@ -63,7 +63,7 @@ def test_types_go_by_any_usual_name(spelling):
 def test_json_and_onnxruntimes_dict_read_alike():
     text = """{"a": [{"quant_type": "QUInt16", "scale": 0.5, "zero_point": 32768, "convert":
         {"quant_type": "QUInt8", "recv_nodes": ["C", "B"], "rmin": -1, "symmetric": false}}],
-        "b": [], "W": [{}]}"""
+        "b": [], "W": [{}], "V": [{"axis": null}]}"""
     theirs = {
         "quant_type": QuantType.QUInt8,
         "recv_nodes": {"B", "C"},
@@ -77,10 +77,10 @@ def test_json_and_onnxruntimes_dict_read_alike():
     convert = TensorOverride(UINT8, symmetric=False, rmin=-1.0, recv_nodes=nodes)
     expected = (TensorOverride(UINT16, 0.5, 32768, convert=convert),)
     assert read_overrides(text) == read_overrides({"a": [entry], "b": [], "W": [{}]})
-    assert read_overrides(text) == {"a": expected, "b": (), "W": (TensorOverride(),)}
+    assert read_overrides(text) == {"a": expected}
 
 
-_finite = st.floats(allow_nan=False, allow_infinity=False)
+_finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
 _plain_fields: dict[str, st.SearchStrategy[Any]] = {
     "quant_type": st.none() | st.sampled_from([UINT8, INT8, UINT16, INT16, ir.DataType.INT4]),
     "scale": st.none() | _finite,
@@ -97,9 +97,10 @@ _entries = st.builds(
     **_plain_fields,
     convert=st.none() | st.builds(TensorOverride, **_plain_fields),
 )
+_lists = st.lists(_entries, min_size=1, max_size=3).filter(lambda x: x != [TensorOverride()])
 
 
-@given(st.dictionaries(st.text(max_size=8), st.lists(_entries, max_size=3).map(tuple)))
+@given(st.dictionaries(st.text(max_size=8), _lists.map(tuple)))
 def test_what_is_written_reads_back(overrides):
     text = format_overrides(overrides)
     assert read_overrides(text) == overrides
@@ -129,15 +130,16 @@ class Colour(enum.Enum):
         ({"t": [{"quant_type": "float"}]}, "is 'float', no quantised type"),
         ({"t": [{"quant_type": Colour.RED}]}, "is 'RED', no quantised type"),
         ({"t": [{"quant_type": 4}]}, "is 4; a type's name is expected"),
-        ({"t": [{"scale": "0.1"}]}, "overrides['t'][0]['scale'] is str '0.1'; a number"),
-        ({"t": [{"scale": True}]}, "is bool True; a number is expected"),
-        ({"t": [{"scale": float("nan")}]}, "['scale'] is nan; a finite number is expected"),
-        ('{"t": [{"rmax": 1e999}]}', "['rmax'] is inf; a finite number is expected"),
-        ('{"t": [{"rmax": Infinity}]}', "['rmax'] is inf; a finite number is expected"),
-        ({"t": [{"scale": 10**400}]}, "['scale'] is inf; a finite number is expected"),
+        ({"t": [{"scale": "0.1"}]}, "overrides['t'][0]['scale'] is str '0.1'; a finite float"),
+        ({"t": [{"scale": True}]}, "is bool True; a finite float32 is expected"),
+        ({"t": [{"scale": float("nan")}]}, "['scale'] is float nan; a finite float32"),
+        ('{"t": [{"rmax": 1e999}]}', "['rmax'] is float inf; a finite float32"),
+        ('{"t": [{"rmax": Infinity}]}', "['rmax'] is float inf; a finite float32"),
+        ({"t": [{"rmax": 1e39}]}, "['rmax'] is float 1e+39; a finite float32"),
+        ({"t": [{"scale": 10**400}]}, "['scale'] is int 1000"),
         ({"t": [{"scale": np.ones(3)}]}, "has 3 numbers; of a tensor quantised per channel"),
-        ({"t": [{"zero_point": 1.5}]}, "['zero_point'] is 1.5; an integer is expected"),
-        ({"t": [{"axis": "0"}]}, "['axis'] is str '0'; a number is expected"),
+        ({"t": [{"zero_point": 1.5}]}, "['zero_point'] is float 1.5; an integer is expected"),
+        ({"t": [{"axis": "0"}]}, "['axis'] is str '0'; an integer is expected"),
         ({"t": [{"symmetric": 1}]}, "['symmetric'] is int 1; true or false is expected"),
         ({"t": [{"convert": {"recv_nodes": "Op6"}}]}, "is str 'Op6'; a list of node names"),
         ({"t": [{"convert": {"recv_nodes": [6]}}]}, "is list [6]; a list of node names"),
@@ -156,12 +158,9 @@ def test_what_is_no_override_is_refused_by_its_place(source, words):
 
 
 ACTIVATIONS = {
-    "conv1_out": Activation("conv1_out", UINT8, frozenset({"conv2", "skip_add"})),
-    "conv1_out_QuantizeLinear_Output": Activation(
-        "conv1_out", UINT8, frozenset({"conv2", "skip_add"})
-    ),
-    "conv2_out": Activation("conv2_out", UINT8, frozenset({"skip_add"})),
-    "lonely": Activation("lonely", None, frozenset()),
+    "conv1_out": Activation(UINT8, frozenset({"conv2", "skip_add"})),
+    "conv2_out": Activation(UINT8, frozenset({"skip_add"})),
+    "lonely": Activation(None, frozenset()),
 }
 INITIALIZERS = {"W": (8, 3, 3, 3)}
 NODES = {"conv1", "conv2", "skip_add", "relu"}
@@ -189,7 +188,6 @@ def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
 )
 def test_what_activations_take_passes(entry):
     check(conv1_out=entry)
-    check(conv1_out=entry, conv1_out_QuantizeLinear_Output=entry)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +218,10 @@ FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
     ("conv1_out", {"scale": 0, "zero_point": 0}, "'scale' is 0.0; it has to be"),
     ("conv1_out", {"scale": -0.1, "zero_point": 0}, "'scale' is -0.1"),
     ("conv1_out", {"scale": 1e-60, "zero_point": 0}, "'scale' is 1e-60"),
-    ("conv1_out", {"scale": 1e60, "zero_point": 0}, "'scale' is 1e+60"),
     ("conv1_out", {"scale": 0.1, "zero_point": 256}, "'zero_point' is 256, outside of"),
     ("conv1_out", {"quant_type": "int16", "scale": 0.1, "zero_point": 32768},
      "'zero_point' is 32768, outside of int16's range -32768..32767"),
     ("conv1_out", {"rmin": 2, "rmax": 1}, "'rmin' is 2.0, above 'rmax' 1.0"),
-    ("conv1_out", {"rmax": 1e39}, "'rmax' is 1e+39; it has to be a finite float32"),
     ("conv1_out", {"reduce_range": True}, "'reduce_range' is for initializers"),
     ("conv1_out", {"quant_type": "int4"}, "'quant_type' is int4; an activation"),
     ("conv1_out", {"quant_type": "QFLOAT8E4M3FN"}, "'quant_type' is float8e4m3fn"),
@@ -263,8 +259,8 @@ FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
     ("W", [{"axis": 1}, {"axis": 2}, {}], "entry 1: 'axis' differs"),
     ("W", [{"axis": 1}, {"symmetric": True}, {}], "entry 1: 'symmetric' differs"),
     ("W", [{"axis": 1, "scale": 1, "zero_point": 0}, {"scale": 1, "zero_point": 0}, {}],
-     "entry 2: 'scale' and 'zero_point' are given for all channels or for none"),
-    ("W", [{"axis": 1}, {"rmin": 0, "rmax": 1}, {}], "entry 1: 'rmin' and 'rmax' are given"),
+     "entry 2: 'scale' is given for all channels or for none"),
+    ("W", [{"axis": 1}, {"rmin": 0, "rmax": 1}, {}], "entry 1: 'rmin' is given for all"),
     ("W", [{"axis": 1, "rmin": 0}] * 3, "'rmin' and 'rmax' of channels come together"),
     ("W", [{"axis": 1}, {"scale": 0, "zero_point": 0}, {}], "entry 1: 'scale' is 0.0"),
 ]  # fmt: skip
@@ -288,14 +284,6 @@ def test_all_faults_are_told_at_once():
     lines = str(caught.value).splitlines()
     assert len(lines) == 11
     assert lines[-1] == "and more"
-
-
-def test_names_of_one_tensor_must_not_contradict_each_other():
-    with pytest.raises(OverrideError, match=r"both are names of\s+tensor 'conv1_out'"):
-        check(
-            conv1_out={"quant_type": "uint16"},
-            conv1_out_QuantizeLinear_Output={"quant_type": "int16"},
-        )
 
 
 CHAIN = """<ir_version: 8, opset_import: ["": 17]>
@@ -333,16 +321,9 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
     assert read_overrides(to_onnxruntime(overrides)) == overrides
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ({"scale": 1, "zero_point": 3}, "'zero_point' needs 'quant_type' beside it"),
-        ({"quant_type": "uint8", "scale": 1, "zero_point": 300}, "'zero_point': "),
-    ],
-)
-def test_a_zero_point_needs_its_type(entry, words):
-    with pytest.raises(OverrideError, match=words):
-        to_onnxruntime(read_overrides({"t": [entry]}))
+def test_a_zero_point_needs_its_type():
+    with pytest.raises(OverrideError, match="'zero_point' needs 'quant_type' beside it"):
+        to_onnxruntime(read_overrides({"t": [{"scale": 1, "zero_point": 3}]}))
 
 
 LONG = {
@@ -353,7 +334,7 @@ LONG = {
 def test_the_pass_keeps_canonical_json():
     entry = {"b": [{"rmax": 1, "quant_type": QuantType.QUInt16}], "a": []}
     made = MixedPrecisionBoundaries(overrides=entry)
-    assert made.overrides == '{"a": [], "b": [{"quant_type": "QUInt16", "rmax": 1.0}]}'
+    assert made.overrides == '{"b": [{"quant_type": "QUInt16", "rmax": 1.0}]}'
     spelt = ' {"b":[{"quant_type":"uint16","rmax":1}], "a":[]}'
     assert MixedPrecisionBoundaries(overrides=spelt) == made
     assert MixedPrecisionBoundaries(overrides={}) == MixedPrecisionBoundaries()

@@ -97,11 +97,17 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     overrides = _checked_overrides(model, graph, options, context)
     promote = _checked_promotions(model, graph, options, context)
     entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
+    called: dict[QuantizedTensor, str] = {}
     for name, override in overrides.items():
         for tensor in graph.by_name.get(name, ()):
-            entries[tensor, override.quant_type or tensor.grid.dtype] = override
-            if (convert := override.convert) is not None and convert.quant_type is not None:
-                entries[tensor, convert.quant_type] = convert
+            other = called.setdefault(tensor, name)
+            if overrides[other] != override:
+                raise OverrideError(
+                    f"overrides of {other!r} and {name!r} contradict each other: both are "
+                    f"names of tensor {tensor.name!r}; keep one"
+                )
+            for entry in filter(None, (override, override.convert)):
+                entries[tensor, entry.quant_type or tensor.grid.dtype] = entry
     groups = sharing_groups(graph)
     promoted = _wide_type(graph)
     if options.mode == "float":
@@ -211,11 +217,7 @@ def _checked_overrides(
     model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
 ) -> dict[str, TensorOverride]:
     """The overrides of activations; others get a remark."""
-    asked = {
-        name: entries
-        for name, entries in options.overrides.items()
-        if entries and entries != (TensorOverride(),)
-    }
+    asked = dict(options.overrides)
     if not asked:
         return {}
     activations = graph.activations()

@@ -218,7 +218,7 @@ class QuantizedGraph:
                 if not is_quantize_linear(node)
             )
             own = types.pop() if len(types) == 1 else None
-            found[name] = Activation(tensors[0].name, own, consumers)
+            found[name] = Activation(own, consumers)
         return found
 
 

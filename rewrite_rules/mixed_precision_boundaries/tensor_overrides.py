@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _ACTIVATION_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
-
-
 _INITIALIZER_TYPES = (*_ACTIVATION_TYPES, "UINT4", "INT4")
 _FOR_INITIALIZERS = "is for initializers, and it is an activation"
 _FOR_ACTIVATIONS = "is for activations, and it is an initializer"
@@ -38,14 +35,14 @@ _MISPLACED = {
     "convert": {
         "reduce_range": _FOR_INITIALIZERS,
         "axis": _FOR_INITIALIZERS,
-        "convert": "stands in another 'convert': a tensor has two types at most",
     },
     "initializer": {"convert": _FOR_ACTIVATIONS, "recv_nodes": _FOR_ACTIVATIONS},
 }
 # What a fixed scale and zero point leave no room for.
 _RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
-# What all channels of an initializer have in common.
+# What all channels of an initializer have in common, and what each has for itself.
 _COMMON_FIELDS = ("quant_type", "axis", "symmetric", "reduce_range")
+_CHANNEL_FIELDS = ("scale", "zero_point", "rmin", "rmax")
 _MAX_PROBLEMS = 10
 
 
@@ -83,18 +80,17 @@ class TensorOverride:
     recv_nodes: frozenset[str] | None = None
 
 
-# Per tensor: one entry, or one for each channel of an initializer.
+# Per tensor: one entry, or one for each channel of an initializer; those that ask for nothing
+# are left out.
 Overrides = Mapping[str, tuple[TensorOverride, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Activation:
+class Activation(NamedTuple):
     """A tensor that is, or will be, quantised per tensor, as overrides are checked against it.
 
     ``quant_type`` is that without an override, if known; Q and DQ are not among its consumers.
     """
 
-    name: str
     quant_type: ir.DataType | None
     consumers: frozenset[str]
 
@@ -120,14 +116,10 @@ def check_overrides(
             hint = did_you_mean(name, [*activations, *initializers])
             yield f"no tensor of that name is quantised in the model{hint}"
 
-    problems = itertools.chain(
-        (
-            f"override of tensor {name!r}: {problem}"
-            for name, entries in overrides.items()
-            if entries and entries != (TensorOverride(),)
-            for problem in problems_of(name, entries)
-        ),
-        _contradictions(overrides, activations),
+    problems = (
+        f"override of tensor {name!r}: {problem}"
+        for name, entries in overrides.items()
+        for problem in problems_of(name, entries)
     )
     # Looking for close matches takes its time: of a hundred stale names, no more than these.
     if found := list(itertools.islice(problems, _MAX_PROBLEMS + 1)):
@@ -198,26 +190,25 @@ def _initializer_problems(
             f"it has {len(entries)} entries, but axis {first.axis} of shape {list(shape)} has "
             f"{channels} channels: give one entry for each, or one for all"
         )
-    yield from _channel_problems(entries, len(shape))
-
-
-def _channel_problems(entries: tuple[TensorOverride, ...], rank: int) -> Iterator[str]:
-    """What channels have to share: types, and which parameters they give."""
-    first = entries[0]
     if (first.rmin is None) != (first.rmax is None):
         yield "'rmin' and 'rmax' of channels come together or not at all"
     for index, entry in enumerate(entries[1:], 1):
-        for field in _COMMON_FIELDS:
-            ours, theirs = getattr(entry, field), getattr(first, field)
-            if field == "axis" and ours is not None and theirs is not None:
-                ours, theirs = ours % rank, theirs % rank
-            if ours is not None and ours != theirs:
-                yield f"entry {index}: {field!r} differs from that of entry 0"
-        for pair in (("scale", "zero_point"), ("rmin", "rmax")):
-            given = [getattr(entry, field) is not None for field in pair]
-            if given != [getattr(first, field) is not None for field in pair]:
-                both = f"{pair[0]!r} and {pair[1]!r}"
-                yield f"entry {index}: {both} are given for all channels or for none"
+        for problem in _channel_problems(entry, first, len(shape)):
+            yield f"entry {index}: {problem}"
+
+
+def _channel_problems(
+    entry: TensorOverride, first: TensorOverride, rank: int
+) -> Iterator[str]:
+    """What channels have to share: types, and which parameters they give."""
+    for field in _COMMON_FIELDS:
+        ours, theirs = getattr(entry, field), getattr(first, field)
+        same = ours == theirs or (field == "axis" and (ours or 0) % rank == theirs % rank)
+        if ours is not None and not same:
+            yield f"{field!r} differs from that of entry 0"
+    for field in _CHANNEL_FIELDS:
+        if (getattr(entry, field) is None) != (getattr(first, field) is None):
+            yield f"{field!r} is given for all channels or for none"
 
 
 def _entry_problems(
@@ -245,7 +236,7 @@ def _entry_problems(
         fields = ", ".join(map(repr, beside))
         yield f"{fields} can't stand beside 'scale' and 'zero_point', which fix the range"
     # As float32, the widest type that models store scales in.
-    if entry.scale is not None and not 0 < _float32(entry.scale) < math.inf:
+    if entry.scale is not None and not np.float32(entry.scale) > 0:
         yield f"'scale' is {entry.scale}; it has to be a positive float32"
     if entry.zero_point is not None and quant_type is not None:
         low, high = quant_type.min, quant_type.max
@@ -254,32 +245,8 @@ def _entry_problems(
                 f"'zero_point' is {entry.zero_point}, outside of {_type_name(quant_type)}'s "
                 f"range {low}..{high}"
             )
-    for field in ("rmin", "rmax"):
-        if (end := getattr(entry, field)) is not None and not math.isfinite(_float32(end)):
-            yield f"{field!r} is {end}; it has to be a finite float32"
     if entry.rmin is not None and entry.rmax is not None and entry.rmin > entry.rmax:
         yield f"'rmin' is {entry.rmin}, above 'rmax' {entry.rmax}"
-
-
-def _contradictions(
-    overrides: Overrides, activations: Mapping[str, Activation]
-) -> Iterator[str]:
-    """Different entries for one tensor under two of its names."""
-    first: dict[str, str] = {}
-    for name in overrides:
-        if name not in activations:
-            continue
-        other = first.setdefault(activations[name].name, name)
-        if overrides[other] != overrides[name]:
-            yield (
-                f"overrides of {other!r} and {name!r} contradict each other: both are names "
-                f"of tensor {activations[name].name!r}; keep one"
-            )
-
-
-def _float32(number: float) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.float32(number))
 
 
 def _type_name(quant_type: ir.DataType | None) -> str:

@@ -166,7 +166,7 @@ def quantize_to_eight_bits(
     known: dict[str, Any] = dict(ranges)
     given: dict[str, list[dict[str, Any]]] = {}
     for name, entries in overrides.items():
-        if name not in initializers and entries:
+        if name not in initializers:
             entry = entries[0]
             known[name] = _fixed_range(entry, ranges.get(name), activation_type)
             if entry.quant_type in (None, activation_type):
@@ -304,32 +304,24 @@ def to_onnxruntime(
 
 
 def _fields(override: TensorOverride, real: npt.DTypeLike, what: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    quant_type = override.quant_type
-    if quant_type is not None:
+    fields: dict[str, Any] = {
+        field.name: value
+        for field in dataclasses.fields(override)
+        if (value := getattr(override, field.name)) is not None
+    }
+    if (quant_type := override.quant_type) is not None:
         fields["quant_type"] = _quant_type(quant_type)
-    if (zero_point := override.zero_point) is not None:
+    if override.zero_point is not None:
         if quant_type is None:
             raise OverrideError(f"{what}: 'zero_point' needs 'quant_type' beside it")
-        try:
-            # numpy has no type of 4 bits; ml_dtypes' wrap around silently.
-            wide = np.int8 if quant_type.name == "INT4" else np.uint8
-            code = np.array(
-                zero_point, wide if quant_type.bitwidth < 8 else quant_type.numpy()
-            )
-        except OverflowError as error:
-            raise OverrideError(f"{what}: 'zero_point': {error}") from None
-        fields["zero_point"] = code
-    for field in ("scale", "rmin", "rmax"):
-        if (number := getattr(override, field)) is not None:
-            fields[field] = np.array(number, real)
-    for field in ("symmetric", "reduce_range", "axis"):
-        if (value := getattr(override, field)) is not None:
-            fields[field] = value
+        # numpy has no type of 4 bits; ml_dtypes' wrap around silently.
+        wide = np.int8 if quant_type.name == "INT4" else np.uint8
+        dtype = wide if quant_type.bitwidth < 8 else quant_type.numpy()
+        fields["zero_point"] = np.array(override.zero_point, dtype)
+    for field in fields.keys() & {"scale", "rmin", "rmax"}:
+        fields[field] = np.array(fields[field], real)
     if override.convert is not None:
         fields["convert"] = _fields(override.convert, real, f"{what}, 'convert'")
-    if override.recv_nodes is not None:
-        fields["recv_nodes"] = set(override.recv_nodes)
     return fields
 
 
@@ -369,7 +361,7 @@ def converted_tensors(
     Only what the nearest nodes of each named tensor bring about; groups of operators that
     share a type may reach further.
     """
-    first = {name: entries[0] for name, entries in overrides.items() if entries}
+    first = {name: entries[0] for name, entries in overrides.items()}
     named = {*promote} | {
         name
         for name, entry in first.items()

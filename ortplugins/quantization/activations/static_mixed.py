@@ -262,9 +262,7 @@ def _check_names_given(
     """Check every name that the user gave, before samples are run."""
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     activations = {
-        value.name or "": Activation(
-            value.name or "", activation_type, frozenset(map(label, value.consumers()))
-        )
+        value.name or "": Activation(activation_type, frozenset(map(label, value.consumers())))
         for value in values
         if value.name not in graph.initializers
     }
@@ -343,7 +341,7 @@ def _for_graph(
     """What is left to do in the 8-bit graph, by the names that it has."""
     overrides: dict[str, tuple[TensorOverride, ...]] = {}
     for name, entries in wanted.overrides.items():
-        if name in initializers or not entries:
+        if name in initializers:
             continue
         entry = entries[0]
         if entry.quant_type in (None, activation_type):
