@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -120,6 +121,7 @@ class GroupTask:
     method: str  # "rtn" without statistics
     # The arrays of ActivationStatistics, or of PairedModels.statistics, by name.
     statistics: Mapping[str, TensorReference]
+    watched: str | None = None  # the key of these in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     # The process that hands out tasks, and limits its BLAS itself.
     coordinator: str = dataclasses.field(default_factory=this_process)
@@ -140,11 +142,11 @@ class WeightErrors:
     """How far a quantised weight is from its float one; NaN without tokens."""
 
     # Frobenius norm of the difference over the weight's, scales of channels taken out again.
-    weight: float
-    output: float  # the same of the products with the sampled tokens
+    weight: float = math.nan
+    output: float = math.nan  # the same of the products with the sampled tokens
     # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
     # where there are second moments H and another output to choose, else that of the sample.
-    added: float
+    added: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,14 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
-from ortplugins.quantization.methods.nearest import BlockFormat
+from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
+from ortplugins.quantization.weights.group import (
+    GroupResult,
+    GroupTask,
+    StoredCodes,
+    WeightErrors,
+)
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.sites import WeightSite, find_sites, readers_of
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
@@ -143,14 +149,16 @@ class QuantizeReport:
         return text
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Weight:
-    """A float weight in one form."""
+    """A float weight in one form, and its codes once it is quantised."""
 
     form: BlockFormat
-    method: str
+    method: str  # by which it gets its codes
     sites: list[WeightSite]  # the nodes that read it, all in the same orientation
     given: PackedWeight | None = None  # codes that are there already
+    # The codes that the model gets; before that is decided, others of more bits as well.
+    outputs: list[tuple[StoredCodes, WeightErrors]] = dataclasses.field(default_factory=list)
 
     @property
     def value(self) -> ir.Value:
@@ -172,14 +180,27 @@ class Weight:
         """Number of columns."""
         return self.sites[0].N
 
+    @property
+    def stored(self) -> StoredCodes:
+        """The codes that the model gets."""
+        return self.outputs[0][0]
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(eq=False)
 class Group:
-    """Weights of one K and method that share the scales of their input channels."""
+    """Weights of one K and method that share the scales of their input channels.
+
+    What became of it is there once it is quantised.
+    """
 
     weights: list[Weight]
     activations: list[ir.Value]  # empty without statistics
+    method: str  # "rtn" without statistics
     reason: str = ""  # why there are none
+    task: GroupTask = dataclasses.field(init=False)
+    channel_scales: Floats | None = None  # as in GroupResult
+    alpha: float = math.nan
+    folded: str = ""  # as in NodeReport
 
     @property
     def names(self) -> list[str]:
@@ -191,10 +212,18 @@ class Group:
         """Of all its weights."""
         return sum(weight.K * weight.N for weight in self.weights)
 
-    @property
-    def method(self) -> str:
-        """The method for these weights: ``rtn`` where there are no statistics."""
-        return self.weights[0].method if self.activations else "rtn"
+    def take_in(self, result: GroupResult) -> None:
+        """Note what became of the task."""
+        self.channel_scales, self.alpha = result.channel_scales, result.alpha
+        both = zip(self.task.weights, result.errors, strict=True)
+        for weight, (task, errors) in zip(self.weights, both, strict=True):
+            weight.method = self.method
+            weight.outputs = list(zip(task.outputs, errors, strict=True))
+
+    def uses(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
+        """Return where an activation meets the weights of the group."""
+        sites = (site for weight in self.weights for site in weight.sites)
+        return [(s.node, 1 - s.index) for s in sites if s.activation is activation]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -296,13 +325,15 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
     """
     groups: list[Group] = []
     alone = []
-    scaled = "scales" in METHODS[weights[0].method]
+    method = weights[0].method
+    scaled = "scales" in METHODS[method]
     for weight in weights:
         products = [site for site in weight.sites if site.activation is not None]
         watched = weight.sites if scaled or not products else products
         reasons = [site.no_statistics for site in watched if site.no_statistics]
         if reasons:
-            alone.append(Group([weight], [], reasons[0]))
+            weight.method = "rtn"
+            alone.append(Group([weight], [], "rtn", reasons[0]))
             continue
         activations = [site.activation for site in products if site.activation is not None]
         joined = [
@@ -311,19 +342,19 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
         found = [*(w for group in joined for w in group.weights), weight]
         activations = [*(a for group in joined for a in group.activations), *activations]
         place = groups.index(joined[0]) if joined else len(groups)
-        groups[place : place + 1] = [Group(found, list(dict.fromkeys(activations)))]
+        groups[place : place + 1] = [Group(found, list(dict.fromkeys(activations)), method)]
         groups = [group for group in groups if group not in joined]
     return groups + alone
 
 
-def reported(
-    plan: WeightPlan, recipe: Recipe, done: Mapping[Weight, Mapping[str, Any]]
-) -> QuantizeReport:
-    """Report a plan, with what became of each weight.
-
-    That is fields of :class:`NodeReport`, and ``"form"`` where it was not the weight's own.
-    """
-    weights = {site: w for group in plan.groups for w in group.weights for site in w.sites}
+def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
+    """Report a plan, with what became of each weight where it is quantised."""
+    weights = {
+        site: (group, weight)
+        for group in plan.groups
+        for weight in group.weights
+        for site in weight.sites
+    }
     counted: set[tuple[object, ...]] = set()
 
     def once(size: int, *what: object) -> int:
@@ -338,21 +369,29 @@ def reported(
             before = once(node.bytes_before, "float", node.weight)
             after = once(node.bytes_after, "kept", node.weight)
         else:
-            weight = weights[node]
-            form = done[weight].get("form", weight.form)
+            group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight.name)
-            after = once(_stored_bytes(recipe, weight, form), weight)
-            items = {key: item for key, item in done[weight].items() if key != "form"}
-            if weight.given is not None:
-                items["method"] = weight.given.method
-            node = _report(node, bits=form.bits, block_size=form.block_size, **items)
+            after = once(_stored_bytes(recipe, weight), weight)
+            errors = weight.outputs[0][1] if weight.outputs else WeightErrors()
+            node = _report(
+                node,
+                bits=weight.form.bits,
+                block_size=weight.form.block_size,
+                method=weight.given.method if weight.given else weight.method,
+                alpha=group.alpha,
+                folded=group.folded,
+                weight_error=errors.weight,
+                output_error=errors.output,
+                reason=group.reason,
+            )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
     return QuantizeReport(recipe.method, tuple(rows), tuple(plan.notes))
 
 
-def _stored_bytes(recipe: Recipe, weight: Weight, form: BlockFormat) -> int:
+def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     """Return the bytes that codes, scales and zero points take in the model."""
-    k, table = weight.K, form.stored_bytes(weight.K, weight.N)
+    k, form = weight.K, weight.form
+    table = form.stored_bytes(k, weight.N)
     size = fitting_block_size(form.bits, form.size_along(k), k)
     multiplied = any(site.activation is not None for site in weight.sites)
     if size is None or not (multiplied and recipe.fuses(table=weight.is_table)):

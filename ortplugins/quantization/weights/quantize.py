@@ -164,7 +164,7 @@ def quantize(
     plan = plan_weights(loaded.model, chosen, given)
     check_not_empty(plan, chosen)
     if dry_run:
-        return QuantizeResult(None, _expected(plan, chosen), None)
+        return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen, given)
@@ -360,19 +360,6 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
         for reason, count in reasons.items()
         if reason is not None
     ]
-
-
-def _expected(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
-    """Tell what would be done, and to how many bytes."""
-    rows = {
-        weight: {
-            "method": group.method,
-            "reason": group.reason if recipe.needs_statistics else "",
-        }
-        for group in plan.groups
-        for weight in group.weights
-    }
-    return reported(plan, recipe, rows)
 
 
 def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None:

@@ -103,9 +103,27 @@ class RunFolder:
         """Write statistics and return where they are."""
         return self._write(f"statistics-{key}", arrays, {})
 
-    def codes(self, key: str, task: GroupTask) -> GroupResult | None:
+    def codes_key(self, task: GroupTask) -> str:
+        """Return the key of the codes of a task, whatever its statistics are by now."""
+        recipe = task.recipe
+        return self.key(
+            method=task.method,
+            statistics=task.watched,
+            weights=[
+                (
+                    weight.name,
+                    weight.stored_k_last,
+                    weight.given and dataclasses.asdict(weight.given),
+                    [(dataclasses.asdict(o.form), o.k_last) for o in weight.outputs],
+                )
+                for weight in task.weights
+            ],
+            options=(recipe.alphas, recipe.clip_ratios, dataclasses.asdict(recipe.gptq)),
+        )
+
+    def codes(self, task: GroupTask) -> GroupResult | None:
         """Copy codes to where a task has space for them; None where there are none."""
-        found = self._read(f"codes-{key}")
+        found = self._read(f"codes-{self.codes_key(task)}")
         if found is None:
             return None
         references, more = found
@@ -116,7 +134,7 @@ class RunFolder:
         channel_scales = None if scales is None else np.array(scales.map())
         return GroupResult(errors, channel_scales, more["alpha"])
 
-    def keep_codes(self, key: str, task: GroupTask, result: GroupResult) -> None:
+    def keep_codes(self, task: GroupTask, result: GroupResult) -> None:
         """Write what a task has found."""
         if self._path is None:
             return
@@ -124,7 +142,8 @@ class RunFolder:
         if result.channel_scales is not None:
             arrays["channel_scales"] = result.channel_scales
         errors = [[dataclasses.astuple(e) for e in weight] for weight in result.errors]
-        self._write(f"codes-{key}", arrays, {"errors": errors, "alpha": result.alpha})
+        more = {"errors": errors, "alpha": result.alpha}
+        self._write(f"codes-{self.codes_key(task)}", arrays, more)
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
         if self._path is None:

@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
     ActivationStatistics,
@@ -46,7 +46,6 @@ from ortplugins.quantization.weights.group import (
     GroupResult,
     GroupTask,
     StoredCodes,
-    WeightErrors,
     WeightTask,
     one_blas_thread,
     quantize_group,
@@ -68,30 +67,7 @@ _MORE_BITS = 8
 # Of each activation: what errors are measured on. Searches look at the second moments.
 _SAMPLED_TOKENS = 128
 
-Batch = Mapping[str, ActivationStatistics]
-
-
-@dataclasses.dataclass(eq=False)
-class _Done:
-    """A group with what became of it."""
-
-    group: Group
-    task: GroupTask
-    result: GroupResult
-    # Of which weights the second output is taken.
-    more_bits: set[int] = dataclasses.field(default_factory=set)
-
-    def outputs(self) -> Iterator[tuple[Weight, StoredCodes, WeightErrors, bool]]:
-        """Yield each weight with its chosen output, and whether that has more bits."""
-        both = zip(self.group.weights, self.task.weights, self.result.errors, strict=True)
-        for index, (weight, task, errors) in enumerate(both):
-            more = index in self.more_bits
-            yield weight, task.outputs[more], errors[more], more
-
-    def uses(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
-        """Return where an activation meets the weights of the group."""
-        sites = (site for weight in self.group.weights for site in weight.sites)
-        return [(s.node, 1 - s.index) for s in sites if s.activation is activation]
+Statistics = dict[str, TensorReference]
 
 
 def quantize_graph(
@@ -119,7 +95,7 @@ def quantize_graph(
                 concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "quantize")
             )
             quantize, cores = _WithinMemory(max_memory), os.cpu_count() or 1
-        work = _Work(plan.model, recipe, scratch, calibration, run, executor, quantize, cores)
+        work = _Work(plan, recipe, scratch, calibration, run, executor, quantize, cores)
         first, second = plan.groups, []
         if calibration is not None and recipe.quantized_inputs:
             # With one place in the graph to quantise them at, and a method for it.
@@ -127,24 +103,20 @@ def quantize_graph(
             second = [group for group in alone if "gptq" in METHODS[group.method]]
             if not recipe.share_of_8_bits:  # which is decided by what a first round finds
                 first = [group for group in plan.groups if group not in second]
-        by_group: dict[Group, _Done] = {}
+
+        def rounds() -> Iterator[Group]:
+            yield from work.run(first)
+            if recipe.share_of_8_bits:
+                _choose_more_bits(first, recipe.share_of_8_bits)
+            if calibration is not None and second:
+                yield from work.run_in_order(second, PairedModels(plan.model, calibration))
+
         left = total = sum(group.elements for group in (*first, *second))
-
-        def take_in(rounds: Iterator[_Done]) -> None:
-            nonlocal left
-            for done in rounds:
-                by_group[done.group] = done
-                left -= done.group.elements
-                if progress is not None:
-                    progress(total - left, total, done.group.weights[0].sites[0].label)
-
-        take_in(work.run(first))
-        if recipe.share_of_8_bits:
-            _choose_more_bits([by_group[group] for group in first], recipe.share_of_8_bits)
-        if calibration is not None and second:
-            models = PairedModels(plan.model, calibration)
-            take_in(work.run_in_order(second, by_group, models))
-    return _rewrite(plan, recipe, [by_group[group] for group in plan.groups])
+        for group in rounds():
+            left -= group.elements
+            if progress is not None:
+                progress(total - left, total, group.weights[0].sites[0].label)
+    return _rewrite(plan, recipe)
 
 
 class _WithinMemory:
@@ -175,7 +147,7 @@ class _WithinMemory:
 class _Work:
     """Sends groups to an executor and collects what comes back."""
 
-    _model: ir.Model
+    _plan: WeightPlan
     _recipe: Recipe
     _scratch: Path
     _calibration: Calibration | None
@@ -189,63 +161,56 @@ class _Work:
         self._numbers = itertools.count()
         self._sources = ScratchWriter(self._scratch / "weights")
 
-    def run(self, groups: Sequence[Group]) -> Iterator[_Done]:
+    def run(self, groups: Sequence[Group]) -> Iterator[Group]:
         """Quantise groups: those with statistics batch by batch, then the others."""
-        left = dict.fromkeys(groups)
+        left = dict.fromkeys(groups, Statistics())
         if self._calibration is not None:
             requests = self._requests(groups)
             kept = self._kept_statistics(groups, requests)
             yield from self._batch(kept)
-            for group, _ in kept:
+            for group in kept:
                 del left[group]
             names = {name for group in left for name in group.names}
             wanted = [[r for r in together if r.name in names] for together in requests]
             wanted = [together for together in wanted if together]
-            for batch in collect(self._model, wanted, self._calibration) if wanted else ():
+            model = self._plan.model
+            for batch in collect(model, wanted, self._calibration) if wanted else ():
                 ready = [g for g in left if g.activations and g.names[0] in batch]
                 for group in ready:
                     del left[group]
                 writer = self._writer("statistics")
-                kept = [(group, self._statistics(group, batch, writer)) for group in ready]
+                found = {group: self._statistics(group, batch, writer) for group in ready}
                 del batch  # in files now
-                yield from self._batch(kept)
+                yield from self._batch(found)
                 writer.path.unlink(missing_ok=True)
-        yield from self._batch([(group, {}) for group in left])
+        yield from self._batch(left)
 
-    def run_in_order(
-        self, groups: Sequence[Group], found: Mapping[Group, _Done], models: PairedModels
-    ) -> Iterator[_Done]:
-        """Quantise groups of one activation each, for the inputs that those before leave.
-
-        ``found`` is what became of others, and in a first round of these.
-        """
-        fixed = [done for group, done in found.items() if group not in groups]
-        for done in fixed:
-            _replace_weights(models, done)
+    def run_in_order(self, groups: Sequence[Group], models: PairedModels) -> Iterator[Group]:
+        """Quantise groups of one activation each, for the inputs that those before leave."""
+        fixed = [group for group in self._plan.groups if group not in groups]
+        for group in fixed:
+            _replace_weights(models, group)
         # Codes depend on all of those before them.
         before: object = [
-            (self._codes_key(done.task, done.group), sorted(done.more_bits)) for done in fixed
+            (self._run.codes_key(group.task), [weight.form.bits for weight in group.weights])
+            for group in fixed
         ]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
-            forms = [weight.form for weight in group.weights]
-            if group in found:
-                forms = [stored.form for _, stored, *_ in found[group].outputs()]
-            weights = tuple(map(self._task, group.weights, forms))
-            task = GroupTask(weights, self._recipe, group.method, {}, self._cores)
             self._watched[group] = self._run.key(codes_before=before)
-            before = key = self._codes_key(task, group)
-            result = self._run.codes(key, task)
+            group.task = task = self._task(group, {}, self._cores)
+            before = self._run.codes_key(task)
+            result = self._run.codes(task)
             if result is None:
                 (request,) = self._requests([group])[0]
                 writer = self._writer("statistics")
                 statistics = models.statistics(request, writer)
-                watched = dataclasses.replace(task, statistics=statistics)
-                result = self._executor.submit(self._quantize, watched).result()
+                ready = dataclasses.replace(task, statistics=statistics)
+                result = self._executor.submit(self._quantize, ready).result()
                 writer.path.unlink()
-                self._run.keep_codes(key, task, result)
-            done = _Done(group, task, result)
-            _replace_weights(models, done)
-            yield done
+                self._run.keep_codes(task, result)
+            group.take_in(result)
+            _replace_weights(models, group)
+            yield group
 
     def _writer(self, kind: str) -> ScratchWriter:
         """Return the writer of a new file."""
@@ -275,11 +240,11 @@ class _Work:
 
     def _kept_statistics(
         self, groups: Sequence[Group], requests: Sequence[Sequence[ActivationRequest]]
-    ) -> list[tuple[Group, dict[str, TensorReference]]]:
+    ) -> dict[Group, Statistics]:
         """Return the groups whose statistics the run folder has; note the keys of all."""
         # What is kept of an activation depends on those that it is watched with.
         together = {request.name: each for each in requests for request in each}
-        found = []
+        found = {}
         for group in groups:
             if not group.activations:
                 continue
@@ -290,67 +255,51 @@ class _Work:
             )
             statistics = self._run.statistics(self._watched[group])
             if statistics is not None:
-                found.append((group, statistics))
+                found[group] = statistics
         return found
 
-    def _codes_key(self, task: GroupTask, group: Group) -> str:
-        recipe = self._recipe
-        return self._run.key(
-            method=task.method,
-            statistics=self._watched.get(group),
-            weights=[
-                (
-                    weight.name,
-                    weight.stored_k_last,
-                    weight.given and dataclasses.asdict(weight.given),
-                    [(dataclasses.asdict(o.form), o.k_last) for o in weight.outputs],
-                )
-                for weight in task.weights
-            ],
-            options=(recipe.alphas, recipe.clip_ratios, dataclasses.asdict(recipe.gptq)),
-        )
-
     def _statistics(
-        self, group: Group, batch: Batch, writer: ScratchWriter
-    ) -> dict[str, TensorReference]:
+        self, group: Group, batch: Mapping[str, ActivationStatistics], writer: ScratchWriter
+    ) -> Statistics:
         """Write a group's statistics for its workers."""
         given = pooled([batch[name] for name in group.names]).arrays()
         if self._run.keeps:
             return self._run.keep_statistics(self._watched[group], given)
         return {name: writer.append(array) for name, array in given.items()}
 
-    def _batch(
-        self, groups: Sequence[tuple[Group, dict[str, TensorReference]]]
-    ) -> Iterator[_Done]:
+    def _batch(self, groups: Mapping[Group, Statistics]) -> Iterator[Group]:
         """Quantise groups whose statistics are known; the largest first, or it comes last."""
-        groups = sorted(groups, key=lambda item: -item[0].elements)
-        futures: dict[Any, tuple[Group, GroupTask, str]] = {}
+        threads = max(1, self._cores // max(1, len(groups)))
+        futures: dict[concurrent.futures.Future[GroupResult], Group] = {}
         try:
-            for group, statistics in groups:
-                weights = tuple(map(self._task, group.weights))
-                method = group.method if statistics else "rtn"
-                threads = max(1, self._cores // len(groups))
-                task = GroupTask(weights, self._recipe, method, statistics, threads)
-                key = self._codes_key(task, group)
-                kept = self._run.codes(key, task)
+            for group in sorted(groups, key=lambda group: -group.elements):
+                group.task = self._task(group, groups[group], threads)
+                kept = self._run.codes(group.task)
                 if kept is None:
-                    futures[self._executor.submit(self._quantize, task)] = (group, task, key)
+                    futures[self._executor.submit(self._quantize, group.task)] = group
                 else:
-                    yield _Done(group, task, kept)
-            for future, (group, task, key) in futures.items():
+                    group.take_in(kept)
+                    yield group
+            for future, group in futures.items():
                 result = future.result()
-                self._run.keep_codes(key, task, result)
-                yield _Done(group, task, result)
+                self._run.keep_codes(group.task, result)
+                group.take_in(result)
+                yield group
         except BaseException:
             for future in futures:
                 future.cancel()
             concurrent.futures.wait(futures)
             raise
 
-    def _task(self, weight: Weight, decided: BlockFormat | None = None) -> WeightTask:
-        """Return the task of a weight in one form; two where that is yet to be decided."""
-        forms = [decided or weight.form]
-        if decided is None and self._recipe.share_of_8_bits and forms[0].bits < _MORE_BITS:
+    def _task(self, group: Group, statistics: Statistics, threads: int) -> GroupTask:
+        weights = tuple(map(self._weight_task, group.weights))
+        watched = self._watched.get(group)
+        return GroupTask(weights, self._recipe, group.method, statistics, watched, threads)
+
+    def _weight_task(self, weight: Weight) -> WeightTask:
+        """Return the task of a weight in one form; in two where that is yet to be decided."""
+        forms, undecided = [weight.form], self._recipe.share_of_8_bits and not weight.outputs
+        if undecided and weight.form.bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
         site, size = weight.sites[0], (weight.K, weight.N)
         k_last = self._recipe.quant_format != "QDQ" or weight.is_table
@@ -363,11 +312,11 @@ class _Work:
         return WeightTask(name, source, site.stored_k_last, weight.given, tuple(outputs))
 
 
-def _replace_weights(models: PairedModels, done: _Done) -> None:
+def _replace_weights(models: PairedModels, group: Group) -> None:
     """Have the quantised model compute with what became of a group."""
-    for weight, stored, *_ in done.outputs():
+    for weight in group.weights:
         for site in weight.sites:
-            restored = functools.partial(_restored, site, stored, done.result.channel_scales)
+            restored = functools.partial(_restored, site, weight.stored, group.channel_scales)
             models.replace(site.node.outputs[0].name or "", site.index, restored)
 
 
@@ -381,7 +330,7 @@ def _restored(
     return (weight.T if site.wanted_k_last else weight).astype(site.tensor.dtype.numpy())
 
 
-def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
+def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
     """Give more bits to weights that lose most error for each element, as far as they go.
 
     The error is tr(D^T H D), D = dequantised - W, H = X^T X / count: the square of what is
@@ -390,76 +339,66 @@ def _choose_more_bits(results: Sequence[_Done], share: float) -> None:
     passed over for smaller ones.
     """
     worth = []
-    for done in results:
-        for index, (weight, errors) in enumerate(
-            zip(done.group.weights, done.result.errors, strict=True)
-        ):
-            size = weight.K * weight.N
-            # One that was not measured, or has these bits already, gains nothing.
-            gain = errors[0].added if len(errors) > 1 else 0.0
-            worth.append((gain / size, size, done, index))
-    left = share * sum(size for _, size, *_ in worth)
-    for gain, size, done, index in sorted(worth, key=lambda item: -np.nan_to_num(item[0])):
+    for weight in (weight for group in groups for weight in group.weights):
+        size = weight.K * weight.N
+        # One that was not measured, or has these bits already, gains nothing.
+        gain = weight.outputs[0][1].added if len(weight.outputs) > 1 else 0.0
+        worth.append((gain / size, size, weight))
+    left = share * sum(size for _, size, _ in worth)
+    for gain, size, weight in sorted(worth, key=lambda item: -np.nan_to_num(item[0])):
         if gain > 0 and size <= left:
-            done.more_bits.add(index)
+            del weight.outputs[0]
+            weight.form, weight.method = weight.stored.form, "rtn"
             left -= size
 
 
-def _rewrite(plan: WeightPlan, recipe: Recipe, results: Sequence[_Done]) -> QuantizeReport:
+def _rewrite(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     """Put everything into the graph."""
     names = FreshNames(plan.model)
-    by_value = {w.value: stored for done in results for w, stored, *_ in done.outputs()}
-    divided, apart = _divide_activations(recipe, results, by_value, names)
+    weights = [weight for group in plan.groups for weight in group.weights]
+    by_value = {weight.value: weight.stored for weight in weights}
+    divided = _divide_activations(plan, recipe, by_value, names)
     writer = CodeWriter(names)
-    rows: dict[Weight, dict[str, Any]] = {}
-    for done in results:
-        row: dict[str, Any] = {"reason": done.group.reason}
-        if done.result.channel_scales is not None:
-            folded = apart.isdisjoint(done.group.activations)
-            row |= {"folded": "folded" if folded else "mul", "alpha": done.result.alpha}
-        for weight, stored, errors, more in done.outputs():
-            for divisor in divided[weight.value]:
-                # The codes stay.
-                stored_scales = stored.scales.map("r+")
-                stored_scales /= divisor[:, None] if stored.k_last else divisor
-            for site in weight.sites:
-                writer.read_through_dequantize(site, stored)
-            rows[weight] = row | {
-                "form": stored.form,
-                "method": "rtn" if more else done.task.method,
-                "weight_error": errors.weight,
-                "output_error": errors.output,
-            }
+    for weight in weights:
+        stored = weight.stored
+        for divisor in divided[weight.value]:
+            # The codes stay.
+            stored_scales = stored.scales.map("r+")
+            stored_scales /= divisor[:, None] if stored.k_last else divisor
+        for site in weight.sites:
+            writer.read_through_dequantize(site, stored)
     for value in by_value:
         drop_unused(value)
-    return reported(plan, recipe, rows)
+    return reported(plan, recipe)
 
 
 def _divide_activations(
+    plan: WeightPlan,
     recipe: Recipe,
-    results: Sequence[_Done],
     by_value: Mapping[ir.Value, StoredCodes],
     names: FreshNames,
-) -> tuple[dict[ir.Value, list[Floats]], set[ir.Value]]:
+) -> dict[ir.Value, list[Floats]]:
     """Divide activations by what their weights' rows were multiplied by.
 
-    Return what is to divide the output columns of weights that are quantised as well, and the
-    activations that a Mul of their own divides.
+    Return what is to divide the output columns of weights that are quantised as well.
     """
     divided: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
     found = []
     # All folds are looked for in the float graph, before any weight of it is replaced.
-    for done in results:
-        if (scales := done.result.channel_scales) is None:
+    for group in plan.groups:
+        if (scales := group.channel_scales) is None:
             continue
-        for activation in done.group.activations:
-            uses, folds = done.uses(activation), None
+        group.folded = "folded"
+        for activation in group.activations:
+            uses, folds = group.uses(activation), None
             if recipe.fold_scales:
                 folds = find_folds(activation, uses, scales)
             if folds and not all(_divisible(by_value.get(f.constant), scales) for f in folds):
                 folds = None
+            if folds is None:
+                group.folded = "mul"
             # An activation has its weights' type, whether or not the model says so.
-            dtype = done.group.weights[0].sites[0].tensor.dtype
+            dtype = group.weights[0].sites[0].tensor.dtype
             found.append((folds, activation, uses, scales, dtype))
     for folds, activation, uses, scales, dtype in found:
         if folds is None:
@@ -469,7 +408,7 @@ def _divide_activations(
                 divided[fold.constant].append(scales)
             else:
                 fold.constant.const_value = fold.quotient(scales)
-    return divided, {activation for folds, activation, *_ in found if folds is None}
+    return divided
 
 
 def _divisible(stored: StoredCodes | None, divisor: Floats) -> bool:
