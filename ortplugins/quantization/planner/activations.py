@@ -21,7 +21,7 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.planner.search import Plan, PlannerRun, Search, Unit
+from ortplugins.quantization.planner.search import Plan, Search, Unit
 from ortplugins.quantization.planner.switched_model import add_switches
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.nodes import is_quantize_linear
@@ -102,9 +102,9 @@ def plan_precision(
         raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
     limits = budget, max_16bit, "max_16bit"
     how = providers, max_calibration_memory, progress
-    with PlannerRun.start(model, data, work_dir, *limits, *how) as run:
-        infer_shapes(run.model)
-        instrumented = run.model.clone()
+    with Search.start(model, data, work_dir, *limits, *how) as search:
+        infer_shapes(search.model)
+        instrumented = search.model.clone()
         graph = QuantizedGraph(instrumented)
         places = _places(graph, instrumented.graph)
         # Before the graph is changed. Activations of one name are one, too.
@@ -129,24 +129,24 @@ def plan_precision(
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
             return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
 
-        def made(search: Search, chosen: tuple[str, ...]) -> ir.Model | None:
+        def made(chosen: tuple[str, ...]) -> ir.Model | None:
             asked = overrides(chosen)
-            rewritten, guilty = _rewritten(run.model, options, asked)
+            rewritten, guilty = _rewritten(search.model, options, asked)
             if not guilty:
                 return rewritten
             stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
             search.ban(guilty)
             return None
 
-        search, figures = run.search(
-            run.switched(instrumented, names),
+        figures = search.run(
+            search.switched(instrumented, names),
             units,
             made,
             cost=len(graph.tensors),
             of=f"{len(graph.tensors)} activations promoted",
             reference=None
             if reference is None
-            else run.switched(load_model(reference, map_inline=True).model).values(),
+            else search.switched(load_model(reference, map_inline=True).model).values(),
             implied=implied,
         )
     promoted = search.promoted_names()

@@ -99,153 +99,24 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(eq=False)
 class Search:
     """Promotes units one after the other, and measures.
 
     Attributes:
-        ranking: All units, the worst first.
-        curve: A point for each step forward.
-        now: Deviation with what is promoted.
+        model: As it was given, with its weights where they were.
+        calibration: Samples, and what it takes to run them.
     """
 
-    def __init__(
-        self,
-        switched: SwitchedModel,
-        units: Sequence[Unit],
-        progress: Progress,
-        implied: Callable[[Collection[str]], Collection[str]],
-        limit: int | None,
-    ) -> None:
-        """Rank the units; the model's own outputs with all switches off are its reference."""
-        self._switched, self._progress = switched, progress
-        self._implied, self._limit = implied, limit
-        switched.refer_to(switched.values())
-        measured = []
-        for done, unit in enumerate(units):
-            progress(done, len(units), f"ranking {unit.names[0]}")
-            error = switched.compare(switched.values(unit.switches)).error
-            measured.append(dataclasses.replace(unit, error=error))
-        self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
-        self._ordered = sorted(measured, key=lambda unit: -unit.error / unit.cost)
-        self._unit_of = {name: unit for unit in measured for name in unit.names}
+    model: ir.Model
+    calibration: Calibration
+    _budget: float | None  # cosine to reach; None: promote as many as the limit allows
+    _limit: float | None  # in the units' cost (int), or as a share of all (float)
+    _option: str  # what messages call the limit
+
+    def __post_init__(self) -> None:
         self._banned: set[Unit] = set()
         self._promoted: tuple[Unit, ...] = ()
-        self.curve: list[CurvePoint] = []
-
-    def start(self, budget: float | None) -> None:
-        """Measure the model against the reference that it has now; refuse what is too much."""
-        self.now = self._measured(())
-        self.curve.append(CurvePoint(0, (), self.now))
-        if budget is None or self._limit is not None:
-            return
-        best = self._measured(self._ordered)
-        if best.cosine < budget:
-            raise QuantizationError(
-                f"a cosine of {budget:.6g} can't be reached: it is {self.now.cosine:.6g} now "
-                f"and {best.cosine:.6g} with all {_count(self._ordered)} promoted; the rest "
-                "comes from what can't be"
-            )
-
-    def promoted_names(self) -> tuple[str, ...]:
-        """Return the names of what is promoted."""
-        return tuple(name for unit in self._promoted for name in unit.names)
-
-    def grow(self, wanted: float | None) -> None:
-        """Promote until the wanted cosine or the limit is reached, or nothing is left."""
-        while (wanted is None or self.now.cosine < wanted) and (
-            candidates := self.candidates()
-        ):
-            most = self._limit or _cost(self._ordered)
-            self._progress(_cost(self._promoted), most, "promoting")
-            chosen = candidates[0]
-            if len(candidates) > 1:
-                chosen = max(candidates, key=self._gain)
-            added = [unit for unit in chosen if unit not in self._promoted]
-            self._set(chosen)
-            names = tuple(name for unit in added for name in unit.names)
-            self.curve.append(CurvePoint(_count(chosen), names, self.now))
-
-    def prune(self, wanted: float | None) -> None:
-        """Put back what is not needed for the wanted cosine, or adds no error where it is."""
-        reached = wanted is not None and self.now.cosine >= wanted
-        for unit in sorted(self._promoted, key=lambda unit: unit.error):
-            rest = self._closed(item for item in self._promoted if item is not unit)
-            if len(rest) >= len(self._promoted):
-                continue  # the others imply it
-            self._progress(
-                _count(rest), _count(self._promoted), "looking for what is needless"
-            )
-            without = self._measured(rest)
-            if (
-                without.cosine >= wanted
-                if reached and wanted is not None
-                else without.error <= self.now.error
-            ):
-                self._set(rest)
-
-    def ban(self, names: Collection[str]) -> None:
-        """Take back units for good."""
-        self._banned |= {self._unit_of[name] for name in names}
-        self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
-
-    def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
-        """Add what is implied."""
-        closed = dict.fromkeys(units)
-        implied = self._implied([name for unit in closed for name in unit.names])
-        found = (self._unit_of.get(name) for name in implied)
-        closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
-        return tuple(closed)
-
-    def candidates(self) -> list[tuple[Unit, ...]]:
-        """What may be promoted next, all that is promoted included; a few of equal rank."""
-        promoted = set(self._promoted)
-        left = (u for u in self._ordered if u not in promoted and u not in self._banned)
-        found: list[tuple[float, tuple[Unit, ...]]] = []
-        for unit in left:
-            if len(found) == _CLOSED:
-                break
-            closed = self._closed([*self._promoted, unit])
-            if self._limit is None or _cost(closed) <= self._limit:
-                added = [item for item in closed if item not in promoted]
-                worth = sum(item.error for item in added) / _cost(added)
-                found.append((worth, closed))
-        found.sort(key=lambda item: -item[0])
-        return [
-            closed for worth, closed in found[:_LOOK_AHEAD] if worth >= _NEAR * found[0][0]
-        ]
-
-    def _gain(self, units: Sequence[Unit]) -> float:
-        """How much error goes for what is added."""
-        added = _cost(units) - _cost(self._promoted)
-        return (self.now.error - self._measured(units).error) / added
-
-    def _measured(self, promoted: Iterable[Unit]) -> Deviation:
-        off = {switch for unit in promoted for switch in unit.switches}
-        on = frozenset(self._switched.switches) - off
-        return self._switched.compare(self._switched.values(on))
-
-    def _set(self, promoted: tuple[Unit, ...]) -> None:
-        self._promoted = promoted
-        self.now = self._measured(promoted)
-
-
-def _cost(units: Iterable[Unit]) -> int:
-    return sum(unit.cost for unit in units)
-
-
-def _count(units: Iterable[Unit]) -> int:
-    return sum(len(unit.names) for unit in units)
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannerRun:
-    """What ends the search of one plan, and what all its measurements use."""
-
-    model: ir.Model  # as it was given, with its weights where they were
-    calibration: Calibration
-    budget: float | None  # cosine to reach; None: promote as many as the limit allows
-    limit: float | None  # in the units' cost (int), or as a share of all (float)
-    option: str  # what messages call the limit
 
     @classmethod
     @contextlib.contextmanager
@@ -260,7 +131,7 @@ class PlannerRun:
         providers: Sequence[Any],
         max_memory: int,
         progress: Progress | None,
-    ) -> Iterator[PlannerRun]:
+    ) -> Iterator[Search]:
         """Check what a user gave; load the model and its samples."""
         if budget is None and limit is None:
             raise QuantizationError(f"give a budget, {option} or both")
@@ -290,57 +161,164 @@ class PlannerRun:
         """Open a session on a model, which is taken over."""
         return SwitchedModel(model, switches, self.calibration)
 
-    def search(
+    def run(
         self,
         switched: SwitchedModel,
         units: Sequence[Unit],
-        made: Callable[[Search, tuple[str, ...]], ir.Model | None],
+        made: Callable[[tuple[str, ...]], ir.Model | None],
         *,
         cost: int,
         of: str,
         reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
         implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
-    ) -> tuple[Search, dict[str, Any]]:
+    ) -> dict[str, Any]:
         """Promote, take back what is needless and measure, until the budget is met.
 
         ``made`` makes a model with the promoted names, or bans some of them and returns None;
         ``cost`` is that of all candidates, ``of`` what messages call them ("5 activations
         promoted"); names are ``implied`` that have more bits as soon as others have. The
-        reference is the model with all switches off by default. Return the search, and the
-        fields of a :class:`Plan`.
+        reference is the model with all switches off by default. Return the fields of a
+        :class:`Plan`.
         """
-        budget, limit = self.budget, self.limit
-        most = math.floor(limit * cost) if isinstance(limit, float) else limit
-        search = Search(switched, units, self.calibration.progress, implied, most)
+        self._switched, self._implied = switched, implied
+        budget, limit = self._budget, self._limit
+        self._most = math.floor(limit * cost) if isinstance(limit, float) else limit
+        switched.refer_to(switched.values())
+        measured = []
+        for done, unit in enumerate(units):
+            self.calibration.progress(done, len(units), f"ranking {unit.names[0]}")
+            error = switched.compare(switched.values(unit.switches)).error
+            measured.append(dataclasses.replace(unit, error=error))
+        self._ordered = sorted(measured, key=lambda unit: -unit.error / unit.cost)
+        self._unit_of = {name: unit for unit in measured for name in unit.names}
         if reference is not None:
             switched.refer_to(reference)
-        search.start(budget)
+        before = self._now = self._measured(())
+        self._curve = [CurvePoint(0, (), before)]
+        if budget is not None and self._most is None:
+            best = self._measured(self._ordered)
+            if best.cosine < budget:
+                raise QuantizationError(
+                    f"a cosine of {budget:.6g} can't be reached: it is {before.cosine:.6g} "
+                    f"now and {best.cosine:.6g} with all {_count(self._ordered)} promoted; "
+                    "the rest comes from what can't be"
+                )
         wanted, notes = budget, list[str]()
         while True:
-            search.grow(wanted)
-            search.prune(wanted)
-            names = search.promoted_names()
-            model = made(search, names)
+            self._grow(wanted)
+            self._prune(wanted)
+            names = self.promoted_names()
+            model = made(names)
             if model is None:
                 continue
             after = switched.compare(self.switched(model).values())
             if wanted is None or budget is None or after.cosine >= budget:
                 break
-            if not search.candidates():
+            if not self._candidates():
                 text = (
                     f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
                     f"{len(names)} of {of}"
                 )
-                if most is None:
+                if self._most is None:
                     raise QuantizationError(text)
-                notes.append(f"{text}, as many as {self.option} allows")
+                notes.append(f"{text}, as many as {self._option} allows")
                 break
             # What is made is less exact than its simulation by so much.
-            wanted = search.now.cosine + (budget - after.cosine) + 1e-6
-        return search, {
-            "ranking": search.ranking,
-            "curve": tuple(search.curve),
-            "before": search.curve[0].deviation,
+            wanted = self._now.cosine + (budget - after.cosine) + 1e-6
+        return {
+            "ranking": tuple(sorted(measured, key=lambda unit: -unit.error)),
+            "curve": tuple(self._curve),
+            "before": before,
             "after": after,
             "notes": tuple(notes),
         }
+
+    def promoted_names(self) -> tuple[str, ...]:
+        """Return the names of what is promoted."""
+        return tuple(name for unit in self._promoted for name in unit.names)
+
+    def _grow(self, wanted: float | None) -> None:
+        """Promote until the wanted cosine or the limit is reached, or nothing is left."""
+        while (wanted is None or self._now.cosine < wanted) and (
+            candidates := self._candidates()
+        ):
+            most = self._most or _cost(self._ordered)
+            self.calibration.progress(_cost(self._promoted), most, "promoting")
+            chosen = candidates[0]
+            if len(candidates) > 1:
+                chosen = max(candidates, key=self._gain)
+            added = [unit for unit in chosen if unit not in self._promoted]
+            self._set(chosen)
+            names = tuple(name for unit in added for name in unit.names)
+            self._curve.append(CurvePoint(_count(chosen), names, self._now))
+
+    def _prune(self, wanted: float | None) -> None:
+        """Put back what is not needed for the wanted cosine, or adds no error where it is."""
+        reached = wanted is not None and self._now.cosine >= wanted
+        for unit in sorted(self._promoted, key=lambda unit: unit.error):
+            rest = self._closed(item for item in self._promoted if item is not unit)
+            if len(rest) >= len(self._promoted):
+                continue  # the others imply it
+            self.calibration.progress(
+                _count(rest), _count(self._promoted), "looking for what is needless"
+            )
+            without = self._measured(rest)
+            if (
+                without.cosine >= wanted
+                if reached and wanted is not None
+                else without.error <= self._now.error
+            ):
+                self._set(rest)
+
+    def ban(self, names: Collection[str]) -> None:
+        """Take back units for good."""
+        self._banned |= {self._unit_of[name] for name in names}
+        self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
+
+    def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
+        """Add what is implied."""
+        closed = dict.fromkeys(units)
+        implied = self._implied([name for unit in closed for name in unit.names])
+        found = (self._unit_of.get(name) for name in implied)
+        closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
+        return tuple(closed)
+
+    def _candidates(self) -> list[tuple[Unit, ...]]:
+        """What may be promoted next, all that is promoted included; a few of equal rank."""
+        promoted = set(self._promoted)
+        left = (u for u in self._ordered if u not in promoted and u not in self._banned)
+        found: list[tuple[float, tuple[Unit, ...]]] = []
+        for unit in left:
+            if len(found) == _CLOSED:
+                break
+            closed = self._closed([*self._promoted, unit])
+            if self._most is None or _cost(closed) <= self._most:
+                added = [item for item in closed if item not in promoted]
+                worth = sum(item.error for item in added) / _cost(added)
+                found.append((worth, closed))
+        found.sort(key=lambda item: -item[0])
+        return [
+            closed for worth, closed in found[:_LOOK_AHEAD] if worth >= _NEAR * found[0][0]
+        ]
+
+    def _gain(self, units: Sequence[Unit]) -> float:
+        """How much error goes for what is added."""
+        added = _cost(units) - _cost(self._promoted)
+        return (self._now.error - self._measured(units).error) / added
+
+    def _measured(self, promoted: Iterable[Unit]) -> Deviation:
+        off = {switch for unit in promoted for switch in unit.switches}
+        on = frozenset(self._switched.switches) - off
+        return self._switched.compare(self._switched.values(on))
+
+    def _set(self, promoted: tuple[Unit, ...]) -> None:
+        self._promoted = promoted
+        self._now = self._measured(promoted)
+
+
+def _cost(units: Iterable[Unit]) -> int:
+    return sum(unit.cost for unit in units)
+
+
+def _count(units: Iterable[Unit]) -> int:
+    return sum(len(unit.names) for unit in units)

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.search import Plan, PlannerRun, Unit
+from ortplugins.quantization.planner.search import Plan, Search, Unit
 from ortplugins.quantization.planner.switched_model import add_weight_switch
 from ortplugins.quantization.weights.plan import QuantizeReport
 from ortplugins.quantization.weights.quantize import quantize
@@ -84,8 +84,8 @@ def plan_bits(
     """
     limits = budget, max_8bit, "max_8bit"
     how = providers, max_calibration_memory, progress
-    with PlannerRun.start(model, data, work_dir, *limits, *how) as run:
-        samples = run.calibration.samples
+    with Search.start(model, data, work_dir, *limits, *how) as search:
+        samples = search.calibration.samples
         samples.read_all()
         report = QuantizeReport("")
 
@@ -93,12 +93,12 @@ def plan_bits(
             nonlocal report
             chosen: Any = {"method": "rtn", "bits": _FEW} | settings | planned
             result = quantize(
-                run.model,
+                search.model,
                 node_config={name: {"bits": _MANY} for name in names},
                 calibration_data_reader=None if chosen["method"] == "rtn" else samples,
                 calibration_providers=providers,
                 max_calibration_memory=max_calibration_memory,
-                work_dir=run.calibration.scratch,
+                work_dir=search.calibration.scratch,
                 **chosen,
             )
             report = result.report
@@ -110,17 +110,17 @@ def plan_bits(
         many, few = (quantized((), method="rtn", bits=bits, **plain) for bits in (_MANY, _FEW))
         nodes = len(report.quantized)
         units = _with_switches(few, many, report, isinstance(max_8bit, int))
-        switched = run.switched(few, [switch for unit in units for switch in unit.switches])
-        search, figures = run.search(
+        switched = search.switched(few, [switch for unit in units for switch in unit.switches])
+        figures = search.run(
             switched,
             units,
-            lambda search, names: quantized(names),
+            quantized,
             cost=sum(unit.cost for unit in units),
             of=f"{nodes} nodes at {_MANY} bits",
-            reference=run.switched(run.model.clone()).values(),
+            reference=search.switched(search.model.clone()).values(),
         )
         final = report
-        before = switched.compare(run.switched(quantized(())).values())
+        before = switched.compare(search.switched(quantized(())).values())
     return BitsPlan(
         **figures | {"before": before},
         node_config={name: {"bits": _MANY} for name in search.promoted_names()},
