@@ -105,7 +105,6 @@ def quantize(
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins.quantization import quantize
-    from ortplugins.quantization.weights.quantize import Stages
     from ortplugins.quantization.weights.recipe import read_recipe
     from ortplugins.samples.text import TextSamples
 
@@ -119,11 +118,7 @@ def quantize(
     given |= {"is_symmetric": False} if asymmetric else {}
     chosen = read_recipe(recipe).with_settings(given)
     _refuse_ignored(context, needs_samples=chosen.needs_statistics)
-    # What an evaluation takes beside the rest, as measured on SmolLM2-135M.
-    costs = {"quantise": 4.0 if chosen.needs_statistics else 0.1}
-    costs["evaluate"] = float(isinstance(source, TextSamples))
     with progress_bar() as bar, _executor(scheduler) as executor:
-        stages = Stages(bar, costs)
         result = quantize(
             model,
             output,
@@ -137,7 +132,7 @@ def quantize(
             work_dir=work_dir,
             run_folder=run_folder,
             dry_run=dry_run,
-            progress=stages.of("quantise"),
+            progress=bar,
         )
     if format == "text":  # before the evaluation, which may be interrupted
         _print(result.report, verbose or dry_run)

@@ -175,7 +175,7 @@ def quantize(
         place = beside if work_dir is None else os.path.abspath(work_dir)
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration, run = None, NOTHING_KEPT
-        stages = Stages(progress, _costs(plan, chosen))
+        stages = _Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
             calibration = Calibration(
@@ -225,7 +225,7 @@ def quantize(
     return QuantizeResult(target, report, same_kind(model, loaded.model))
 
 
-class Stages:
+class _Stages:
     """One progress for all stages of a run, by time; they may take turns, or be left out."""
 
     def __init__(self, show: Progress | None, costs: Mapping[str, float]) -> None:
