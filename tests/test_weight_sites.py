@@ -20,13 +20,12 @@ K, N = 12, 5
 def found(text: str, weights: dict[str, np.ndarray], *op_types: str) -> dict[str, object]:
     """What is found at each node: ``(index, weight, K, N, stored_k_last)``, or the refusal."""
     answers: dict[str, object] = {}
-    for item in find_sites(model_of(text, weights), op_types or ("MatMul", "Gemm")):
+    for node, item in find_sites(model_of(text, weights), op_types or ("MatMul", "Gemm")):
         if isinstance(item, WeightSite):
             weight = item.weight.name
             answers[item.label] = (item.index, weight, item.K, item.N, item.stored_k_last)
         else:
-            node, reason = item
-            answers[node.name or node.outputs[0].name] = reason
+            answers[node.name or node.outputs[0].name] = item
     return answers
 
 

@@ -202,7 +202,8 @@ def quantize(
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
     source = load_model(onnx_path).model
-    sites = [s for s in find_sites(source, options["op_types"]) if isinstance(s, WeightSite)]
+    found = (site for _, site in find_sites(source, options["op_types"]))
+    sites = [site for site in found if isinstance(site, WeightSite)]
     products = [site.label for site in sites if site.activation is not None]
     rules = [
         Rule(":table", block_size=kwargs.get("gather_block_size", 32), optional=True),

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -227,85 +227,76 @@ def insert_mul(
         reader.replace_input_with(index, scaled)
 
 
-class CodeWriter:
-    """Gives nodes of a model quantised weights to read; each weight is put in once."""
-
-    def __init__(self, names: FreshNames) -> None:
-        self._names = names
-        self._dequantized: dict[StoredCodes, ir.Value] = {}
-        self._transposed: dict[StoredCodes, ir.Value] = {}
-
-    def read_through_dequantize(self, site: WeightSite, stored: StoredCodes) -> None:
-        """Have a node read a quantised weight instead of its float one.
-
-        The first node of a weight has to be the first in the graph.
-        """
-        if stored not in self._dequantized:
-            self._dequantized[stored] = self._dequantize(stored, site)
-        value = self._dequantized[stored]
+def read_through_dequantize(
+    sites: Sequence[WeightSite], stored: StoredCodes, names: FreshNames
+) -> None:
+    """Have all nodes of a weight, in the graph's order, read its codes instead."""
+    value, transposed = _dequantize(stored, sites[0], names), None
+    for site in sites:
+        read = value
         if stored.k_last != site.wanted_k_last:
             if site.node.op_type in ("Gemm", "FusedMatMul") and site.index == 1:
                 flipped = 1 - int_attribute(site.node, "transB", 0)
                 site.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
             else:
-                if stored not in self._transposed:
-                    self._transposed[stored] = self._transpose(value)
-                value = self._transposed[stored]
-        site.node.replace_input_with(site.index, value)
+                read = transposed = transposed or _transpose(value, names)
+        site.node.replace_input_with(site.index, read)
         _unfuse(site.node)
 
-    def _dequantize(self, stored: StoredCodes, site: WeightSite) -> ir.Value:
-        """Put in a DequantizeLinear ahead of a node; return its output."""
-        producer = site.weight.producer()
-        graph = site.weight.graph if producer is None else producer.graph
-        assert isinstance(graph, ir.Graph)
-        form, axis = stored.form, int(stored.k_last)
-        code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
-        real, half = site.tensor.dtype, ir.DataType.FLOAT16
-        scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
-        shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
-        # A weight with one scale per column has no blocks.
-        by_column = form.block_size == -1
-        grid = (stored.N,) if by_column else stored.scales.shape
-        base = f"{site.weight.name}.{code.name.lower()}_block{form.block_size}"
-        base = self._names.take(f"{base}_transposed" if stored.k_last else base)
-        tensors: list[ir.TensorProtocol] = [
-            _in_file(stored.codes, code, shape, base),
-            _in_file(stored.scales, scale_type, grid, self._names.take(f"{base}_scales")),
-        ]
-        if stored.zero_points is not None:
-            numbers = np.ascontiguousarray(stored.zero_points.map()).reshape(-1)
-            name = self._names.take(f"{base}_zero_points")
-            packed = pack_rows(numbers, form.bits)
-            tensors.append(
-                ir.Tensor(packed.reshape(grid), dtype=code, name=name)
-                if form.bits == 8
-                else ir.PackedTensor(packed, code, shape=ir.Shape(grid), name=name)
-            )
-        inputs = [new_initializer(graph, tensor) for tensor in tensors]
-        # A reader in a subgraph of If or Loop sees what comes before that node.
-        first = site.node if site.node.graph is graph else graph[0]
-        if scale_type is not real:
-            name = self._names.take(f"{base}_scales.{real.name.lower()}")
-            cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)
-            graph.insert_before(first, cast)
-            inputs[1] = described(cast, real, ir.Shape(grid))
-        attributes = {"axis": 1 - axis}
-        if not by_column:
-            attributes = {"axis": axis, "block_size": form.block_size}
-        name = self._names.take(f"{base}.dequantized")
-        node = ir.node("DequantizeLinear", inputs, attributes, name=name)
-        graph.insert_before(first, node)
-        return described(node, real, ir.Shape(shape))
 
-    def _transpose(self, value: ir.Value) -> ir.Value:
-        name = self._names.take(f"{value.name}.T")
-        node = ir.node("Transpose", [value], {"perm": [1, 0]}, name=name)
-        producer = value.producer()
-        assert producer is not None and isinstance(producer.graph, ir.Graph)
-        assert value.dtype is not None and value.shape is not None
-        producer.graph.insert_after(producer, node)
-        return described(node, value.dtype, ir.Shape(value.shape.numpy()[::-1]))
+def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.Value:
+    """Put in a DequantizeLinear ahead of a node; return its output."""
+    producer = site.weight.producer()
+    graph = site.weight.graph if producer is None else producer.graph
+    assert isinstance(graph, ir.Graph)
+    form, axis = stored.form, int(stored.k_last)
+    code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
+    real, half = site.tensor.dtype, ir.DataType.FLOAT16
+    scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
+    shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
+    # A weight with one scale per column has no blocks.
+    by_column = form.block_size == -1
+    grid = (stored.N,) if by_column else stored.scales.shape
+    base = f"{site.weight.name}.{code.name.lower()}_block{form.block_size}"
+    base = names.take(f"{base}_transposed" if stored.k_last else base)
+    tensors: list[ir.TensorProtocol] = [
+        _in_file(stored.codes, code, shape, base),
+        _in_file(stored.scales, scale_type, grid, names.take(f"{base}_scales")),
+    ]
+    if stored.zero_points is not None:
+        numbers = np.ascontiguousarray(stored.zero_points.map()).reshape(-1)
+        name = names.take(f"{base}_zero_points")
+        packed = pack_rows(numbers, form.bits)
+        tensors.append(
+            ir.Tensor(packed.reshape(grid), dtype=code, name=name)
+            if form.bits == 8
+            else ir.PackedTensor(packed, code, shape=ir.Shape(grid), name=name)
+        )
+    inputs = [new_initializer(graph, tensor) for tensor in tensors]
+    # A reader in a subgraph of If or Loop sees what comes before that node.
+    first = site.node if site.node.graph is graph else graph[0]
+    if scale_type is not real:
+        name = names.take(f"{base}_scales.{real.name.lower()}")
+        cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)
+        graph.insert_before(first, cast)
+        inputs[1] = described(cast, real, ir.Shape(grid))
+    attributes = {"axis": 1 - axis}
+    if not by_column:
+        attributes = {"axis": axis, "block_size": form.block_size}
+    name = names.take(f"{base}.dequantized")
+    node = ir.node("DequantizeLinear", inputs, attributes, name=name)
+    graph.insert_before(first, node)
+    return described(node, real, ir.Shape(shape))
+
+
+def _transpose(value: ir.Value, names: FreshNames) -> ir.Value:
+    name = names.take(f"{value.name}.T")
+    node = ir.node("Transpose", [value], {"perm": [1, 0]}, name=name)
+    producer = value.producer()
+    assert producer is not None and isinstance(producer.graph, ir.Graph)
+    assert value.dtype is not None and value.shape is not None
+    producer.graph.insert_after(producer, node)
+    return described(node, value.dtype, ir.Shape(value.shape.numpy()[::-1]))
 
 
 def _unfuse(node: ir.Node) -> None:

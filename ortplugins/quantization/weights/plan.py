@@ -249,16 +249,15 @@ def plan_weights(
         )
     lift_constants(model)
     found = list(find_sites(model, recipe.op_types))
-    sites = [item for item in found if isinstance(item, WeightSite)]
-    names = [item.label if isinstance(item, WeightSite) else label(item[0]) for item in found]
+    sites = [site for _, site in found if isinstance(site, WeightSite)]
+    names = [label(node) for node, _ in found]
     notes = recipe.check_against(sites, names)
     tables = {site.weight for site in sites if site.activation is None}
     weights: dict[object, Weight] = {}
     nodes: list[WeightSite | NodeReport] = []
-    for site, name in zip(found, names, strict=True):
-        if not isinstance(site, WeightSite):
-            node, reason = site
-            nodes.append(NodeReport(name, node.op_type, reason=reason))
+    for node, site in found:
+        if isinstance(site, str):
+            nodes.append(NodeReport(label(node), node.op_type, reason=site))
             continue
         form, method, reason = recipe.choose(site, table=site.weight in tables)
         given = None

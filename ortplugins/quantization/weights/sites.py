@@ -60,8 +60,8 @@ class WeightSite:
 
 def find_sites(
     model: ir.Model, op_types: Collection[str]
-) -> Iterator[WeightSite | tuple[ir.Node, str]]:
-    """Yield every site of some operators, or a node and why its constant is refused."""
+) -> Iterator[tuple[ir.Node, WeightSite | str]]:
+    """Yield every node of some operators that reads a constant: a site, or its refusal."""
     for node in model.graph.all_nodes():
         fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
         kind = "MatMul" if fused else node.op_type
@@ -75,7 +75,7 @@ def find_sites(
                 yield node, str(refusal)
                 break
             if site is not None:
-                yield site
+                yield node, site
                 break
 
 

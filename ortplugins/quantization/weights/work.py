@@ -37,10 +37,10 @@ from ortplugins.quantization.statistics.accumulator import (
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
 from ortplugins.quantization.weights.graph import (
-    CodeWriter,
     drop_unused,
     find_folds,
     insert_mul,
+    read_through_dequantize,
 )
 from ortplugins.quantization.weights.group import (
     GroupResult,
@@ -358,15 +358,13 @@ def _rewrite(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     weights = [weight for group in plan.groups for weight in group.weights]
     by_value = {weight.value: weight.stored for weight in weights}
     divided = _divide_activations(plan, recipe, by_value, names)
-    writer = CodeWriter(names)
     for weight in weights:
         stored = weight.stored
         for divisor in divided[weight.value]:
             # The codes stay.
             stored_scales = stored.scales.map("r+")
             stored_scales /= divisor[:, None] if stored.k_last else divisor
-        for site in weight.sites:
-            writer.read_through_dequantize(site, stored)
+        read_through_dequantize(weight.sites, stored, names)
     for value in by_value:
         drop_unused(value)
     return reported(plan, recipe)
