@@ -17,7 +17,6 @@ import functools
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common
 from onnxscript.rewriter import (
     MatchContext,
     MatchResult,
@@ -33,6 +32,7 @@ from rewrite_rules.graph.nodes import (
     is_quantize_linear,
     label,
     producer,
+    remove_unused,
 )
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
@@ -55,7 +55,7 @@ def fold_pairs(
     rules = DispatchingRuleSet([rule.rule(run) for rule in identities], _ends_pair)
     rules.remove_unused_nodes = False  # where no rule fired, nothing goes
     if rules.apply_to_model(model):
-        onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+        remove_unused(model)
 
 
 def _requantizes(node: ir.Node) -> bool:

@@ -37,6 +37,7 @@ from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
     Grids,
     Groups,
+    Overridden,
     Region,
     TensorPlan,
     choose_grids,
@@ -94,33 +95,18 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     if not options.overrides and not options.promote:
         return
     graph = QuantizedGraph(model)
-    overrides = _checked_overrides(model, graph, options, context)
+    overridden = _checked_overrides(model, graph, options, context)
     promote = _checked_promotions(model, graph, options, context)
-    entries: dict[tuple[QuantizedTensor, ir.DataType], TensorOverride] = {}
-    called: dict[QuantizedTensor, str] = {}
-    for name, override in overrides.items():
-        for tensor in graph.by_name.get(name, ()):
-            other = called.setdefault(tensor, name)
-            if overrides[other] != override:
-                raise OverrideError(
-                    f"overrides of {other!r} and {name!r} contradict each other: both are "
-                    f"names of tensor {tensor.name!r}; keep one"
-                )
-            for entry in filter(None, (override, override.convert)):
-                entries[tensor, entry.quant_type or tensor.grid.dtype] = entry
     groups = sharing_groups(graph)
-    promoted = _wide_type(graph)
-    if options.mode == "float":
-        promoted = ir.DataType.FLOAT
-        overrides = {name: _as_float(entry) for name, entry in overrides.items()}
-    regions = find_regions(graph, overrides, promote, promoted, groups)
+    promoted = ir.DataType.FLOAT if options.mode == "float" else _wide_type(graph)
+    regions = find_regions(graph, overridden, promote, promoted, groups)
     # All is read before anything is written.
     ready = []
     for region in regions:
         try:
             if region.refusal:
                 raise Refusal(region.refusal)
-            grids = choose_grids(region, groups, entries, options.ranges)
+            grids = choose_grids(region, groups, overridden, options.ranges)
             for tensor, plan in region.plans.items():
                 plan.clipped = _may_clip(graph, tensor)
                 _check_plan(graph, tensor, plan, grids)
@@ -215,9 +201,9 @@ def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
 
 def _checked_overrides(
     model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
-) -> dict[str, TensorOverride]:
+) -> Overridden:
     """The overrides of activations; others get a remark."""
-    asked = dict(options.overrides)
+    asked = options.overrides
     if not asked:
         return {}
     activations = graph.activations()
@@ -227,14 +213,22 @@ def _checked_overrides(
         for name, value in owner.initializers.items()
         if value.const_value is not None and name in asked
     }
-    for name in [name for name in asked if name in graph.refused and name not in activations]:
-        context.remarks.refused(name, graph.refused[name])
-        del asked[name]
-    check_overrides(asked, activations, initializers, graph.by_label)
-    for name in [name for name in asked if name not in activations]:
-        context.remarks.refused(name, _CONSTANT)
-        del asked[name]
-    return {name: entries[0] for name, entries in asked.items()}
+    reasons = {n: reason for n, reason in graph.refused.items() if n not in activations}
+    described = {name: entries for name, entries in asked.items() if name not in reasons}
+    check_overrides(described, activations, initializers, graph.by_label)
+    found: dict[QuantizedTensor, tuple[str, TensorOverride]] = {}
+    for name, (override, *_) in asked.items():
+        if name not in activations:
+            context.remarks.refused(name, reasons.get(name, _CONSTANT))
+        wanted = _as_float(override) if options.mode == "float" else override
+        for tensor in graph.by_name.get(name, ()):
+            other, before = found.setdefault(tensor, (name, wanted))
+            if wanted != before:
+                raise OverrideError(
+                    f"overrides of {other!r} and {name!r} contradict each other: both are "
+                    f"names of tensor {tensor.name!r}; keep one"
+                )
+    return found
 
 
 def _checked_promotions(

@@ -97,11 +97,13 @@ def _type_without_zero_point(node: ir.Node) -> ir.DataType:
 class QuantizedTensor:
     """One quantised activation; two of them are equal if they are the same.
 
-    ``name`` is that of the float tensor. Without ``quantize``, the codes are fed, or computed
+    ``name`` is that of the float tensor, ``names`` all that users may call it: the codes' and
+    those of what is dequantised, too. Without ``quantize``, the codes are fed, or computed
     from codes. ``dequantizes`` has those of subgraphs, too.
     """
 
     name: str
+    names: tuple[str, ...]
     codes: ir.Value
     quantize: ir.Node | None
     dequantizes: tuple[ir.Node, ...]
@@ -135,13 +137,6 @@ class QuantizedTensor:
         """The nodes of :meth:`uses`, each once, QuantizeLinear among them."""
         return list(dict.fromkeys(node for node, _ in self.uses()))
 
-    def names(self) -> Iterator[str]:
-        """All that users may call it: the float tensor, the codes, what is dequantised."""
-        values = [self.source, self.codes, *(node.outputs[0] for node in self.dequantizes)]
-        yield from dict.fromkeys(
-            [self.name, *(value.name for value in values if value is not None and value.name)]
-        )
-
 
 class QuantizedGraph:
     """All quantised activations of a model, and by each name why another one is refused."""
@@ -169,6 +164,9 @@ class QuantizedGraph:
         if _is_weight(source, dequantizes):
             return
         name = _float_name(codes, source, dequantizes)
+        values = (source, codes, *(node.outputs[0] for node in dequantizes))
+        found = (value.name for value in values if value is not None)
+        names = tuple(dict.fromkeys(filter(None, (name, *found))))
         readings: QuantizedTensor | str
         try:
             if quantize is not None and source is None:
@@ -180,17 +178,15 @@ class QuantizedGraph:
                 raise Refusal(f"it is quantised and dequantised by different grids: {listed}")
             grid = grids.pop()
             _check_value_type(source, grid)
-            tensor = QuantizedTensor(name, codes, quantize, dequantizes, grid)
+            tensor = QuantizedTensor(name, names, codes, quantize, dequantizes, grid)
         except Refusal as refusal:
             readings = str(refusal)
-            values = (source, codes, *(node.outputs[0] for node in dequantizes))
-            names = [value.name for value in values if value is not None and value.name]
-            self.refused.update(dict.fromkeys([name, *names], readings))
+            self.refused.update(dict.fromkeys(names, readings))
         else:
             readings = tensor
             self.tensors.append(tensor)
-            for called in tensor.names():
-                self.by_name.setdefault(called, []).append(tensor)
+            for each in names:
+                self.by_name.setdefault(each, []).append(tensor)
         for node in dequantizes:
             self._by_value[node.outputs[0]] = readings
         if source is not None:

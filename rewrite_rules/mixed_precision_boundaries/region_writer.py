@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnx_ir.passes.common
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import (
@@ -21,6 +20,7 @@ from rewrite_rules.graph.nodes import (
     is_quantize_linear,
     owner,
     producer,
+    remove_unused,
 )
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
@@ -156,7 +156,7 @@ class RegionWriter:
                 clip = self._clip(graph, value, grid, value.name or "moved")
                 first.prepend(clip)
                 first.replace_input_with(0, clip.outputs[0])
-        onnx_ir.passes.common.RemoveUnusedNodesPass()(self._model)
+        remove_unused(self._model)
 
     # Constants.
 

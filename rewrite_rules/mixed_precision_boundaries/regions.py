@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -46,6 +47,10 @@ SHARING_OPERATORS = frozenset({
     "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Reshape", "Resize", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze",
 })  # fmt: skip
+
+
+# The override of each activation, and the name by which the user asked for it.
+Overridden = Mapping[QuantizedTensor, tuple[str, TensorOverride]]
 
 
 @dataclasses.dataclass
@@ -95,12 +100,8 @@ class _Requests:
         self.produced: dict[QuantizedTensor, _Request] = {}
         self.read: dict[tuple[QuantizedTensor, ir.Node], _Request] = {}
         self.nodes: dict[ir.Node, _Request] = {}
-        # Nodes whose output the user wants in the type that it has.
-        self.kept: set[ir.Node] = set()
-        # Tensors whose consumers read what is produced, unless they are asked otherwise.
-        self.explicit: set[QuantizedTensor] = set()
-        # Types of graph outputs that nodes need not read.
-        self.outputs: dict[QuantizedTensor, ir.DataType] = {}
+        # Consumers of these read what is produced, unless they are asked otherwise.
+        self.converts: dict[QuantizedTensor, TensorOverride] = {}
 
     def produce(self, tensor: QuantizedTensor, request: _Request) -> None:
         other = self.produced.setdefault(tensor, request)
@@ -134,24 +135,20 @@ def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
 
 
 class Groups:
-    """Disjoint sets that grow together (union-find)."""
+    """Disjoint sets that grow together; one that is alone is a set, too."""
 
     def __init__(self) -> None:
-        self._parents: dict[Hashable, Hashable] = {}
+        self._sets: dict[Hashable, list[Any]] = {}
 
-    def find(self, item: Hashable) -> Hashable:
-        path = []
-        while (parent := self._parents.get(item, item)) is not item:
-            path.append(item)
-            item = parent
-        for step in path:
-            self._parents[step] = item
-        return item
+    def find(self, item: Hashable) -> list[Any]:
+        """Return the items of a set; it is the same list for all of them."""
+        return self._sets.setdefault(item, [item])
 
     def union(self, first: Hashable, second: Hashable) -> None:
-        first, second = self.find(first), self.find(second)
-        if first is not second:
-            self._parents[second] = first
+        less, more = sorted((self.find(first), self.find(second)), key=len)
+        if less is not more:
+            more += less
+            self._sets.update(dict.fromkeys(less, more))
 
 
 def sharing_groups(graph: QuantizedGraph) -> Groups:
@@ -176,7 +173,7 @@ def sharing_groups(graph: QuantizedGraph) -> Groups:
 
 def find_regions(
     graph: QuantizedGraph,
-    overrides: Mapping[str, TensorOverride],
+    overridden: Overridden,
     promote: Collection[str],
     promoted: ir.DataType,
     groups: Groups,
@@ -186,17 +183,12 @@ def find_regions(
     What ``promote`` names is to be of type ``promoted``, 16 bits or FLOAT; a name of a tensor
     and of a node means the tensor.
     """
-    requests = _Requests()
-    members: dict[Hashable, list[QuantizedTensor]] = {}
-    for tensor in graph.tensors:
-        members.setdefault(groups.find(tensor), []).append(tensor)
-    regions = Groups()
+    requests, regions = _Requests(), Groups()
     seeds: dict[Hashable, str] = {}
 
-    for name, override in overrides.items():
-        for tensor in graph.by_name.get(name, ()):
-            seeds[tensor] = name
-            _ask_override(requests, tensor, name, override)
+    for tensor, (name, override) in overridden.items():
+        seeds[tensor] = name
+        _ask_override(requests, tensor, name, override)
     for name in promote:
         by = f"the promotion of {name!r}"
         if tensors := graph.by_name.get(name, ()):
@@ -209,17 +201,18 @@ def find_regions(
                 seeds[node] = name
                 requests.unify(node, _Request(promoted, by, _NAMED))
 
+    # Nodes whose output the user wants in the type that it has.
+    kept = set()
     for tensor, request in list(requests.produced.items()):
         if request.dtype == tensor.grid.dtype:
-            if tensor.producer is not None:
-                requests.kept.add(tensor.producer)
+            kept.add(tensor.producer)
             continue
-        if tensor in requests.explicit:
+        if tensor in requests.converts:
             continue
-        for member in members[groups.find(tensor)]:
+        for member in groups.find(tensor):
             regions.union(tensor, member)
             requests.produce(member, request)
-            if member in requests.explicit:
+            if member in requests.converts:
                 continue
             readers = (node for node in member.consumers() if not is_quantize_linear(node))
             ends = [(node, _CONSUMER) for node in readers]
@@ -231,7 +224,7 @@ def find_regions(
 
     refused: dict[Hashable, str] = {}
     for node, request in list(requests.nodes.items()):
-        if request.strength == _CONSUMER and node in requests.kept:
+        if request.strength == _CONSUMER and node in kept:
             del requests.nodes[node]
             continue
         try:
@@ -253,17 +246,14 @@ def _ask_override(
     requests: _Requests, tensor: QuantizedTensor, name: str, override: TensorOverride
 ) -> None:
     by = f"the override of {name!r}"
-    own = override.quant_type or tensor.grid.dtype
-    requests.produce(tensor, _Request(own, by))
+    requests.produce(tensor, _Request(override.quant_type or tensor.grid.dtype, by))
     if (convert := override.convert) is None:
         return
-    requests.explicit.add(tensor)
+    requests.converts[tensor] = convert
     assert convert.quant_type is not None
-    if tensor.is_output and convert.recv_nodes is None:
-        requests.outputs[tensor] = convert.quant_type
+    names = convert.recv_nodes
     for node in tensor.consumers():
-        named = convert.recv_nodes is None or label(node) in convert.recv_nodes
-        if named and not (convert.recv_nodes is None and is_quantize_linear(node)):
+        if label(node) in names if names is not None else not is_quantize_linear(node):
             requests.consume(tensor, node, _Request(convert.quant_type, by))
 
 
@@ -273,36 +263,37 @@ def _gathered(
     seeds: Mapping[Hashable, str],
     refused: Mapping[Hashable, str],
 ) -> list[Region]:
-    found: dict[Hashable, Region] = {}
+    found: dict[int, Region] = {}
 
     def region_of(item: Hashable) -> Region:
-        return found.setdefault(regions.find(item), Region())
+        return found.setdefault(id(regions.find(item)), Region())
 
     for seed, name in seeds.items():
         region = region_of(seed)
         if name not in region.seeds:
             region.seeds.append(name)
-    read: dict[QuantizedTensor, dict[ir.Node, ir.DataType]] = {}
-    for (tensor, node), request in requests.read.items():
-        read.setdefault(tensor, {})[node] = request.dtype
-    for tensor in dict.fromkeys([*requests.produced, *read]):
-        own = tensor.grid.dtype
-        asked = requests.produced[tensor].dtype if tensor in requests.produced else own
-        others = asked if tensor in requests.explicit else own
+    for tensor in dict.fromkeys([*requests.produced, *(read for read, _ in requests.read)]):
+        own = _Request(tensor.grid.dtype, "")
+        asked = requests.produced.get(tensor, own)
+        convert = requests.converts.get(tensor)
+        others = own if convert is None else asked
         reads = {
             # A QuantizeLinear takes what there is: whatever follows it is behind a boundary.
-            node: asked if is_quantize_linear(node) else others
+            node: requests.read.get(
+                (tensor, node), asked if is_quantize_linear(node) else others
+            ).dtype
             for node in tensor.consumers()
         }
-        reads.update(read.get(tensor, {}))
         # Codes that a caller feeds, or that another operator computed, keep their type.
-        produced = own if tensor.quantize is None else asked
+        produced = (own if tensor.quantize is None else asked).dtype
         # As onnxruntime: an output is as it is produced, unless all consumers convert.
-        output = requests.outputs.get(tensor, produced)
+        output = produced
+        if tensor.is_output and convert is not None and convert.recv_nodes is None:
+            output = convert.quant_type or produced
         if tensor.is_output and len(read_types := set(reads.values())) == 1:
             output = read_types.pop()
         if tensor.codes_are_read or tensor.quantize is None:
-            output = own  # it is dequantised from the codes that stay
+            output = own.dtype  # it is dequantised from the codes that stay
         elif output == ir.DataType.FLOAT:
             output = produced  # what is dequantised is float
         region_of(tensor).plans[tensor] = TensorPlan(produced, reads, output)
@@ -323,7 +314,7 @@ Grids = dict[tuple[QuantizedTensor, ir.DataType], QuantizationGrid]
 def choose_grids(
     region: Region,
     groups: Groups,
-    entries: Mapping[tuple[QuantizedTensor, ir.DataType], TensorOverride],
+    overridden: Overridden,
     ranges: Mapping[str, tuple[float, float]],
 ) -> Grids:
     """Choose the grids of all that a region touches; one for each group and type.
@@ -331,10 +322,10 @@ def choose_grids(
     Refused: 8 bits of a 16-bit activation without parameters, and a scale that its float type
     can't hold. Different parameters for one group are an :class:`OverrideError`.
     """
-    members: dict[Hashable, list[QuantizedTensor]] = {}
-    for tensor in region.plans:
-        members.setdefault(groups.find(tensor), []).append(tensor)
     grids: Grids = {}
+    members: dict[int, list[QuantizedTensor]] = {}
+    for tensor in region.plans:
+        members.setdefault(id(groups.find(tensor)), []).append(tensor)
     for group in members.values():
         types = dict.fromkeys(
             dtype for tensor in group for dtype in sorted(region.plans[tensor].types())
@@ -343,7 +334,7 @@ def choose_grids(
             if dtype == ir.DataType.FLOAT:
                 continue
             try:
-                grid = _shared_grid(group, dtype, region, entries, ranges)
+                grid = _shared_grid(group, dtype, region, overridden, ranges)
             except Refusal as refusal:
                 raise Refusal(f"tensor {group[0].name!r}: {refusal}") from None
             for tensor in group:
@@ -355,19 +346,21 @@ def _shared_grid(
     group: list[QuantizedTensor],
     dtype: ir.DataType,
     region: Region,
-    entries: Mapping[tuple[QuantizedTensor, ir.DataType], TensorOverride],
+    overridden: Overridden,
     ranges: Mapping[str, tuple[float, float]],
 ) -> QuantizationGrid:
-    known = [name for tensor in group for name in tensor.names() if name in ranges]
+    known = [name for tensor in group for name in tensor.names if name in ranges]
     span = None
     if known:
         span = min(ranges[name][0] for name in known), max(ranges[name][1] for name in known)
     asked: dict[QuantizationGrid, str] = {}
     for tensor in group:
-        if (entry := entries.get((tensor, dtype))) is not None:
-            grid = _asked_grid(tensor.grid, dtype, entry, span)
-            if grid is not None:
-                asked.setdefault(grid, tensor.name)
+        _, override = overridden.get(tensor, ("", TensorOverride()))
+        for entry in filter(None, (override, override.convert)):
+            if (entry.quant_type or tensor.grid.dtype) == dtype:
+                grid = _asked_grid(tensor.grid, dtype, entry, span)
+                if grid is not None:
+                    asked.setdefault(grid, tensor.name)
     if len(asked) > 1:
         (one, first), (other, second) = list(asked.items())[:2]
         raise OverrideError(

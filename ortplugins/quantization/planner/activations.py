@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -199,10 +199,10 @@ def _units(
     groups: Groups, places: Sequence[QuantizedTensor], switches: Sequence[str]
 ) -> list[Unit]:
     """Return the groups of 8-bit activations."""
-    members: dict[Hashable, list[tuple[QuantizedTensor, str]]] = {}
+    members: dict[int, list[tuple[QuantizedTensor, str]]] = {}
     for tensor, switch in zip(places, switches, strict=True):
         if tensor.grid.dtype in _WIDER:
-            members.setdefault(groups.find(tensor), []).append((tensor, switch))
+            members.setdefault(id(groups.find(tensor)), []).append((tensor, switch))
     units = []
     for group in members.values():
         tensors = tuple(dict.fromkeys(tensor.name for tensor, _ in group))
