@@ -236,8 +236,10 @@ def _build_in_cache(
 
     # Importing onnx and loading the graph take as long as reading most models: what is called
     # as external data is read on another core.
-    model = Path(request.name)
-    data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
+    data: Iterable[Path] = ()
+    if not isinstance(request.source, bytes):
+        model = Path(request.name)
+        data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
     with ThreadPoolExecutor() as pool:
         pool.map(cache.file_digest, filter(Path.is_file, data))
         loaded = request.load()
