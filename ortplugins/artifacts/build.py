@@ -47,7 +47,7 @@ _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
     """Return the entry of a request; None where there is none yet."""
-    content = _key_content(request, cache, cache.data_locations(_digest(request, cache)))
+    content = _key_content(request, cache)
     return None if content is None else cache.find(content_key(content))
 
 
@@ -60,7 +60,7 @@ def content_key(content: Mapping[str, Any]) -> str:
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
     """Return everything that the entry of a request depends on; its hash is the key."""
-    content = _key_content(request, cache, cache.data_locations(_digest(request, cache)))
+    content = _key_content(request, cache)
     if content is None:  # a new model, or one whose data is missing, which loading reports
         content = _key_content(request, cache, list(request.load().data_files))
     if content is None:
@@ -68,15 +68,12 @@ def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str
     return content
 
 
-def source_files(request: BuildRequest, cache: ArtifactCache) -> list[str] | None:
+def source_files(request: BuildRequest, locations: Iterable[str]) -> list[str] | None:
     """Return the paths of the model and of its data; None where another path may take over."""
-    if isinstance(request.source, bytes):
-        return None
-    locations = cache.data_locations(_digest(request, cache)) or []
-    found = [_data_file(request, location) for location in locations]
-    folder = data_folders(request.name, request.data_folder)[0]
-    first = [os.path.join(folder, location) for location in locations]
-    if [os.path.realpath(path) for path in first] != [str(path) for path in found]:
+    folders = data_folders(request.name, request.data_folder)
+    first = [os.path.join(folders[0], location) for location in locations]
+    found = [data_file(location, folders) for location in locations]
+    if list(map(os.path.realpath, first)) != found:
         return None
     return [request.name, *first]  # links may come to lead elsewhere
 
@@ -114,18 +111,13 @@ def warn_rebuilt(entry: Entry, damaged: Iterable[str]) -> None:
 def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
     """Build the entry of a request, one process at a time for each model.
 
-    ``spare``, an empty folder, gets the entry where the cache cannot be written. Return the
+    ``spare``, an empty folder, is the cache where the own one cannot be written. Return the
     entry's folder; and ``"built"``, or ``"cache"`` where another process was quicker.
     """
     cache = cache_of(request.plan)
     try:
-        digest = _digest(request, cache)
-        with cache.build(digest) as folder:
-            entry = look_up(request, cache)
-            if entry is not None and is_usable(entry, request.plan):
-                return entry.folder, "cache"
-            return _build_in_cache(request, cache, digest, folder), "built"
-    except (MissingFileError, PassError):
+        return _build_in(cache, request)
+    except MissingFileError:
         raise
     except OSError as error:
         if request.plan.hint:
@@ -139,14 +131,12 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
             OrtpluginsWarning,
         )
     try:
-        manifest = _build(request, request.load(), spare)
-        store.write_manifest(spare, {**manifest, "made_from": {}})
+        return _build_in(ArtifactCache(spare), request)
     except MissingFileError:
         raise
     except OSError as error:
         store.remove_tree(spare)
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
-    return spare, "built"
 
 
 def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | None:
@@ -228,31 +218,41 @@ def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
     return build_entry(request, Path(job["spare"]))
 
 
-def _build_in_cache(
-    request: BuildRequest, cache: ArtifactCache, digest: str, folder: Path
-) -> Path:
-    """Build in a folder of the cache, and publish it."""
+def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:
+    """Build in a folder of a cache, and publish it, unless another process just has."""
+    digest = _digest(request, cache)
+    with cache.build(digest) as folder:
+        entry = look_up(request, cache)
+        if entry is not None and is_usable(entry, request.plan):
+            return entry.folder, "cache"
+        loaded = _load(request, cache)
+        locations = list(loaded.data_files)
+        content = _key_content(request, cache, locations)
+        if content is None or content["digest"] != digest:
+            raise FileNotFoundError("external data vanished while the model was read")
+        manifest = _build(request, loaded, folder)
+        # A model replaced meanwhile must not be published under the old one's key.
+        if _key_content(request, cache, locations) != content:
+            raise FileNotFoundError("the model changed while it was read")
+        key = content_key(content)
+        entry = cache.publish(key, folder, {**manifest, "made_from": content})
+    return entry.folder, "built"
+
+
+def _load(request: BuildRequest, cache: ArtifactCache) -> LoadedModel:
+    """Load the model; what is called as its external data is hashed on another core.
+
+    Importing onnx and loading the graph take as long as reading most models.
+    """
+    if isinstance(request.source, bytes):
+        return request.load()
     from concurrent.futures import ThreadPoolExecutor
 
-    # Importing onnx and loading the graph take as long as reading most models: what is called
-    # as external data is read on another core.
-    data: Iterable[Path] = ()
-    if not isinstance(request.source, bytes):
-        model = Path(request.name)
-        data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
+    model = Path(request.name)
+    data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
     with ThreadPoolExecutor() as pool:
         pool.map(cache.file_digest, filter(Path.is_file, data))
-        loaded = request.load()
-    locations = list(loaded.data_files)
-    content = _key_content(request, cache, locations)
-    if content is None or content["digest"] != digest:
-        raise FileNotFoundError("external data vanished while the model was read")
-    manifest = _build(request, loaded, folder)
-    # A model replaced meanwhile must not be published under the old one's key.
-    if _key_content(request, cache, locations) != content:
-        raise FileNotFoundError("the model changed while it was read")
-    key = content_key(content)
-    return cache.publish(key, folder, {**manifest, "made_from": content}).folder
+        return request.load()
 
 
 def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
@@ -280,13 +280,14 @@ def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
 
 
 def _key_content(
-    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str] | None
+    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str] | None = None
 ) -> dict[str, Any] | None:
-    """What the key is made from; None where locations are not known, or data is missing."""
-    if locations is None:
-        return None
+    """What the key is made from; None where data is missing, or its locations not known."""
     digest = _digest(request, cache)
-    files = {x: _data_file(request, x) for x in locations}
+    if locations is None and (locations := cache.data_locations(digest)) is None:
+        return None
+    folders = data_folders(request.name, request.data_folder)
+    files = {x: Path(data_file(x, folders)) for x in locations}
     try:
         data = {x: cache.file_digest(path) for x, path in files.items()}
     except OSError:
@@ -295,7 +296,3 @@ def _key_content(
     if placed is not None and any(x != name for x, name in placed.names.items()):
         parts["data_names"] = placed.names
     return {"format": _FORMAT, "digest": digest, "data": data, **parts}
-
-
-def _data_file(request: BuildRequest, location: str) -> Path:
-    return Path(data_file(location, data_folders(request.name, request.data_folder)))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ortplugins.artifacts.directory import (
     MODEL,
     cache_folder,
-    read_manifest,
     recall,
     usable_manifest,
 )
@@ -60,7 +59,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
     else:
         artifact, entry = _build(request, cache)
     if entry is not None and not entry.manifest["provisional"] and _can_be_known(request):
-        files = source_files(request, cache)
+        files = source_files(request, entry.manifest["made_from"]["data"])
         if files is not None:
             from ortplugins.artifacts.store import remember
 
@@ -96,6 +95,7 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     from pathlib import Path
 
     from ortplugins.artifacts.build import build_entry, build_in_child
+    from ortplugins.artifacts.store import ArtifactCache
 
     if request.plan.hint:
         from ortplugins.runtime.session_settings import custom_op_libraries
@@ -109,13 +109,14 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     try:
         spare = Path(temporary.name)
         folder, origin = build_in_child(request, spare) or build_entry(request, spare)
-        entry = None if folder == spare else cache.find(folder.name)
-        manifest = read_manifest(spare) if folder == spare else entry and entry.manifest
-        if manifest is None:
+        is_spare = folder.is_relative_to(spare)
+        entry = (ArtifactCache(spare) if is_spare else cache).find(folder.name)
+        if entry is None:
             raise PassError(f"{folder}: was removed as soon as it was built")
-        artifact = _artifact(folder, manifest, origin, request)
-        keep = folder == spare and artifact.model is not None
-        return artifact._replace(temporary=temporary if keep else None), entry
+        artifact = _artifact(folder, entry.manifest, origin, request)
+        keep = is_spare and artifact.model is not None
+        artifact = artifact._replace(temporary=temporary if keep else None)
+        return artifact, None if is_spare else entry
     finally:
         if not keep:
             temporary.cleanup()

@@ -241,7 +241,7 @@ class ArtifactCache:
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
         """Make a built folder the entry of its key."""
-        complete = write_manifest(folder, manifest)
+        complete = _write_manifest(folder, manifest)
         final = self.make("entries") / key
         if final.exists():  # damaged
             remove_tree(self.move_aside(key))
@@ -454,7 +454,7 @@ def remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Complete a manifest with sizes, digests and time, and write it."""
     files = sorted(folder.iterdir())
     complete = {
