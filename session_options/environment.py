@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from session_options.keys import PREFIX, OptionError, enable_key, option_key, parse_value
-from session_options.plan import GENERAL_OPTIONS, plan_from_settings
+from session_options.keys import PREFIX, OptionError, option_key, parse_value
+from session_options.plan import GENERAL_OPTIONS, entries_of
 
 VARIABLE = "ORTPLUGINS"
 GENERAL = {spec.name: f"{VARIABLE}_{spec.name.upper()}" for spec in GENERAL_OPTIONS}
@@ -48,16 +48,6 @@ def general_entries() -> dict[str, str]:
             parse_value(f"environment variable {variable}", text, spec)
             entries[f"{PREFIX}.{spec.name}"] = text
     return entries
-
-
-def entries_of(names: Sequence[str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the session entries of passes, by name, and of ``{"<pass>.<option>": value}``.
-
-    What is not set gets no entry, so that onnxruntime's own keys of the same meaning count.
-    """
-    plan_from_settings(names, settings)
-    options = {f"{PREFIX}.{key.removeprefix(f'{PREFIX}.')}": v for key, v in settings.items()}
-    return {**{enable_key(name): "1" for name in names}, **options}
 
 
 def plan_text(entries: Mapping[str, str]) -> str:

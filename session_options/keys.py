@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Protocol
 
     class SessionConfig(Protocol):
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
         def get_session_config_entry(self, key: str, /) -> str:
             """Return an entry; raises RuntimeError when there is none."""
             ...
+
+    # Returns a session entry, or None when it was never set.
+    Lookup = Callable[[str], str | None]
 
 
 PREFIX = "ortplugins"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from session_options.passes import Pass
 from session_options.registry import find, pass_names, resolve, version_of
 
 if TYPE_CHECKING:
-    from session_options.keys import SessionConfig
+    from session_options.keys import Lookup, SessionConfig
 
 # Bytes of an option's file: an override takes about 200, and the largest models have some
 # 10,000 activations.
@@ -68,10 +69,10 @@ class Plan(NamedTuple):
             for item in self.passes
         ]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON: arguments of :func:`plan_from_settings`."""
-        names = [item.name for item in self.passes]
-        return {**self._asdict(), "passes": names, "settings": settings_of(self)}
+    def entries(self) -> dict[str, str]:
+        """Return the session entries that :func:`read_entries` reads the plan from."""
+        general = self._asdict()
+        return entries_of(general.pop("passes"), **general)
 
 
 _GENERAL_HELP = {
@@ -120,7 +121,7 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     names = [item.name for item in passes]
     for name in names:
         if names.count(name) > 1:
-            raise OptionError(f"pass {name!r} is given {names.count(name)} times")
+            raise OptionError(f"pass {name!r} is given twice")
     if names and general.get("hint"):
         raise OptionError(
             f"{HINT_KEY} chooses the passes, and {names[0]!r} is switched on: leave one out"
@@ -140,17 +141,20 @@ def read(options: SessionConfig | None) -> Plan:
     Raises:
         OptionError: If an ortplugins entry has an impossible value; names key and value.
     """
-    if options is None:
-        return Plan()
+    return Plan() if options is None else read_entries(functools.partial(keys.stored, options))
+
+
+def read_entries(entry: Lookup) -> Plan:
+    """Read the plan that session entries describe; errors are those of :func:`read`."""
     passes = []
     for name in pass_names():
         key = keys.enable_key(name)
-        text = keys.stored(options, key)
+        text = entry(key)
         if text is None or not keys.parse_bool(key, text):
             continue
         if (cls := find(name)) is not None:
-            passes.append(cls(**_read_options(options, cls)))
-    hint = keys.stored(options, HINT_KEY)
+            passes.append(cls(**_read_options(entry, cls)))
+    hint = entry(HINT_KEY)
     if not passes and not hint:
         return Plan()
     general: dict[str, Any] = {}
@@ -158,14 +162,14 @@ def read(options: SessionConfig | None) -> Plan:
         if not hint and spec.name.startswith("hint_"):
             continue  # asking for an entry that is not there takes 0.1 ms
         key = f"{PREFIX}.{spec.name}"
-        if (text := keys.stored(options, key)) is not None:
+        if (text := entry(key)) is not None:
             general[spec.name] = keys.parse_value(key, text, spec)
     return make_plan(passes, **general)
 
 
-def read_plan(options: SessionConfig | None) -> Plan:
-    """Read the plan that entries of ``SessionOptions`` describe, and the files they name."""
-    return read_option_files(read(options))
+def read_plan(entry: Lookup) -> Plan:
+    """Read the plan that session entries describe, and the files they name."""
+    return read_option_files(read_entries(entry))
 
 
 def read_option_files(plan: Plan) -> Plan:
@@ -225,6 +229,31 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
         OptionError: If a pass is not registered or comes twice, an option is unknown, or its
             value is longer than a session entry may be.
     """
+    entries = entries_of(passes, **general)
+    for key, text in entries.items():
+        if (size := len(text.encode())) > _LONGEST_VALUE:
+            raise OptionError(
+                f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}: "
+                'put the text into a file and give "@file.json", where an option takes one'
+            )
+        if "\0" in text:  # onnxruntime would cut the value there
+            raise OptionError(f"{key} is {text!r}: holds a NUL")
+    for key, text in entries.items():
+        options.add_session_config_entry(key, text)
+
+
+def entries_of(
+    passes: Sequence[Pass | str],
+    settings: Mapping[str, str] = {},
+    /,
+    **general: Scalar,
+) -> dict[str, str]:
+    """Return the session entries of passes and of options that belong to none.
+
+    Of a pass that is given as an object they are all its options; of one that is given by its
+    name, those in ``settings``, ``{"<pass>.<option>": value}``: what is not set gets no entry,
+    so that onnxruntime's own keys of the same meaning count.
+    """
     specs = {spec.name: spec for spec in GENERAL_OPTIONS}
     entries: dict[str, str] = {}
     for name, value in general.items():
@@ -232,66 +261,52 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
             raise OptionError(f"unknown option {name!r}: {keys.closest(name, specs)}")
         keys.check_choice(f"{PREFIX}.{name}", value, specs[name])
         entries[f"{PREFIX}.{name}"] = keys.format_value(value)
-    make_plan(passes, **general)
+    classes: dict[str, type[Pass]] = {}
     for item in passes:
-        if resolve(item.name) is not type(item):
-            raise OptionError(f"pass {item.name!r} is registered with another class")
-        entries[keys.enable_key(item.name)] = "1"
+        if not isinstance(item, Pass | str):
+            raise OptionError(f"{item!r} is neither a pass nor the name of one")
+        name = item if isinstance(item, str) else item.name
+        if name in classes:
+            raise OptionError(f"pass {name!r} is given twice")
+        classes[name] = resolve(name)
+        entries[keys.enable_key(name)] = "1"
+        if isinstance(item, str):
+            continue
+        if classes[name] is not type(item):
+            raise OptionError(f"pass {name!r} is registered with another class")
         for spec in keys.options_of(type(item)):
             text = keys.format_value(getattr(item, spec.name))
-            if (size := len(text.encode())) > _LONGEST_VALUE:
-                advice = ': put the text into a file and give "@file.json"'
-                raise OptionError(
-                    f"{keys.option_key(item.name, spec.name)} has {size:,} bytes, and session "
-                    f"entries end at {_LONGEST_VALUE:,}{advice if spec.may_name_file else ''}"
-                )
-            entries[keys.option_key(item.name, spec.name)] = text
-    for key, text in entries.items():
-        if "\0" in text:  # onnxruntime would cut the value there
-            raise OptionError(f"{key} is {text!r}: holds a NUL")
-        options.add_session_config_entry(key, text)
-
-
-def settings_of(plan: Plan) -> dict[str, str]:
-    """Return the passes' options as :func:`plan_from_settings` reads them."""
-    return {
-        f"{item.name}.{spec.name}": keys.format_value(getattr(item, spec.name))
-        for item in plan.passes
-        for spec in keys.options_of(type(item))
-    }
-
-
-def plan_from_settings(
-    passes: Sequence[Pass | str], settings: Mapping[str, str], **general: Any
-) -> Plan:
-    """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
-    names = [item for item in passes if isinstance(item, str)]
-    objects = [item for item in passes if not isinstance(item, str)]
-    if wrong := [item for item in objects if not isinstance(item, Pass)]:
-        raise OptionError(f"{wrong[0]!r} is neither a pass nor the name of one")
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
-    classes = {name: resolve(name) for name in names}
+            entries[keys.option_key(name, spec.name)] = text
     for key, text in settings.items():
-        pass_name, _, option_name = key.removeprefix(f"{PREFIX}.").partition(".")
-        if pass_name not in classes:
+        name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
+        if name not in classes:
             raise OptionError(
-                f"option {key!r}: {pass_name!r} is not among the passes {list(classes)}"
+                f"option {key!r}: {name!r} is not among the passes {list(classes)}"
             )
-        specs = {spec.name: spec for spec in keys.options_of(classes[pass_name])}
-        if option_name not in specs:
-            raise OptionError(f"option {key!r} is unknown: {keys.closest(option_name, specs)}")
-        chosen[pass_name][option_name] = keys.parse_value(key, text, specs[option_name])
-    return make_plan([*objects, *(classes[name](**chosen[name]) for name in names)], **general)
+        options = [spec.name for spec in keys.options_of(classes[name])]
+        if option not in options:
+            raise OptionError(f"option {key!r} is unknown: {keys.closest(option, options)}")
+        entries[keys.option_key(name, option)] = text
+    make_plan(read_entries(entries.get).passes, **general)
+    return entries
 
 
-def _read_options(options: SessionConfig, cls: type[Pass]) -> dict[str, Any]:
+def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, str]) -> Plan:
+    """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
+    objects = [item for item in passes if isinstance(item, Pass)]
+    others = [item for item in passes if not isinstance(item, Pass)]
+    named = read_entries(entries_of(others, settings).get).passes
+    return make_plan([*objects, *named])
+
+
+def _read_options(entry: Lookup, cls: type[Pass]) -> dict[str, Any]:
     values = {}
     for spec in keys.options_of(cls):
         key: str | None = keys.option_key(cls.name, spec.name)
         assert key is not None
-        text = keys.stored(options, key)
+        text = entry(key)
         if text is None and (key := spec.onnxruntime_key) is not None:
-            text = keys.stored(options, key)
+            text = entry(key)
         if text is not None and key is not None:
             values[spec.name] = keys.parse_value(key, text, spec)
     return values

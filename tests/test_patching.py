@@ -530,7 +530,7 @@ def test_the_variable_reads(text, expected, monkeypatch):
             "dq_matmulnbits_fusion:accuracy_level=0;accuracy_level=1",
             "'dq_matmulnbits_fusion.accuracy_level' is given twice",
         ),
-        ("prepacked_weights,prepacked_weights", "'prepacked_weights' is given 2 times"),
+        ("prepacked_weights,prepacked_weights", "'prepacked_weights' is given twice"),
         ("prepacked_weights,", "no pass in front of ''"),
         (":accuracy_level=0", "no pass in front of ':accuracy_level=0'"),
         ("dq_matmulnbits_fusion;prepacked_weights", "a comma stands between passes"),

@@ -205,7 +205,7 @@ def a_pass(called: str, position: int = 50) -> Pass:
             {},
             "'dq_matmulnbits_fusion' is registered with another class",
         ),
-        ([FUSION, DqMatMulNBitsFusion(4)], {}, "'dq_matmulnbits_fusion' is given 2 times"),
+        ([FUSION, DqMatMulNBitsFusion(4)], {}, "'dq_matmulnbits_fusion' is given twice"),
         ([FUSION], {"strikt": True}, "unknown option 'strikt': did you mean 'strict'?"),
         ([FUSION], {"strict": "1"}, "ortplugins.strict is '1': a bool is expected"),
         ([FUSION], {"cache_dir": 5}, "ortplugins.cache_dir is 5: a str is expected"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import warnings
@@ -13,7 +14,6 @@ from typing import Any
 
 import onnxruntime
 
-import session_options
 from ortplugins.artifacts.build import cache_of, content_key, session_key_content
 from ortplugins.artifacts.find_or_build import find_or_build
 from ortplugins.artifacts.store import ArtifactCache, Entry, disk_size, share
@@ -22,9 +22,8 @@ from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
-from session_options.environment import entries_of
-from session_options.keys import PREFIX, format_value
-from session_options.plan import read_plan
+from session_options.keys import PREFIX, format_value, stored
+from session_options.plan import entries_of, read_plan
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
@@ -171,20 +170,17 @@ def _prepare(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[onnxruntime.SessionOptions, Plan]:
     """Return the options of the sessions to come, and their plan."""
-    names = [item for item in passes if isinstance(item, str)]
     settings = {key: format_value(value) for key, value in (options or {}).items()}
     prepared = onnxruntime.SessionOptions()
-    # Options of a pass that are not given stay unset: an entry of onnxruntime may stand in.
-    for key, text in {**(session_entries or {}), **entries_of(names, settings)}.items():
+    for key, text in {**(session_entries or {}), **entries_of(passes, settings)}.items():
         try:
             prepared.add_session_config_entry(key, text)
         except RuntimeError as error:
             raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
-    session_options.configure(prepared, *(x for x in passes if not isinstance(x, str)))
     prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
         prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(cache_dir))
-    plan = read_plan(prepared)
+    plan = read_plan(functools.partial(stored, prepared))
     if not plan:
         raise OptionError("no pass is switched on, so there is nothing to build")
     return prepared, plan

@@ -16,15 +16,9 @@ import typer
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
 from session_options import DqMatMulNBitsFusion
-from session_options.environment import (
-    VARIABLE,
-    entries_of,
-    general_entries,
-    plan_entries,
-    plan_text,
-)
+from session_options.environment import VARIABLE, general_entries, plan_entries, plan_text
 from session_options.keys import PREFIX
-from session_options.plan import HINT_KEY
+from session_options.plan import HINT_KEY, entries_of
 
 # Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
 _STARTUP = Path(__file__).parents[1] / "startup"

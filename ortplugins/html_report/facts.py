@@ -33,7 +33,8 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
-from session_options.plan import plan_from_settings, settings_of
+from session_options.keys import format_value, options_of
+from session_options.plan import plan_from_settings
 
 _KINDS = "quantised codes", "scales and zero points", "float constants", "other constants"
 _CODES, _SCALES, _FLOATS, _OTHERS = _KINDS
@@ -121,7 +122,11 @@ def gather_facts(
         "machine": machine(),
         "versions": versions(),
         "passes": list(passes),
-        "options": settings_of(plan),
+        "options": {
+            f"{item.name}.{spec.name}": format_value(getattr(item, spec.name))
+            for item in plan.passes
+            for spec in options_of(type(item))
+        },
         "report": report,
         "remarks": _remarks(report),
         "nodes": {side: sum(row[side] for row in operators) for side in ("before", "after")},

@@ -26,7 +26,7 @@ from ortplugins.runtime.session_settings import (
 )
 from rewrite_rules.onnxruntime_version import are_cpu_only
 from session_options.keys import stored
-from session_options.plan import Plan, plan_from_settings
+from session_options.plan import Plan, read_entries
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
@@ -111,7 +111,7 @@ class BuildRequest(NamedTuple):
         return {
             **self._asdict(),
             "source": None if isinstance(self.source, bytes) else self.name,
-            "plan": self.plan.as_json(),
+            "plan": self.plan.entries(),
             "optimizers": self.optimizers._asdict(),
             "key": self.key_parts(),
         }
@@ -122,7 +122,7 @@ class BuildRequest(NamedTuple):
         fields = {name: _tuples(content[name]) for name in cls._fields}
         optimizers = {name: _tuples(value) for name, value in content["optimizers"].items()}
         fields["optimizers"] = OptimizerSettings(**optimizers)
-        fields["plan"] = plan_from_settings(**content["plan"])
+        fields["plan"] = read_entries(content["plan"].get)
         return cls(**{**fields, "source": content["source"] or model})
 
     def load(self) -> LoadedModel:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from ortplugins.runtime.session_settings import (
     overrides_dimensions,
 )
 from session_options.caller_warnings import warn_caller
-from session_options.keys import OptionError
+from session_options.keys import OptionError, stored
 from session_options.passes import NOTHING_TO_DO
 from session_options.plan import Plan, read_plan
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ortplugins.artifacts.find_or_build import Artifact
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
+    from session_options.keys import Lookup
 
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
 # object would take a start longer than reading the entry.
@@ -111,7 +113,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 def open_session(
     session: onnxruntime.InferenceSession,
     construct: Callable[..., None],
-    read_plan: Callable[[onnxruntime.SessionOptions], Plan],
+    read_plan: Callable[[Lookup], Plan],
     path_or_bytes: str | bytes | os.PathLike[str],
     options: onnxruntime.SessionOptions,
     providers: Sequence[Any] | None,
@@ -138,7 +140,7 @@ def open_session(
         construct_with(settings, construct, *arguments, **{**kwargs, **others})
 
     with options_lock(options):
-        plan = read_plan(options)
+        plan = read_plan(functools.partial(stored, options))
     if not plan:
         construct_on(path_or_bytes)
         _log_start(path_or_bytes, time.perf_counter() - start, STOCK)

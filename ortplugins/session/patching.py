@@ -19,19 +19,24 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-import session_options
 from ortplugins.report import Report
 from ortplugins.session.opening import open_session, untouched_report
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
-from session_options.keys import PREFIX, stored
-from session_options.plan import HINT_KEY, read_plan
+from session_options.keys import PREFIX
+from session_options.plan import HINT_KEY, entries_of, read_plan
 from session_options.registry import pass_names
+
+if TYPE_CHECKING:
+    from session_options.keys import Lookup
+
+# What one call has switched on, as session entries.
+Entries = dict[str, str]
 
 
 def enable(*passes: Pass, **general: bool | str) -> None:
@@ -55,9 +60,7 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
 def enable_entries(entries: Mapping[str, str]) -> None:
     """Do what :func:`enable` does, with the session entries themselves."""
-    switched = _Entries({**general_entries(), **entries})
-    read_plan(switched)  # errors are reported now, not deep inside a library
-    _patch.set_base(switched)
+    _patch.set_base(_checked({**general_entries(), **entries}))
 
 
 def disable() -> None:
@@ -92,39 +95,25 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
 # From passes to entries, and with a session's own entries to its plan.
 
 
-class _Entries(dict[str, str]):
-    """What one call has switched on: entries as ``session_options`` writes and reads them."""
+def _plan_for(own: Lookup, switched: Entries) -> Plan:
+    """Plan of a session: one that names a pass or a hint itself gets what it names."""
+    if own(HINT_KEY) or any(own(enable_key(name)) is not None for name in pass_names()):
+        return read_plan(own)
 
-    def add_session_config_entry(self, key: str, value: str, /) -> None:
-        self[key] = value
+    def entry(key: str) -> str | None:
+        text = own(key)
+        return switched.get(key) if text is None else text
 
-    def get_session_config_entry(self, key: str, /) -> str:
-        if key not in self:
-            raise RuntimeError(key)
-        return self[key]
-
-    def plan_for(self, options: onnxruntime.SessionOptions) -> Plan:
-        """Plan of a session: one that names a pass or a hint itself gets what it names."""
-        own = bool(stored(options, HINT_KEY)) or any(
-            stored(options, enable_key(name)) is not None for name in pass_names()
-        )
-        return read_plan(options if own else _Layered(options, self))
+    return read_plan(entry)
 
 
-class _Layered(_Entries):
-    """Reads a session's own entry first, then what is switched on."""
-
-    def __init__(self, options: onnxruntime.SessionOptions, below: _Entries) -> None:
-        super().__init__(below)
-        self._options = options
-
-    def get_session_config_entry(self, key: str, /) -> str:
-        own = stored(self._options, key)
-        return super().get_session_config_entry(key) if own is None else own
+def _checked(entries: Entries) -> Entries:
+    read_plan(entries.get)  # errors are reported now, not deep inside a library
+    return entries
 
 
-def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Entries:
-    entries = _Entries(general_entries())
+def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entries:
+    entries = general_entries()
     if wrong := [item for item in passes if not isinstance(item, Pass)]:
         raise OptionError(
             f"{wrong[0]!r} is not a pass: DqMatMulNBitsFusion() is one, for instance"
@@ -135,9 +124,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> _Ent
         has_hint = general.get("hint") or entries.get(HINT_KEY)
         default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
         entries.update(plan_entries() or default)
-    session_options.configure(entries, *passes, **general)
-    read_plan(entries)  # errors are reported now, not deep inside a library
-    return entries
+    return _checked({**entries, **entries_of(passes, **general)})
 
 
 # The replaced constructor.
@@ -148,22 +135,22 @@ class _Patch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._base: _Entries | None = None
-        self._blocks: tuple[_Entries, ...] = ()
+        self._base: Entries | None = None
+        self._blocks: tuple[Entries, ...] = ()
         # Read by constructors without the lock.
-        self.in_force: _Entries | None = None
+        self.in_force: Entries | None = None
 
-    def set_base(self, switched: _Entries | None) -> None:
+    def set_base(self, switched: Entries | None) -> None:
         with self._lock:
             self._base = switched
             self._update()
 
-    def push(self, switched: _Entries) -> None:
+    def push(self, switched: Entries) -> None:
         with self._lock:
             self._blocks = (*self._blocks, switched)
             self._update()
 
-    def remove(self, switched: _Entries) -> None:
+    def remove(self, switched: Entries) -> None:
         """Remove a block; threads leave theirs in any order."""
         with self._lock:
             self._blocks = tuple(item for item in self._blocks if item is not switched)
@@ -208,9 +195,9 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         options = sess_options or onnxruntime.capi._pybind_state.get_default_session_options()
         problems = []
 
-        def read_plan(options: onnxruntime.SessionOptions) -> Plan:
+        def read_plan(own: Lookup) -> Plan:
             try:
-                return switched.plan_for(options)
+                return _plan_for(own, switched)
             except OptionError as error:  # the session's own entry; a file that is gone
                 if switched.get(f"{PREFIX}.strict") == "1":
                     raise
