@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ortplugins.comparison.difference import Difference, Violation
     from ortplugins.comparison.layers import LayerComparison
     from ortplugins.measurement.measure import Cost, Spread
-    from ortplugins.report import Report
 
 # Nodes of one model only that are named; --format json has all.
 _SHOWN = 20
@@ -172,42 +171,26 @@ def check(
         rtol: Relative tolerance of outputs.
         atol: Absolute tolerance; else --rtol times the output's greatest magnitude.
     """
-    report, unfused, errors, violations, lost = _check(model, chosen, (rtol, atol), inputs)
-    failures = [*map(str, violations)]
-    failures += [f"output {name!r} cannot be checked: {why}" for name, why in lost.items()]
-    if max_unfused is not None and len(unfused) > max_unfused:
-        names = ", ".join(unfused)
-        text = f"{len(unfused)} nodes keep a dequantised weight, {max_unfused} may: {names}"
-        failures.insert(0, text)
+    found = _check(model, chosen, (rtol, atol), inputs, max_unfused)
+    failures, unfused, fired = found["failures"], found["unfused"], found["report"]["fired"]
     if format == "json":
-        from ortplugins.comparison.compare import plain
-
-        content = {
-            "ok": not failures,
-            "failures": failures,
-            "unfused": unfused,
-            "errors": [
-                {"output": name, "max_abs": error, "stock_max_abs": own}
-                for name, (error, own) in errors.items()
-            ],
-            "violations": [dataclasses.asdict(item) for item in violations],
-            "report": report.to_dict(),
-        }
-        typer.echo(json.dumps(plain(content), indent=1, allow_nan=False))
+        typer.echo(json.dumps(found, indent=1, allow_nan=False))
     elif format == "github":
         for text in failures:
             typer.echo(annotation("error", text, model, "ortplugins check"))
         for node, reason in unfused.items():
             typer.echo(annotation("warning", with_code(reason), model, f"unfused: {node}"))
         if not failures:
-            text = f"fired {len(report.fired)}, unfused {len(unfused)}, outputs within bounds"
+            text = f"fired {fired}, unfused {len(unfused)}, outputs within bounds"
             typer.echo(annotation("notice", text, model, "ortplugins check"))
     else:
         out = console()
-        out.print(f"fired {len(report.fired)}, unfused {len(unfused)}")
-        for name, (error, own) in errors.items():
-            text = "" if own is None else f", onnxruntime's own {own:.3g}"
-            out.print(f"output {name!r}: max abs error {error:.3g}{text}", soft_wrap=True)
+        out.print(f"fired {fired}, unfused {len(unfused)}")
+        for row in found["errors"]:
+            text = f"output {row['output']!r}: max abs error {float(row['max_abs']):.3g}"
+            if row["stock_max_abs"] is not None:
+                text += f", onnxruntime's own {float(row['stock_max_abs']):.3g}"
+            out.print(text, soft_wrap=True)
         for node, reason in unfused.items():
             out.print(f"unfused {node}: {with_code(reason)}", soft_wrap=True, style="yellow")
         for failure in failures:
@@ -218,26 +201,16 @@ def check(
         raise typer.Exit(1)
 
 
-class _Checked(NamedTuple):
-    """What the passes did to a model, and to its outputs."""
-
-    report: Report
-    unfused: Mapping[str, str]  # nodes that could take no weight, by what stands in the way
-    # Greatest absolute error of each output, and that of onnxruntime with all its optimisers,
-    # where that much is allowed.
-    errors: Mapping[str, tuple[float, float | None]]
-    violations: Collection[Violation]  # the worst sample of each output that is too far away
-    lost: Mapping[str, str]  # outputs that have no arrays on both sides, and why
-
-
 def _check(
     model: Path,
     chosen: Mapping[str, Any],
     tolerance: tuple[float, float | None],
     inputs: Mapping[str, Any],
-) -> _Checked:
-    """Run the passes and compare outputs."""
-    from ortplugins.comparison.difference import difference_of, find_violation
+    max_unfused: int | None,
+) -> Any:
+    """Run the passes and compare outputs; return what was found, as JSON."""
+    from ortplugins.comparison.compare import plain
+    from ortplugins.comparison.difference import DifferenceSum, differences_of, find_violation
     from ortplugins.comparison.models import (
         GivenModel,
         InputChoice,
@@ -253,26 +226,42 @@ def _check(
     passes = plan_from_settings(chosen["passes"], chosen["options"]).passes
     fusion = next((item for item in passes if isinstance(item, DqMatMulNBitsFusion)), None)
     with scratch_folder() as scratch:
-        plain = GivenModel(model)
-        stock: dict[tuple[int, str], float] = {}
+        given = GivenModel(model)
+        # Greatest error of onnxruntime's own optimisers, where that much is allowed.
+        stock: dict[str, float] = {}
         if fusion is not None and fusion.accuracy_level == "auto":
             session = GivenModel(open_model(model, "all"))
-            for sample, name, a, b in ModelPair(plain, session, on, scratch).run():
-                stock[sample, name] = difference_of(name, a, b).max_abs
+            own = differences_of(ModelPair(given, session, on, scratch).run())
+            stock = {name: item.max_abs for name, item in own.items()}
         result = optimize(model, scratch / "optimised.onnx", **chosen)
         optimised = GivenModel(result)
-        pair = ModelPair(plain, optimised, on, scratch)
-        errors: dict[str, tuple[float, float | None]] = {}
-        worst: dict[str, Violation] = {}
+        pair = ModelPair(given, optimised, on, scratch)
+        sums: dict[str, DifferenceSum] = {}
+        worst: dict[str, Violation] = {}  # sample of each output that is too far away
         for sample, name, a, b in pair.run():
-            own = stock.get((sample, name))
-            before = errors.get(name, (0.0, own))
-            error = max(difference_of(name, a, b).max_abs, before[0])
-            errors[name] = error, own if own is None else max(own, before[1] or 0.0)
+            sums.setdefault(name, DifferenceSum(name)).add(a, b)
             # Where onnxruntime gives NaN or an infinity of its own, no error is allowed.
-            allowed = own if own is not None and math.isfinite(own) else 0.0
+            allowed = stock[name] if math.isfinite(stock.get(name, math.inf)) else 0.0
             item = find_violation(name, sample, a, b, *tolerance, allowed)
             if item is not None and (name not in worst or item.count > worst[name].count):
                 worst[name] = item
         unfused = unfused_in(optimised, fusion)
-        return _Checked(result.report, unfused, errors, worst.values(), pair.not_compared)
+    failures = [*map(str, worst.values())]
+    failures += [f"output {k!r} cannot be checked: {v}" for k, v in pair.not_compared.items()]
+    if max_unfused is not None and len(unfused) > max_unfused:
+        names = ", ".join(unfused)
+        text = f"{len(unfused)} nodes keep a dequantised weight, {max_unfused} may: {names}"
+        failures.insert(0, text)
+    errors = {name: total.result().max_abs for name, total in sums.items()}
+    content = {
+        "ok": not failures,
+        "failures": failures,
+        "unfused": unfused,
+        "errors": [
+            {"output": name, "max_abs": error, "stock_max_abs": stock.get(name)}
+            for name, error in errors.items()
+        ],
+        "violations": [dataclasses.asdict(item) for item in worst.values()],
+        "report": result.report.to_dict(),
+    }
+    return plain(content)

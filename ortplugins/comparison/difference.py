@@ -8,8 +8,7 @@ With the reference a and the other b, over all elements and samples:
     cosine        a . b / (|a| |b|)
 
 NaN equals NaN and an infinity itself; next to anything else they are infinitely far away, and
-the cosine is 0. (:mod:`.deviation` averages over outputs; its
-``error`` is the square of ``relative_rms``.)
+the cosine is 0.
 """
 
 from __future__ import annotations
