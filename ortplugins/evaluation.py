@@ -189,10 +189,9 @@ class _TextModel:
     def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
         path = model.file(scratch)
         loaded = load_model(path)
-        graph = loaded.model.graph
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
-        self.feeds = TokenFeeds([v for v in graph.inputs if v.name not in graph.initializers])
+        self.feeds = TokenFeeds(loaded.model.graph.inputs)
         self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
         self._tokens = [0, 0]  # of the first run, of the others

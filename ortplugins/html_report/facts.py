@@ -86,8 +86,7 @@ def gather_facts(
     plan = plan_from_settings(list(passes), options or {})
     before = load_model(path)
     graph = before.model.graph
-    required = [value for value in graph.inputs if value.name not in graph.initializers]
-    sizes = MadeUpInputs(required, dims).sizes
+    sizes = MadeUpInputs(graph.inputs, dims).sizes
     if result is None:
         result = optimize(path, passes=passes, options=options)
     sessions = compared = None
@@ -101,7 +100,7 @@ def gather_facts(
                 failed = {"failed": str(error)}
                 sessions, compared = failed if measure else None, failed if layers else None
             else:
-                sizes = sizes_of(required, feed)
+                sizes = sizes_of(graph.inputs, {name: feed[name].shape for name in feed})
                 if measure:
                     sessions = _sessions(path, passes, options or {}, feed, rounds)
                 if layers:
@@ -326,8 +325,7 @@ def order_of(
     """
     loaded = load_model(model).model
     infer_shapes(loaded)
-    inputs = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
-    assumed = MadeUpInputs(inputs, dims, length=DEFAULT_DIM).sizes
+    assumed = MadeUpInputs(loaded.graph.inputs, dims, length=DEFAULT_DIM).sizes
     try:
         shapes = concrete_shapes(loaded, {**assumed, **dims})
         order = memory_order(loaded.graph, shapes)

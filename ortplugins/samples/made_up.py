@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,23 +64,29 @@ class MadeUpInputs:
         """Choose sizes.
 
         Args:
-            inputs: Tensors that must be fed, with types and shapes; with their uses where the
-                graph is at hand, which says how many rows a table and heads a cache has.
+            inputs: With types and shapes; with their uses where the graph is at hand, which
+                says how many rows a table and heads a cache has. Initializers are not fed.
             dims: Sizes by name of the dimension, ``"x[1]"`` for the second axis of input x if
                 it has none, or by what it counts: ``"sequence"``, ``"past"``. A sum of named
                 dimensions ("past + seq") follows from its parts.
             length: What ``sequence``, ``source`` and others are by default.
         """
         shapes = _shapes_of(inputs)
-        self._inputs = [_Input.of(value, shapes) for value in inputs]
+        self._inputs = [_Input.of(value, shapes) for value in without_initializers(inputs)]
+        # Name of each dimension without a size, what it counts, and what its readers say.
+        self._open = [
+            (name, label, item.known.get(label))
+            for item in self._inputs
+            for name, label in zip(item.names, item.role.axes, strict=True)
+            if name
+        ]
         self._given = dict(dims or {})
         self._check_given()
         self._length, self._tried = length, dict[str, int]()
         chosen = {
             label: self._given[name]
-            for item in self._inputs
-            for name, label in zip(item.names, item.role.axes, strict=True)
-            if name and label and name in self._given
+            for name, label, _ in self._open
+            if label and name in self._given
         }
         chosen |= {k: v for k, v in self._given.items() if k in self._labels()}
         self._by_label = {**_DEFAULTS, "sequence": length, "source": length, **chosen}
@@ -91,12 +97,8 @@ class MadeUpInputs:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each named dimension."""
-        return {
-            name: size
-            for item in self._inputs
-            for name, size in zip(item.names, self._shape(item), strict=False)
-            if name and "[" not in name
-        }
+        shapes = {item.value.name or "": self._shape(item) for item in self._inputs}
+        return sizes_of([item.value for item in self._inputs], shapes)
 
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
@@ -143,7 +145,7 @@ class MadeUpInputs:
                 error = error or found
             else:
                 return
-        named = [*open_names, *(n for item in self._inputs for n in item.names if n)]
+        named = [*open_names, *(name for name, *_ in self._open)]
         lines = str(error).strip().splitlines() or [type(error).__name__]
         why = "" if error is None else f"; onnxruntime says: {lines[0][:300]}"
         ask = f"the size of {named[0]!r} (--dims {named[0]}=SIZE) or " if named else ""
@@ -151,26 +153,16 @@ class MadeUpInputs:
 
     def _free_names(self) -> list[str]:
         """Dimensions that nothing is known of, neither by their role nor by the user."""
-        free = dict.fromkeys(
-            name
-            for item in self._inputs
-            for name, label in zip(item.names, item.role.axes, strict=True)
-            if name and label in _FREE and label not in item.known
-        )
-        return [name for name in free if self._given_size(name) is None]
+        free = (n for n, label, known in self._open if label in _FREE and known is None)
+        return [name for name in dict.fromkeys(free) if self._given_size(name) is None]
 
     def _labels(self) -> set[str]:
         labels = {label for item in self._inputs for label in item.role.axes}
         return labels.difference(_FREE)
 
     def _check_given(self) -> None:
-        names = dict.fromkeys(
-            part
-            for item in self._inputs
-            for name in filter(None, item.names)
-            for part in (name, *_parts(name))
-        )
-        known = list(names)
+        named = (part for name, *_ in self._open for part in (name, *_parts(name)))
+        known = list(dict.fromkeys(named))
         for name, size in self._given.items():
             if name not in known and name not in self._labels():
                 listed = ", ".join(map(repr, known)) or "no symbolic dimension"
@@ -336,16 +328,22 @@ def _dimension_names(value: ir.Value) -> list[str]:
 
 
 def sizes_of(
-    inputs: Sequence[ir.Value], feed: Mapping[str, npt.NDArray[Any]]
+    inputs: Sequence[ir.Value], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """Return the size that each named dimension of the inputs has in a feed."""
+    """Return the size that each named dimension has in the shapes that inputs are fed in."""
     return {
         name: size
         for value in inputs
-        if (array := feed.get(value.name or "")) is not None
-        for name, size in zip(_dimension_names(value), array.shape, strict=False)
+        for name, size in zip(
+            _dimension_names(value), shapes.get(value.name or "", ()), strict=False
+        )
         if name and "[" not in name
     }
+
+
+def without_initializers(inputs: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the inputs that have to be fed: older models list their weights, too."""
+    return [value for value in inputs if not value.is_initializer()]
 
 
 def _parts(name: str) -> list[str]:

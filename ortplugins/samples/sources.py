@@ -64,10 +64,7 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
             OrtpluginsWarning,
             stacklevel=2,
         )
-        required = [
-            value for name, value in inputs.items() if name not in model.graph.initializers
-        ]
-        return MadeUpInputs(required).feeds(8)
+        return MadeUpInputs(model.graph.inputs).feeds(8)
     if isinstance(source, TextSamples):
         source = source.feeds(list(inputs.values()))
     return _each_checked(_samples(source), inputs, frozenset(model.graph.initializers))

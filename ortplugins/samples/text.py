@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, UsageError
-from ortplugins.samples.made_up import Feed, MadeUpInputs
+from ortplugins.samples.made_up import Feed, MadeUpInputs, without_initializers
 from ortplugins.samples.roles import Kind, role_of, rows_below
 
 
@@ -65,6 +65,7 @@ class TokenFeeds:
 
     def __init__(self, inputs: Sequence[ir.Value]) -> None:
         """Find the input that takes the tokens."""
+        inputs = without_initializers(inputs)
         takers = [value for value in inputs if role_of(value).kind is Kind.IDS]
         if len(takers) != 1:
             named = ", ".join(repr(value.name) for value in inputs)

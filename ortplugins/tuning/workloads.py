@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.samples.made_up import MadeUpInputs, Run
+from ortplugins.samples.made_up import MadeUpInputs, Run, without_initializers
 from ortplugins.samples.roles import Kind, role_of
 from ortplugins.samples.sources import Feed, checked_feeds
 
@@ -40,8 +40,7 @@ def workloads(
     if samples:
         feeds = itertools.islice(checked_feeds(samples, model), _MAX_SAMPLES)
         return [Workload(f"sample {index}", feed) for index, feed in enumerate(feeds)]
-    initializers = model.graph.initializers
-    inputs = [value for value in model.graph.inputs if value.name not in initializers]
+    inputs = without_initializers(model.graph.inputs)
     found = list(MadeUpInputs(inputs, dims, length=_TOKENS).fitted_feeds(run))
     if len(found) == 1:
         (feed,), result = found, [Workload("run", found[0])]
