@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -26,10 +26,9 @@ import onnxruntime
 from ortplugins.comparison.difference import Difference, differences_of
 from ortplugins.comparison.models import GivenModel, run_both
 from ortplugins.errors import ModelFileError
-from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import detach_tensors
 from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
-from ortplugins.runtime.stock_session import NUMPY_TYPES, opened, stock_options
+from ortplugins.runtime.stock_session import NUMPY_TYPES, opened, stock_options, type_of
 from ortplugins.samples.sources import Feed, KeptSamples
 from rewrite_rules.graph.nodes import label
 
@@ -86,17 +85,16 @@ def compare_layers(
     sides = [_Side(path, scratch, providers) for path in (a, b)]
     made_a, made_b = (side.made(feeds.largest()) for side in sides)
     common = [name for name in made_a if name in made_b]
-    chosen = [n for n in common if made_a[n].comparable and made_b[n].comparable]
     differences: dict[str, Difference] = {}
-    for chunk in _chunks(chosen, made_a, made_b):
+    for chunk in _chunks(common, made_a, made_b):
         sessions = [(side.name, side.open(chunk)) for side in sides]
-        differences |= differences_of(run_both(sessions, chunk, feeds))
-    layers = tuple(
-        Layer(made_a[n].node, made_a[n].op_type, made_b[n].op_type, differences[n])
-        for n in chosen
-    )
+        outputs = [item for _, session in sessions for item in session.get_outputs()]
+        others = {item.name for item in outputs if type_of(item) not in _COMPARED}
+        if names := [name for name in chunk if name not in others]:
+            differences |= differences_of(run_both(sessions, names, feeds))
+    nodes = ((made_a[name].node, made_b[name].node, differences[name]) for name in differences)
     return LayerComparison(
-        layers,
+        tuple(Layer(label(a), a.op_type, b.op_type, found) for a, b, found in nodes),
         sides[0].nodes_without(made_b),
         sides[1].nodes_without(made_a),
         tuple(name for name in common if name not in differences),
@@ -123,14 +121,11 @@ def _chunks(
         yield chunk
 
 
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """Who makes a value, and what it is; ``nbytes`` is None where that is not known."""
+class _Made(NamedTuple):
+    """Who makes a value, and its bytes; None where they are not known."""
 
-    node: str
-    op_type: str
+    node: ir.Node
     nbytes: int | None
-    comparable: bool
 
 
 class _Side:
@@ -152,8 +147,6 @@ class _Side:
         ran = profiled_run(content, self._options(), feed, self._providers, name=self.name)
         profiled = {node.name: (place, node) for place, node in enumerate(ran)}
         places = _places(self._nodes, {name: place for name, (place, _) in profiled.items()})
-        infer_shapes(model)
-        types = {value.name: _type_of(value) for node in model.graph for value in node.outputs}
         result: dict[str, _Made] = {}
         for index in sorted(range(len(self._nodes)), key=places.__getitem__):
             node = self._nodes[index]
@@ -164,10 +157,10 @@ class _Side:
             for number, name in enumerate(outputs):
                 # No record: inlined, or a Cast that onnxruntime did without. Another number of
                 # outputs: some are not tensors.
-                kind, nbytes = types[name], None
-                if record is not None and len(record.outputs) == len(outputs):
-                    kind, nbytes = record.outputs[number]
-                result[name] = _Made(label(node), node.op_type, nbytes, kind in _COMPARED)
+                nbytes = None
+                if record is not None and len(record.output_bytes) == len(outputs):
+                    nbytes = record.output_bytes[number]
+                result[name] = _Made(node, nbytes)
         return result
 
     def nodes_without(self, others: Collection[str]) -> tuple[tuple[str, str], ...]:
@@ -209,21 +202,13 @@ def _places(nodes: Sequence[ir.Node], profiled: Mapping[str, int]) -> list[float
     return places
 
 
-def _type_of(value: ir.Value) -> str:
-    """Type of a value in onnxruntime's word; empty where it is not a tensor or not known."""
-    if not isinstance(value.type, ir.TensorType) or value.dtype is None:
-        return ""
-    return value.dtype.name.lower()
-
-
 @dataclasses.dataclass(frozen=True)
 class ProfiledNode:
     """A node that ran, in a subgraph or not."""
 
     name: str
-    # Type, in onnxruntime's word, and bytes of each output that is a tensor; the bytes of all
-    # where its type has none of numpy's.
-    outputs: tuple[tuple[str, int], ...]
+    # Of each output that is a tensor; the bytes of all where its type has none of numpy's.
+    output_bytes: tuple[int, ...]
 
 
 def profiled_run(
@@ -272,11 +257,11 @@ def profiled_run(
 def _node(event: Mapping[str, Any]) -> ProfiledNode:
     args = event["args"]
     described = (pair for item in args.get("output_type_shape", ()) for pair in item.items())
-    outputs = []
+    sizes = []
     for kind, shape in described:
         try:
             size = int(ir.DataType[kind.upper()].itemsize * math.prod(shape))
         except (KeyError, TypeError):
             size = int(args.get("output_size", 0))
-        outputs.append((kind, size))
-    return ProfiledNode(str(event["name"]).removesuffix(_KERNEL), tuple(outputs))
+        sizes.append(size)
+    return ProfiledNode(str(event["name"]).removesuffix(_KERNEL), tuple(sizes))
