@@ -43,8 +43,6 @@ _STRIP = 100
 _PROBE, _PROMPT, _STEPS = 8, 256, 32
 
 _Floats = npt.NDArray[np.float32]
-# Figures of each model, how many tokens or pairs, and figures of both, by name.
-_Found = tuple[list[dict[str, float]], int, dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,19 +166,8 @@ def evaluate(
         show = progress or (lambda done, total, what: None)
         source = Path(text)
         if models[0].gives_logits:
-            own, count, both = _language_model(models, encoder, source, tokens, window, show)
-        else:
-            own, count, both = _encoder(models, encoder, source, pairs, show)
-        found = [
-            ModelFigures(
-                item.name,
-                item.bytes,
-                prefill_tokens_per_second=item.tokens_per_second,
-                **figures,
-            )
-            for item, figures in zip(models, own, strict=True)
-        ]
-    return Evaluation(found[0], found[1] if found[1:] else None, count, **both)
+            return _language_model(models, encoder, source, tokens, window, show)
+        return _encoder(models, encoder, source, pairs, show)
 
 
 class _TextModel:
@@ -216,11 +203,11 @@ class _TextModel:
             raise ModelFileError(f"{self.name}: output {self.output!r} has NaN for {what}")
         return rows
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all runs so far but the first, if there were others."""
+    def figures(self, **found: float) -> ModelFigures:
+        """Return what was found, and the speed of runs: of the first only if it is alone."""
         counted = bool(self._tokens[1])
-        return self._tokens[counted] / self._seconds[counted]
+        speed = self._tokens[counted] / self._seconds[counted]
+        return ModelFigures(self.name, self.bytes, prefill_tokens_per_second=speed, **found)
 
     def decode_speed(self, ids: Sequence[int]) -> float:
         """Return tokens per second, one by one after a prompt; NaN without a cache."""
@@ -275,7 +262,7 @@ def _language_model(
     tokens: int,
     window: int,
     progress: Progress,
-) -> _Found:
+) -> Evaluation:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
     windows = tokenizer.windows(text, length, closed=False)
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
@@ -306,14 +293,15 @@ def _language_model(
                 agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     count = sum(len(ids) - 1 for ids in whole)
     own = [
-        {
-            "perplexity": math.exp(min(total / count, 700)),
-            "decode_tokens_per_second": item.decode_speed(whole[0]),
-        }
+        item.figures(
+            perplexity=math.exp(min(total / count, 700)),
+            decode_tokens_per_second=item.decode_speed(whole[0]),
+        )
         for item, total in zip(models, surprise, strict=True)
     ]
-    both = {"kl_divergence": divergence / count, "top1_agreement": agreed / count}
-    return own, count, both if len(models) > 1 else {}
+    if len(models) == 1:
+        return Evaluation(own[0], None, count)
+    return Evaluation(own[0], own[1], count, divergence / count, agreed / count)
 
 
 def _logits(models: Sequence[_TextModel], ids: Sequence[int], what: str) -> list[_Floats]:
@@ -346,19 +334,23 @@ def _encoder(
     text: Path,
     pairs: int,
     progress: Progress,
-) -> _Found:
+) -> Evaluation:
     found = _pairs_of(text, pairs)
     texts = [first for first, _ in found] + [rest for _, rest in found]
     vectors = [_embed(item, tokenizer, texts, progress) for item in models]
-    own = [{"retrieval_accuracy": _retrieval_accuracy(rows)} for rows in vectors]
+    own = [
+        item.figures(retrieval_accuracy=_retrieval_accuracy(rows))
+        for item, rows in zip(models, vectors, strict=True)
+    ]
     if len(models) == 1:
-        return own, len(found), {}
+        return Evaluation(own[0], None, len(found))
     if vectors[0].shape != vectors[1].shape:
         raise ModelFileError(
             f"{models[0].name} has {vectors[0].shape[1]} numbers for a text, {models[1].name} "
             f"{vectors[1].shape[1]}: they are not the same encoder"
         )
-    return own, len(found), {"cosine": float((vectors[0] * vectors[1]).sum(1).mean())}
+    cosine = float((vectors[0] * vectors[1]).sum(1).mean())
+    return Evaluation(own[0], own[1], len(found), cosine=cosine)
 
 
 def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
