@@ -27,7 +27,7 @@ from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
-from rewrite_rules.graph.nodes import captures, is_constant
+from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Refusal, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
@@ -435,17 +435,6 @@ def test_applying_keeps_the_result(tmp_path: Path):
         assert_same_outputs(model, proto, feeds)
 
 
-def test_a_default_file_that_runs_as_wanted(tmp_path: Path):
-    model = model_of(BRANCHING_SUMS)
-    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
-    assert file.ours.peak < 401_000
-    file.apply()
-    again = Dependencies.of(model.graph)
-    assert again.default() != file.ours.order  # positions are those of the new file
-    live = MemoryModel(model.graph, concrete_shapes(model)).live(again.default())
-    assert live.max() == file.ours.peak
-
-
 def test_dims_are_used_and_unknown_ones_reported():
     graph = model_of(
         "g (float[b, s, 64] x) => (float[b, s, 64] y) { a = Neg (x) y = Sin (a) }"
@@ -486,31 +475,6 @@ def test_shapes_of_inputs_initializers_and_as_outputs():
     assert found.ours.order[:2] == (1, 2)
 
 
-def test_concrete_shapes_go_through_what_is_computed_and_fused():
-    model = model_of(
-        """
-        g (float[b, s, 64] x) => (float[i, j, k] y)
-        <int64[1] one = {1}, int64[1] zero = {0}, float[64] w = {0}> {
-            h = Shape (x)
-            batch = Gather (h, zero)
-            m = Constant <value_ints = [-1]> ()
-            flat = Concat <axis = 0> (one, batch, m)
-            r = Reshape (x, flat)
-            t = Transpose <perm = [0, 2, 1]> (r)
-            u = com.microsoft.FastGelu (t)
-            y = Neg (u)
-        }""".replace("w = {0}", "w = {" + ", ".join(["0"] * 64) + "}")
-    )
-    shapes = concrete_shapes(model, {"b": 2, "s": 5})
-    found = {value.name: shape for value, shape in shapes.of.items()}
-    assert found["r"] == (1, 2, 320)
-    assert found["u"] == found["y"] == (1, 320, 2)
-    assert shapes.unknown_dims == ()
-    assert concrete_shapes(model, {"b": 2}).unknown_dims == ("s",)
-    assert memory_order(model.graph, shapes).ours.peak < 3 * 4 * 640 + 100
-    assert [node.op_type for node in model.graph][-2] == "FastGelu"
-
-
 def test_a_graph_that_is_not_sorted_has_an_order_and_shapes():
     model = model_of("g (float[n] x) => (float[n] y) { a = Neg (x) y = Sin (a) }")
     last = model.graph[1]
@@ -547,50 +511,6 @@ def test_onnxruntime_hands_names_of_dimensions_on(priority: bool, tmp_path: Path
     assert len(concrete_shapes(model, sizes).of) == len(model.graph)
     # The few bytes of integers, whose type is not in the file either, count as floats.
     assert np.allclose(simulated(model, priority=priority, **sizes), held, atol=64)
-
-
-def test_shape_in_the_file_is_not_shape_in_the_run():
-    # Hoisted in the file, the Shape runs last by default: the table in the reference.
-    graph = model_of("""
-        g (float[4, 4] x, float[4, 4] w) => (float[a, b] r) {
-            a1 = Relu (x)  sh = Shape (a1)  a2 = Neg (a1)  a3 = Exp (a2)
-            b1 = Relu (w)  b2 = Neg (b1)  b3 = Exp (b2)
-            j = Add (a3, b3)  r = Reshape (j, sh)
-        }""").graph
-    names = [node.outputs[0].name for node in graph]
-    run = " ".join(names[i] for i in default_order(graph))
-    assert run == "b1 b2 b3 a1 a2 a3 j sh r"
-    run = " ".join(names[i] for i in priority_order(graph))
-    assert run == "a1 sh a2 a3 b1 b2 b3 j r"
-
-
-def test_a_body_waits_for_what_it_reads_two_levels_up():
-    graph = model_of("""
-        g (float[4] x, bool c) => (float[4] y) {
-            late = Exp (x)
-            early = Neg (x)
-            y = If (c) <
-                then_branch = t () => (float[4] p) {
-                    p = If (c) <
-                        then_branch = tt () => (float[4] q) { q = Neg (late) },
-                        else_branch = te () => (float[4] r) { r = Neg (x) }>
-                },
-                else_branch = e () => (float[4] s) { s = Neg (early) }>
-        }""").graph
-    node = graph[-1]
-    assert {value.name for value in captures(node)} == {"late", "early", "x", "c"}
-    assert Dependencies.of(graph).producers[2] == [0, 1]
-
-
-def test_constants_are_no_nodes_of_the_run():
-    graph = model_of("""
-        g (float[4] x) => (float[4] y) {
-            a = Relu (x)
-            c = Constant <value = float {2}> ()
-            y = Mul (a, c)
-        }""").graph
-    assert default_order(graph) == priority_order(graph) == [0, 1]
-    assert [node.op_type for node in Dependencies.of(graph).nodes] == ["Relu", "Mul"]
 
 
 def test_a_file_that_is_not_sorted(tmp_path: Path):
