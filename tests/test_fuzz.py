@@ -17,6 +17,7 @@ repeats one damaged file.
 
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -35,7 +36,7 @@ import onnx.printer
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import STORAGE
-from builders.layout_matrix import layout_cases
+from builders.layout_matrix import Quantized, attribute_text, layout_cases
 from builders.same_numbers import (
     TooSlow,
     feeds_of,
@@ -46,9 +47,9 @@ from builders.same_numbers import (
     time_limit,
     wrong_numbers,
 )
-from builders.text_models import model_of_nodes
+from builders.text_models import quoted, text_model
 from hypothesis import strategies as st
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 import ortplugins
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
@@ -80,9 +81,9 @@ class _Chain:
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
         self.rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
-        self.nodes: list[onnx.NodeProto] = []
+        self.lines: list[str] = []
         self.tensors: list[onnx.TensorProto] = []
-        self.inputs: list[onnx.ValueInfoProto] = []
+        self.inputs: dict[str, tuple[int, list[int | None]]] = {}
         self.opset = 21
         self.shape: list[int] = []
         self.value = ""
@@ -92,76 +93,64 @@ class _Chain:
         return self.draw(st.sampled_from(choices))
 
     def constant(self, name: str, array: npt.NDArray) -> str:
-        tensor = numpy_helper.from_array(array, name)
-        if self.one_of(False, False, True):
-            self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
-        else:
-            self.tensors.append(tensor)
+        self.tensors.append(numpy_helper.from_array(array, name))
         return name
 
-    def node(self, op_type: str, inputs: Sequence[str], domain: str = "", **more: object):  # type: ignore[no-untyped-def]
-        name = f"{op_type}_{len(self.nodes)}"
-        node = helper.make_node(
-            op_type, inputs, [f"{name}_out"], name=name, domain=domain, **more
-        )
-        self.nodes.append(node)
+    def node(self, op_type: str, inputs: Sequence[str], **more: object) -> str:
+        call = f"{op_type} {attribute_text(**more)} ({quoted(inputs)})"
+        return self.write(op_type.rpartition(".")[2], call)
+
+    def write(self, op_type: str, call: str) -> str:
+        name = f"{op_type}_{len(self.lines)}"
+        self.lines.append(f"[{name}] {name}_out = {call}")
         return f"{name}_out"
 
     def model(self) -> onnx.ModelProto:
-        storage = self.one_of(*STORAGE, "int4", "uint4")
-        self.dequantize(storage)
+        self.dequantize()
         for _ in range(self.draw(st.integers(0, 3))):
             self.rename()
         outputs = [self.consume()]
         if self.one_of(False, False, False, True):
             self.rename()
             outputs.append(self.consume())
-        return model_of_nodes(self.nodes, self.tensors, self.inputs, outputs, self.opset)
+        place = self.one_of("graph", "graph", "nodes")
+        text = "  ".join(self.lines)
+        model = text_model(
+            text, self.tensors, self.inputs, outputs, opset=self.opset, place=place
+        )
+        for value in model.graph.output:
+            value.ClearField("type")
+        return model
 
-    def dequantize(self, storage: str) -> None:
-        bits, signed, dtype = STORAGE[storage]
-        low = -(1 << (bits - 1)) if signed else 0
-        high = low + (1 << bits)
+    def dequantize(self) -> None:
         sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 15, 16, 17, 24, 32, 33, 64, 96])
         rank = self.one_of(2, 2, 2, 2, 3, 3, 1, 4)
         small = st.sampled_from([1, 2, 3, 4])
         shape = [self.draw(sizes if i >= rank - 2 else small) for i in range(rank)]
-        mode = self.one_of("blocks", "blocks", "blocks", "channel", "tensor", "tensor1")
-        axis = self.draw(st.integers(-rank, rank - 1))
-        block = self.one_of(16, 32, 16, 32, 64, 128, 8, 2, 1, 4, 256)
-        blocks = list(shape)
-        blocks[axis] = -(-shape[axis] // block)
-        scale_shape = {
-            "blocks": blocks, "channel": [shape[axis]], "tensor": [], "tensor1": [1],
-        }[mode]  # fmt: skip
-        scale_type = self.one_of(np.float32, np.float32, np.float32, np.float16)
-        if storage.endswith("2"):
+        scale_dtype = self.one_of(np.float32, np.float32, np.float32, np.float16)
+        weight = Quantized(
+            tuple(shape),
+            storage=self.one_of(*STORAGE, "int4", "uint4"),
+            axis=self.draw(st.integers(-rank, rank - 1)),
+            block=self.one_of(16, 32, 16, 32, 64, 128, 8, 2, 1, 4, 256),
+            zero_points=self.one_of("none", "random", "default", "none"),
+            scaled=self.one_of("blocks", "blocks", "blocks", "channel", "tensor", "tensor1"),
+            scale_dtype=scale_dtype,
+        )
+        if weight.storage.endswith("2"):
             self.opset = 25
-        elif mode != "blocks" and storage.endswith("8"):
-            self.opset = self.one_of(21, 23, 13, 11 if mode == "tensor" else 13)
+        elif weight.scaled != "blocks" and weight.storage.endswith("8"):
+            self.opset = self.one_of(21, 23, 13, 11 if weight.scaled == "tensor" else 13)
         else:
             self.opset = self.one_of(21, 21, 23)
-
-        codes = self.rng.integers(low, high, shape)
-        scales = self.rng.uniform(0.5, 2, scale_shape) * self.rng.choice([-1, 1], scale_shape)
-        scales = np.asarray(scales / high).astype(scale_type)
-        inputs = [self.constant("w", codes.astype(dtype)), self.constant("w_scale", scales)]
-        zero_points = self.one_of("none", "random", "default", "none")
-        if zero_points != "none":
-            zero = np.full(scale_shape, (low + high) // 2)
-            if zero_points == "random":
-                zero = np.asarray(self.rng.integers(low, high, scale_shape))
-            inputs.append(self.constant("w_zero", zero.astype(dtype)))
-        attributes: dict[str, object] = {}
-        if self.opset > 11:
-            attributes["axis"] = axis
-            if mode == "blocks":
-                attributes["block_size"] = block
-        self.dtype = T.FLOAT if scale_type is np.float32 else T.FLOAT16
+        if self.opset == 11:  # DequantizeLinear has no axis yet
+            weight = dataclasses.replace(weight, axis=None)
+        self.dtype = T.FLOAT if scale_dtype is np.float32 else T.FLOAT16
         if self.opset >= 23 and self.one_of(False, False, True):
             self.dtype = self.one_of(T.FLOAT, T.FLOAT16)
-            attributes["output_dtype"] = self.dtype
-        self.value = self.node("DequantizeLinear", inputs, **attributes)
+            weight = dataclasses.replace(weight, output_dtype=self.dtype)
+        self.tensors += weight.tensors("w", self.rng)
+        self.value = self.write("DequantizeLinear", weight.node("w"))
         self.shape = shape
 
     # Nodes that rename.
@@ -185,7 +174,7 @@ class _Chain:
     def _transpose(self) -> None:
         rank = len(self.shape)
         perm = list(self.draw(st.permutations(range(rank))))
-        given = {"perm": perm}
+        given = {"perm": perm} if perm else {}
         if self.one_of(False, False, False, True):
             perm, given = list(range(rank))[::-1], {}
         self.value = self.node("Transpose", [self.value], **given)
@@ -209,7 +198,7 @@ class _Chain:
         for i in range(min(len(shape), len(self.shape))):
             if shape[i] == self.shape[i] and written[i] != -1 and self.one_of(False, True):
                 written[i] = 0
-        target = self.constant(f"shape_{len(self.nodes)}", np.int64(written))
+        target = self.constant(f"shape_{len(self.lines)}", np.int64(written))
         self.value = self.node("Reshape", [self.value, target])
         self.shape = shape
 
@@ -232,11 +221,8 @@ class _Chain:
 
     def _with_axes(self, op_type: str, axes: list[int]) -> str:
         if self.opset < 13:
-            y = self.node(op_type, [self.value])
-            attribute = helper.make_attribute("axes", axes, attr_type=onnx.AttributeProto.INTS)
-            self.nodes[-1].attribute.append(attribute)
-            return y
-        name = self.constant(f"axes_{len(self.nodes)}", np.array(axes, np.int64))
+            return self.node(op_type, [self.value], axes=axes)
+        name = self.constant(f"axes_{len(self.lines)}", np.array(axes, np.int64))
         return self.node(op_type, [self.value, name])
 
     # Consumers.
@@ -249,7 +235,7 @@ class _Chain:
         if self.one_of(False, False, True):
             n = self.shape[-1] if self.shape else 1
             bias = self.rng.standard_normal(self.one_of([n], [1, n], [1], [], [1, 1], [3, n]))
-            name = self.constant(f"bias_{len(self.nodes)}", self._typed(bias))
+            name = self.constant(f"bias_{len(self.lines)}", self._typed(bias))
             y = self.node("Add", self.one_of([y, name], [name, y]))
         return y
 
@@ -258,10 +244,10 @@ class _Chain:
 
     def input(self, shape: Sequence[int], dtype: int | None = None) -> str:
         """Its first sizes are sometimes not declared."""
-        name = f"x_{len(self.nodes)}"
+        name = f"x_{len(self.lines)}"
         hidden = self.draw(st.integers(0, max(len(shape) - 1, 0)))
         dims = [None if i < hidden and size == 3 else size for i, size in enumerate(shape)]
-        self.inputs.append(helper.make_tensor_value_info(name, dtype or self.dtype, dims))
+        self.inputs[name] = dtype or self.dtype, dims
         return name
 
     def _operands(self, k: int, left: bool, batch: bool, vector: bool = True) -> list[str]:
@@ -293,10 +279,10 @@ class _Chain:
         operands = self._operands(k, left != trans_x, True, vector)
         if left != (operands[0] == self.value):
             operands.reverse()
-        attributes: dict[str, object] = {"alpha": self.one_of(1.0, 0.5, -2.5, 1.0, 3.0)}
-        attributes["transA" if left else "transB"] = int(trans_w)
-        attributes["transB" if left else "transA"] = int(trans_x)
-        return self.node("FusedMatMul", operands, "com.microsoft", **attributes)
+        given: dict[str, object] = {"alpha": self.one_of(1.0, 0.5, -2.5, 1.0, 3.0)}
+        given["transA" if left else "transB"] = int(trans_w)
+        given["transB" if left else "transA"] = int(trans_x)
+        return self.node("com.microsoft.FusedMatMul", operands, **given)
 
     def _gemm(self) -> str:
         left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
@@ -305,19 +291,19 @@ class _Chain:
         m = self.one_of(3, 1)
         x = self.input([k, m] if left != trans_x else [m, k])
         operands = [self.value, x] if left else [x, self.value]
-        attributes: dict[str, object] = {
+        given: dict[str, object] = {
             "transA" if left else "transB": int(trans_w),
             "transB" if left else "transA": int(trans_x),
         }
         for name in ("alpha", "beta"):
             if self.one_of(False, True):
-                attributes[name] = self.one_of(1.0, 1.0, 0.5, -3.0, 0.1, 0.0)
+                given[name] = self.one_of(1.0, 1.0, 0.5, -3.0, 0.1, 0.0)
         if self.one_of(False, True):
             y = [n, m] if left else [m, n]
             shape = self.one_of([y[1]], [1, y[1]], [1], [], y, [y[0], 1], [1, 1])
             bias = self._typed(self.rng.standard_normal(shape))
-            operands.append(self.constant(f"bias_{len(self.nodes)}", bias))
-        return self.node("Gemm", operands, **attributes)
+            operands.append(self.constant(f"bias_{len(self.lines)}", bias))
+        return self.node("Gemm", operands, **given)
 
     def _gather(self) -> str:
         rank = len(self.shape)
@@ -326,14 +312,14 @@ class _Chain:
         shape = self.one_of([], [3], [2, 2], [1], [0])
         indices = np.asarray(self.rng.integers(low, self.shape[axis], shape))
         kind = self.one_of(np.int64, np.int64, np.int32)
-        name = self.constant(f"indices_{len(self.nodes)}", indices.astype(kind))
+        name = self.constant(f"indices_{len(self.lines)}", indices.astype(kind))
         if self.one_of(True, True, False):
             # Indices that are known, and yet no constant.
             name = self.node(
                 "Add", [name, self.input([1], T.INT64 if kind is np.int64 else T.INT32)]
             )
-        attributes = {"axis": axis} if axis or self.one_of(True, False) else {}
-        return self.node("Gather", [self.value, name], **attributes)
+        given = {"axis": axis} if axis or self.one_of(True, False) else {}
+        return self.node("Gather", [self.value, name], **given)
 
 
 OPTIONS = st.builds(

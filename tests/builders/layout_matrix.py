@@ -74,7 +74,7 @@ class Quantized:
             given["block_size"] = self.block
         inputs = list(self._names(name))
         inputs[1] = scale or inputs[1]
-        return f"DequantizeLinear {_attributes(**given)} ({quoted(inputs)})"
+        return f"DequantizeLinear {attribute_text(**given)} ({quoted(inputs)})"
 
     def _names(self, name: str) -> tuple[str, ...]:
         names = self.names or (name, f"{name}_scale", f"{name}_zero_point")
@@ -203,7 +203,7 @@ class LayoutCase:
         return proto, feeds
 
 
-def _attributes(**given: object) -> str:
+def attribute_text(**given: object) -> str:
     """Attributes as text, without those that are None."""
     pairs = [f"{name} = {value}" for name, value in given.items() if value is not None]
     return f"<{', '.join(pairs)}>" if pairs else ""
@@ -317,7 +317,7 @@ def _row_2() -> Iterator[LayoutCase]:
 
 
 def _fused_matmul(**attributes: float) -> str:
-    return f"W = $w  y = com.microsoft.FusedMatMul {_attributes(**attributes)} (x, W)"
+    return f"W = $w  y = com.microsoft.FusedMatMul {attribute_text(**attributes)} (x, W)"
 
 
 THREE_AXES = Q((6, 3, 32), axis=2)
@@ -399,7 +399,7 @@ def _gemm(
 ) -> LayoutCase:
     before, more = _bias(bias)
     operands = "x, W" if bias == "absent" else "x, W, b"
-    text = f"{before}  W = $w  y = Gemm {_attributes(**attributes)} ({operands})"
+    text = f"{before}  W = $w  y = Gemm {attribute_text(**attributes)} ({operands})"
     w = w or _stored(FORMS[int(attributes.get("transB", 0))], K, N)
     x, static = ((K, 3), (0,)) if attributes.get("transA") else ((3, K), (-1,))
     return Case(name, text, w, x, FUSED_GEMM, static=static, **more)
@@ -623,7 +623,7 @@ def _gather(
     size = w.shape[axis]
     if indices is None:
         indices = np.int64([[0, size - 1, 2], [1, 1, size // 2]])
-    text = f"W = $w  y = Gather {_attributes(axis=axis or None)} (W, ids)"
+    text = f"W = $w  y = Gather {attribute_text(axis=axis or None)} (W, ids)"
     if cast:
         text = text.replace("y =", "h =") + "  y = Cast <to = 1> (h)"
     more |= {"expect": GATHERED} if fused else left_alone("gather")
