@@ -16,7 +16,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error
-from builders.processes import python
 from builders.same_numbers import session as open_model
 from builders.sessions import CPU, EXACT, check, options, start
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
@@ -27,6 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortplugins
 from benchmarks.models.int4_chain import write_chain
 from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
+from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.runtime.child_process import child_environment
 from rewrite_rules.prepacked_weights import prepack as prepack_module
 from rewrite_rules.prepacked_weights.prepack import prepack
@@ -544,41 +544,25 @@ def test_a_file_says_what_its_sessions_need(model_path, tmp_path, name):
 
 # Memory.
 
-RSS = """
-import ctypes, json, re, sys, warnings
-import onnxruntime as ort, ortplugins
-so = ort.SessionOptions()
-so.intra_op_num_threads = 1
-passes = [ortplugins.DqMatMulNBitsFusion(accuracy_level=0)]
-if sys.argv[2] == "blobs":
-    passes.append(ortplugins.PrepackedWeights())
-ortplugins.configure(so, *passes)
-session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-try:
-    ctypes.CDLL(None).malloc_trim(0)
-except AttributeError:
-    pass
-rss = int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-print(session.ortplugins_report.source, rss * 1024, session.ortplugins_report.artifact)
-"""
-
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to measure with")
 def test_packed_weights_are_not_on_the_heap(tmp_path):
     path = tmp_path / "chain.onnx"
     assert write_chain(path, 15, 1024, 4096, "axis0") > 60e6
 
-    def measure(kind: str) -> tuple[int, str]:
-        for expected in ("built", "cache"):  # the second start is the one to measure
-            done = python("-c", RSS, path, kind)
-            assert done.returncode == 0, done.stderr
-            source, rss, artifact = done.stdout.split()
-            assert source == expected
-        return int(rss), artifact
-
-    without, _ = measure("plain")
-    with_blobs, artifact = measure("blobs")
+    fusion, packing = DqMatMulNBitsFusion.name, PrepackedWeights.name
+    options, cache = {f"{fusion}.accuracy_level": "0"}, tmp_path / "cache"
+    plain, packed = measure(
+        [
+            Candidate(path, passes=names, options=options, cache_dir=cache)
+            for names in ([fusion], [fusion, packing])
+        ],
+        rounds=1,
+    )
+    assert plain.started_private and packed.started_private and packed.report
+    artifact = packed.report["artifact"]
     records = read_records(onnx.load(artifact, load_external_data=False))
     blob_bytes = sum(b[1] for found in records.values() for r in found for b in r.blobs)
     assert blob_bytes > 60e6
-    assert without - with_blobs >= 0.8 * blob_bytes
+    saved = plain.started_private.median - packed.started_private.median
+    assert saved >= 0.8 * blob_bytes
