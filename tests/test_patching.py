@@ -314,20 +314,6 @@ def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, mo
     assert "EP Error" not in "".join(capfd.readouterr())
 
 
-def test_a_bug_of_ours_reaches_nobody(model_path, monkeypatch):
-    def prepare(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", prepare)
-    with (
-        ortplugins.enabled(),
-        pytest.warns(OrtpluginsWarning, match="ZeroDivisionError: a bug; the untouched"),
-    ):
-        check(open_stock(model_path), CASE)
-    with ortplugins.enabled(strict=True), pytest.raises(ZeroDivisionError):
-        open_stock(model_path)
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_options_that_went_wrong_meanwhile(model_path, tmp_path, strict):
     file = tmp_path / "overrides.json"
@@ -548,11 +534,13 @@ def test_general_options_from_the_environment(model_path, monkeypatch):
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
+    # A bug of ours, which reaches nobody unless that is asked for.
     monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
-    with ortplugins.enabled(strict=False), pytest.warns(OrtpluginsWarning):
-        open_stock(model_path)
+    message = "ZeroDivisionError: .*; the untouched"
+    with ortplugins.enabled(strict=False), pytest.warns(OrtpluginsWarning, match=message):
+        check(open_stock(model_path), CASE)
 
 
 def test_a_hint_is_taken_instead_of_passes(model_path, monkeypatch):

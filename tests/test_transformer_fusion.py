@@ -7,10 +7,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import assert_same_outputs, op_types, run
 from builders.exports import fused
-from builders.sessions import options, start
 from builders.text_models import normal, proto_of
-
-import ortplugins
 
 # Query heads, key and value heads, size of a head.
 H, G, D = 6, 2, 4
@@ -299,15 +296,3 @@ def test_heads_that_are_mixed_stay_and_are_named():
     )
     assert op_types(result).count("MatMul") == 2
     assert ["mixes heads" in text for text in remarks["refused"]] == [True]
-
-
-def test_a_session_fuses_and_says_what():
-    so = options(ortplugins.TransformerFusion(), strict=True)
-    session = start(attention().SerializeToString(), so)
-    (report,) = session.ortplugins_report.passes
-    assert [remark.reason for remark in report.remarks] == [
-        f"{R} query heads share each of {G} heads of {name!r}" for name in ("k", "v")
-    ]
-    inputs = feeds(2, 3, 5)
-    expected = run(attention(), inputs)[0]
-    np.testing.assert_allclose(session.run(None, inputs)[0], expected, rtol=1e-5, atol=1e-6)
