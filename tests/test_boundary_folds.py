@@ -9,14 +9,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
-from builders.qdq_models import chains, count, grid, place, quantized, refused, serialized
+from builders.qdq_models import chains, count, grid, place, refused, serialized
 from builders.text_models import model_of
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
-    OverrideError,
     TensorOverride,
 )
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
@@ -512,20 +511,6 @@ def test_fifty_consumers_and_two_domains(target, opset, mode, names):
         assert np.abs(old - new).max() <= 0.5  # half a step of n
 
 
-def test_the_pass_takes_merge():
-    text = "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Sigmoid(a) }"
-    model = ir.to_proto(quantized(text))
-    first = ortplugins.optimize(
-        model, passes=[MixedPrecisionBoundaries(promote="A", target="qnn")]
-    ).model
-    left = {}
-    for merge in (True, False):
-        wanted = MixedPrecisionBoundaries(promote="B", target="qnn", merge=merge)
-        result = ortplugins.optimize(first, passes=[wanted])
-        left[merge] = "A>u16>B" in chains(ir.from_proto(result.model))
-    assert left == {True: True, False: False}
-
-
 def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes():
     model = ir.to_proto(build())
     result = ortplugins.optimize(model, passes=[MixedPrecisionBoundaries()])
@@ -533,17 +518,3 @@ def test_a_pass_that_is_asked_for_nothing_says_so_and_keeps_nodes():
     assert remark.outcome is Outcome.NOTE and "promote" in remark.reason
     assert list(result.model.graph.node) == list(model.graph.node)
     assert list(result.model.graph.initializer) == list(model.graph.initializer)
-
-
-def test_what_is_neither_8_nor_16_bits_changes_nothing():
-    for options in (
-        {"overrides": {"x": (TensorOverride(quant_type=ir.DataType.UINT4),)}},
-        {"overrides": {"x": (TensorOverride(quant_type=I16),)}, "promote": frozenset("x")},
-        {"overrides": {"x": (TensorOverride(axis=0),)}},
-        {"overrides": {"q": (TensorOverride(quant_type=U16),), "x": converted(U16)}},
-    ):
-        model = build()
-        before = serialized(model)
-        with pytest.raises(OverrideError, match="'x'"):
-            place(model, **options)
-        assert serialized(model) == before

@@ -8,7 +8,6 @@ import onnx
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_quantize_linear
-from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
@@ -37,13 +36,17 @@ def quantized(
     default: QuantizationGrid | None = None,
     zero_points: bool = True,
 ) -> ir.Model:
-    """Put a pair behind every float activation; without zero points, grids are uint8 of 0."""
+    """Put a pair behind every float activation; without zero points, grids are uint8 of 0.
+
+    What the text dequantises stays as it is.
+    """
     model = parse(text, opset)
     graph = model.graph
     real = next(value.dtype for value in graph.inputs if value.dtype.is_floating_point())
     values = [value for value in graph.inputs if value.dtype == real]
     for node in graph:
-        values += [value for value in node.outputs if value.dtype == real]
+        if node.op_type != "DequantizeLinear":  # of a constant
+            values += [value for value in node.outputs if value.dtype == real]
     for value in values:
         of = (grids or {}).get(value.name, default or grid(real=real.numpy().type))
         _put_pair(graph, value, of, zero_points)
@@ -89,10 +92,7 @@ def _put_pair(
 def place(model: ir.Model, **options: object) -> Remarks:
     """Run the rewrite, without folds that give up a type; check the graph that it leaves."""
     remarks = Remarks("mixed_precision_boundaries")
-    merge = bool(options.pop("merge", False))
     place_boundaries(model, BoundaryOptions(**options), PassContext(remarks))
-    if merge:
-        fold_pairs(model, "qnn", PassContext(remarks), merge=True)
     onnx.checker.check_model(ir.to_proto(model))
     return remarks
 
