@@ -9,15 +9,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
-from builders.qdq_models import chains, count, grid, place, refused, serialized
+from builders.qdq_models import chains, count, grid, of, place, refused, serialized, to
 from builders.text_models import model_of
 
 import ortplugins
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
-    TensorOverride,
-)
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 
@@ -71,8 +68,7 @@ def check(
         assert found.dtype == expected.dtype
         assert found.tobytes() == expected.tobytes()
     fired = [remark for remark in remarks if remark.outcome is Outcome.FIRED]
-    contents = [ir.to_proto(model).SerializeToString() for model in (before, after)]
-    assert bool(fired) == (contents[0] != contents[1])
+    assert bool(fired) == (serialized(before) != serialized(after))
     return after, remarks
 
 
@@ -248,39 +244,32 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
 
 
 @pytest.mark.parametrize(
-    ("scale", "words"),
+    ("inputs", "scale", "words"),
     [
-        ("float[2] k = {0.1, 0.2}", "shape [2]"),
-        ("float k = {0}", "scale is 0.0"),
-        ("float k = {-0.5}", "scale is -0.5"),
+        ("uint8[2] c", "float[2] k = {0.1, 0.2}", "shape [2]"),
+        ("uint8[2] c", "float k = {0}", "scale is 0.0"),
+        ("uint8[2] c", "float k = {-0.5}", "scale is -0.5"),
+        ("uint8[2] c, float k", "float unused = {0}", "'k' is a graph input"),
     ],
 )
-def test_grids_that_cannot_be_read_are_reported(scale: str, words: str):
-    model = model_of(f"""g (uint8[2] c) => (float[2] y) <{scale}> {{
+def test_grids_that_cannot_be_read_are_reported(inputs: str, scale: str, words: str):
+    model = model_of(f"""g ({inputs}) => (float[2] y) <{scale}> {{
             d = DequantizeLinear<axis = 0>(c, k)  [second] q = QuantizeLinear<axis = 0>(d, k)
             [last] y = DequantizeLinear<axis = 0>(q, k) }}""")
-    before = ir.to_proto(model).SerializeToString()
+    before = serialized(model)
     remarks = fold(model)
-    assert ir.to_proto(model).SerializeToString() == before
+    assert serialized(model) == before
     reported = [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
     assert reported
     assert all(words in remark.reason for remark in reported)
 
 
-def test_a_scale_that_is_fed_is_reported():
-    nodes = "d = DequantizeLinear(c, k, z)  q = QuantizeLinear(d, k, z)"
-    model = graph(f"{nodes}  y = DequantizeLinear(q, k, z)", "uint8[n] c, float k")
-    remarks = fold(model)
-    assert operators(model) == {"DQ": 2, "Q": 1}
-    assert "'k' is a graph input" in next(iter(remarks)).reason
-
-
 def test_nothing_to_fold_leaves_even_unused_nodes():
     model = graph("q = QuantizeLinear(x, s, z)  y = DequantizeLinear(q, s, z)  u = Relu(x)",
                   "float[n] x")  # fmt: skip
-    before = ir.to_proto(model).SerializeToString()
+    before = serialized(model)
     assert not list(fold(model))
-    assert ir.to_proto(model).SerializeToString() == before
+    assert serialized(model) == before
 
 
 def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
@@ -324,11 +313,6 @@ def build(
     opset: int = 21,
 ) -> ir.Model:
     return model_of(f"{signature} <{constants}> {{ {body} }}", opset=opset)
-
-
-def converted(dtype: ir.DataType, *nodes: str) -> tuple[TensorOverride, ...]:
-    convert = TensorOverride(quant_type=dtype, recv_nodes=frozenset(nodes) or None)
-    return (TensorOverride(quant_type=U8, convert=convert),)
 
 
 Q, DQ = "QuantizeLinear(x, s, z)", "DequantizeLinear(q, s, z)"
@@ -424,7 +408,8 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes):
     )
     feeds = [{"x": FED, "c": np.array(taken)} for taken in (True, False)]
     before = [run(model, each)[0] for each in feeds]
-    place(model, overrides={"x": converted(U16, *nodes)})  # checks that names are single
+    # This checks that names are single, too.
+    place(model, overrides={"x": of(U8, convert=to(U16, *nodes))})
     reached = nodes or ("T", "E")
     assert chains(model) >= {f"x>u8>{'u16>' * (n in reached)}{n}" for n in "TE"}
     for each, old in zip(feeds, before, strict=True):

@@ -9,11 +9,13 @@ from builders.qdq_models import (
     chains,
     count,
     grid,
+    of,
     parse,
     place,
     quantized,
     refused,
     serialized,
+    to,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +23,7 @@ from hypothesis import strategies as st
 import ortplugins
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
-    OverrideError,
-    TensorOverride,
-)
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 from rewrite_rules.remarks import Outcome
 from session_options import MixedPrecisionBoundaries
 
@@ -34,15 +33,6 @@ CHAIN = """g (float[2,3] x) => (float[2,3] y) {
     [B] b = Sigmoid(a)
     [C] y = Sigmoid(b)
 }"""
-
-
-def of(quant_type: ir.DataType | None = None, **fields: object) -> tuple[TensorOverride, ...]:
-    return (TensorOverride(quant_type=quant_type, **fields),)
-
-
-def to(quant_type: ir.DataType, *nodes: str, **fields: object) -> TensorOverride:
-    names = frozenset(nodes) or None
-    return TensorOverride(quant_type=quant_type, recv_nodes=names, **fields)
 
 
 SUM = """g (float[3] x, float[3] v) => (float[3] y) {
@@ -78,7 +68,7 @@ UNNAMED = """g (float[4] x) => (float[4] y, float[4] z) {
 
 FLOAT = {"mode": "float"}
 PROMOTED = "x>u8>A A>u8>u16>B B>u16>C C>u16>y"
-DOWN = TensorOverride(quant_type=U8, rmin=-1.0, rmax=1.0)
+DOWN = of(U8, rmin=-1.0, rmax=1.0)
 WIDE = {"default": grid(0.0001, 30000, U16)}
 # Text of a float model, options, paths between operators; how the model is quantised.
 REGIONS = {
@@ -133,7 +123,7 @@ REGIONS = {
     ),
     "16 bits go down to 8": (
         CHAIN,
-        {"overrides": {"a": of(U16, convert=DOWN), "b": (DOWN,), "y": of(U16)}},
+        {"overrides": {"a": of(U16, convert=DOWN[0]), "b": DOWN, "y": of(U16)}},
         "x>u16>A A>u16>u8>B B>u8>u16>C C>u16>y",
         WIDE,
     ),
@@ -386,7 +376,7 @@ def test_mode_float_reads_8_bits_at_an_entry():
             [B] y = Sigmoid(a)
         }"""
     )
-    finer = (TensorOverride(scale=0.004, zero_point=0),)
+    finer = of(scale=0.004, zero_point=0)
     place(model, overrides={"a": finer}, promote=frozenset({"B"}), mode="float")
     assert chains(model) == {"x>u8>A", "A>u8>a", "A>u8>B", "B>y"}
     assert "uint8 0.004 @ 0" in {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
@@ -493,9 +483,9 @@ def test_explicit_parameters_and_ranges_leave_exact_entries():
     place(
         model,
         overrides={
-            "x": (TensorOverride(quant_type=U16, scale=0.001, zero_point=77),),
-            "a": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0, symmetric=True),),
-            "b": (TensorOverride(quant_type=U16, rmin=-1.0, rmax=3.0),),
+            "x": of(U16, scale=0.001, zero_point=77),
+            "a": of(U16, rmin=-1.0, rmax=3.0, symmetric=True),
+            "b": of(U16, rmin=-1.0, rmax=3.0),
             "y": of(U16),
         },
         ranges={"y": (-0.5, 1.0)},

@@ -175,37 +175,26 @@ def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("name", "entry"),
     [
-        {"quant_type": "uint16"},
-        {"quant_type": "uint16", "convert": {"quant_type": "uint8"}},
-        {"convert": {"quant_type": "int16", "recv_nodes": ["conv2"]}},
-        {"scale": 0.1, "zero_point": 255},
-        {"quant_type": "int16", "scale": 1e-6, "zero_point": -32768},
-        {"rmin": -1, "rmax": 1, "symmetric": True},
-        {"rmax": 1},
+        ("conv1_out", {"quant_type": "uint16"}),
+        ("conv1_out", {"quant_type": "uint16", "convert": {"quant_type": "uint8"}}),
+        ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["conv2"]}}),
+        ("conv1_out", {"scale": 0.1, "zero_point": 255}),
+        ("conv1_out", {"quant_type": "int16", "scale": 1e-6, "zero_point": -32768}),
+        ("conv1_out", {"rmin": -1, "rmax": 1, "symmetric": True}),
+        ("conv1_out", {"rmax": 1}),
+        ("W", {"quant_type": "int4", "reduce_range": True}),
+        ("W", {"quant_type": "int8", "axis": -4}),
+        ("W", [{"axis": 0, "quant_type": "int8"}] + [{"axis": -4}] * 7),
+        ("W", [{"axis": 1, "rmin": 0, "rmax": i} for i in range(3)]),
+        ("W", [{"axis": 1, "scale": i + 1, "zero_point": 0} for i in range(3)]),
+        ("not_there", []),
+        ("not_there", {}),
     ],
 )
-def test_what_activations_take_passes(entry):
-    check(conv1_out=entry)
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [{"quant_type": "int4", "reduce_range": True}],
-        [{"quant_type": "int8", "axis": -4}],
-        [{"axis": 0, "quant_type": "int8"}] + [{"axis": -4}] * 7,
-        [{"axis": 1, "rmin": 0, "rmax": i} for i in range(3)],
-        [{"axis": 1, "scale": i + 1, "zero_point": 0} for i in range(3)],
-    ],
-)
-def test_what_initializers_take_passes(entries):
-    check(W=entries)
-
-
-def test_tensors_without_entries_are_skipped():
-    check(not_there=[], neither=[{}], conv1_out={"quant_type": "uint16"})
+def test_what_activations_and_initializers_take_passes(name, entry):
+    check(**{name: entry})
 
 
 FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
