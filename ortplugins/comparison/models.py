@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.model_io.loading import ModelLike, load_model
+from ortplugins.model_io.loading import ModelLike, load_model, read_model_file
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.optimize import OptimizeResult
 from ortplugins.optimization.request import BuildRequest
@@ -101,10 +101,15 @@ class GivenModel:
         """Return the graph with constants as nodes, where they are not initializers yet."""
         checked = self.graph()  # whatever is wrong with it is an error there
         source = self._source()
+        if isinstance(source, ir.Model):
+            return checked
+        if isinstance(source, onnx.ModelProto):
+            proto: onnx.ModelProto = source
+        else:
+            content = source if isinstance(source, bytes) else read_model_file(source)
+            proto = onnx.ModelProto.FromString(content)
         with _quiet_about_packed_weights():
-            if isinstance(source, str | os.PathLike):
-                return ir.load(source)
-            return ir.from_proto(source) if isinstance(source, onnx.ModelProto) else checked
+            return ir.from_proto(proto)
 
     def _source(self) -> Any:
         """Path, bytes or object; of a session what onnxruntime was given."""
