@@ -142,7 +142,7 @@ def _spread(spread: Spread, unit: str) -> str:
 
 
 def _verdict(cost: Cost) -> str:
-    """Return the ratio, where the runs tell the models apart by 1 % or more."""
+    """Return the ratio, where the runs of the models differ by 1 % or more."""
     ratio = "" if cost.ratio is None else f"{cost.ratio:.2f}"
     return "no difference" if cost.differs is False or ratio == "1.00" else ratio
 

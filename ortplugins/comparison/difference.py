@@ -111,11 +111,6 @@ def differences_of(
     return {name: item.result() for name, item in sums.items()}
 
 
-def difference_of(name: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Difference:
-    """Return how far ``b`` is from ``a``, in one sample of the value of this name."""
-    return differences_of([(0, name, a, b)])[name]
-
-
 @dataclasses.dataclass(frozen=True)
 class Violation:
     """Where an output is further away than it may be."""
@@ -159,7 +154,7 @@ def find_violation(
     Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
     rtol does not apply to them: without atol they must be equal.
     """
-    difference = difference_of(name, a, b)
+    difference = differences_of([(sample, name, a, b)])[name]
     if difference.mismatch:
         return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
     if _is_exact(a) and _is_exact(b):
@@ -238,7 +233,7 @@ def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _integer_distance(
     x: npt.NDArray[Any], y: npt.NDArray[Any], rounded: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """|y - x| of integers, of which float64 tells those above 2**53 not apart.
+    """|y - x| of integers; float64 does not distinguish all of those above 2**53.
 
     The difference modulo 2**64 is exact; it is the distance where that is below 2**64, which
     only int64 beside uint64 exceeds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Everything that the page of a model tells, as one dict of plain JSON."""
+"""Everything that the page about a model says, as one dict of plain JSON."""
 
 from __future__ import annotations
 

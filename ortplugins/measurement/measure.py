@@ -149,7 +149,7 @@ class Cost:
 
     @property
     def differs(self) -> bool | None:
-        """Whether the ranges do not overlap; None of single values, which tell no range."""
+        """Whether the ranges do not overlap; None of single values, which have no range."""
         if min(len(self.a.values), len(self.b.values)) < 2:
             return None
         return max(self.a.values) < min(self.b.values) or max(self.b.values) < min(

@@ -66,7 +66,7 @@ _RUN_SECONDS = {"run": 0.3, "private": 0.1, "start": 0.0}
 _RUN_SHARE, _MIN_RUNS = 0.01, 1
 # The share of the machine's memory for processes that live at the same time.
 _MEMORY = 0.5
-# Where onnxruntime's own error is smaller, rounding in another order is no loss.
+# Where onnxruntime's own error is smaller, rounding in another order does not count.
 _ROUNDING = 1e-5
 # The greatest of many rounding errors varies by so much between kernels that round alike.
 _LIKE_PLAIN = 2.0
