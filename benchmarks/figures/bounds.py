@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Figure:
     def holds(self) -> bool:
         """Whether the bound is kept; a figure that could not be measured misses it."""
         return math.isnan(self.bound) or self.compared <= self.bound
+
+
+def report_missed(figures: Iterable[Figure]) -> int:
+    """Print which bounds are missed; return the exit status."""
+    missed = [figure.what for figure in figures if not figure.holds]
+    if missed:
+        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
+    return 1 if missed else 0
 
 
 def table(figures: Sequence[Figure]) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +36,8 @@ def write_chain(
     for i in range(2 * layers):
         k, n = (width, hidden) if i % 2 == 0 else (hidden, width)
         shape, blocks = ((k, n), (k // 32, n)) if layout == "axis0" else ((n, k), (n, k // 32))
-        codes = _initializer(_codes(f"w{i}", shape, ir.DataType[storage], i))
-        scales = _initializer(_scales(f"s{i}", blocks, k, storage))
+        codes = initializer(_codes(f"w{i}", shape, ir.DataType[storage], i))
+        scales = initializer(_scales(f"s{i}", blocks, k, storage))
         axis = 0 if layout == "axis0" else 1
         attributes = {"axis": axis, "block_size": 32}
         nodes.append(ir.node("DequantizeLinear", [codes, scales], attributes, name=f"dq{i}"))
@@ -48,19 +48,29 @@ def write_chain(
         initializers += [codes, scales]
         size += k * n // 2
     value.name, value.dtype = "y", ir.DataType.FLOAT
-    graph = ir.Graph(
-        [x],
-        [value],
-        nodes=nodes,
-        initializers=initializers,
-        opset_imports={"": 21},
-        name="chain",
-    )
-    ir.save(ir.Model(graph, ir_version=10), path, external_data=f"{path.name}.data")
+    save_graph(path, x, value, nodes, initializers)
     return size
 
 
-def _initializer(tensor: ir.TensorProtocol) -> ir.Value:
+def save_graph(
+    path: Path,
+    x: ir.Value,
+    y: ir.Value,
+    nodes: Sequence[ir.Node],
+    initializers: Sequence[ir.Value],
+    external: bool = True,
+) -> None:
+    """Write a model of one input and one output, at opset 21."""
+    opset = {"": 21}
+    graph = ir.Graph(
+        [x], [y], nodes=nodes, initializers=initializers, opset_imports=opset, name="chain"
+    )
+    data = f"{path.name}.data" if external else None
+    ir.save(ir.Model(graph, ir_version=10), path, external_data=data)
+
+
+def initializer(tensor: ir.TensorProtocol) -> ir.Value:
+    """Return the value of a constant tensor."""
     return ir.Value(
         name=tensor.name,
         shape=ir.Shape(tensor.shape.numpy()),

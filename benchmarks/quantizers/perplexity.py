@@ -26,7 +26,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 import ortplugins
-from benchmarks.figures.bounds import Figure, table
+from benchmarks.figures.bounds import Figure, report_missed, table
 from benchmarks.figures.figures_page import PAGE, origin, write_section
 from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples, token_ids
 from benchmarks.quantizers.minilm_cosine import cosine_table
@@ -353,10 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if complete or chosen.output:
         write_section("perplexity", text, chosen.output or PAGE)
         print(f"written: {chosen.output or PAGE}")
-    missed = [figure.what for figure in figures if not figure.holds]
-    if missed:
-        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
-    return 1 if missed else 0
+    return report_missed(figures)
 
 
 _ABOUT_MINILM = """all-MiniLM-L6-v2 in true float32, its 36 linear layers quantised, calibrated

@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.figures.bounds import Figure, table
+from benchmarks.figures.bounds import Figure, report_missed, table
 from benchmarks.figures.figures_page import PAGE, origin, write_section
 from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples
+from benchmarks.models.int4_chain import initializer, save_graph
 from benchmarks.quantizers.peers import Cost, run_modelopt_on_smollm2, run_ours, run_peer
 from benchmarks.quantizers.quantizer_peers import Job
 
@@ -282,7 +282,8 @@ def write_float_chain(path: Path, widths: Sequence[int], external: bool) -> None
     value, nodes, initializers = x, [], []
     last = len(widths) - 2
     for i, shape in enumerate(itertools.pairwise(widths)):
-        weight = _weight(f"w{i}", rng.standard_normal(shape, np.float32))
+        array = rng.standard_normal(shape, np.float32) / np.float32(shape[0] ** 0.5)
+        weight = initializer(ir.tensor(array, name=f"w{i}"))
         initializers.append(weight)
         nodes.append(ir.node("MatMul", [value, weight], name=f"matmul{i}"))
         if i < last:
@@ -290,23 +291,7 @@ def write_float_chain(path: Path, widths: Sequence[int], external: bool) -> None
         value = nodes[-1].outputs[0]
         value.name = f"y{i}" if i < last else "y"
     value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(["rows", widths[-1]])
-    graph = ir.Graph(
-        [x],
-        [value],
-        nodes=nodes,
-        initializers=initializers,
-        opset_imports={"": 21},
-        name="chain",
-    )
-    data = f"{path.name}.data" if external else None
-    ir.save(ir.Model(graph, ir_version=10), path, external_data=data)
-
-
-def _weight(name: str, array: npt.NDArray[np.float32]) -> ir.Value:
-    tensor = ir.tensor(array / np.float32(len(array) ** 0.5), name=name)
-    return ir.Value(
-        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    save_graph(path, x, value, nodes, initializers, external)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -344,10 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.output or (whole and not chosen.only and not chosen.method):
         write_section("quantizers", text, chosen.output or PAGE)
         print(f"written: {chosen.output or PAGE}")
-    missed = [figure.what for figure in figures if not figure.holds]
-    if missed:
-        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
-    return 1 if missed else 0
+    return report_missed(figures)
 
 
 def _introduction(rounds: int) -> str:
