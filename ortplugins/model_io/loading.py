@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -16,6 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.model_io.data_in_place import data_file, data_folders
 from rewrite_rules.graph.nodes import all_nodes, normalize_domains
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def load_model(
     With ``map_inline``, large tensors within the file count as external data of it; results
     that point to them must not be saved as such.
     """
-    folders = [] if folder is None else [Path(folder).absolute()]
+    data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
-        return _load(model, folders, "model given as bytes")
+        return _load(model, [data_folder] if data_folder else [], "model given as bytes")
     if not isinstance(model, str | os.PathLike):
         return _from_memory(model)
-    folders = folders or [Path(model).absolute().parent, Path(os.path.realpath(model)).parent]
+    folders = data_folders(str(Path(model).absolute()), data_folder)
     content = None
     if map_inline and os.path.isfile(model):
         from ortplugins.model_io.mapped_initializers import read_without_tensors
@@ -110,7 +110,7 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     return LoadedModel(copy, {}, name)
 
 
-def _load(content: bytes, folders: Sequence[Path], name: str) -> LoadedModel:
+def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
     import google.protobuf.message
     import onnx
 
@@ -172,9 +172,7 @@ def _check_parsed(model: ir.Model, name: str) -> None:
         raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
 
 
-def _bind_external_data(
-    model: ir.Model, folders: Sequence[Path], name: str
-) -> dict[str, Path]:
+def _bind_external_data(model: ir.Model, folders: Sequence[str], name: str) -> dict[str, Path]:
     """Check every external tensor, give it an absolute path; return the files by location."""
     _lift_checked_constants(model, name)
     found: dict[str, Path] = {}
@@ -267,7 +265,7 @@ def stored_bytes(tensor: ir.TensorProtocol) -> int:
     return tensor.nbytes
 
 
-def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
+def _find_data_file(location: str, folders: Sequence[str], what: str) -> Path:
     if not folders:
         raise MissingFileError(
             f"{what}: has external data in {location!r}, but the model was given as bytes; "
@@ -277,24 +275,18 @@ def _find_data_file(location: str, folders: Sequence[Path], what: str) -> Path:
         raise ModelFileError(
             f"{what}: external data location {location!r} leaves the model's folder"
         )
-    roots = [Path(os.path.realpath(folder)) for folder in folders]
-    for folder in folders:
-        real = Path(os.path.realpath(folder / location))
-        try:
-            mode = real.stat().st_mode
-        except OSError:
-            continue
-        if not any(real.is_relative_to(root) for root in roots):
-            raise ModelFileError(
-                f"{what}: external data location {location!r} is a link to {str(real)!r}, "
-                "outside the model's folder"
-            )
-        if not stat.S_ISREG(mode):
-            raise ModelFileError(f"{what}: external data {str(real)!r} is not a regular file")
-        return real
-    raise MissingFileError(
-        f"{what}: external data file {str(folders[0] / location)!r} is missing"
-    )
+    real = Path(data_file(location, folders))
+    if not os.path.exists(real):
+        path = os.path.join(folders[0], location)
+        raise MissingFileError(f"{what}: external data file {path!r} is missing")
+    if not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders):
+        raise ModelFileError(
+            f"{what}: external data location {location!r} is a link to {str(real)!r}, "
+            "outside the model's folder"
+        )
+    if not os.path.isfile(real):
+        raise ModelFileError(f"{what}: external data {str(real)!r} is not a regular file")
+    return real
 
 
 def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
