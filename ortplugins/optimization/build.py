@@ -8,7 +8,6 @@ entry.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,16 @@ from ortplugins.model_io.data_in_place import (
     place,
 )
 from ortplugins.model_io.loading import LoadedModel
-from ortplugins.model_io.saving import DATA_THRESHOLD, save_with_data
+from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
 from session_options.caller_warnings import warn_caller
+
+# New constants of this size leave a baked .onnx file, or every session would hold a copy.
+_INLINE_LIMIT = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,14 +82,18 @@ def build(
     def finish(path: Path) -> None:
         nonlocal baked, placed
         if request.bakes:
-            baked = _run_optimizers(path, request.optimizers, notes, placed)
-            if placed is not None and os.path.getsize(path) > NEW_BYTES:
-                folded = ir.load(path)  # onnxruntime folded constants: it gets data of its own
-                place(folded, placed)
-                save_with_data(folded, path, overwrite=True)
-                placed = None
-            if runs.take_part_in("rearrange"):
-                _rearrange_file(path, runs, baked, placed)
+            final, baked = _optimized(path, request.optimizers, notes, placed)
+            if placed is not None and new_bytes(final, placed) > NEW_BYTES:
+                placed = None  # onnxruntime folded constants
+            runs.run("rearrange", final, final_graph=baked)
+            save_with_data(
+                final,
+                path,
+                keep_in_place=True,
+                overwrite=True,
+                data_folder=placed and placed.folder,
+                least_bytes=_INLINE_LIMIT,
+            )
         runs.run("finish", path, final_graph=request.final_graph or baked)
 
     files: list[Path] = []
@@ -168,40 +174,17 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
     return in_place(files)
 
 
-def _run_optimizers(
+def _optimized(
     path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
-) -> bool:
-    """Replace a saved model by what onnxruntime's optimisers make of it, if they do."""
+) -> tuple[ir.Model, bool]:
+    """Return what onnxruntime's optimisers make of a saved model, and whether they did."""
     from ortplugins.optimization.offline_optimizers import bake
 
-    baked = path.with_name(f"{path.stem}.baked.onnx")
     try:
-        bake(path, baked, settings, placed and placed.folder)
+        model, baked = bake(path, settings, placed and placed.folder), True
     except PassError as error:
         notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
-        baked.unlink(missing_ok=True)
-        return False
-    os.replace(baked, path)
-    return True
-
-
-def _rearrange_file(
-    path: Path, runs: PassRuns, baked: bool, placed: PlacedData | None
-) -> None:
-    """Run the passes that change the graph after onnxruntime's own optimisers."""
-    model = ir.load(path)
+        model, baked = ir.load(path), False
     if placed is not None:
         place(model, placed)
-    runs.run("rearrange", model, final_graph=baked)
-    if placed is not None:
-        save_with_data(model, path, data_folder=placed.folder, overwrite=True)
-    elif any(map(_is_new_data, model.graph.initializers.tensors())):
-        save_with_data(model, path, keep_in_place=True, overwrite=True)
-    else:
-        ir.save(model, path)
-
-
-def _is_new_data(tensor: ir.TensorProtocol) -> bool:
-    """Whether a tensor is in no file yet, and too large to be inside the graph's."""
-    in_file = isinstance(tensor, (ir.ExternalTensor, ir.TensorProtoTensor))
-    return not in_file and tensor.nbytes >= DATA_THRESHOLD
+    return model, baked
