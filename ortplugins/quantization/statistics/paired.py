@@ -17,13 +17,12 @@ import dataclasses
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 import onnxruntime
 
@@ -41,6 +40,7 @@ from ortplugins.quantization.statistics.collect import (
 )
 from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import Feed
+from rewrite_rules.graph.nodes import captures, drop_unused_initializers
 
 Array = npt.NDArray[Any]
 
@@ -61,17 +61,13 @@ class PairedModels:
         """Start before the first node; the samples are gone through for every activation."""
         self._samples, self._providers = calibration.samples, calibration.providers
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
-        model = model.clone()
-        self._folder = detach_tensors(model, self._scratch)
-        self._inputs = list(model.graph.inputs)
-        self._frame = ir.to_proto(model)
-        self._nodes = list(self._frame.graph.node)
-        self._initializers = {each.name: each for each in self._frame.graph.initializer}
-        self._frame.ClearField("graph")
+        self._model = model.clone()
+        self._folder = detach_tensors(self._model, self._scratch)
+        self._nodes = list(self._model.graph)
         self.places: dict[str, int] = {}
         self._last_reads: dict[str, int] = {}
         for place, node in enumerate(self._nodes, 1):
-            self.places.update(dict.fromkeys(node.output, place))
+            self.places.update((value.name or "", place) for value in node.outputs)
             self._last_reads.update(dict.fromkeys(_reads([node]), place))
         self._place = 0
         self._numbers = itertools.count()
@@ -107,7 +103,7 @@ class PairedModels:
                 both = [
                     (name, self._value(m, index, name, feed)) for m in (_FLOAT, _QUANTIZED)
                 ]
-                counted = counted_tokens(self._inputs, feed)
+                counted = counted_tokens(self._model.graph.inputs, feed)
                 rows = [each for _, each in without_padding(both, counted)]
                 if not rows:
                     continue
@@ -128,26 +124,23 @@ class PairedModels:
         nodes = self._nodes[self._place : place]
         if not nodes:
             return
-        made = [
-            name
-            for node in nodes
-            for name in node.output
-            if name and self._last_reads.get(name, 0) > place
-        ]
+        outputs = (value.name or "" for node in nodes for value in node.outputs)
+        made = [name for name in outputs if self._last_reads.get(name, 0) > place]
         folders = {name: self._scratch / f"value{next(self._numbers)}" for name in made}
         for folder in folders.values():
             folder.mkdir()
         for model in (_FLOAT, _QUANTIZED):
-            path = self._scratch / "weights"
-            weights = self._put_in_weights(nodes, ScratchWriter(path)) if model else {}
+            path, weights = self._scratch / "weights", dict[str, Array]()
             session, reads = None, _reads(nodes)
             for index, feed in enumerate(self._samples):
                 names = reads & (self._kept.keys() | feed.keys())
                 inputs = {name: self._value(model, index, name, feed) for name in names}
-                inputs |= weights
                 if session is None:
-                    session = self._open(nodes, inputs, made)
-                arrays = run_sample(session, made, inputs, f"sample {index}")
+                    part = ir.convenience.extract(self._model.graph, sorted(names), made)
+                    if model == _QUANTIZED:
+                        weights = self._put_in_weights(part, ScratchWriter(path))
+                    session = self._open(part, inputs | weights)
+                arrays = run_sample(session, made, inputs | weights, f"sample {index}")
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     np.save(folder / f"{model}-{index}.npy", array, allow_pickle=False)
             path.unlink(missing_ok=True)
@@ -162,36 +155,32 @@ class PairedModels:
         array: Array = np.load(self._kept[name] / f"{model}-{index}.npy", allow_pickle=False)
         return array
 
-    def _put_in_weights(
-        self, nodes: Sequence[onnx.NodeProto], writer: ScratchWriter
-    ) -> dict[str, Array]:
+    def _put_in_weights(self, part: ir.Graph, writer: ScratchWriter) -> dict[str, Array]:
         """Have nodes read quantised weights; return those, mapped, by their new names."""
         weights: dict[str, Array] = {}
-        for node in _with_subgraphs(nodes):
-            for index, weight in self._weights.pop(node.output[0], {}).items():
-                node.input[index] = f"ortplugins.weight{next(self._numbers)}"
-                weights[node.input[index]] = writer.append(weight()).map()
+        for node in part.all_nodes():
+            for index, weight in self._weights.pop(node.outputs[0].name or "", {}).items():
+                name = f"ortplugins.weight{next(self._numbers)}"
+                weights[name] = writer.append(weight()).map()
+                part.inputs.append(ir.Value(name=name))
+                node.replace_input_with(index, part.inputs[-1])
+        drop_unused_initializers(list(part.initializers.values()))
         return weights
 
     def _open(
-        self,
-        nodes: Sequence[onnx.NodeProto],
-        inputs: Mapping[str, Array],
-        outputs: Sequence[str],
+        self, part: ir.Graph, inputs: Mapping[str, Array]
     ) -> onnxruntime.InferenceSession:
-        """Open a session on some nodes alone."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self._frame)
-        model.graph.name = "part"
-        model.graph.node.extend(nodes)
-        for name, array in inputs.items():
-            kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-            sizes = [None] * array.ndim
-            model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, sizes))
-        for name in sorted(_reads(nodes) & self._initializers.keys() - inputs.keys()):
-            model.graph.initializer.append(self._initializers[name])
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-        return open_for_samples(ir.from_proto(model), self._folder, self._providers)
+        """Open a session on a part of the model, for inputs as these."""
+        for value in part.inputs:
+            array = inputs[value.name or ""]
+            value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            value.shape = ir.Shape([None] * array.ndim)
+        model = ir.Model(
+            part,
+            ir_version=self._model.ir_version,
+            functions=list(self._model.functions.values()),
+        )
+        return open_for_samples(model, self._folder, self._providers)
 
 
 def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
@@ -204,15 +193,7 @@ def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
         sums[block] += rows[:, block].T @ difference
 
 
-def _with_subgraphs(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield nodes, and those of their subgraphs."""
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _with_subgraphs(graph.node)
-
-
-def _reads(nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Return the names that nodes read, those of values of their subgraphs included."""
-    return {name for node in _with_subgraphs(nodes) for name in node.input if name}
+def _reads(nodes: Sequence[ir.Node]) -> set[str]:
+    """Return the names that nodes read, from within their subgraphs as well."""
+    values = (value for node in nodes for value in (*node.inputs, *captures(node)))
+    return {value.name for value in values if value is not None and value.name}
