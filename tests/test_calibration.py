@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Calibration: samples are read once and checked, activations stream into statistics."""
 
-import itertools
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.samples import Reader
-from builders.text_models import model_of, normal
+from builders.text_models import matmul_chain, model_of, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,49 +22,24 @@ from ortplugins.quantization.statistics.accumulator import (
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.sources import KeptSamples
 
-K, HIDDEN, LAYERS, VOCABULARY = 32, 48, 2, 64
 RNG = np.random.default_rng(0)
-
-LAYER = """
-    norm{i} = LayerNormalization <axis = -1> (x{i}, gain)
-    q{i} = MatMul(norm{i}, wq{i})
-    k{i} = MatMul(norm{i}, wk{i})
-    v{i} = MatMul(norm{i}, wv{i})
-    kt{i} = Transpose <perm = [0, 2, 1]> (k{i})
-    score{i} = MatMul(q{i}, kt{i})
-    p{i} = Softmax <axis = -1> (score{i})
-    mixed{i} = MatMul(p{i}, v{i})
-    o{i} = MatMul(mixed{i}, wo{i})
-    mid{i} = Add(x{i}, o{i})
-    up{i} = MatMul(mid{i}, wu{i})
-    act{i} = Sigmoid(up{i})
-    down{i} = MatMul(act{i}, wd{i})
-    x{j} = Add(mid{i}, down{i})
-"""
-SIZES = {"norm": K, "mixed": K, "mid": K, "act": HIDDEN}
-NAMES = [f"{name}{i}" for i in range(LAYERS) for name in SIZES]
+# The activations of a chain of MatMuls, and their widths.
+WIDTHS = {"t0": 32, "t1": 48, "t2": 32}
+NAMES = list(WIDTHS)
 
 
-def transformer():
-    sizes = dict.fromkeys(("q", "k", "v", "o"), (K, K)) | {"u": (K, HIDDEN), "d": (HIDDEN, K)}
-    weights = {"gain": np.ones(K, np.float32), "table": normal(VOCABULARY, K)}
-    for i, (name, shape) in itertools.product(range(LAYERS), sizes.items()):
-        weights[f"w{name}{i}"] = normal(*shape, seed=i * 10 + ord(name)) / shape[0] ** 0.5
-    body = "".join(LAYER.format(i=i, j=i + 1) for i in range(LAYERS))
-    signature = f"(int64[b, sequence] input_ids) => (float[b, sequence, {K}] x{LAYERS})"
-    text = f"toy {signature} {{ x0 = Gather(table, input_ids) {body} }}"
-    return model_of(text, weights)
+def chain():
+    return matmul_chain("abcd", [24, *WIDTHS.values(), 8], "Tanh")
 
 
 def token_samples(*lengths):
-    rng = np.random.default_rng(1)
-    return [{"input_ids": rng.integers(0, VOCABULARY, (1, n))} for n in lengths]
+    return [{"x": normal(n, 24, seed=1)} for n in lengths]
 
 
-def requests(gram=True, max_tokens=8):
+def requests(max_tokens=8):
     return [
-        [ActivationRequest(name, SIZES[name[:-1]], gram=gram, max_tokens=max_tokens)]
-        for name in NAMES
+        [ActivationRequest(name, width, gram=True, max_tokens=max_tokens)]
+        for name, width in WIDTHS.items()
     ]
 
 
@@ -327,7 +300,7 @@ def test_without_data_inputs_are_random_and_it_is_said(tmp_path):
 
 
 def test_statistics_are_those_of_the_models_activations(tmp_path):
-    model, feeds = transformer(), token_samples(5, 9, 11)
+    model, feeds = chain(), token_samples(5, 9, 11)
     (found,) = batches_of(model, feeds, tmp_path, requests(max_tokens=100))
     expected = run_all(model, feeds, NAMES)
     assert list(found) == NAMES
@@ -339,14 +312,14 @@ def test_statistics_are_those_of_the_models_activations(tmp_path):
 
 
 def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
-    model, feeds = transformer(), token_samples(20)
+    model, feeds = chain(), token_samples(20)
     wanted = [
-        [ActivationRequest("act0", HIDDEN)],
-        [ActivationRequest(name, K) for name in ("norm1", "norm0")],
+        [ActivationRequest("t1", WIDTHS["t1"])],
+        [ActivationRequest(name, WIDTHS[name]) for name in ("t2", "t0")],
     ]
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="'norm0', 'norm1' takes"):
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'t0', 't2' takes"):
         batches = batches_of(model, feeds, tmp_path, wanted, max_memory=35_000)
-    assert [list(batch) for batch in batches] == [["norm0", "norm1"], ["act0"]]
+    assert [list(batch) for batch in batches] == [["t0", "t2"], ["t1"]]
 
 
 def test_accumulators_take_what_was_planned():
@@ -357,7 +330,7 @@ def test_accumulators_take_what_was_planned():
 
 
 def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
-    model = transformer()
+    model = chain()
     (tmp_path / "model").mkdir()
     path = tmp_path / "model" / "model.onnx"
     ir.save(model, path, external_data="model.data", size_threshold_bytes=0)
@@ -399,7 +372,7 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
 
 def test_a_budget_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_calibration_memory is 0"):
-        batches_of(transformer(), [], tmp_path, requests(), max_memory=0)
+        batches_of(chain(), [], tmp_path, requests(), max_memory=0)
 
 
 @pytest.mark.parametrize(
