@@ -83,7 +83,8 @@ def collect(
     inputs = {value.name for value in model.graph.inputs}
     sizes = {n: 0 if n in inputs else math.prod(shape) * 4 for n, shape in shapes.items()}
     tokens = {n: math.prod(shape[:-1]) * (samples.count or 0) for n, shape in shapes.items()}
-    order = {name: place for place, name in enumerate(_values(model))}
+    named = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    order = {name: place for place, name in enumerate(named)}
     groups = [
         sorted(_without_needless_grams(group, tokens), key=lambda item: order[item.name])
         for group in groups
@@ -193,7 +194,7 @@ def _part(
     Each is let go afterwards; shapes alone take no memory, and are asked for once.
     """
     model = model.clone()
-    values = _values(model)
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     outputs: dict[str, ir.Value] = {}
     for name in names:
         value = values[name]
@@ -223,13 +224,6 @@ def _part(
             yield name, arrays.pop() if name in outputs else feed[name]
 
     return fetch
-
-
-def _values(model: ir.Model) -> dict[str, ir.Value]:
-    values = {value.name or "": value for value in model.graph.inputs}
-    for node in model.graph:
-        values.update((value.name or "", value) for value in node.outputs)
-    return values
 
 
 def _appended(
