@@ -370,11 +370,6 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
     np.testing.assert_array_equal(found["half"].tokens, expected)
 
 
-def test_a_budget_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="max_calibration_memory is 0"):
-        batches_of(chain(), [], tmp_path, requests(), max_memory=0)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -58,20 +58,27 @@ def into(folder: Path, model, **options):
 
 X = normal(8, D)
 HUGE = np.full((8, D), 1e38, np.float32)
-# What else may be wrong with them is reported in test_calibration.py.
-BAD_SAMPLES = {
-    "another name": ([{"x": X}, {"X": X}], "sample 1.*'X'.*not an input.*'x'"),
-    "no tokens": ([{"x": X[:0]}], "token"),
-    "nothing": ([], "empty"),
-}
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq_full"])
-@pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_bad_samples_are_reported(folder, name, method):
-    samples, message = BAD_SAMPLES[name]
-    with pytest.raises(CalibrationError, match=f"(?s){message}"):
-        into(folder, pair(), method=method, calibration_data_reader=samples)
+@pytest.mark.parametrize(
+    ("samples", "options", "error", "message"),
+    [
+        # What else may be wrong with them is reported in test_calibration.py.
+        ([{"x": X}, {"X": X}], {}, CalibrationError, "sample 1.*'X'.*not an input.*'x'"),
+        ([{"x": X[:0]}], {}, CalibrationError, "token"),
+        ([], {}, CalibrationError, "empty"),
+        (data(), {"calibration_providers": ["No"]}, (CalibrationError, ValueError), "No"),
+        (data(), {"op_types": ["Gather"]}, ModelFileError, "nothing to quantise: no Gather"),
+        (data(), {"work_dir": "nowhere/at/all"}, OSError, "nowhere"),
+    ],
+)
+def test_bad_samples_and_options_are_reported(
+    folder, samples, options, error, message, method
+):
+    options = {"method": method, "calibration_data_reader": samples} | options
+    with pytest.raises(error, match=f"(?s){message}"):
+        into(folder, pair(), **options)
 
 
 def failing(left: int, error: BaseException) -> Iterator[dict[str, np.ndarray]]:
@@ -109,12 +116,6 @@ def test_huge_activations_and_nothing_but_zeros_are_fine(method, size):
     x = normal(4, D) * np.float32(size or 1)
     before, after = run(pair(), {"x": x})[0], run(result.model, {"x": x})[0]
     assert abs(after - before).max() < 0.03 * abs(before).max()
-
-
-def test_providers_that_do_not_exist_are_reported(folder):
-    with pytest.raises((CalibrationError, ValueError), match="NoExecutionProvider"):
-        options = {"calibration_providers": ["NoExecutionProvider"], "method": "awq_lite"}
-        into(folder, pair(), calibration_data_reader=data(), **options)
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
@@ -238,17 +239,6 @@ def test_external_data_of_a_model_that_has_no_folder(folder, tmp_path_factory):
     (root / "weights").write_bytes(normal(D, D).tobytes())
     with contextlib.chdir(root), pytest.raises(ModelFileError, match="'V'"):
         into(folder, proto)
-
-
-def test_nothing_to_quantise(folder):
-    model = model_of(f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = Relu(x) }}", {})
-    with pytest.raises(ModelFileError, match=r"nothing to quantise.*MatMul"):
-        into(folder, model)
-
-
-def test_a_work_dir_that_is_not_there(folder):
-    with pytest.raises(OSError, match="nowhere"):
-        into(folder, pair(), work_dir=folder / "nowhere")
 
 
 TESTS = os.path.dirname(__file__)

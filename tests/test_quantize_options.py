@@ -169,16 +169,19 @@ def test_a_wrong_option_is_reported_by_name(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "Gather"])
-def test_op_types_choose(kind):
-    model = model_of(
+def behind_a_table() -> ir.Model:
+    """A Gather, a MatMul and a Gemm, called by their operators."""
+    return model_of(
         f"""g (int64[A] i) => (float[A, {D}] y) {{
-            [Gather] a = Gather(W0, i)
-            [MatMul] b = MatMul(a, W1)
-            [Gemm] y = Gemm(b, W2)
+            [Gather] a = Gather(W0, i) [MatMul] b = MatMul(a, W1) [Gemm] y = Gemm(b, W2)
         }}""",
         {f"W{number}": normal(D, D, seed=number) for number in range(3)},
     )
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "Gather"])
+def test_op_types_choose(kind):
+    model = behind_a_table()
     assert [row.node for row in quantize(model, op_types=[kind]).report.quantized] == [kind]
     assert [row.node for row in quantize(model).report.quantized] == ["MatMul", "Gemm"]
 
@@ -214,14 +217,8 @@ def test_accuracy_level_is_an_attribute(level):
     ids=str,
 )
 def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, reported):
-    model = model_of(
-        f"""g (int64[A] i) => (float[A, {D}] y) {{
-            h = Gather(W0, i) [a] j = MatMul(h, W1) [b] y = MatMul(j, W2)
-        }}""",
-        {f"W{number}": normal(D, D, seed=number) for number in range(3)},
-    )
     data = [{"i": np.arange(D)}]
-    notes = quantize(model, calibration_data_reader=data, **options).report.notes
+    notes = quantize(behind_a_table(), calibration_data_reader=data, **options).report.notes
     assert bool(notes) == bool(reported)
     assert re.search(reported, "; ".join(notes))
 
