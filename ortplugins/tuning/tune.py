@@ -288,11 +288,9 @@ class _Search:
 
     def _build_all(self, changes: Sequence[Change], built: Sequence[_Built]) -> list[_Built]:
         """Add to what is built as many changes as there is time, and memory, to measure."""
-        began = time.monotonic()
         (measured,) = self._measure([self._base], rounds=1)
         if measured.failed:
             raise MeasureError(measured.failed)
-        self._seconds = time.monotonic() - began
         private, total = measured.private, machine()["memory_bytes"]
         memory = private.median / total if private and total else 0.0
         budget = self._request.plan.hint_seconds
@@ -338,17 +336,20 @@ class _Search:
 
     def _choose_in_pairs(self, promising: Sequence[_Built]) -> None:
         _, fewest, most = _ROUNDS[self._aim]
-        for index in range(0, len(promising), 2):
-            left = promising[index:]
-            pair = [item.change for item in left[:2]]
-            # Each of the two, both together, and twice what they are measured beside.
-            rounds = self._rounds_left(2 * len(pair) + 1)
-            if index and rounds < fewest:
+        left = list(promising)
+        while left:
+            # Each of the two, both together, and twice what they are measured beside; the best
+            # one alone where that is all there is time for.
+            size = min(len(left), 2 if self._rounds_left(5) >= fewest else 1)
+            rounds = self._rounds_left(2 * size + 1)
+            if rounds < fewest and len(left) < len(promising):
                 for item in left:
                     self._refuse(item, "there was no time to measure it again (hint_seconds)")
                 return
             share = rounds / math.ceil(len(left) / 2)
-            self._choose_from(pair, int(min(max(share, fewest), most)))
+            pair, left = left[:size], left[size:]
+            changes = [item.change for item in pair]
+            self._choose_from(changes, int(min(max(share, fewest), most)))
 
     def _choose_from(self, changes: Sequence[Change], rounds: int) -> None:
         """Measure one change or two, and both; take the fewest that are as fast as any."""
@@ -394,11 +395,11 @@ class _Search:
     def _measure(
         self, built: Sequence[_Built], rounds: int, workloads: Sequence[Workload] | None = None
     ) -> list[Measurement]:
-        if workloads is None:
-            workloads = self._timed_workloads()
-        return measure(
+        began = time.monotonic()
+        feeds = self._timed_workloads() if workloads is None else workloads
+        found = measure(
             [self._candidate(item) for item in built],
-            [workload.feed for workload in workloads],
+            [workload.feed for workload in feeds],
             rounds=rounds,
             runs=_RUNS,
             min_runs=_MIN_RUNS,
@@ -409,6 +410,9 @@ class _Search:
             timeout=max(60.0, self._request.plan.hint_seconds),
             server=self._server,
         )
+        if workloads is None:  # measured anew each time: changes may take longer than the base
+            self._seconds = (time.monotonic() - began) / (len(built) * rounds)
+        return found
 
     def _timed_workloads(self) -> list[Workload]:
         return [] if self._aim == "start" else self._workloads
