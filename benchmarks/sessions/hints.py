@@ -33,7 +33,11 @@ _PASSES = (
 )
 _COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
 # Nets that are tuned so many times, with so many seconds each; and how many may be alike.
-_REPEATED = ("silero_vad_16k_op15", "ch_ppocr_mobile_v2.0_cls_infer")
+_REPEATED = (
+    "silero_vad_16k_op15",
+    "ch_ppocr_mobile_v2.0_cls_infer",
+    "MiniLM-L6 int8 QDQ",  # something is taken
+)
 _TIMES, _SECONDS, _ALIKE = 10, 15, 9
 # Tokens of a prompt, and what a later step of a decoder looks back at.
 _TOKENS, _LATER_TOKENS = 64, 512
@@ -84,23 +88,21 @@ def _medians(name: str, aim: str, found: list[Measurement]) -> list[float]:
 def measure_repeated_tuning(folder: Path, rounds: int) -> list[Figure]:
     """Tune nets again and again: the choice is nearly always the same, or as fast."""
     figures = []
-    for net in real_nets():
-        if net.name not in _REPEATED:
-            continue
-        feed, found = net.feeds(), collections.defaultdict(list)
+    nets = nets_and_feeds(folder)
+    for net in _REPEATED:
+        path, feed = nets[net]
+        found = collections.defaultdict(list)
         for number in range(_TIMES):
             again = folder / f"tuned-{number}"
-            tuned, report = tune(
-                net.name, net.path, feed, "latency", again, hint_seconds=_SECONDS
-            )
+            tuned, report = tune(net, path, feed, "latency", again, hint_seconds=_SECONDS)
             names = {name for row in report.tried if row.taken for name in row.name.split(AND)}
             found[tuple(sorted(names))].append(tuned)
-            print(net.name, sorted(names), report.notes[-1], flush=True)
+            print(net, sorted(names), report.notes[-1], flush=True)
         choices = [same[0] for same in found.values()]
         runs = [item.run for item in measure(choices, feed, rounds=rounds, lockstep=True)]
         slowest, fastest = (of(run.median for run in runs if run) for of in (max, min))
         alike = max(map(len, found.values()))
-        what = f"{net.name}: {alike} of {_TIMES} choices alike; the slowest beside the fastest"
+        what = f"{net}: {alike} of {_TIMES} choices alike; the slowest beside the fastest"
         bound = _BOUND if alike < _ALIKE else math.nan
         figures.append(Figure(what, slowest * 1e3, fastest * 1e3, "ms", bound=bound))
     return figures
