@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,25 @@ def test_load_hides_what_gains_less(bursts, ratio, expected, model, tmp_path, me
     assert taken(session) == expected
     busy = "the machine is busy" in session.ortplugins_report.notes[-1]
     assert busy is not bool(expected)
+
+
+@pytest.mark.parametrize("seconds", [20, 40])
+def test_changes_that_run_longer_than_the_base_keep_to_the_time(
+    seconds, model, tmp_path, measured, monkeypatch
+):
+    """By a clock that only measuring moves: 0.1 s for a session as it is, 0.4 for a change."""
+    measured({BLOCKS: 0.9, DENORMALS: 0.95, NO_PLAN: 0.9})
+    scripted, now = tuning.measure, [0.0]
+
+    def measure(candidates: Sequence[Candidate], *args: Any, **named: Any) -> Any:
+        each = (0.1 if item.name == candidates[0].name else 0.4 for item in candidates)
+        now[0] += named["rounds"] * sum(each)
+        return scripted(candidates, *args, **named)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    open_session(model, tmp_path / "cache", hint_seconds=seconds)
+    assert now[0] <= seconds
 
 
 def test_nothing_is_measured_that_cannot_be_kept(model, tmp_path):
