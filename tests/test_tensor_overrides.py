@@ -288,13 +288,17 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
                            "recv_nodes": ["third"]}}],
         "b": [{"quant_type": "int8", "symmetric": true}],
         "W": [{"quant_type": "int8", "axis": 1, "reduce_range": true}]}""")
+    theirs = {
+        name: [to_onnxruntime(entry) for entry in entries]
+        for name, entries in overrides.items()
+    }
     onnx.save(onnx.parser.parse_model(CHAIN), tmp_path / "m.onnx")
     quantize_static(
         tmp_path / "m.onnx",
         tmp_path / "q.onnx",
         Reader([{"x": np.eye(4, dtype=np.float32)}]),
         quant_format=QuantFormat.QDQ,
-        extra_options={"TensorQuantOverrides": to_onnxruntime(overrides)},
+        extra_options={"TensorQuantOverrides": theirs},
     )
     model = ir.load(tmp_path / "q.onnx")
     constants = {name: value.const_value for name, value in model.graph.initializers.items()}
@@ -307,12 +311,12 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
     converted = model.graph.initializers["a_scale_convert"].consumers()
     assert {node.op_type for node in converted} == {"QuantizeLinear", "DequantizeLinear"}
     # And what it takes reads back.
-    assert read_overrides(to_onnxruntime(overrides)) == overrides
+    assert read_overrides(theirs) == overrides
 
 
 def test_a_zero_point_needs_its_type():
     with pytest.raises(OverrideError, match="'zero_point' needs 'quant_type' beside it"):
-        to_onnxruntime(read_overrides({"t": [{"scale": 1, "zero_point": 3}]}))
+        to_onnxruntime(TensorOverride(scale=1, zero_point=3))
 
 
 LONG = {

@@ -174,7 +174,8 @@ def quantize_to_eight_bits(
             else:
                 entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
             entries = (entry,)
-        given |= to_onnxruntime({name: entries}, dtypes.get(name, np.float32))
+        what = dtypes.get(name, np.float32), f"override of tensor {name!r}"
+        given[name] = [to_onnxruntime(entry, *what) for entry in entries]
     tensors_range, infinite = {}, {}
     for name, (low, high) in known.items():
         if not (np.isfinite(low) and np.isfinite(high)):
@@ -182,8 +183,8 @@ def quantize_to_eight_bits(
                 infinite[name] = f"its range is {low} to {high}"
             continue
         dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
-        ends = (np.asarray(end, dtype) for end in (low, high))
-        tensors_range[name] = TensorData(**dict(zip(("lowest", "highest"), ends, strict=True)))
+        ends = {"lowest": np.asarray(low, dtype), "highest": np.asarray(high, dtype)}
+        tensors_range[name] = TensorData(**ends)
     try:
         quantizer = _EightBitQuantizer(
             converted,
@@ -288,22 +289,13 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
 
 
 def to_onnxruntime(
-    overrides: Overrides, float_dtype: npt.DTypeLike = np.float32
-) -> dict[str, list[dict[str, Any]]]:
-    """Return what ``extra_options["TensorQuantOverrides"]`` of ``quantize_static`` takes.
+    override: TensorOverride, real: npt.DTypeLike = np.float32, what: str = "override"
+) -> dict[str, Any]:
+    """Return an entry as ``TensorQuantOverrides`` of ``quantize_static`` takes it.
 
-    Types become members of its QuantType, scales, zero points and ranges arrays of the type
-    that it asserts, consumers a set.
+    Types become members of its QuantType; scales, zero points and ranges arrays of the type
+    that it asserts, ``real`` where they are not codes. Errors call the entry ``what``.
     """
-    return {
-        name: [
-            _fields(entry, float_dtype, f"override of tensor {name!r}") for entry in entries
-        ]
-        for name, entries in overrides.items()
-    }
-
-
-def _fields(override: TensorOverride, real: npt.DTypeLike, what: str) -> dict[str, Any]:
     fields: dict[str, Any] = {
         field.name: value
         for field in dataclasses.fields(override)
@@ -321,7 +313,7 @@ def _fields(override: TensorOverride, real: npt.DTypeLike, what: str) -> dict[st
     for field in fields.keys() & {"scale", "rmin", "rmax"}:
         fields[field] = np.array(fields[field], real)
     if override.convert is not None:
-        fields["convert"] = _fields(override.convert, real, f"{what}, 'convert'")
+        fields["convert"] = to_onnxruntime(override.convert, real, f"{what}, 'convert'")
     return fields
 
 
