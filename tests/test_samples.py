@@ -20,9 +20,9 @@ from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import KeptSamples
 from ortplugins.samples.text import TextSamples
+from rewrite_rules.shapes.input_roles import counted_tokens
 
 
 def feeds_of(model: onnx.ModelProto, folder: Path, **options):

@@ -3,7 +3,8 @@
 
 Only float inputs and token ids are random. A mask is all ones, positions count up, a cache is
 empty: anything else would run, and show activations that no real input has. Dimensions that
-the model leaves open get their sizes by what they count (:mod:`.roles`):
+the model leaves open get their sizes by what they count
+(:mod:`rewrite_rules.shapes.input_roles`):
 
     batch      1
     past       0     the length of a cache
@@ -29,9 +30,16 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.samples.roles import Kind, Role, cache_sizes, is_open, role_of, rows_below
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.shapes.dimensions import DeclaredNames
+from rewrite_rules.shapes.input_roles import (
+    Kind,
+    Role,
+    cache_sizes,
+    is_open,
+    made_up_values,
+    role_of,
+)
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -42,9 +50,6 @@ _DEFAULTS = {"batch": 1, "past": 0, "layers": 1}
 _LENGTH = 32
 # What axes count that has no default.
 _FREE = ("", "heads", "head_size", "width")
-# Ids stay below this where no table says how many rows it has.
-_IDS = 10
-_RATE = 16000
 # What images and windows of audio are tried with; 32 has failed when these are.
 _CANDIDATES = (64, 224, 48, 320, 640, 1, 128, 256, 512, 576, 1536, 16000)
 _MAX_TRIALS = 60
@@ -209,7 +214,9 @@ class MadeUpInputs:
     def _feed(self, rng: np.random.Generator) -> Feed:
         past, new = self._by_label["past"], self._by_label["sequence"]
         return {
-            item.value.name or "": _array(item, self._shape(item), past, new, rng)
+            item.value.name or "": made_up_values(
+                item.value, item.role, self._shape(item), past, new, rng
+            )
             for item in self._inputs
         }
 
@@ -236,35 +243,6 @@ def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
     if not isinstance(graph, ir.Graph):
         return None
     return ProvedShapes(ir.Model(graph, ir_version=10), DeclaredNames(), on_demand=True)
-
-
-def _array(
-    item: _Input, shape: tuple[int, ...], past: int, new: int, rng: np.random.Generator
-) -> npt.NDArray[Any]:
-    kind, dtype = item.role.kind, item.value.dtype or ir.DataType.FLOAT
-    if dtype is ir.DataType.STRING:
-        return np.full(shape, "text")
-    floating = dtype.is_floating_point()
-    fixed = {
-        # Of four axes, it is added to the scores: 0 lets a token count.
-        Kind.MASK: 0 if floating and len(shape) == 4 else 1,
-        Kind.POSITIONS: np.arange(past, past + shape[-1]) if shape else past,
-        Kind.ZEROS: 0,
-        Kind.LAST: past + new - 1,
-        Kind.TOTAL: past + new,
-        Kind.RATE: _RATE,
-        Kind.HAS_PAST: past > 0,
-    }
-    array: npt.NDArray[Any]
-    if kind in fixed:
-        array = np.broadcast_to(fixed[kind], shape)
-    elif floating:
-        array = rng.standard_normal(shape, np.float32)
-    elif dtype is ir.DataType.BOOL:
-        array = np.ones(shape)
-    else:
-        array = rng.integers(0, rows_below(item.value) or _IDS, shape)
-    return array.astype(dtype.numpy())
 
 
 def _is_past(role: Role) -> bool:

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, UsageError
 from ortplugins.samples.made_up import Feed, MadeUpInputs, without_initializers
-from ortplugins.samples.roles import Kind, role_of, rows_below
+from rewrite_rules.shapes.input_roles import Kind, role_of, rows_below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TokenFeeds:
             if role.kind is Kind.IDS:
                 array[...] = 0
                 array[..., : len(ids)] = ids
-            elif role.kind is Kind.MASK and array.ndim <= 2:
+            elif role.kind is Kind.MASK:
                 array[..., len(ids) :] = 0
         return feed
 

@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.dimensions import DeclaredNames
+from rewrite_rules.shapes.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
-# Sizes of float inputs that a cache or tokens do not explain.
+# Sizes of axes that count anything else than tokens.
 _OTHER = 5
 
 
@@ -61,15 +61,16 @@ RUNS = (
 _TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"))
 _TIMED_WITH_CACHE = (Run(1, 1, 63),)
 # How far a mask is followed to the scores, and what adds it or hides scores by it.
-_SCORE_AXES, _MAX_FOLLOWED = 4, 64
+_MAX_FOLLOWED = 64
 _BROADCASTS = frozenset({"Add", "And", "Mul", "Or", "Where"})
-# Axes of inputs whose sizes a model may declare.
-_DECLARED = {
-    "tokens": {0: "batch", 1: "length"},
-    "embeddings": {0: "batch", 1: "length"},
-    "mask": {0: "batch"},
-    "cache": {0: "batch", 2: "past"},
-}
+# What the axes of scores and of token ids count.
+_SCORES = ("batch", "heads", "sequence", "total")
+_TOKENS = ("batch", "sequence")
+# Inputs whose fixed sizes are those of every run, and the fields of these.
+_DECLARING = (Kind.CACHE, Kind.EMBEDDINGS, Kind.IDS, Kind.MASK)
+_FIELDS = {"batch": "batch", "sequence": "length", "past": "past"}
+# Ranks that values are made up in; of other floats, up to four.
+_RANKS = {Kind.BIAS: (1, 2, 3, 4), Kind.IDS: (2,), Kind.MASK: (2,), Kind.POSITIONS: (1, 2)}
 
 
 class DecoderInputs:
@@ -78,38 +79,37 @@ class DecoderInputs:
     def __init__(self, model: ir.Model) -> None:
         self._model = model
         graph = model.graph
-        self._roles: dict[ir.Value, str] = {}
-        # Which axis of scores [B, H, S, T] each axis of a mask is.
-        self._axes: dict[ir.Value, tuple[int, ...]] = {}
         facts = ProvedShapes(model, on_demand=True)
-        for value in graph.inputs:
-            if str(value.name) not in graph.initializers:
-                axes = _axes_of_scores(value, facts) if "mask" in str(value.name) else ()
-                self._roles[value] = _role(value, axes)
-                self._axes[value] = axes or (0, 1, 2, 3)
-        self.has_cache = "cache" in self._roles.values()
-        self.has_mask = "mask" in self._roles.values()
+        self._roles = {
+            value: _role(value, facts)
+            for value in graph.inputs
+            if str(value.name) not in graph.initializers
+        }
+        self.has_cache = bool(self.all(Kind.CACHE, "past"))
+        self.has_mask = bool(self.all(Kind.MASK, "total"))
         if not self.runs(RUNS):
             raise Refusal("no made-up run has the sizes that the inputs declare")
 
-    def all(self, role: str) -> list[ir.Value]:
-        """Return the inputs of a role, for instance ``"tokens"``, ``"mask"``, ``"cache"``."""
-        return [value for value, one in self._roles.items() if one == role]
+    def all(self, kind: Kind, counts: str) -> list[ir.Value]:
+        """Return the inputs of a kind that have an axis for what is counted."""
+        roles = self._roles.items()
+        return [value for value, one in roles if one.kind is kind and counts in one.axes]
 
     def runs(self, wanted: Iterable[Run]) -> list[Run]:
         """Return runs in the sizes that inputs declare; without what no input can tell."""
         sizes: dict[str, Any] = {
-            field: value.shape[axis]
+            _FIELDS[counts]: dim
             for value, role in self._roles.items()
-            for axis, field in _DECLARED.get(role, {}).items()
-            if value.shape is not None and isinstance(value.shape[axis], int)
+            for dim, counts in zip(value.shape or (), role.axes, strict=True)
+            if role.kind in _DECLARING and counts in _FIELDS and isinstance(dim, int)
         }
         found = dict[Run, None]()
         for run in wanted:
             if (self.has_cache or not run.past) and (self.has_mask or not run.padding):
                 run = dataclasses.replace(run, **sizes)
                 found[dataclasses.replace(run, padding=run.padding * (run.batch > 1))] = None
-        totals = {value.shape[1] for value in self.all("mask") if value.shape is not None}
+        masks = self.all(Kind.MASK, "total")
+        totals = {value.shape[1] for value in masks if value.shape is not None}
         numbers = {size for size in totals if isinstance(size, int)}
         return [run for run in found if numbers <= {run.past + run.length}]
 
@@ -131,17 +131,15 @@ class DecoderInputs:
             sizes = self._sizes(value, role, run)
             assert value.dtype is not None
             array: NDArray[Any]
-            if role in ("mask", "all kept"):
-                array = kept if role == "mask" else np.ones(sizes)
-            elif role == "positions":
-                positions = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
-                array = positions if len(sizes) == 2 else np.arange(run.past, kept.shape[1])
-            elif role == "tokens":
-                array = rng.integers(0, _limit(value), sizes)
-            elif role == "biases" and not value.dtype.is_floating_point():
-                array = rng.integers(0, 2, sizes)
+            if role.kind is Kind.MASK and "total" in role.axes:
+                array = kept
+            elif role.kind is Kind.POSITIONS and len(sizes) == 2:
+                array = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
+            elif role.kind is Kind.BIAS:
+                is_float = value.dtype.is_floating_point()
+                array = rng.standard_normal(sizes) if is_float else rng.integers(0, 2, sizes)
             else:
-                array = rng.standard_normal(sizes)
+                array = made_up_values(value, role, sizes, run.past, run.length, rng)
             feeds[value] = np.ascontiguousarray(array.astype(value.dtype.numpy()))
         return feeds
 
@@ -169,33 +167,25 @@ class DecoderInputs:
             found.append(Trial(str(run), feeds, compared, bound, True, is_long))
         return found
 
-    def _sizes(self, value: ir.Value, role: str, run: Run) -> list[int]:
+    def _sizes(self, value: ir.Value, role: Role, run: Run) -> list[int]:
         total = run.past + run.length
-        asked = {
-            "tokens": (run.batch, run.length),
-            "mask": (run.batch, total),
-            "positions": (run.batch, run.length),
-            "embeddings": (run.batch, run.length, _OTHER),
-            # Whatever a caller adds to scores, or hides of them.
-            "biases": [(run.batch, 1, run.length, total)[axis] for axis in self._axes[value]],
-            "cache": (run.batch, 0, run.past, 0),
-        }.get(role, (run.batch, _OTHER, _OTHER, _OTHER))
-        assert value.shape is not None
-        if role == "positions" and len(value.shape) == 1:
-            asked = (run.length,)
+        # Whatever a caller adds to scores, or hides of them, is the same for all heads.
+        asked = dict(zip(_SCORES, (run.batch, 1, run.length, total), strict=True))
+        asked["past"] = run.past
+        axes = ("batch", *role.axes[1:]) if role.axes[:1] == ("",) else role.axes
         return [
-            dim if isinstance(dim, int) else asked[axis]
-            for axis, dim in enumerate(value.shape)
+            dim if isinstance(dim, int) else asked.get(counts, _OTHER)
+            for dim, counts in zip(value.shape or (), axes, strict=True)
         ]
 
 
-def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[int, ...]:
-    """Return which axis of scores ``[B, H, S, T]`` each axis of a mask is; empty if unknown.
+def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[str, ...]:
+    """Return which of :data:`_SCORES` each axis of a mask is; empty if unknown.
 
     Found at the first value of four axes that it becomes, or that it is broadcast to.
     """
     dims, followed = facts.dims(mask), [mask]
-    if dims is None or not 0 < len(dims) < _SCORE_AXES:
+    if dims is None or not 0 < len(dims) < len(_SCORES):
         return ()
     for value in followed:
         own = facts.dims(value)
@@ -203,52 +193,33 @@ def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[int, ...]:
             made = facts.dims(node.outputs[0])
             if made is None or own is None:
                 continue
-            if len(made) == _SCORE_AXES and node.op_type in _BROADCASTS:
-                made = ((1, ()),) * (_SCORE_AXES - len(own)) + own
+            if len(made) == len(_SCORES) and node.op_type in _BROADCASTS:
+                made = ((1, ()),) * (len(_SCORES) - len(own)) + own
             axes = list[int]()
-            for dim in dims if len(made) == _SCORE_AXES else ():
+            for dim in dims if len(made) == len(_SCORES) else ():
                 places = (i for i, size in enumerate(made) if size == dim and i not in axes)
                 axes += [*places][:1]
             if len(axes) == len(dims):
-                return tuple(axes)
+                return tuple(_SCORES[axis] for axis in axes)
             if dims[0] in made:
                 followed.append(node.outputs[0])
     return ()
 
 
-def _role(value: ir.Value, axes: tuple[int, ...]) -> str:
-    name, shape = str(value.name), value.shape
-    if value.dtype is None or shape is None:
-        raise Refusal(f"input {name!r} has no declared type and shape")
-    rank, encoder = len(shape), "encoder" in name
-    if "mask" in name and (rank == _SCORE_AXES or (axes and rank != 2) or axes == (2, 3)):
-        return "biases"
-    if not value.dtype.is_floating_point():
-        if "position" in name and rank in (1, 2):
-            return "positions"
-        if rank == 2:
-            return "tokens" if "mask" not in name else "all kept" if encoder else "mask"
-    elif "mask" in name:
-        if rank == 2:
-            return "mask"
-    elif rank == 3 and "embeds" in name and not encoder:
-        return "embeddings"
-    elif rank <= _SCORE_AXES:
-        sizes = [isinstance(size, int) for size in shape][1:]
-        cached = sizes == [True, False, True] or ("past" in name and rank == _SCORE_AXES)
-        return "cache" if cached and not encoder else "floats"
-    raise Refusal(f"what input {name!r} of rank {rank} holds is not known")
-
-
-def _limit(tokens: ir.Value) -> int:
-    """How many rows the tables have that tokens choose from."""
-    limit, pending = 1 << 16, [tokens]
-    while pending:
-        for node in pending.pop().consumers():
-            if node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten"):
-                pending += node.outputs
-            elif node.op_type in ("Gather", "GatherBlockQuantized"):
-                table = constant(node.inputs[0])
-                if table is not None and table.shape.numpy():
-                    limit = min(limit, int(table.shape.numpy()[0]))
-    return limit if limit < 1 << 16 else 2
+def _role(value: ir.Value, facts: ProvedShapes) -> Role:
+    """Return what an input is, by rank and sizes where its name says nothing; else refuse."""
+    if value.dtype is None or value.shape is None:
+        raise Refusal(f"input {value.name!r} has no declared type and shape")
+    role, rank, floating = role_of(value), len(value.shape), value.dtype.is_floating_point()
+    on_scores = _axes_of_scores(value, facts) if role.kind is Kind.MASK else ()
+    if on_scores and (rank != len(_TOKENS) or on_scores == _SCORES[2:]):
+        role = Role(Kind.BIAS, on_scores)
+    elif role.kind in (Kind.NUMBERS, Kind.ZEROS) and not floating and rank == len(_TOKENS):
+        role = Role(Kind.IDS, _TOKENS)
+    elif role.kind is Kind.NUMBERS and "encoder" not in str(value.name):
+        fixed = [isinstance(size, int) for size in value.shape]
+        if fixed[1:] == [True, False, True]:
+            role = Role(Kind.CACHE, ("batch", "heads", "past", "head_size"))
+    if rank not in _RANKS.get(role.kind, range(5) if floating else ()):
+        raise Refusal(f"what input {value.name!r} of rank {rank} holds is not known")
+    return role

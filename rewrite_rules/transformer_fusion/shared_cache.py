@@ -18,6 +18,7 @@ from onnxscript import TapeBuilder
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
+from rewrite_rules.shapes.input_roles import Kind
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs
 from rewrite_rules.transformer_fusion.head_layout import ints
 
@@ -32,7 +33,8 @@ class SharedCache:
     """
 
     def __init__(self, model: ir.Model, inputs: DecoderInputs) -> None:
-        masks, tokens = inputs.all("mask"), inputs.all("tokens") + inputs.all("embeddings")
+        masks = inputs.all(Kind.MASK, "total")
+        tokens = inputs.all(Kind.IDS, "sequence") + inputs.all(Kind.EMBEDDINGS, "sequence")
         if not masks or not tokens:
             raise ValueError("kv_cache=shared needs a mask [B, T] and tokens [B, S] as inputs")
         op = TapeBuilder()
@@ -59,7 +61,7 @@ class SharedCache:
 
     def check(self, present: Iterable[ir.Value], reason: str) -> None:
         """Raise a ValueError if anything but GroupQueryAttention reads the cache."""
-        for cache in (*self._inputs.all("cache"), *present):
+        for cache in (*self._inputs.all(Kind.CACHE, "past"), *present):
             for node in cache.consumers():
                 if node.op_type not in ("GroupQueryAttention", "Shape"):
                     what = f"{label(node)!r} reads {cache.name!r} as well"

@@ -40,8 +40,8 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
 )
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import Feed, KeptSamples
+from rewrite_rules.shapes.input_roles import counted_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,9 +38,9 @@ from ortplugins.quantization.statistics.collect import (
     run_sample,
     without_padding,
 )
-from ortplugins.samples.roles import counted_tokens
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
+from rewrite_rules.shapes.input_roles import counted_tokens
 
 Array = npt.NDArray[Any]
 

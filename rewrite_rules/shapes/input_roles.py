@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the inputs of a model are: token ids, a mask, a cache; found by name and by use.
+"""What the inputs of a model are (token ids, a mask, a cache), by name and by use; values.
 
 Exporters name dimensions as they like: torch writes ``s10`` for the batch of the ids and
 ``s43`` for that of their mask. The name of the input says which of its axes is which.
@@ -26,9 +26,11 @@ class Kind(enum.Enum):
 
     IDS = enum.auto()  # rows of a table
     MASK = enum.auto()  # 1 where a token counts
+    BIAS = enum.auto()  # added to scores, or hides some
     POSITIONS = enum.auto()
     ZEROS = enum.auto()  # token types; the state before the first step
     CACHE = enum.auto()  # keys or values of earlier tokens
+    EMBEDDINGS = enum.auto()  # of the new tokens
     LAST = enum.auto()  # onnxruntime-genai's seqlens_k: the last position of each row
     TOTAL = enum.auto()  # onnxruntime-genai's total_sequence_length
     RATE = enum.auto()  # samples of audio in a second
@@ -64,7 +66,7 @@ _BY_NAME = (
     (r"^sr$|sampl(e|ing)_?rate", Kind.RATE, ""),
     (r"^(state|h|c|hn|cn|h0|c0)$", Kind.ZEROS, "layers batch width"),
     (r"ids$|tokens$", Kind.IDS, "batch sequence"),
-    (r"embeds$", Kind.NUMBERS, "batch sequence width"),
+    (r"embeds$", Kind.EMBEDDINGS, "batch sequence width"),
 )
 _BY_SYMBOL = (
     (r"\+", ""),
@@ -74,6 +76,11 @@ _BY_SYMBOL = (
     (r"encoder|source", "source"),
     (r"seq", "sequence"),
 )
+# What floats may be; ints may be anything but a cache's, by their names.
+_FLOATS = (Kind.EMBEDDINGS, Kind.MASK, Kind.NUMBERS, Kind.ZEROS)
+# Ids stay below this where no table says how many rows it has.
+_IDS = 10
+_SAMPLES_PER_SECOND = 16000
 # Nodes that hand indices on as they are.
 _SAME_INDICES = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Clip", "Flatten"}
 
@@ -91,7 +98,7 @@ def role_of(value: ir.Value) -> Role:
         if re.search(pattern, name) and _fits(kind, value):
             labels = named.split()
             if kind is Kind.MASK and len(shape) == 4:
-                labels = ["batch", "heads", "sequence", labels[-1]]
+                kind, labels = Kind.BIAS, ["batch", "heads", "sequence", labels[-1]]
             elif kind is Kind.CACHE and len(shape) == 3:
                 labels.remove("heads")
             found = ["", *[""] * len(shape), *labels][-len(shape) :] if len(shape) else []
@@ -106,7 +113,7 @@ def _fits(kind: Kind, value: ir.Value) -> bool:
     floating = value.dtype is not None and value.dtype.is_floating_point()
     if kind is Kind.CACHE:
         return value.shape is None or len(value.shape) >= 3
-    return not floating or kind in (Kind.MASK, Kind.ZEROS, Kind.NUMBERS)
+    return not floating or kind in _FLOATS
 
 
 def _label_of(dim: int | ir.SymbolicDim, axis: int, rank: int, floating: bool) -> str:
@@ -144,6 +151,41 @@ def _rows(table: ir.Value | None) -> int | None:
     if table is None or table.shape is None or len(table.shape) < 2:
         return None
     return table.shape[0] if isinstance(table.shape[0], int) else None
+
+
+def made_up_values(
+    value: ir.Value,
+    role: Role,
+    shape: Sequence[int],
+    past: int,
+    new: int,
+    rng: np.random.Generator,
+) -> npt.NDArray[Any]:
+    """Make up what an input of this shape holds where ``new`` tokens follow ``past`` ones."""
+    dtype = value.dtype or ir.DataType.FLOAT
+    if dtype is ir.DataType.STRING:
+        return np.full(shape, "text")
+    floating = dtype.is_floating_point()
+    fixed = {
+        Kind.MASK: 1,
+        Kind.BIAS: not floating,  # 0 lets a token count
+        Kind.POSITIONS: np.arange(past, past + shape[-1]) if shape else past,
+        Kind.ZEROS: 0,
+        Kind.LAST: past + new - 1,
+        Kind.TOTAL: past + new,
+        Kind.RATE: _SAMPLES_PER_SECOND,
+        Kind.HAS_PAST: past > 0,
+    }
+    array: npt.NDArray[Any]
+    if role.kind in fixed:
+        array = np.broadcast_to(fixed[role.kind], shape)
+    elif floating:
+        array = rng.standard_normal(shape, np.float32)
+    elif dtype is ir.DataType.BOOL:
+        array = np.ones(shape)
+    else:
+        array = rng.integers(0, rows_below(value) or _IDS, shape)
+    return array.astype(dtype.numpy())
 
 
 def counted_tokens(
