@@ -29,7 +29,6 @@ from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.made_up import MadeUpInputs, sizes_of
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.graph.nodes import all_nodes
-from rewrite_rules.remarks import Refusal
 from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
@@ -302,16 +301,11 @@ def _memory(
         curves, notes = order_of(path, sizes)
     except ModelFileError as error:
         return {"failed": str(error)}
-    try:
-        shapes = concrete_shapes(result.model, sizes)
-        after = memory_order(result.model.graph, shapes)
-    except Refusal as refusal:
-        notes.append(f"the rewritten model has no order: {refusal}")
-    else:
-        reordered = ShapeSizeReorder.name in passes
-        name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
-        live = (after.priority if reordered else after.default).live
-        curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
+    after = memory_order(result.model.graph, concrete_shapes(result.model, sizes))
+    reordered = ShapeSizeReorder.name in passes
+    name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
+    live = (after.priority if reordered else after.default).live
+    curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
     return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
 
 
@@ -326,11 +320,8 @@ def order_of(
     loaded = load_model(model).model
     infer_shapes(loaded)
     assumed = MadeUpInputs(loaded.graph.inputs, dims, length=DEFAULT_DIM).sizes
-    try:
-        shapes = concrete_shapes(loaded, {**assumed, **dims})
-        order = memory_order(loaded.graph, shapes)
-    except Refusal as refusal:
-        raise ModelFileError(f"{os.fspath(model)}: has no order: {refusal}") from refusal
+    shapes = concrete_shapes(loaded, {**assumed, **dims})
+    order = memory_order(loaded.graph, shapes)
     orders = {
         f"computed ({order.method})": order.ours,
         "onnxruntime's default": order.default,

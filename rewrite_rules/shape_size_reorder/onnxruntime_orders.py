@@ -23,14 +23,12 @@ model (optimisers, functions put in place of their calls) get the highest indice
 from __future__ import annotations
 
 import dataclasses
-import graphlib
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import captures, is_constant, label
-from rewrite_rules.remarks import Refusal
+from rewrite_rules.graph.nodes import captures, is_constant
 
 # What PRIORITY_BASED runs as soon as it can; it does not look at domains.
 _SHAPE_READERS = frozenset({"Shape", "Size"})
@@ -51,8 +49,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, graph: ir.Graph) -> Dependencies:
-        """Read a graph; refuse one that is not a DAG, or has two outputs of one name."""
-        _check_names(graph)
+        """Read a graph without cycles."""
         nodes = tuple(node for node in graph if not is_constant(node))
         position = {node: index for index, node in enumerate(nodes)}
         producers: list[list[int]] = []
@@ -68,9 +65,7 @@ class Dependencies:
             for found in producers[-1]:
                 consumers[found].append(index)
         shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
-        result = cls(nodes, producers, consumers, shape_readers)
-        result._check_acyclic()
-        return result
+        return cls(nodes, producers, consumers, shape_readers)
 
     def default(self, file_order: Sequence[int] | None = None) -> list[int]:
         """Return the order of a default session; ``file_order`` is that of another file."""
@@ -126,17 +121,6 @@ class Dependencies:
         )
         return backwards.smallest_first(key)[::-1]
 
-    def _check_acyclic(self) -> None:
-        try:
-            graphlib.TopologicalSorter(dict(enumerate(self.producers))).prepare()
-        except graphlib.CycleError as error:
-            circle = error.args[1][1:]
-            names = ", ".join(repr(label(self.nodes[index])) for index in circle[:4])
-            more = "" if len(circle) <= 4 else f" and {len(circle) - 4} more"
-            raise Refusal(
-                f"nodes {names}{more} wait for each other: the graph is not a DAG"
-            ) from None
-
 
 def ranks(order: Sequence[int]) -> list[int]:
     """Return for each node where it lies in an order."""
@@ -144,15 +128,3 @@ def ranks(order: Sequence[int]) -> list[int]:
     for rank, node in enumerate(order):
         result[node] = rank
     return result
-
-
-def _check_names(nodes: Iterable[ir.Node]) -> None:
-    """Refuse two values of one name, as onnxruntime does."""
-    makers: dict[str, ir.Node] = {}
-    for node in nodes:
-        for value in node.outputs:
-            if value.name and makers.setdefault(value.name, node) is not node:
-                raise Refusal(
-                    f"value {value.name!r} is an output of nodes "
-                    f"{label(makers[value.name])!r} and {label(node)!r}: names are unique"
-                )

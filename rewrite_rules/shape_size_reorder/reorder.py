@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_size_reorder.search import (
     GraphOrder,
     SimulatedOrder,
@@ -50,22 +50,18 @@ def reorder(
     order is good.
     """
     simplify_shapes(model, context)
-    try:
-        shapes = concrete_shapes(model, dims)
-        order = memory_order(model.graph, shapes)
-        if not for_default_order:
-            if context.cpu_only and _may_be_held(order):
-                other = memory_order(model.graph, shapes, reuse=False)
-                order = _without_reuse(order, other, context)
-            _run_in_file_order(order, context)
-            with_arena = context.cpu_only and context.cpu_arena
-            if with_arena and order.default.peak >= _LEAN_BYTES:
-                _without_pattern(order, context)
-        else:
-            _write_default_order(model, order, shapes, context)
-    except Refusal as refusal:
-        context.remarks.refused(_GRAPH, f"left in its order: {refusal}")
-        return
+    shapes = concrete_shapes(model, dims)
+    order = memory_order(model.graph, shapes)
+    if not for_default_order:
+        if context.cpu_only and _may_be_held(order):
+            other = memory_order(model.graph, shapes, reuse=False)
+            order = _without_reuse(order, other, context)
+        _run_in_file_order(order, context)
+        with_arena = context.cpu_only and context.cpu_arena
+        if with_arena and order.default.peak >= _LEAN_BYTES:
+            _without_pattern(order, context)
+    else:
+        _write_default_order(model, order, shapes, context)
     if shapes.unknown_dims:
         context.remarks.note(
             _GRAPH,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +26,6 @@ from rewrite_rules.trim_padding.padding_nodes import PaddingNodes, pack_regions
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     Axis,
-    Factor,
     Runs,
     Sequence,
     sequences_of,
@@ -313,10 +311,12 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
         for row, (front, count) in zip(real, rows, strict=True):
             # With a fixed length the rows reach as far as it lets them.
             row[front : length if count == _LENGTH else front + count] = True
+        # As in the proof; nothing is cut.
+        run = Runs([(real, length)])
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
             if isinstance(known, Evaluated)
-            else _array(value, known, real.shape, flow.index_limits.get(value, 2), rng)
+            else _array(value, known, run, flow.index_limits.get(value, 2), rng)
             for value, known in proof.inputs.items()
             if value.name not in model.graph.initializers
         }
@@ -325,14 +325,9 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
 
 
 def _array(
-    value: ir.Value,
-    known: Tokens,
-    shape: tuple[int, ...],
-    limit: int,
-    rng: np.random.Generator,
+    value: ir.Value, known: Tokens, run: Runs, limit: int, rng: np.random.Generator
 ) -> NDArray[Any]:
-    symbols: dict[Factor, Any] = {BATCH: shape[0], Sequence(): shape[1]}
-    sizes = [math.prod(symbols.get(f, f) for f in axis) for axis in known.axes or ()]
+    sizes = [run.size(axis)[0] for axis in known.axes or ()]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
@@ -343,18 +338,13 @@ def _array(
 def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which elements of an output belong to real positions; rows without any do not count."""
     axes = known.axes or ()
-    rank = len(axes)
-    result: NDArray[np.bool_] = np.ones([1] * rank, np.bool_)
+    result: NDArray[np.bool_] = np.ones([1] * len(axes), np.bool_)
     batch = next((i for i, axis in enumerate(axes) if axis == (BATCH,)), None)
-    if batch is not None:
-        shape = [1] * rank
-        shape[batch] = len(real)
-        result = result & real.any(axis=1).reshape(shape)
     for i in (i for i, axis in enumerate(axes) if sequences_of(axis)):
-        shape = [1] * rank
-        shape[i] = real.shape[1]
-        if batch is not None:
-            shape[batch] = len(real)
         rows = real.all(axis=0) if batch is None else real if batch < i else real.T
-        result = result & rows.reshape(shape)
+        others = [axis for axis in range(len(axes)) if axis not in (batch, i)]
+        result = result & np.expand_dims(rows, others)
+    if batch is not None:
+        others = [axis for axis in range(len(axes)) if axis != batch]
+        result = result & np.expand_dims(real.any(axis=1), others)
     return result
