@@ -331,7 +331,7 @@ def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("n", [4, 7, 8])
+@pytest.mark.parametrize("n", [4, 7, 16])
 def test_two_bits_that_onnxruntime_gets_wrong_are_reported(n, layout):
     x, model = normal(5, 40, seed=1), matmul_of(normal(40, n))
     for block_size, is_symmetric in itertools.product((16, 32, -1), (True, False)):
@@ -340,7 +340,10 @@ def test_two_bits_that_onnxruntime_gets_wrong_are_reported(n, layout):
         proto = read(result.model)
         expected = x @ dequantised(proto)["m"]
         assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
-        # It gets some wrong, or fails to open the session.
-        reported = any("plain onnxruntime 1.31" in note for note in result.report.notes)
-        assert reported or relative_error(run_plain(proto, x)[0], expected) < 1e-5
-        assert not reported or layout == "QDQ_transposed" or (layout == "QDQ" and n == 7)
+        try:
+            is_right = relative_error(run_plain(proto, x)[0], expected) < 1e-5
+        except Exception:  # from 512 codes on it opens no session
+            is_right = False
+        reported = any("plain onnxruntime 1.32" in note for note in result.report.notes)
+        assert reported or is_right
+        assert not (reported and is_right) or (layout, n) == ("QDQ_transposed", 4)

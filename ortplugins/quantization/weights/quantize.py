@@ -326,7 +326,7 @@ def _converted(model: ir.Model, opset: int) -> str:
 
 
 def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
-    """Warn of what onnxruntime's own fusion gets wrong; measured on 1.31."""
+    """Warn of what onnxruntime's own fusion gets wrong; measured on 1.31 and 1.32."""
     weights = [weight for group in plan.groups for weight in group.weights]
     two_bits = [weight for weight in weights if weight.form.bits == 2]
     layout = recipe.quant_format
@@ -339,7 +339,7 @@ def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
     else:
         return []
     remedy = "the fusion of ortplugins, and quant_format='MatMulNBits', are right"
-    return [f"plain onnxruntime 1.31 {text}; {remedy}"]
+    return [f"plain onnxruntime 1.32 {text}; {remedy}"]
 
 
 def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
