@@ -143,6 +143,10 @@ h = com.microsoft.MatMulNBits <K = 16, N = 6, bits = 4, block_size = 16> (z16, c
     scales)
 h = com.microsoft.GatherBlockQuantized <block_size = 16, quantize_axis = 1> (table, pair,
     rows)
+u = Unsqueeze (z16, zero)
+    h = com.microsoft.nchwc.ReorderInput <channels_last = 1> (u)
+    i = com.microsoft.nchwc.ReorderOutput <channels = 16> (h)
+    j = com.microsoft.nchwc.ReorderOutput <channels = 16, channels_last = 1> (h)
 w = QuantizeLinear (x, one, point)
     h = com.microsoft.QLinearAdd (w, one, point, w, one, point, one, point)
     i = com.microsoft.QLinearSigmoid (w, one, point, one, point)

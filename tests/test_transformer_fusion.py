@@ -128,9 +128,13 @@ def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
         run(result, inputs)
 
 
-def test_heads_that_matmul_repeats_itself():
+@pytest.mark.parametrize(
+    "nodes", ["y = MatMul(q, k)", "all = Expand(k, heads) y = MatMul(q, all)"]
+)
+def test_one_head_is_repeated_by_matmul(nodes: str):
     model = proto_of(f"""g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k)
-        => (float[B, {H}, S, T] y) {{ y = MatMul(q, k) }}""")
+        => (float[B, {H}, S, T] y) <int64[4] heads = {{1, {H}, 1, 1}}> {{
+            {nodes} }}""")
     result, remarks, _ = fused(model)
     assert remarks["fired"] == [f"{H} query heads share each of 1 heads of 'k'"]
     check(result, model, {"q": normal(2, H, 3, D), "k": normal(2, 1, D, 5)})

@@ -105,6 +105,28 @@ def test_any_mask_shape_and_head(given, options, computed):
     assert_same(result, model, feed)
 
 
+def test_operators_of_onnxruntime_work_token_by_token():
+    head = """
+        looked_up = com.microsoft.GatherBlockQuantized<block_size = 16, quantize_axis = 1>(
+            codes, input_ids, scales)
+        multiplied = com.microsoft.MatMulNBits<K = 16, N = 8, bits = 4, block_size = 16>(
+            looked_up, weight, steps)
+        y = com.microsoft.SkipLayerNormalization(multiplied, hidden, ones)
+    """
+    extra = {
+        "codes": np.arange(32 * 8, dtype=np.uint8).reshape(32, 8),
+        "scales": np.linspace(0.1, 1, 32, dtype=np.float32)[:, None],
+        "weight": np.arange(8 * 8, dtype=np.uint8).reshape(8, 1, 8) * 3,
+        "steps": np.ones((8, 1), np.float32),
+        "ones": np.ones(8, np.float32),
+    }
+    model = encoder(head=head, extra=extra)
+    result = trimmed(model).model
+    feed = batch("111", "11111", length=9)
+    assert computed_length(result, feed) == 5
+    assert_same(result, model, feed, rtol=1e-6, atol=1e-6)
+
+
 def test_twelve_nodes_at_most_are_added_and_lengths_inside_are_not_known():
     """With known lengths onnxruntime would plan buffers, and fuse, what is slower so."""
     model = trimmed(encoder()).model

@@ -16,7 +16,7 @@ from onnx.reference.op_run import OpRun
 
 T = onnx.TensorProto
 FUNCTIONS = "test.functions"  # domain of the model-local functions
-DOMAINS = {"com.microsoft": 1, FUNCTIONS: 1}
+DOMAINS = {"com.microsoft": 1, "com.microsoft.nchwc": 1, FUNCTIONS: 1}
 # Read by the nodes of a graph, a subgraph or a function.
 Nodes = onnx.GraphProto | onnx.FunctionProto
 
