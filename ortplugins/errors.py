@@ -27,7 +27,7 @@ class MissingFileError(ModelFileError, FileNotFoundError):
 
 
 class QuantizationError(ValueError):
-    """A weight, an option or a pattern cannot be quantised, or is none; names it."""
+    """A weight, an option or a pattern is invalid or cannot be quantised; names it."""
 
 
 class CalibrationError(QuantizationError):

@@ -338,7 +338,7 @@ def test_providers_that_the_options_do_not_name(model, tmp_path):
         onnxruntime.OrtExecutionProviderDevicePolicy.PREFER_CPU
     )
     note = ortplugins.InferenceSession(model, options).ortplugins_report.notes[-1]
-    assert note.endswith("SessionOptions do not tell the providers set on them")
+    assert note.endswith("SessionOptions have no getter for their providers")
 
 
 @pytest.fixture(scope="module")

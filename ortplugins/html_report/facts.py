@@ -72,7 +72,7 @@ def gather_facts(
 ) -> dict[str, Any]:
     """Look at a model before and after passes, and measure sessions on it.
 
-    What is not known of this model (it has no order, random inputs do not run) stands in its
+    What is not known of this model (it has no order, random inputs do not run) is in its
     place as ``{"failed": reason}``. ``docs/report.md`` describes the facts.
 
     ``measure`` says whether to start and run sessions on the largest sample, in ``rounds``

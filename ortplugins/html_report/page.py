@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Draws the facts of a model as one HTML file that needs nothing else.
 
-Names and reasons come from models that nobody vouches for: Jinja2 escapes everything, and a
+Names and reasons come from models that may be malicious: Jinja2 escapes everything, and a
 Content-Security-Policy runs no script but ours (by its digest).
 """
 

@@ -154,7 +154,7 @@ class _Search:
         fused = self._build(fusion)
         safe, unmeasured = fused or self.plain, "not measured, only what is safe is taken"
         if PROVIDERS_OF_OPTIONS in self._request.providers:
-            return safe, f"{unmeasured}: SessionOptions do not tell the providers set on them"
+            return safe, f"{unmeasured}: SessionOptions have no getter for their providers"
         try:
             if self._aim == "private" and process_memory().private is None:
                 raise MeasureError("private memory is not known on this system")
