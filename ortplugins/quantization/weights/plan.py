@@ -381,7 +381,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 folded=group.folded,
                 weight_error=errors.weight,
                 output_error=errors.output,
-                reason=group.reason,
+                reason=group.reason if recipe.needs_statistics or weight.outputs else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
     return QuantizeReport(recipe.method, tuple(rows), tuple(plan.notes))
