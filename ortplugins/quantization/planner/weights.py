@@ -27,7 +27,7 @@ from ortplugins.quantization.weights.quantize import quantize
 from ortplugins.quantization.weights.recipe import Settings
 from ortplugins.samples.sources import CalibrationSource
 from rewrite_rules.graph.initializers import FreshNames
-from rewrite_rules.graph.nodes import is_dequantize_linear, label
+from rewrite_rules.graph.nodes import dequantizer, label, made_by
 from rewrite_rules.graph.parameters import constant
 
 _FEW, _MANY = 4, 8
@@ -160,9 +160,6 @@ def _with_switches(
 
 def _dequantize(value: ir.Value | None) -> ir.Node | None:
     """The node that dequantises a weight, a Transpose behind it looked through."""
-    node = None if value is None else value.producer()
-    if node is not None and node.op_type == "Transpose" and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    if node is None or not is_dequantize_linear(node) or constant(node.inputs[0]) is None:
-        return None
-    return node
+    transpose = made_by(value, "Transpose")
+    node = dequantizer(value if transpose is None else transpose.inputs[0])
+    return None if node is None or constant(node.inputs[0]) is None else node

@@ -51,7 +51,7 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     fitting_block_size,
     slow_kernel,
 )
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import dequantizer, label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
@@ -369,9 +369,8 @@ def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None
     only = None
     if not recipe.for_kernels:
         gathers = (n for n in model.graph.all_nodes() if n.op_type == "Gather")
-        tables = (node.inputs[0] for node in gathers if label(node) in ours)
-        makers = (None if table is None else table.producer() for table in tables)
-        only = {maker for maker in makers if maker is not None}
+        tables = (dequantizer(node.inputs[0]) for node in gathers if label(node) in ours)
+        only = {node for node in tables if node is not None}
     options = FusionOptions(recipe.accuracy_level or 0, "fuse")
     fuse(model, options, PassContext(remarks), only)
     for remark in remarks:
