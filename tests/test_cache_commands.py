@@ -380,9 +380,10 @@ def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir, tmp_path):
 
 
 def test_clean_removes_all(aged, cache_dir):
-    (line,) = lines("clean")
-    assert line.startswith("removed 1, ")
-    assert line.endswith(f", from {cache_dir}")
+    entry, total = lines("clean")
+    assert entry.startswith("removed: ")
+    assert total.startswith("removed 1, ")
+    assert total.endswith(f"; 0 remain, 0 bytes, in {cache_dir}")
     assert entries(cache_dir) == []
 
 

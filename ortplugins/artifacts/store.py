@@ -244,7 +244,7 @@ class ArtifactCache:
         complete = _write_manifest(folder, manifest)
         final = self.make("entries") / key
         if final.exists():  # damaged
-            remove_tree(self.move_aside(key))
+            self.remove(key)
         os.replace(folder, final)
         return Entry.at(final, complete)
 
@@ -252,14 +252,14 @@ class ArtifactCache:
         """Take an entry out, unless it was built again since its manifest was ``seen``."""
         with self.lock(key), contextlib.suppress(FileNotFoundError):
             if directory.read_manifest(self.root / "entries" / key) == seen:
-                remove_tree(self.move_aside(key))
+                self.remove(key)
 
-    def move_aside(self, key: str) -> Path:
-        """Take an entry out of readers' sight by one rename; return where it is now."""
+    def remove(self, key: str) -> None:
+        """Take an entry out of readers' sight by one rename, and unlink it then."""
         name = f"{key[-MODEL_CHARACTERS:]}.old.{os.urandom(8).hex()}"
         aside = self.make("building") / name
         os.replace(self.root / "entries" / key, aside)
-        return aside
+        remove_tree(aside)
 
 
 class PruneResult(NamedTuple):
@@ -273,14 +273,19 @@ class PruneResult(NamedTuple):
 
 
 def prune(
-    cache: ArtifactCache, max_size: int | None = None, older_than: float | None = None
+    cache: ArtifactCache,
+    max_size: int | None = None,
+    older_than: float | None = None,
+    *,
+    everything: bool = False,
 ) -> PruneResult:
     """Remove what is unused for ``older_than`` seconds, and what is too much for ``max_size``.
 
     The least recently used go first. Entries leave by a rename and are unlinked afterwards, so
     a process that has one open keeps it until it closes. Left alone are those used within the
-    last two minutes, which someone may be about to open, and those whose key is being built.
-    On Windows an entry that is open anywhere cannot be renamed, and is left.
+    last two minutes, which someone may be about to open, unless ``everything`` goes; and those
+    whose key is being built. On Windows an entry that is open anywhere cannot be renamed, and
+    is left. The directory may hold a user's files as well, which stay.
     """
     cache.check_trusted()
     stored = list(cache.stored())
@@ -291,6 +296,8 @@ def prune(
         )
     abandoned = _remove_abandoned(cache)
     chosen, in_use = choose(stored, max_size, older_than, time.time())
+    if everything:
+        chosen, in_use = list(stored), []
     removed: list[Entry] = []
     left = [(item, "used a moment ago") for item in in_use]
     for item in chosen:
@@ -301,7 +308,7 @@ def prune(
                 removed.append(item)
         except FileNotFoundError:
             stored.remove(item)  # another process was quicker
-    _prune_index(cache)
+    _prune_index(cache, whole=everything)
     kept = [item for item in stored if item not in removed]
     return PruneResult(
         tuple(removed), tuple(left), abandoned, len(kept), sum(item.size for item in kept)
@@ -339,18 +346,17 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
             manifest = directory.read_manifest(item.folder)
             if Entry.at(item.folder, manifest).last_used != item.last_used:
                 return "used, or built, just now"
-            aside = cache.move_aside(item.key)
+            cache.remove(item.key)
     except TimeoutError:
         return "being built, or removed, by another process"
     except PermissionError:
         if os.name != "nt":
             raise
         return "open in a process, and Windows keeps files that are open"
-    remove_tree(aside)
     return ""
 
 
-def _prune_index(cache: ArtifactCache, *, whole: bool = False) -> None:
+def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
     """Remove what is known of files that have changed, and unused locks; or all."""
     for path in cache.own("known"):
         if whole or not directory.are_unchanged(directory.read_json(path)):
@@ -382,23 +388,6 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
                 yield item, damage
                 break
             item = item._replace(manifest=manifest)
-
-
-def clean(cache: ArtifactCache) -> tuple[int, int]:
-    """Remove all that the cache has put into its directory; return number and bytes.
-
-    Entries leave by a rename, so no reader sees half of one; a process that has an entry open
-    keeps it until it closes. Another process's build in progress is left alone.
-    """
-    cache.check_trusted()
-    removed = list(cache.stored())
-    # By their names: the directory may be one that holds a user's files as well.
-    for item in removed:
-        with contextlib.suppress(FileNotFoundError):  # by another process, just now
-            remove_tree(cache.move_aside(item.key))
-    _remove_abandoned(cache)
-    _prune_index(cache, whole=True)
-    return len(removed), sum(item.size for item in removed)
 
 
 def share(cache: ArtifactCache) -> None:

@@ -178,11 +178,21 @@ def prune_entries(
         max_size (SIZE): Remove the least recently used above this: 500MB, 10GB, 1GiB.
         older_than (AGE): Remove what was not used for this long: 12h, 30d, 2w.
     """
-    from ortplugins.artifacts.store import prune
-
     if max_size is None and older_than is None:
         raise typer.BadParameter("give --max-size, --older-than or both")
-    result = prune(store, max_size, older_than)
+    _prune(store, max_size=max_size, older_than=older_than)
+
+
+@_command("clean")
+def clean_cache(store: Store) -> None:
+    """Remove everything from the cache."""
+    _prune(store, everything=True)
+
+
+def _prune(store: ArtifactCache, **what: Any) -> None:
+    from ortplugins.artifacts.store import prune
+
+    result = prune(store, **what)
     for item in result.removed:
         used = _since(item.last_used)
         typer.echo(f"removed: {item}, {decimal(item.size)}, last used {used} ago")
@@ -194,15 +204,6 @@ def prune_entries(
     size = decimal(sum(item.size for item in result.removed))
     kept = f"{result.kept} remain, {decimal(result.size)}"
     typer.echo(f"removed {len(result.removed)}, {size}; {kept}, in {store.root}")
-
-
-@_command("clean")
-def clean_cache(store: Store) -> None:
-    """Remove everything from the cache."""
-    from ortplugins.artifacts.store import clean
-
-    number, size = clean(store)
-    typer.echo(f"removed {number}, {decimal(size)}, from {store.root}")
 
 
 @_command("warm")
