@@ -17,18 +17,22 @@ import os
 import re
 from collections.abc import Mapping
 
-from session_options.keys import PREFIX, OptionError, option_key, parse_value
+from session_options.keys import PREFIX, OptionError, enable_key, option_key, parse_value
 from session_options.plan import GENERAL_OPTIONS, entries_of
 
 VARIABLE = "ORTPLUGINS"
+_DEFAULT = enable_key("dq_matmulnbits_fusion")
 GENERAL = {spec.name: f"{VARIABLE}_{spec.name.upper()}" for spec in GENERAL_OPTIONS}
 
 
-def plan_entries() -> dict[str, str] | None:
-    """Return the session entries of the passes in ``ORTPLUGINS``; None where it is not set."""
-    text = os.environ.get(VARIABLE)
-    if text is None or not text.strip():
-        return None
+def plan_entries(*, has_hint: bool = False) -> dict[str, str]:
+    """Return the session entries of the passes in ``ORTPLUGINS``.
+
+    Where it is not set, of the fusion of dequantised weights, unless a hint chooses.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if not text.strip():
+        return {} if has_hint or os.environ.get(GENERAL["hint"]) else {_DEFAULT: "1"}
     try:
         return _read(text)
     except OptionError as error:

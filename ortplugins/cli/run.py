@@ -15,10 +15,9 @@ from typing import Annotated
 import typer
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
-from session_options import DqMatMulNBitsFusion
-from session_options.environment import VARIABLE, general_entries, plan_entries, plan_text
+from session_options.environment import VARIABLE, plan_entries, plan_text
 from session_options.keys import PREFIX
-from session_options.plan import HINT_KEY, entries_of
+from session_options.plan import entries_of
 
 # Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
 _STARTUP = Path(__file__).parents[1] / "startup"
@@ -82,10 +81,7 @@ def run(
 
 def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:
     """Entries of the passes named here, else of the environment's, else of the default."""
-    found = None if passes else plan_entries()
-    if found is None:
-        default = [] if HINT_KEY in general_entries() else [DqMatMulNBitsFusion.name]
-        return entries_of(passes or default, settings)
+    found = entries_of(passes) or plan_entries()
     enabling = f"{PREFIX}.enable_"
     names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
     return {**found, **entries_of(names, settings)}

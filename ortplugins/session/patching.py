@@ -25,7 +25,7 @@ import onnxruntime
 
 from ortplugins.report import Report
 from ortplugins.session.opening import open_session, untouched_report
-from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, enable_key
+from session_options import OptionError, Pass, Plan, enable_key
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
 from session_options.keys import PREFIX
@@ -121,9 +121,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entr
     if passes:
         entries.pop(HINT_KEY, None)  # what a program names counts more than its environment
     else:
-        has_hint = general.get("hint") or entries.get(HINT_KEY)
-        default = {} if has_hint else {enable_key(DqMatMulNBitsFusion.name): "1"}
-        entries.update(plan_entries() or default)
+        entries |= plan_entries(has_hint=bool(general.get("hint")))
     return _checked({**entries, **entries_of(passes, **general)})
 
 
