@@ -57,7 +57,6 @@ _MODES = ("int16", "float")
 # From here on, Clip takes its ends as inputs.
 _OPSET_OF_CLIP = 11
 _TARGETS = ("cpu", "qnn")
-_CONSTANT = "it is a constant: what those are stored as is chosen when quantising"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +94,8 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     if not options.overrides and not options.promote:
         return
     graph = QuantizedGraph(model)
-    overridden = _checked_overrides(model, graph, options, context)
-    promote = _checked_promotions(model, graph, options, context)
+    overridden = _checked_overrides(graph, options, context)
+    promote = _checked_promotions(graph, options, context)
     groups = sharing_groups(graph)
     promoted = ir.DataType.FLOAT if options.mode == "float" else _wide_type(graph)
     regions = find_regions(graph, overridden, promote, promoted, groups)
@@ -200,26 +199,18 @@ def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
 
 
 def _checked_overrides(
-    model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+    graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
 ) -> Overridden:
-    """The overrides of activations; others get a remark."""
-    asked = options.overrides
-    if not asked:
+    """The overrides of activations; tensors that stay for a reason get a remark."""
+    if not options.overrides:
         return {}
-    activations = graph.activations()
-    initializers = {
-        name: tuple(value.const_value.shape.numpy())
-        for owner in model.graphs()
-        for name, value in owner.initializers.items()
-        if value.const_value is not None and name in asked
-    }
-    reasons = {n: reason for n, reason in graph.refused.items() if n not in activations}
-    described = {name: entries for name, entries in asked.items() if name not in reasons}
-    check_overrides(described, activations, initializers, graph.by_label)
+    activations, asked = graph.activations(), dict(options.overrides)
+    for name in [name for name in asked if name in graph.stay and name not in activations]:
+        context.remarks.refused(name, graph.stay[name])
+        del asked[name]
+    check_overrides(asked, activations, {}, graph.by_label)
     found: dict[QuantizedTensor, tuple[str, TensorOverride]] = {}
     for name, (override, *_) in asked.items():
-        if name not in activations:
-            context.remarks.refused(name, reasons.get(name, _CONSTANT))
         wanted = _as_float(override) if options.mode == "float" else override
         for tensor in graph.by_name.get(name, ()):
             other, before = found.setdefault(tensor, (name, wanted))
@@ -232,10 +223,9 @@ def _checked_overrides(
 
 
 def _checked_promotions(
-    model: ir.Model, graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+    graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
 ) -> list[str]:
     found = []
-    constants = model.graph.initializers
     for name in sorted(options.promote):
         nodes = graph.by_label.get(name, ())
         pairs = (is_quantize_linear(node) or is_dequantize_linear(node) for node in nodes)
@@ -245,10 +235,8 @@ def _checked_promotions(
             context.remarks.refused(
                 name, f"it is a {nodes[0].op_type}: name its tensor, or the nodes around it"
             )
-        elif (reason := graph.refused.get(name)) is not None:
-            context.remarks.refused(name, reason)
-        elif name in constants and not constants[name].is_graph_input():
-            context.remarks.refused(name, _CONSTANT)
+        elif name in graph.stay:
+            context.remarks.refused(name, graph.stay[name])
         else:
             hint = did_you_mean(name, [*graph.by_name, *graph.by_label])
             raise OverrideError(

@@ -156,6 +156,13 @@ class QuantizedGraph:
                 self.by_label.setdefault(label(node), []).append(node)
         for codes, dequantizes in _quantized_values(model).items():
             self._read(codes, tuple(dequantizes))
+        # By name, why a tensor stays as it is; constants, too.
+        self.stay = {
+            name: "it is a constant: what those are stored as is chosen when quantising"
+            for graph in model.graphs()
+            for name, value in graph.initializers.items()
+            if not value.is_graph_input()
+        } | self.refused
 
     def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
         producer = codes.producer()
