@@ -16,7 +16,12 @@ import onnx_ir.passes.common
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, MultiplyByWeight
-from rewrite_rules.graph.nodes import check_inlined_size, is_dequantize_linear, label
+from rewrite_rules.graph.nodes import (
+    all_nodes,
+    check_inlined_size,
+    is_dequantize_linear,
+    label,
+)
 from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
@@ -34,7 +39,7 @@ def fuse(
     only: Collection[ir.Node] | None = None,
 ) -> None:
     """Fuse constants of all DequantizeLinear nodes, or of some; remarks report each."""
-    if not any(node.op_type == "DequantizeLinear" for node in _all_nodes(model)):
+    if not any(node.op_type == "DequantizeLinear" for node in all_nodes(model)):
         return
     if "" not in model.opset_imports:
         context.remarks.refused("model", "it imports no opset of the default domain")
@@ -55,11 +60,6 @@ def fuse(
     run.compare_with_stock()
 
 
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        yield from graph.all_nodes()
-
-
 def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     """Give every use of a dequantised constant that no rule spoke of its remark.
 
@@ -67,7 +67,7 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     (32-bit biases, 16-bit tables) are noted.
     """
     remarks = run.context.remarks
-    for node in _all_nodes(model):
+    for node in all_nodes(model):
         if not is_dequantize_linear(node) or len(node.outputs) != 1:
             continue
         if run.only is not None and node not in run.only:

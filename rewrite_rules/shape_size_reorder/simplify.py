@@ -6,7 +6,8 @@
                  Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
                  Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
                  Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
-    ReadSize     Size(f(x))                           -> Size(x)             as many elements
+    ReadFirst    Size(f(x))                           -> Size(x)             as many elements
+                 Shape(f(x))                          -> Shape(x)            of unknown rank
     PickSizes    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
                  Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
 
@@ -20,16 +21,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer, remove_unused, subgraphs
-from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext, Refusal, Remarks
+from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
@@ -110,17 +110,19 @@ class ReadSpan:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadSize:
-    """Size -> Size of the first value of as many elements."""
+class ReadFirst:
+    """Shape or Size -> the same of the first value of that shape, or of as many elements."""
 
     source: ir.Value
+    node: ir.Node
     nodes = 1
 
     def __str__(self) -> str:
-        return f"reads the size of {self.source.name!r}"
+        return f"reads the {self.node.op_type.lower()} of {self.source.name!r}"
 
     def emit(self, op: Any, name: str | None) -> ir.Value:
-        return op.Size(self.source, _name=name)  # type: ignore[no-any-return]
+        make = getattr(op, self.node.op_type)
+        return make(self.source, **self.node.attributes, _name=name)  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ class PickSizes:
         return op.Gather(shape, op.Constant(value=ir.tensor(axes)), axis=0, _name=name)  # type: ignore[no-any-return]
 
 
-Reading = FoldNumbers | ReadSpan | ReadSize | PickSizes
+Reading = FoldNumbers | ReadSpan | ReadFirst | PickSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,14 +274,9 @@ class _Readings:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
             return FoldNumbers(integers.constants, integers.shape)
-        if node.op_type == "Size":
-            assert now.source is not None
-            first = self._earliest.first("count", self._shapes.count(now.source), node)
-            return ReadSize(first) if self._is_earlier(first, now) else None
         dims = None if integers is None else integers.known
-        if integers is None or dims is None:
-            unranked = node.op_type == "Shape" and now.source is not None
-            return self._find_unranked(node, now) if unranked else None
+        if integers is None or dims is None or node.op_type == "Size":
+            return self._find_first(node, now)
         scalar = not integers.shape
         if node.op_type not in _REREAD or len(integers.shape) > 1:
             return None
@@ -297,21 +294,15 @@ class _Readings:
             best if best is not None and self._order(best) < (now.place, now.nodes) else None
         )
 
-    def _find_unranked(self, node: ir.Node, now: _Now) -> Reading | None:
-        assert now.source is not None
-        shape = self._shapes.shape(now.source)
-        first = self._earliest.first("shape", shape, node)
-        if isinstance(shape, tuple) or not self._is_earlier(first, now):
+    def _find_first(self, node: ir.Node, now: _Now) -> ReadFirst | None:
+        """Return what a Size reads, or a Shape of which not even the rank is known."""
+        if node.op_type not in _ROOTS or now.source is None:
             return None
-        try:
-            start = int_attribute(node, "start", 0) or None
-            end = int_attribute(node, "end", 0) if "end" in node.attributes else None
-        except Refusal:
-            return None
-        return ReadSpan(first, start, end)
-
-    def _is_earlier(self, value: ir.Value | None, now: _Now) -> TypeGuard[ir.Value]:
-        return value is not None and self._earliest.place(value) < now.place
+        shape, count = self._shapes.shape(now.source), self._shapes.count(now.source)
+        kind, size = ("shape", shape) if node.op_type == "Shape" else ("count", count)
+        first = self._earliest.first(kind, size, node)
+        is_earlier = first is not None and self._earliest.place(first) < now.place
+        return ReadFirst(first, node) if first is not None and is_earlier else None
 
     def _forms(
         self, source: ir.Value, dims: Dims, scalar: bool, opset: int
@@ -328,7 +319,7 @@ class _Readings:
             end = starts[0] + count
             yield ReadSpan(source, starts[0] or None, end if end < len(shape) else None)
 
-    def _rank(self, reading: ReadSpan | ReadSize | PickSizes) -> _Now:
+    def _rank(self, reading: ReadSpan | ReadFirst | PickSizes) -> _Now:
         return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
 
     def _order(self, reading: ReadSpan | PickSizes) -> tuple[int, int]:

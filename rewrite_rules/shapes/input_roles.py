@@ -81,6 +81,8 @@ _FLOATS = (Kind.EMBEDDINGS, Kind.MASK, Kind.NUMBERS, Kind.ZEROS)
 # Ids stay below this where no table says how many rows it has.
 _IDS = 10
 _SAMPLES_PER_SECOND = 16000
+# Nodes that look rows up, and the attribute that says along which axis.
+_LOOKS_UP = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 # Nodes that hand indices on as they are.
 _SAME_INDICES = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Clip", "Flatten"}
 
@@ -130,27 +132,29 @@ def _label_of(dim: int | ir.SymbolicDim, axis: int, rank: int, floating: bool) -
 
 def rows_below(value: ir.Value) -> int | None:
     """Return how many rows the smallest table has that a value's elements are looked up in."""
-    rows = [found for table in _tables(value, 8) if (found := _rows(table)) is not None]
-    return min(rows, default=None)
+    rows = (_rows(table, axis) for table, axis in tables_below(value))
+    return min((count for count in rows if count is not None), default=None)
 
 
-def _tables(value: ir.Value, depth: int) -> Iterator[ir.Value | None]:
+def tables_below(value: ir.Value, depth: int = 8) -> Iterator[tuple[ir.Value | None, int]]:
+    """Yield tables that a value's elements are looked up in, and the axis of their rows."""
     for node, index in value.uses():
-        if node.op_type in ("Gather", "GatherBlockQuantized") and index == 1:
-            yield node.inputs[0]
+        if node.op_type in _LOOKS_UP and index == 1:
+            yield node.inputs[0], node.attributes.get_int(_LOOKS_UP[node.op_type], 0)
         elif node.op_type == "EmbedLayerNormalization" and index < 2:
-            yield node.inputs[2 if index == 0 else 4]
+            yield node.inputs[2 if index == 0 else 4], 0
         elif node.op_type in _SAME_INDICES and index == 0 and depth:
-            yield from _tables(node.outputs[0], depth - 1)
+            yield from tables_below(node.outputs[0], depth - 1)
 
 
-def _rows(table: ir.Value | None) -> int | None:
+def _rows(table: ir.Value | None, axis: int) -> int | None:
     producer = None if table is None else table.producer()
     if producer is not None and producer.op_type in ("DequantizeLinear", "Cast", "Identity"):
-        return _rows(producer.inputs[0])
-    if table is None or table.shape is None or len(table.shape) < 2:
+        return _rows(producer.inputs[0], axis)
+    if table is None or table.shape is None or len(table.shape) <= max(abs(axis), 1):
         return None
-    return table.shape[0] if isinstance(table.shape[0], int) else None
+    rows = table.shape[axis]
+    return rows if isinstance(rows, int) else None
 
 
 def made_up_values(

@@ -292,11 +292,8 @@ def _gather(site: Site) -> Axes:
     if _picks_real(site, axes[axis : axis + 1], joined=False):
         places = tuple(map(site.runs.axis, site.flow.sizes(site.evaluated(1)) or ()))
         return (*axes[:axis], *places, *axes[axis + 1 :])
-    if sequences_of(axes[axis]):
-        if len(axes[axis]) != 1 or not site.is_zero(1):
-            raise Refusal(_UNSURE)
-    else:
-        _limit_index(site, axes[axis])
+    if sequences_of(axes[axis]) and (len(axes[axis]) != 1 or not site.is_zero(1)):
+        raise Refusal(_UNSURE)
     return (*axes[:axis], *site.tokens(1), *axes[axis + 1 :])
 
 
@@ -319,19 +316,6 @@ def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
             return False
     pairs = zip(picked[::2], picked[1::2], strict=True)
     return all(one.min(initial=0) >= 0 and np.array_equal(one, other) for one, other in pairs)
-
-
-def _limit_index(site: Site, axis: Axis) -> None:
-    """Take down how many rows a table has that an input of the model indexes."""
-    value = site.input(1)
-    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity"):
-        source = node.inputs[0]
-        if source is None:
-            return
-        value = source
-    if value.is_graph_input():
-        limits, limit = site.flow.index_limits, site.runs.size(axis)[0]
-        limits[value] = min(limit, limits.get(value, limit))
 
 
 def _gather_block_quantized(site: Site) -> Axes:

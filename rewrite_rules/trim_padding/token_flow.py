@@ -104,7 +104,6 @@ class TokenFlow:
     Attributes:
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
-        index_limits: Graph inputs -> the length of the shortest table that they index.
         choices: What has to choose real positions: where it does not, nothing may be cut.
     """
 
@@ -120,7 +119,6 @@ class TokenFlow:
         self.opset = model.opset_imports.get("", 0)
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
-        self.index_limits: dict[ir.Value, int] = {}
         self.choices: list[Choice] = []
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
@@ -230,7 +228,7 @@ class TokenFlow:
         )
 
 
-class _Facts(node_facts.Facts):
+class _RunFacts(node_facts.Facts):
     """What :mod:`rewrite_rules.shapes` asks: what is the same in some of the runs."""
 
     def __init__(self, flow: TokenFlow, runs: Collection[int]) -> None:
@@ -264,7 +262,7 @@ class Site(node_facts.Site):
     """A node as the rules see it; ``exact``: whether all tokens that it looked at are."""
 
     def __init__(self, node: ir.Node, flow: TokenFlow) -> None:
-        super().__init__(node, _Facts(flow, range(len(flow.runs))), flow.opset)
+        super().__init__(node, _RunFacts(flow, range(len(flow.runs))), flow.opset)
         self.flow = flow
         self.runs = flow.runs
         self.exact = True
@@ -298,7 +296,9 @@ class Site(node_facts.Site):
         """Return the sizes that each output's axes have in every run."""
         try:
             found = [
-                output_shapes(node_facts.Site(self.node, _Facts(self.flow, [run]), self.opset))
+                output_shapes(
+                    node_facts.Site(self.node, _RunFacts(self.flow, [run]), self.opset)
+                )
                 for run in range(len(self.runs))
             ]
             outputs = list(zip(*found, strict=True))

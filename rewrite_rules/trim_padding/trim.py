@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.remarks import PassContext, Refusal, Trial
+from rewrite_rules.shapes.input_roles import rows_below, tables_below
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes, pack_regions
 from rewrite_rules.trim_padding.token_axes import (
@@ -166,7 +167,7 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
         if not _may_be_mask(found[0]):
             raise Refusal(f"{name!r} is not a mask of shape [batch, sequence]")
         return found
-    candidates = [v for v in inputs if _may_be_mask(v) and not _is_index(v)]
+    candidates = [v for v in inputs if _may_be_mask(v) and not any(tables_below(v))]
     if not candidates:
         raise Refusal(
             "no input says which positions are padding: export the model with its attention "
@@ -177,16 +178,6 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
 
 def _may_be_mask(value: ir.Value) -> bool:
     return value.dtype in _MASK_TYPES and value.shape is not None and len(value.shape) == 2
-
-
-def _is_index(value: ir.Value) -> bool:
-    """Whether a value looks rows of a table up."""
-    for node, index in value.uses():
-        if node.op_type in ("Gather", "GatherBlockQuantized") and index == 1:
-            return True
-        if node.op_type in ("Cast", "Identity") and _is_index(node.outputs[0]):
-            return True
-    return False
 
 
 # What the model does under it
@@ -318,7 +309,7 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
             if isinstance(known, Evaluated)
-            else _array(value, known, run, flow.index_limits.get(value, 2), rng)
+            else _array(value, known, run, rng)
             for value, known in proof.inputs.items()
             if value.name not in model.graph.initializers
         }
@@ -327,14 +318,14 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
 
 
 def _array(
-    value: ir.Value, known: Tokens, run: Runs, limit: int, rng: np.random.Generator
+    value: ir.Value, known: Tokens, run: Runs, rng: np.random.Generator
 ) -> NDArray[Any]:
     sizes = [run.size(axis)[0] for axis in known.axes or ()]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
         return rng.standard_normal(sizes).astype(dtype)
-    return rng.integers(0, limit, sizes).astype(dtype)
+    return rng.integers(0, rows_below(value) or 2, sizes).astype(dtype)
 
 
 def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
