@@ -29,6 +29,8 @@ from ortplugins.measurement.measure import (
     side_by_side,
 )
 from ortplugins.runtime.machine import process_memory
+from session_options import enable_key
+from session_options.plan import entries_of
 
 FUSION = "dq_matmulnbits_fusion"
 FEED = {"x": np.ones((3, 64), np.float32)}
@@ -151,7 +153,8 @@ def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model, tmp_path)
         started = process.open(Candidate(model))
     assert {"ortplugins", "session_options", "onnx", "onnx_ir"}.isdisjoint(started.modules)
     assert started.report is None
-    ours = Candidate(model, passes=[FUSION], cache_dir=tmp_path / "cache")
+    entries = entries_of([FUSION], cache_dir=str(tmp_path / "cache"))
+    ours = Candidate(model, settings=entries)
     for source in ("built", "cache"):
         with SessionProcess() as process:
             started = process.open(ours)
@@ -232,12 +235,12 @@ def test_one_that_fails_leaves_the_others_their_figures(model, tmp_path):
     candidates = [
         Candidate(model),
         Candidate(tmp_path / "no.onnx"),
-        Candidate(model, "no such pass", passes=["x"]),
+        Candidate(model, "neither on nor off", settings={enable_key(FUSION): "x"}),
     ]
     good, bad, unknown = measure(candidates, FEED, rounds=1, runs=1)
     assert good.run is not None and good.run.median > 0 and not good.failed
     assert bad.failed.startswith(f"{tmp_path / 'no.onnx'}: onnxruntime refuses it: ")
-    assert unknown.failed.startswith("no such pass: ") and unknown.start is None
+    assert unknown.failed.startswith("neither on nor off: ") and unknown.start is None
 
 
 MEGABYTES = 40

@@ -39,6 +39,7 @@ from rewrite_rules.prepacked_weights.records import (
 from rewrite_rules.prepacked_weights.records import places as places_of
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options.keys import stored
+from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(128, 64, 32)
 MIB = 1 << 20
@@ -551,10 +552,10 @@ def test_packed_weights_are_not_on_the_heap(tmp_path):
     assert write_chain(path, 15, 1024, 4096, "axis0") > 60e6
 
     fusion, packing = DqMatMulNBitsFusion.name, PrepackedWeights.name
-    options, cache = {f"{fusion}.accuracy_level": "0"}, tmp_path / "cache"
+    options, cache = {f"{fusion}.accuracy_level": "0"}, str(tmp_path / "cache")
     plain, packed = measure(
         [
-            Candidate(path, passes=names, options=options, cache_dir=cache)
+            Candidate(path, settings=entries_of(names, options, cache_dir=cache))
             for names in ([fusion], [fusion, packing])
         ],
         rounds=1,

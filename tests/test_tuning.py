@@ -255,11 +255,11 @@ def test_without_an_arena_buffers_go_back_to_the_system(tmp_path, measured):
             a = Expand(x, shape) b = Exp(a) c = Add(a, b) y = ReduceSum(c) }""",
     )
     measured({"no arena": 0.5})
-    entries = {"ortplugins.hint": "memory"}
-    warm([path], (), cache_dir=tmp_path / "cache", session_entries=entries)
+    entries = {"ortplugins.hint": "memory", "ortplugins.cache_dir": str(tmp_path / "cache")}
+    warm([path], (), session_entries=entries)
     feed = {"x": np.ones(1000, np.float32)}
     plain, ours = measure(
-        [Candidate(path), Candidate(path, hint="memory", cache_dir=tmp_path / "cache")],
+        [Candidate(path), Candidate(path, settings=entries)],
         feed,
         rounds=1,
         runs=1,

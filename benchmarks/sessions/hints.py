@@ -21,6 +21,7 @@ from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
 from ortplugins.quantization import quantize
 from ortplugins.report import Report
 from ortplugins.tuning.changes import AND
+from session_options.plan import entries_of
 
 # Hint -> the figure that it aims at, and the bound of the geometric mean.
 HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
@@ -126,7 +127,8 @@ def tune(
     (done,) = warm([path], (), cache_dir=folder / "cache", session_entries=entries)
     if done.report is None:
         raise RuntimeError(f"{name}: {done.error}")
-    tuned = Candidate(path, hint=hint, options=given, cache_dir=folder / "cache")
+    entries["ortplugins.cache_dir"] = str(folder / "cache")
+    tuned = Candidate(path, settings=entries)
     return tuned, done.report
 
 
@@ -145,7 +147,7 @@ def measure_passes(folder: Path, rounds: int) -> list[Figure]:
                 raise RuntimeError(f"{name}, {item}: {done.error}")
             if done.report.source == "untouched":
                 continue
-            ours = Candidate(path, passes=(item,), cache_dir=cache)
+            ours = Candidate(path, settings=entries_of([item], cache_dir=str(cache)))
             found: list[Figure] = []
             for count in (rounds, 4 * rounds):
                 found = _costs(f"{item}, {name}", Candidate(path), ours, feed, count)

@@ -31,6 +31,7 @@ from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.reorder import reorder
 from rewrite_rules.shape_size_reorder.search import memory_order
 from rewrite_rules.shapes.proved_shapes import concrete_shapes
+from session_options.plan import entries_of
 
 _RUNS, _PASS, _SECONDS = "benchmarks.sessions.order_runs", "shape_size_reorder", 2
 _ORDERS = ("DEFAULT", "PRIORITY_BASED", "ours")
@@ -183,8 +184,8 @@ def _candidate(
     }
     if order != "ours":
         return Candidate(path, settings={**settings, "execution_order": order})
-    options = {f"{_PASS}.dims": dims}
-    return Candidate(path, settings=settings, passes=[_PASS], options=options, cache_dir=cache)
+    entries = entries_of([_PASS], {f"{_PASS}.dims": dims}, cache_dir=str(cache))
+    return Candidate(path, settings={**settings, **entries})
 
 
 def _process() -> SessionProcess:

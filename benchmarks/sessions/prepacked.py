@@ -26,13 +26,15 @@ from ortplugins.measurement.measure import (
 from ortplugins.model_io.loading import load_model
 from ortplugins.runtime.machine import proportional_bytes
 from ortplugins.samples.made_up import MadeUpInputs
+from session_options.plan import entries_of
 
 FUSION, PACKING = "dq_matmulnbits_fusion", "prepacked_weights"
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "fused": {"passes": [FUSION]},
-    "packed": {"passes": [FUSION, PACKING]},
-    "parallel": {"passes": [FUSION, PACKING], "options": {f"{PACKING}.parallel": "1"}},
+# Passes, and their options.
+KINDS: dict[str, tuple[Any, ...]] = {
+    "plain": (),
+    "fused": ([FUSION],),
+    "packed": ([FUSION, PACKING],),
+    "parallel": ([FUSION, PACKING], {f"{PACKING}.parallel": "1"}),
 }
 WORKERS, RUNS = 4, 20
 
@@ -67,8 +69,8 @@ def _measure(
     private_bound: float,
 ) -> list[Figure]:
     def candidate(kind: str, threads: int = 2) -> Candidate:
-        settings = {"intra_op_num_threads": threads}
-        return Candidate(model, kind, settings=settings, cache_dir=cache, **KINDS[kind])
+        entries = entries_of(*KINDS[kind], cache_dir=str(cache)) if KINDS[kind] else {}
+        return Candidate(model, kind, settings={"intra_op_num_threads": threads, **entries})
 
     with SessionProcess() as process:
         first_seconds = process.open(candidate("packed")).seconds

@@ -15,7 +15,7 @@ from benchmarks.models.real_nets import real_nets
 from benchmarks.sessions import timed_starts
 from examples.smollm2 import demo
 from ortplugins.measurement.measure import Candidate, SessionProcess
-from session_options import enable_key
+from session_options.plan import entries_of
 
 THREADS = {"intra_op_num_threads": 2}
 HEAVY = {"onnx", "onnx_ir", "onnxscript"}
@@ -50,9 +50,8 @@ def _import_time(rounds: int) -> Figure:
 def _hits(folder: Path, rounds: int) -> list[Figure]:
     figures = []
     for model in demo.make_models(demo.WORK, Console(quiet=True)):
-        ours = Candidate(
-            model.path, settings=THREADS, passes=FUSION, cache_dir=folder / "start-cost"
-        )
+        entries = entries_of(FUSION, cache_dir=str(folder / "start-cost"))
+        ours = Candidate(model.path, settings={**THREADS, **entries})
         for source in ("built", "cache"):
             with SessionProcess() as process:
                 started = process.open(ours)
@@ -73,8 +72,7 @@ def _nothing_fires(folder: Path, rounds: int) -> list[Figure]:
 
 def _added(what: str, model: Path, cache: Path, rounds: int, *, bound: float) -> Figure:
     """Return what a start takes beside onnxruntime's constructor within it."""
-    entries = {"ortplugins.cache_dir": str(cache), "ortplugins.strict": "1"}
-    entries |= {enable_key(name): "1" for name in FUSION}
+    entries = entries_of(FUSION, cache_dir=str(cache), strict=True)
     found = []
     for _ in range(rounds + 1):
         with SessionProcess() as process:
@@ -95,9 +93,9 @@ def _first_starts(folder: Path, rounds: int) -> list[Figure]:
         stock, firsts = [], []
         for number in range(rounds + 1):
             stock.append(_start(Candidate(path, settings=THREADS)))
-            cache = folder / f"first-{number}-{passes[0]}"
-            ours = Candidate(path, settings=THREADS, passes=passes, cache_dir=cache)
-            firsts.append(_start(ours))
+            cache = str(folder / f"first-{number}-{passes[0]}")
+            entries = entries_of(passes, cache_dir=cache)
+            firsts.append(_start(Candidate(path, settings={**THREADS, **entries})))
         what = f"first start, SmolLM2 float, {', '.join(passes)}"
         times = (statistics.median(seconds[1:]) for seconds in (firsts, stock))
         figures.append(Figure(what, *times, "s", bound=bound))

@@ -36,6 +36,7 @@ from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from session_options.plan import entries_of
 from tests.builders.exports import exported
 
 _SETTINGS = {
@@ -137,13 +138,14 @@ def _int4(exported: Path, name: str) -> Path:
 
 def _decoder_figures(decoder: _Decoder, cache: Path, rounds: int) -> list[Figure]:
     plain = Candidate(decoder.model, "plain", settings=_SETTINGS)
-    ours = dataclasses.replace(plain, name="ours", passes=decoder.passes, cache_dir=cache)
+    entries = entries_of(decoder.passes, cache_dir=str(cache))
+    ours = Candidate(decoder.model, "ours", settings={**_SETTINGS, **entries})
     candidates = [plain, ours]
     if decoder.builder is not None:
         candidates.append(dataclasses.replace(plain, name="builder", model=decoder.builder))
     if decoder.shares:
-        shared = {"transformer_fusion.kv_cache": "shared"}
-        candidates.append(dataclasses.replace(ours, name="shared", options=shared))
+        shared = {**ours.settings, "ortplugins.transformer_fusion.kv_cache": "shared"}
+        candidates.append(dataclasses.replace(ours, name="shared", settings=shared))
     with contextlib.ExitStack() as stack:
         processes = {}
         for one in candidates:
@@ -252,11 +254,10 @@ def _cost_of_the_pass(rounds: int) -> Figure:
 def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:
     encoder, _ = float_minilm()
     inputs = DecoderInputs(ir.load(encoder))
+    entries = entries_of(["transformer_fusion"], cache_dir=str(folder / "cache"))
     both = [
         Candidate(encoder, "plain onnxruntime"),
-        Candidate(
-            encoder, "fused", passes=("transformer_fusion",), cache_dir=folder / "cache"
-        ),
+        Candidate(encoder, "fused", settings=entries),
     ]
     figures = []
     for rows, length in _BATCHES:

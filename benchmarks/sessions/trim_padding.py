@@ -19,6 +19,7 @@ from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.trim_padding.trim import trim_padding
+from session_options.plan import entries_of
 
 Feed = dict[str, npt.NDArray[np.int64]]
 
@@ -88,16 +89,11 @@ def _beside(
 ) -> Figure:
     settings = {"intra_op_num_threads": 2, **(_LEVEL if int4 else {})}
     fusion = [ortplugins.DqMatMulNBitsFusion.name] if int4 else []
+    passes, packs = [ortplugins.TrimPadding.name, *fusion], str(int(pack))
+    entries = entries_of(passes, {"trim_padding.pack": packs}, cache_dir=str(folder / "cache"))
     candidates = [
         Candidate(path, "plain", settings=settings),
-        Candidate(
-            path,
-            "trimmed",
-            settings=settings,
-            passes=[ortplugins.TrimPadding.name, *fusion],
-            options={"trim_padding.pack": str(int(pack))},
-            cache_dir=folder / "cache",
-        ),
+        Candidate(path, "trimmed", settings={**settings, **entries}),
     ]
     plain, trimmed = (
         _MS * item.run.median if item.run is not None else math.nan

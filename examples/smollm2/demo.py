@@ -29,6 +29,7 @@ from examples.smollm2.llama import build_llama
 from ortplugins.measurement.measure import Candidate, SessionProcess
 from ortplugins.quantization import quantize
 from ortplugins.runtime.machine import process_memory
+from session_options.plan import entries_of
 
 FUSION = "dq_matmulnbits_fusion"
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "demo"
@@ -228,13 +229,12 @@ def in_child(job: Job) -> Measurement:
     Raises:
         RuntimeError: If it fails.
     """
+    settings = {**job.entries, "intra_op_num_threads": 2, "inter_op_num_threads": 1}
+    if job.cache_dir:
+        level = {f"{FUSION}.accuracy_level": str(job.accuracy_level)}
+        settings |= entries_of([FUSION], level, cache_dir=job.cache_dir)
     candidate = Candidate(
-        job.model,
-        level="disable" if job.make_reference else "all",
-        settings={**job.entries, "intra_op_num_threads": 2, "inter_op_num_threads": 1},
-        passes=[FUSION] if job.cache_dir else (),
-        options={f"{FUSION}.accuracy_level": str(job.accuracy_level)},
-        cache_dir=job.cache_dir,
+        job.model, level="disable" if job.make_reference else "all", settings=settings
     )
     with SessionProcess(job.model) as process:
         started = process.open(candidate)

@@ -33,7 +33,7 @@ from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
 from session_options.keys import format_value, options_of
-from session_options.plan import plan_from_settings
+from session_options.plan import entries_of, plan_from_settings
 
 _KINDS = "quantised codes", "scales and zero points", "float constants", "other constants"
 _CODES, _SCALES, _FLOATS, _OTHERS = _KINDS
@@ -158,9 +158,10 @@ def _sessions(
 ) -> dict[str, Any]:
     """Measure plain sessions and ours, which come from a cache that a first start fills."""
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as cache:
+        entries = entries_of(passes, settings, cache_dir=cache)
         candidates = [
             Candidate(model, "plain onnxruntime"),
-            Candidate(model, "ortplugins", passes=passes, options=settings, cache_dir=cache),
+            Candidate(model, "ortplugins", settings=entries),
         ]
         plain, ours = measure(candidates, feed, rounds=rounds, runs=50, seconds=1.0)
         if failed := plain.failed or ours.failed:

@@ -78,16 +78,11 @@ class Candidate:
     name: str = ""  # in messages; by default the file's
     level: str = "all"  # a key of LEVELS
     # Of the SessionOptions, after the level: a name with a dot is an entry, one without an
-    # attribute; its value may be the name of an enumeration's member.
+    # attribute; its value may be the name of an enumeration's member. Without any entry of
+    # ours the session is plain onnxruntime's, in a process without ortplugins.
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)  # or pairs of a name and its options
     custom_op_libraries: Sequence[str] = ()
-    # Without any the session is plain onnxruntime's, in a process without ortplugins.
-    passes: Sequence[str] = ()
-    hint: str = ""  # in place of passes
-    # {"<pass>.<option>": value}; beside a hint its own, hint_seconds say.
-    options: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
-    cache_dir: str | os.PathLike[str] | None = None  # of sessions with passes
 
     @property
     def label(self) -> str:
@@ -212,14 +207,11 @@ class SessionProcess:
 
     def open(self, candidate: Candidate) -> Started:
         """Open the session."""
-        cache = candidate.cache_dir
         job = {
             **vars(candidate),
             "model": os.path.abspath(candidate.model),
             "level": LEVELS[candidate.level],
             "settings": dict(candidate.settings),
-            "options": dict(candidate.options),
-            "cache_dir": None if cache is None else os.path.abspath(cache),
         }
         answer = self._ask("onnxruntime refuses it", do="open", **job)
         private = process_memory(self.pid).private

@@ -89,16 +89,10 @@ class _Child:
     def open(self, **job: Any) -> dict[str, Any]:
         options = self._options(job)
         make, others = self._onnxruntime.InferenceSession, {"enable_fallback": 0}
-        if job["passes"] or job["hint"]:
+        if any(name.startswith("ortplugins.") for name in job["settings"]):
             import ortplugins
-            from session_options.plan import plan_from_settings
 
-            general = {"cache_dir": job["cache_dir"], "strict": True, "hint": job["hint"]}
-            settings = job["options"]
-            if job["hint"]:
-                general, settings = {**general, **settings}, {}
-            plan = plan_from_settings(job["passes"], settings)
-            ortplugins.configure(options, *plan.passes, **general)
+            options.add_session_config_entry("ortplugins.strict", "1")
             make, others = ortplugins.InferenceSession, {}
         providers = [x if isinstance(x, str) else tuple(x) for x in job["providers"]]
         start = time.perf_counter()
