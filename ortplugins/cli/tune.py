@@ -12,8 +12,7 @@ import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from session_options import enable_key
-from session_options.keys import PREFIX
+from session_options.plan import entries_of, make_plan
 
 if TYPE_CHECKING:
     from ortplugins.tuning.tune import Tuned
@@ -50,7 +49,8 @@ def tune(
     opt.parse_dims(dims)
     found = tuned(model, hint, **general)
     report = found.manifest["report"]
-    entries = _entries(found)
+    change = found.change
+    entries = {**entries_of(change.passes, change.options), **change.settings}
     if format == "json":
         content = {"model": str(model), "hint": hint, "tried": report["tried"]}
         typer.echo(json.dumps({**content, "settings": entries}, indent=1))
@@ -75,21 +75,12 @@ def tuned(model: Path, hint: Aim, **general: Any) -> Tuned:
 
     from ortplugins.optimization.request import read_request
     from ortplugins.tuning.tune import tune
-    from session_options.plan import make_plan
 
     plan = make_plan((), hint=hint, **general)
     options = onnxruntime.SessionOptions()
     request = read_request(str(model), plan, options, ("CPUExecutionProvider",), None)
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
         return tune(request, request.load(), Path(folder))
-
-
-def _entries(found: Tuned) -> dict[str, str]:
-    """Return what a session's options get: attributes, and entries, which have a dot."""
-    change = found.change
-    passes = {enable_key(name): "1" for name in change.passes}
-    options = {f"{PREFIX}.{name}": value for name, value in change.options.items()}
-    return {**passes, **options, **change.settings}
 
 
 def _row(tried: dict[str, Any]) -> tuple[str, ...]:
