@@ -449,17 +449,6 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
     assert run(model, feeds, optimised=True)[0] == pytest.approx(exact, abs=1e-6)
 
 
-def test_remarks_tell_only_what_happens():
-    # What the promoted node writes is read outside of the region: its pair stays.
-    model = build(
-        CHAIN.replace("[DN] w", "[DN] v") + "[E] w = Exp(v)", "g (float[4] x) => (float[4] w)"
-    )
-    before = serialized(model)
-    (remark,) = place(model, promote=frozenset({"N"}), mode="float")
-    assert (remark.node, remark.outcome) == ("N", Outcome.NOTE)
-    assert serialized(model) == before
-
-
 def test_the_range_of_a_grid():
     assert grid(0.1, 0).range == (0, pytest.approx(25.5))
     assert grid(0.1, 255).range == (pytest.approx(-25.5), 0)

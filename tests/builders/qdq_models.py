@@ -113,10 +113,11 @@ def serialized(model: ir.Model) -> bytes:
 
 
 def refused(model: ir.Model, words: str, **options: object) -> None:
-    """Ask for what is refused with one remark; the model stays as it is."""
+    """Ask for what is refused, or has nothing to change, with one remark; nothing changes."""
     before = serialized(model)
     (remark,) = place(model, **options)
-    assert remark.outcome is Outcome.REFUSED and words in remark.reason, remark
+    outcome = Outcome.NOTE if words == "nothing to change" else Outcome.REFUSED
+    assert remark.outcome is outcome and words in remark.reason, remark
     assert serialized(model) == before
 
 
