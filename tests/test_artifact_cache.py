@@ -62,7 +62,16 @@ def test_files_are_private_and_a_directory_that_others_may_write_to_is_not_trust
     check(session, CASE)
 
 
-def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(model_path, tmp_path):
+def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
+    model_path, tmp_path, monkeypatch
+):
+    """The model is built in a child all the same."""
+
+    def build(*_: object) -> None:
+        raise AssertionError("this process builds")
+
+    monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
+    monkeypatch.setattr("ortplugins.artifacts.build.build_entry", build)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with warnings.catch_warnings(record=True) as caught:

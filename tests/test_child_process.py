@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.sessions import check, start
+from builders.sessions import start
 
 import ortplugins
 from ortplugins.runtime.child_process import child_environment, child_python
@@ -57,20 +57,6 @@ def test_a_program_taken_for_an_interpreter_is_started_once(model_path, tmp_path
     with pytest.warns(ortplugins.OrtpluginsWarning, match="ended with 1"):
         start(model_path)
     assert log.read_text() == "started\n"
-
-
-def test_without_a_cache_the_child_builds_too(model_path, cache_dir, monkeypatch):
-    cache_dir.parent.mkdir(exist_ok=True)
-    cache_dir.write_text("no directory")
-
-    def build(*_: object) -> None:
-        raise AssertionError("this process builds")
-
-    monkeypatch.setattr("ortplugins.artifacts.build.build_entry", build)
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
-        session = start(model_path)
-    assert session.ortplugins_report.source == "built"
-    check(session, CASE)
 
 
 @pytest.mark.filterwarnings("ignore:ortplugins works without its cache")

@@ -260,14 +260,6 @@ UNIFIED = {
             split = Reshape (x, heads)  y = Reshape (split, flat) }""",
         {"split": ["b", "s", 9, 64]},
     ),
-    # Grouped heads: three query heads share a key head, and part again.
-    "a multiple is divided out again": (
-        """(float[b, 9, s, 64] q) => (float[o, p, r, t] y)
-        <int64[4] group = {0, 3, -1, 64}, int64[4] part = {0, 9, -1, 64}> {
-            grouped = Reshape (q, group)  parted = Reshape (grouped, part)
-            y = Identity (parted) }""",
-        {"parted": ["b", 9, "s", 64]},
-    ),
     "equal sizes broadcast to themselves": (
         """(float[b, s, 8] x) => (float[o, p, r] y) <int64[3] shape = {0, -1, 8}> {
             other = Reshape (x, shape)  sum = Add (x, other)  y = Relu (sum) }""",
@@ -309,6 +301,7 @@ def test_sizes_that_may_differ_keep_apart_but_agree_with_themselves():
 
 
 def test_the_shapes_are_those_that_onnxruntime_runs_with():
+    """Grouped heads: three query heads share a key head, and part again."""
     model, named = (
         unified("""(float[b, 9, s, 64] q, float[b, 3, t, 64] k) => (float[o, p, r, u] y)
         <int64[4] group = {0, 3, -1, 64}, int64[4] part = {0, 9, -1, 64}> {

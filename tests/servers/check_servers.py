@@ -172,13 +172,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def serve(
-    server: Server, home: Path, folder: Path, port: int = 0, **environment: str
-) -> Iterator[Running]:
-    """Start a server, by default on a free port; on the way out it and its workers end."""
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+def serve(server: Server, home: Path, folder: Path, **environment: str) -> Iterator[Running]:
+    """Start a server on a free port; on the way out it and its workers end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     log = folder / "server.log"
     program, *arguments = [part.format(port=port, folder=folder) for part in server.command]
     variables = {
@@ -328,15 +325,6 @@ def test_an_empty_cache_is_filled_once(
         sources = list(running.wait_for_workers(WORKERS).values())
     assert set(sources) <= {"built", "cache"}
     assert len(list((tmp_path / "cache" / "entries").iterdir())) == 1
-
-
-def test_a_port_in_use_is_named(server: Server, home: Path, model: Path, tmp_path: Path):
-    with (
-        socket.create_server(("127.0.0.1", 0)) as used,
-        serve(server, home, tmp_path, used.getsockname()[1], EMBEDDER_STOCK="1") as running,
-    ):
-        assert running.process.wait(60)
-    assert "in use" in running.log.read_text()
 
 
 def test_replicas_of_ray_come_and_go(model: Path, tmp_path: Path):
