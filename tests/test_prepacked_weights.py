@@ -15,8 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.dequantized_models import DequantizedMatMul, relative_error
-from builders.same_numbers import session as open_model
+from builders.dequantized_models import DequantizedMatMul, relative_error, run
 from builders.sessions import CPU, EXACT, check, options, start
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
 from hypothesis import given
@@ -226,18 +225,6 @@ def pack(
     return remark.outcome, remark.reason
 
 
-def run_as_is(
-    model: Path | onnx.ModelProto, feeds: dict[str, Any], *, optimised: bool = False
-) -> list[Any]:
-    source = str(model) if isinstance(model, Path) else model
-    return open_model(source, optimised=optimised).run(None, feeds)
-
-
-def assert_equal(actual: Sequence[Any], expected: Sequence[Any]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def all_in_use(reason: str) -> int:
     match = re.search(r"(\d+) of (\d+) blobs in use", reason)
     assert match is not None, reason
@@ -351,7 +338,7 @@ def test_everything_that_onnxruntime_packs(tmp_path):
     path = save(model, tmp_path / "m" / "model.onnx")
     shapes = {"x": (2, 64), "image": (1, 8, 9, 9), "sequence": (3, 2, 64)}
     feeds = {name: normal(*shape) for name, shape in shapes.items()}
-    expected = run_as_is(path, feeds)
+    expected = run(str(path), feeds)
     order = [n.name for n in model.graph.node]
     outcome, reason = pack(path)
     assert outcome is Outcome.FIRED
@@ -369,8 +356,8 @@ def test_everything_that_onnxruntime_packs(tmp_path):
         assert offset % (4096 if length >= MIB else 64) == 0, name
     used = dict.fromkeys(name for node in packed.graph.node for name in node.input)
     assert tensors_by_offset(packed) == [f"0/{name}" for name in used if (name,) in records]
-    assert_equal(run_as_is(path, feeds), expected)
-    for actual, wanted in zip(run_as_is(path, feeds, optimised=True), expected, strict=True):
+    np.testing.assert_equal(run(str(path), feeds), expected)
+    for actual, wanted in zip(run(str(path), feeds, optimised=True), expected, strict=True):
         # Other optimisers, other kernels: as close as integers in between allow.
         np.testing.assert_allclose(
             actual.astype(np.float64), wanted.astype(np.float64), rtol=1e-3, atol=1e-3
@@ -406,7 +393,7 @@ def test_weights_of_bodies_and_of_the_graph_around_them(text, tensors, tmp_path)
     assert tensors_by_offset(onnx.load(path, load_external_data=False)) == tensors
     for flag in (True, False):
         feeds = {"x": normal(2, 64, seed=9), "flag": np.array(flag)}
-        assert_equal(run_as_is(path, feeds), run_as_is(model, feeds))
+        np.testing.assert_equal(run(str(path), feeds), run(model, feeds))
 
 
 def test_a_packing_that_computes_something_else_is_refused(tmp_path, monkeypatch):
@@ -452,7 +439,7 @@ def test_outputs_are_those_without_blobs(model_path, accuracy_level):
         assert outcome is Outcome.FIRED
         assert all_in_use(reason) == 1
         feeds = {"x": CASE.feed()}
-        assert_equal(session.run(None, feeds), plain.run(None, feeds))
+        np.testing.assert_equal(session.run(None, feeds), plain.run(None, feeds))
     path = Path(session.ortplugins_report.artifact)
     assert all(read_records(onnx.load(path, load_external_data=False)).values())
 
@@ -467,7 +454,7 @@ def test_nothing_to_pack_writes_nothing(tmp_path, cache_dir):
         assert outcome is Outcome.REFUSED
         assert "no kernel of this model packs weights that can be kept" in reason
         assert session.ortplugins_report.source == "untouched"
-        assert_equal(session.run(None, feeds), run_as_is(path, feeds))
+        np.testing.assert_equal(session.run(None, feeds), run(str(path), feeds))
     assert list(cache_dir.rglob("model.onnx*")) == []
 
 
@@ -530,7 +517,7 @@ def test_a_file_says_what_its_sessions_need(model_path, tmp_path, name):
     assert sorted(contents(output.parent)) == [f"{name}.onnx", f"{name}.onnx.data"]
     feeds = {"x": CASE.feed()}
     for optimised in (False, True):
-        (y,) = run_as_is(output, feeds, optimised=optimised)
+        (y,) = run(str(output), feeds, optimised=optimised)
         assert relative_error(y, CASE.reference(feeds["x"])) <= 1e-5
 
 
