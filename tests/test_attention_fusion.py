@@ -499,6 +499,16 @@ def test_heads_that_no_kernel_takes_are_grouped():
     agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
 
 
+def test_another_rotation_stays():
+    model = exported("llama-dynamo-eager")
+    for node in model.graph.node:
+        if node.op_type == "Neg":
+            node.op_type = "Abs"
+    result, *_ = fused(model)
+    assert not counts(result)["RotaryEmbedding"]
+    assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
+
+
 @pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -1e9, -np.inf])
 def test_a_token_that_sees_nothing_gets_no_kernel(lowest: float):
     """Nodes mix all values then, or make NaN; kernels mix none, or earlier ones."""
