@@ -528,6 +528,12 @@ def test_what_is_left_says_why():
     ]
 
 
+def test_slices_with_attributes():
+    text = """g (float[a, 4] x) => (int64[k] o) {
+        s = Shape(x)  o = Slice<starts = [1], ends = [2]>(s) }"""
+    becomes(text, "o = [4]", feeds([(2, 4)], [(0, 4)]), opset=9)
+
+
 def test_a_node_that_was_read_by_a_merged_one_only_is_still_there_for_its_like():
     text = """g (float[b] x) => (float[n] y, float[m] z, int64[1] c2)
         <int64 zero = {0}, int64[1] one = {1}> {

@@ -214,14 +214,8 @@ def _cumulative_sum(site: Site) -> Axes:
 
 
 def _normalization(site: Site) -> Axes:
-    axes = site.operands()[0]
-    site.mixes(axes[site.axis(-1) :])
-    return plain(axes)
-
-
-def _skip_normalization(site: Site) -> Axes:
     axes = _elementwise()(site)
-    site.mixes(axes[-1:])
+    site.mixes(axes[site.axis(-1) :])
     return axes
 
 
@@ -418,7 +412,7 @@ _STANDARD: dict[str, Rule] = {
 _CONTRIBUTED: dict[str, Rule] = {
     **_rows(_elementwise(), "BiasGelu FastGelu Gelu QuickGelu"),
     **_rows(_keeps_axes, "DequantizeLinear QuantizeLinear"),
-    **_rows(_skip_normalization, "SkipLayerNormalization SkipSimplifiedLayerNormalization"),
+    **_rows(_normalization, "SkipLayerNormalization SkipSimplifiedLayerNormalization"),
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulNBits": _matmul_nbits,
 }
