@@ -69,6 +69,11 @@ class Plan(NamedTuple):
             for item in self.passes
         ]
 
+    def entries(self) -> dict[str, str]:
+        """Return the session entries that :func:`read_entries` reads the plan from."""
+        general = self._asdict()
+        return entries_of(general.pop("passes"), **general)
+
 
 _GENERAL_HELP = {
     "cache_dir": (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Looks an entry up in the cache, and builds the one that is not there, here or in a child.
 
-A child is a process of its own, so that a server never sees the peak. The parent writes the
-request, pickled, to its standard input. The child builds the entry and prints, as one line of
-JSON, where it is, or what went wrong.
+A child is a process of its own, so that a server never sees the peak. The parent writes a job
+to its standard input: a line of JSON, then the model's bytes where it was given as bytes. The
+child builds the entry and prints, as one line of JSON, where it is, or what went wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarnin
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
-from session_options import Plan
+from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
 from session_options.keys import PREFIX, parse_size
 
@@ -141,7 +141,6 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
 
 def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | None:
     """Have a child do what :func:`.build_entry` does; None where this process has to."""
-    import pickle
     import subprocess
 
     python = child_python("build")
@@ -149,16 +148,14 @@ def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | Non
         return None
     limits = (item.child_seconds() for item in request.plan.passes)
     seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
-    try:
-        job = pickle.dumps((request, request.key_parts(), spare))
-    except (AttributeError, TypeError, pickle.PicklingError):
-        return None  # the class of a pass has no name in its module
+    job = {"request": request.as_json(), "spare": os.fspath(spare)}
+    content = request.source if isinstance(request.source, bytes) else b""
     code = "from ortplugins.artifacts.build import build_for_parent; build_for_parent()"
     try:
         done = subprocess.run(
             # -P: not what lies in the working directory under the name of a module.
             [python, "-P", "-c", code],
-            input=job,
+            input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
             env=child_environment("build"),
             timeout=seconds,
@@ -192,12 +189,13 @@ def build_for_parent() -> None:
     """Do the job on standard input, and end the process."""
     # A graph is many objects and no garbage: looking for some takes a tenth of a build.
     gc.set_threshold(100_000)
+    header, _, content = sys.stdin.buffer.read().partition(b"\n")
     # Whatever else prints goes to the error output: the answer is the last line.
     answer: dict[str, Any] = {"built": None, "error": None, "text": "", "warnings": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            built = _build_job(sys.stdin.buffer.read())
+            built = _build_job(json.loads(header), content)
             answer["built"] = built and (os.fspath(built[0]), built[1])
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
@@ -210,16 +208,14 @@ def build_for_parent() -> None:
     os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
 
 
-def _build_job(job: bytes) -> tuple[Path, str] | None:
-    import pickle
-
+def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
     try:
-        request, key_parts, spare = pickle.loads(job)
-        if request.key_parts() != key_parts:
-            return None  # another version of a pass, or of what it works with
-    except Exception:  # a pass that only the parent knows, another version of ours
-        return None
-    return build_entry(request, spare)
+        request = BuildRequest.from_json(job["request"], content)
+    except OptionError:
+        return None  # a pass that only the parent knows
+    if json.loads(json.dumps(request.as_json())) != job["request"]:
+        return None  # another version of it
+    return build_entry(request, Path(job["spare"]))
 
 
 def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:

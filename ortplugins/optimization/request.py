@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Everything that an optimised model depends on, as one value.
 
-It is the job of the child process that builds; what of it decides the result is part of the
-key in the cache. Importing this imports none of onnx, onnx_ir and onnxscript.
+Its JSON is the job of the child process that builds, and, but for what only says how to build,
+part of the key in the cache. Importing this imports none of onnx, onnx_ir and onnxscript.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ortplugins.runtime.session_settings import (
 )
 from rewrite_rules.onnxruntime_version import are_cpu_only
 from session_options.keys import stored
-from session_options.plan import Plan
+from session_options.plan import Plan, read_entries
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
@@ -106,6 +106,25 @@ class BuildRequest(NamedTuple):
             "provider_options": self.provider_options,
         }
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the request as JSON; the content of a serialized model is left out."""
+        return {
+            **self._asdict(),
+            "source": None if isinstance(self.source, bytes) else self.name,
+            "plan": self.plan.entries(),
+            "optimizers": self.optimizers._asdict(),
+            "key": self.key_parts(),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], model: bytes) -> BuildRequest:
+        """Read what :meth:`as_json` returned."""
+        fields = {name: _tuples(content[name]) for name in cls._fields}
+        optimizers = {name: _tuples(value) for name, value in content["optimizers"].items()}
+        fields["optimizers"] = OptimizerSettings(**optimizers)
+        fields["plan"] = read_entries(content["plan"].get)
+        return cls(**{**fields, "source": content["source"] or model})
+
     def load(self) -> LoadedModel:
         """Load and check the model."""
         from ortplugins.model_io.loading import load_model
@@ -184,3 +203,8 @@ def _hint_parts(plan: Plan) -> dict[str, Any]:
         "samples": samples,
         "cores": usable_cores(),
     }
+
+
+def _tuples(value: Any) -> Any:
+    """Return what JSON holds with tuples for its lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
