@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from builders.command_line import as_json, printed, refused
-from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
+from builders.decoders import VOCABULARY, decoder, genai_feeds
 from builders.encoders import encoder
 from builders.same_numbers import session
 from builders.samples import write_tokenizer
@@ -40,18 +40,8 @@ def log_softmax(logits):
 
 def predictions(path: str, windows) -> np.ndarray:
     opened = session(path, optimised=True)
-    past = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
-    found = []
-    for window in windows:
-        feed = {
-            "input_ids": np.array([window]),
-            "seqlens_k": np.array([len(window) - 1], np.int32),
-            "total_sequence_length": np.array(len(window), np.int32),
-            "past_key_values_0_key": past,
-            "past_key_values_0_value": past,
-        }
-        found.append(log_softmax(opened.run(["logits"], feed)[0][0, :-1]))
-    return np.concatenate(found)
+    logits = (opened.run(["logits"], genai_feeds(window))[0][0, :-1] for window in windows)
+    return np.concatenate([log_softmax(rows) for rows in logits])
 
 
 @pytest.mark.usefixtures("folder")

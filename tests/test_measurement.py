@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 
@@ -32,16 +31,10 @@ from ortplugins.runtime.machine import process_memory
 from session_options import enable_key
 from session_options.plan import entries_of
 
+CASE = DequantizedMatMul(64, 32, 32)
 FUSION = "dq_matmulnbits_fusion"
 FEED = {"x": np.ones((3, 64), np.float32)}
 needs_proc = pytest.mark.skipif(process_memory().private is None, reason="no /proc")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    ir.save(DequantizedMatMul(64, 32, 32).model(), path)
-    return path
 
 
 class Recorded:
@@ -141,27 +134,27 @@ def test_a_difference_is_one_where_ranges_do_not_overlap(a, b, differs):
     assert cost.ratio == np.median(a) / np.median(b)
 
 
-def test_a_model_beside_itself_does_not_differ(model):
+def test_a_model_beside_itself_does_not_differ(model_path):
     # By chance one of two ranges of 7 lies beside the other once in 1700 times.
-    found = ortplugins.compare(model, model, runs=5, rounds=7)
+    found = ortplugins.compare(model_path, model_path, runs=5, rounds=7)
     verdicts = {cost.what: cost.differs for cost in found.costs}
     assert verdicts["start"] is False and verdicts["run"] is False
 
 
-def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model, tmp_path):
+def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model_path, tmp_path):
     with SessionProcess() as process:
-        started = process.open(Candidate(model))
+        started = process.open(Candidate(model_path))
     assert {"ortplugins", "session_options", "onnx", "onnx_ir"}.isdisjoint(started.modules)
     assert started.report is None
     entries = entries_of([FUSION], cache_dir=str(tmp_path / "cache"))
-    ours = Candidate(model, settings=entries)
+    ours = Candidate(model_path, settings=entries)
     for source in ("built", "cache"):
         with SessionProcess() as process:
             started = process.open(ours)
         assert started.report is not None and started.report["source"] == source
 
 
-def test_settings_reach_the_session(model):
+def test_settings_reach_the_session(model_path):
     settings = {
         "graph_optimization_level": "ORT_DISABLE_ALL",
         "execution_order": "PRIORITY_BASED",
@@ -170,7 +163,7 @@ def test_settings_reach_the_session(model):
         "session.dynamic_block_base": "4",
     }
     with SessionProcess() as process:
-        process.open(Candidate(model, level="basic", settings=settings))
+        process.open(Candidate(model_path, level="basic", settings=settings))
         assert process.call("test_measurement:settings_of") == settings
 
 
@@ -215,14 +208,14 @@ def test_a_process_that_dies_says_so():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-def test_forked_processes_are_apart(model):
-    feed = harness.write_feed(FEED, model.with_name("feed.npz"))
+def test_forked_processes_are_apart(model_path):
+    feed = harness.write_feed(FEED, model_path.with_name("feed.npz"))
     with (
         ForkServer() as server,
         SessionProcess("first", server=server) as first,
         SessionProcess("second", server=server) as second,
     ):
-        started = first.open(Candidate(model))
+        started = first.open(Candidate(model_path))
         assert {"ortplugins", "onnx"}.isdisjoint(started.modules)
         with pytest.raises(MeasureError, match="second: the process that measured it ended"):
             second.call("test_measurement:be_killed")
@@ -230,12 +223,12 @@ def test_forked_processes_are_apart(model):
     assert process_memory(first.pid).private is None
 
 
-def test_one_that_fails_leaves_the_others_their_figures(model, tmp_path):
+def test_one_that_fails_leaves_the_others_their_figures(model_path, tmp_path):
     (tmp_path / "no.onnx").write_text("no model")
     candidates = [
-        Candidate(model),
+        Candidate(model_path),
         Candidate(tmp_path / "no.onnx"),
-        Candidate(model, "neither on nor off", settings={enable_key(FUSION): "x"}),
+        Candidate(model_path, "neither on nor off", settings={enable_key(FUSION): "x"}),
     ]
     good, bad, unknown = measure(candidates, FEED, rounds=1, runs=1)
     assert good.run is not None and good.run.median > 0 and not good.failed

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command, printed, refused
-from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder
+from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder, genai_feeds
 from builders.dequantized_models import DequantizedMatMul, run
 from builders.sessions import CPU
 
@@ -77,17 +77,6 @@ def files(folder: str) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def feeds() -> dict[str, np.ndarray]:
-    cache = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
-    return {
-        "input_ids": np.array([[1, 2, 3]]),
-        "seqlens_k": np.array([2], np.int32),
-        "total_sequence_length": np.array(3, np.int32),
-        "past_key_values_0_key": cache,
-        "past_key_values_0_value": cache,
-    }
-
-
 @pytest.mark.parametrize("level", ["4", "0"])
 def test_a_genai_folder_computes_what_its_sessions_did(source, level):
     """At the level of the sessions that genai_config.json describes."""
@@ -98,7 +87,8 @@ def test_a_genai_folder_computes_what_its_sessions_did(source, level):
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry(*entry.popitem())
     session = onnxruntime.InferenceSession(source / "model.onnx", options, providers=CPU)
-    (expected,) = session.run(["logits"], feeds())
+    feeds = genai_feeds([1, 2, 3])
+    (expected,) = session.run(["logits"], feeds)
     shutil.copy(source / "model.onnx", source / "other.onnx")
     printed = pack(source, "--for", "genai", "-o", "packed", "--verbose")
     assert f"accuracy_level {level} (auto: as onnxruntime fuses it)" in printed
@@ -112,7 +102,7 @@ def test_a_genai_folder_computes_what_its_sessions_did(source, level):
     ]
     assert all(path.stat().st_nlink == 1 for path in Path("packed").iterdir())
     assert json.loads(Path("packed/genai_config.json").read_text()) == config
-    (found,) = run("packed/model.onnx", feeds())[:1]
+    (found,) = run("packed/model.onnx", feeds)[:1]
     np.testing.assert_array_equal(found, expected)
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Small decoders with a cache, written as exporters write them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.parser
 
@@ -134,6 +136,18 @@ def decoder(form: str) -> onnx.ModelProto:
     weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     add_weights(model.graph, weights)
     return model
+
+
+def genai_feeds(tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    """Return what the decoder of onnxruntime-genai's form takes for the first tokens."""
+    cache = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
+    return {
+        "input_ids": np.array([tokens]),
+        "seqlens_k": np.array([len(tokens) - 1], np.int32),
+        "total_sequence_length": np.array(len(tokens), np.int32),
+        "past_key_values_0_key": cache,
+        "past_key_values_0_value": cache,
+    }
 
 
 # One of a layer, spelled out, in which any part can be exchanged: query heads, key and value

@@ -856,10 +856,9 @@ def _row_12() -> Iterator[LayoutCase]:
     for name, (axis, kind) in scaled.items():
         w = Q((groups, 48, 6), "int8", axis, scaled=kind)
         yield case(f"batched-{name}", w, x, expect=batched)
-    for name, n, axis in (("columns", 32, 2), ("groups", 6, 0)):
-        w = Q((groups, 32, n), "uint4", axis, 16, "none")
-        name = "batched-blocks_" + ("across_columns" if name == "columns" else "of_groups")
-        yield case(name, w, (groups, 2, 32), **left_alone("matmul"))
+    for name, n, axis in (("across_columns", 32, 2), ("of_groups", 6, 0)):
+        w, left = Q((groups, 32, n), "uint4", axis, 16, "none"), left_alone("matmul")
+        yield case(f"batched-blocks_{name}", w, (groups, 2, 32), **left)
 
 
 # Corners.
