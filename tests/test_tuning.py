@@ -483,7 +483,7 @@ def test_a_hint_takes_the_place_of_passes():
 
 
 def test_memory_that_the_system_does_not_report(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_fields", lambda *_: {})
+    monkeypatch.setattr(machine, "text_of", lambda *_: "")
     session = open_session(model, tmp_path / "cache", hint="memory", hint_seconds=4)
     assert "private memory is not known on this system" in session.ortplugins_report.notes[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from ortplugins.measurement.measure import (
     write_feed,
 )
 from ortplugins.model_io.loading import load_model
-from ortplugins.runtime.machine import proportional_bytes
 from ortplugins.samples.made_up import MadeUpInputs
 from session_options.plan import entries_of
 
@@ -158,4 +158,6 @@ def _workers(candidate: Candidate, feed: Mapping[str, npt.NDArray[Any]]) -> floa
             for _ in range(RUNS):
                 worker.run(file)
         # While all are alive: PSS shares pages among those that are.
-        return sum(proportional_bytes(worker.pid) or 0 for worker in workers) / 1e6
+        texts = (Path(f"/proc/{worker.pid}/smaps_rollup").read_text() for worker in workers)
+        found = (re.search(r"^Pss: +([0-9]+) kB$", text, re.MULTILINE) for text in texts)
+        return sum(int(match[1]) * 1024 for match in found if match) / 1e6

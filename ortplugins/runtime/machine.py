@@ -9,7 +9,6 @@ private   resident memory that no file backs (RssAnon): the heap, the stacks, pa
           reads at the moment, and they are shared as soon as a second one opens it. Neither is
           it read often without slowing the process, which RssAnon, a counter, is.
 resident  all of it, mapped files included (VmRSS), and the most that it ever was (VmHWM).
-pss       the same, but pages that n processes share count as 1/n (smaps_rollup).
 """
 
 from __future__ import annotations
@@ -189,17 +188,8 @@ class ProcessMemory(NamedTuple):
 
 def process_memory(pid: int | str = "self") -> ProcessMemory:
     """Return what a process holds; nothing of one that has ended, or without /proc."""
-    found = _fields(pid, "status")
+    # Lines such as "VmRSS:  1234 kB".
+    lines = text_of("/proc", str(pid), "status").splitlines()
+    pairs = (line.split() for line in lines if line.endswith(" kB"))
+    found = {pair[0].rstrip(":"): int(pair[1]) * 1024 for pair in pairs}
     return ProcessMemory(found.get("RssAnon"), found.get("VmRSS"), found.get("VmHWM"))
-
-
-def proportional_bytes(pid: int | str = "self") -> int | None:
-    """Return the PSS of a process: shared pages by the number of processes that share them."""
-    return _fields(pid, "smaps_rollup").get("Pss")
-
-
-def _fields(pid: int | str, file: str) -> dict[str, int]:
-    """Read the lines ``Name:  1234 kB``."""
-    text = text_of("/proc", str(pid), file)
-    pairs = (line.split() for line in text.splitlines() if line.endswith(" kB"))
-    return {pair[0].rstrip(":"): int(pair[1]) * 1024 for pair in pairs}
