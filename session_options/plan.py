@@ -244,7 +244,7 @@ def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
 
 def entries_of(
     passes: Sequence[Pass | str],
-    settings: Mapping[str, str] = {},
+    settings: Mapping[str, Scalar] = {},
     /,
     **general: Scalar,
 ) -> dict[str, str]:
@@ -277,7 +277,7 @@ def entries_of(
         for spec in keys.options_of(type(item)):
             text = keys.format_value(getattr(item, spec.name))
             entries[keys.option_key(name, spec.name)] = text
-    for key, text in settings.items():
+    for key, value in settings.items():
         name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
         if name not in classes:
             raise OptionError(
@@ -286,12 +286,12 @@ def entries_of(
         options = [spec.name for spec in keys.options_of(classes[name])]
         if option not in options:
             raise OptionError(f"option {key!r} is unknown: {keys.closest(option, options)}")
-        entries[keys.option_key(name, option)] = text
+        entries[keys.option_key(name, option)] = keys.format_value(value)
     make_plan(read_entries(entries.get).passes, **general)
     return entries
 
 
-def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, str]) -> Plan:
+def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scalar]) -> Plan:
     """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
     objects = [item for item in passes if isinstance(item, Pass)]
     others = [item for item in passes if not isinstance(item, Pass)]

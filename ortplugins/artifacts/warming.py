@@ -22,7 +22,7 @@ from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
-from session_options.keys import PREFIX, format_value, stored
+from session_options.keys import PREFIX, stored
 from session_options.plan import entries_of, read_plan
 
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
@@ -170,9 +170,8 @@ def _prepare(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[onnxruntime.SessionOptions, Plan]:
     """Return the options of the sessions to come, and their plan."""
-    settings = {key: format_value(value) for key, value in (options or {}).items()}
     prepared = onnxruntime.SessionOptions()
-    for key, text in {**(session_entries or {}), **entries_of(passes, settings)}.items():
+    for key, text in {**(session_entries or {}), **entries_of(passes, options or {})}.items():
         try:
             prepared.add_session_config_entry(key, text)
         except RuntimeError as error:

@@ -29,7 +29,6 @@ from ortplugins.optimization.stages import AfterPass
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
-from session_options.keys import format_value
 from session_options.plan import plan_from_settings, read_option_files
 
 _SCRATCH = "ortplugins.optimize.scratch"
@@ -191,8 +190,7 @@ def _data_beside(output: Path, model: ir.Model) -> list[Path]:
 
 def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
     """Return the plan of passes, objects or names, and options of those given by name."""
-    settings = {key: format_value(value) for key, value in options.items()}
-    return read_option_files(plan_from_settings(passes, settings))
+    return read_option_files(plan_from_settings(passes, options))
 
 
 def checked_version(text: str | None) -> str:
