@@ -547,6 +547,14 @@ def test_what_an_encoder_made_has_a_length_of_its_own():
     }
 
 
+def test_ids_without_a_name_have_their_declared_sizes():
+    inputs = DecoderInputs(
+        model_of("""g (int64[2, 4] x) => (float[a, b, c] y)
+            <float[3, 2] table = {1, 2, 3, 4, 5, 6}> { y = Gather(table, x) }""")
+    )
+    assert {(run.batch, run.length) for run in inputs.runs(RUNS)} == {(2, 4)}
+
+
 SHARED = [name for name in DECODERS if name.endswith(("dynamo-sdpa", "torchscript-eager"))]
 
 

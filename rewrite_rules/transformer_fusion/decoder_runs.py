@@ -66,6 +66,8 @@ _BROADCASTS = frozenset({"Add", "And", "Mul", "Or", "Where"})
 # What the axes of scores and of token ids count.
 _SCORES = ("batch", "heads", "sequence", "total")
 _TOKENS = ("batch", "sequence")
+# Kinds of ints that are rows of a table, where they have two axes.
+_INDICES = (Kind.IDS, Kind.NUMBERS, Kind.ZEROS)
 # Inputs whose fixed sizes are those of every run, and the fields of these.
 _DECLARING = (Kind.CACHE, Kind.EMBEDDINGS, Kind.IDS, Kind.MASK)
 _FIELDS = {"batch": "batch", "sequence": "length", "past": "past"}
@@ -214,7 +216,7 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     on_scores = _axes_of_scores(value, facts) if role.kind is Kind.MASK else ()
     if on_scores and (rank != len(_TOKENS) or on_scores == _SCORES[2:]):
         role = Role(Kind.BIAS, on_scores)
-    elif role.kind in (Kind.NUMBERS, Kind.ZEROS) and not floating and rank == len(_TOKENS):
+    elif role.kind in _INDICES and not floating and rank == len(_TOKENS):
         role = Role(Kind.IDS, _TOKENS)
     elif role.kind is Kind.NUMBERS and "encoder" not in str(value.name):
         fixed = [isinstance(size, int) for size in value.shape]
