@@ -547,6 +547,17 @@ def test_what_an_encoder_made_has_a_length_of_its_own():
     }
 
 
+def test_sizes_of_minus_1_are_open():
+    model = exported("llama-dynamo-eager")
+    for value in model.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = -1
+    result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
+    reasons = [remark.reason for remark in result.report.fired]
+    assert sum(reason.startswith("attention: ") for reason in reasons) == LAYERS
+
+
 def test_ids_without_a_name_have_their_declared_sizes():
     inputs = DecoderInputs(
         model_of("""g (int64[2, 4] x) => (float[a, b, c] y)
