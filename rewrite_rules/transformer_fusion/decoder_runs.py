@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.dimensions import DeclaredNames
-from rewrite_rules.shapes.input_roles import Kind, Role, is_open, made_up_values, role_of
+from rewrite_rules.shapes.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 # Sizes of axes that count anything else than tokens.
@@ -103,7 +103,7 @@ class DecoderInputs:
             _FIELDS[counts]: dim
             for value, role in self._roles.items()
             for dim, counts in zip(value.shape or (), role.axes, strict=True)
-            if role.kind in _DECLARING and counts in _FIELDS and not is_open(dim)
+            if role.kind in _DECLARING and counts in _FIELDS and _is_fixed(dim)
         }
         found = dict[Run, None]()
         for run in wanted:
@@ -112,7 +112,7 @@ class DecoderInputs:
                 found[dataclasses.replace(run, padding=run.padding * (run.batch > 1))] = None
         masks = self.all(Kind.MASK, "total")
         totals = {value.shape[1] for value in masks if value.shape is not None}
-        numbers = {size for size in totals if not is_open(size)}
+        numbers = {size for size in totals if _is_fixed(size)}
         return [run for run in found if numbers <= {run.past + run.length}]
 
     def names(self, run: Run) -> DeclaredNames:
@@ -176,9 +176,14 @@ class DecoderInputs:
         asked["past"] = run.past
         axes = ("batch", *role.axes[1:]) if role.axes[:1] == ("",) else role.axes
         return [
-            dim if isinstance(dim, int) and dim > 0 else asked.get(counts, _OTHER)
+            dim if _is_fixed(dim) else asked.get(counts, _OTHER)
             for dim, counts in zip(value.shape or (), axes, strict=True)
         ]
+
+
+def _is_fixed(dim: int | ir.SymbolicDim) -> TypeGuard[int]:
+    """Whether a dimension has a size: -1 is written for none, 0 is that of an empty cache."""
+    return isinstance(dim, int) and dim >= 0
 
 
 def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[str, ...]:
@@ -219,7 +224,7 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     elif role.kind in _INDICES and not floating and rank == len(_TOKENS):
         role = Role(Kind.IDS, _TOKENS)
     elif role.kind is Kind.NUMBERS and "encoder" not in str(value.name):
-        fixed = [not is_open(size) for size in value.shape]
+        fixed = [_is_fixed(size) for size in value.shape]
         if fixed[1:] == [True, False, True]:
             role = Role(Kind.CACHE, ("batch", "heads", "past", "head_size"))
     if rank not in _RANKS.get(role.kind, range(5) if floating else ()):
