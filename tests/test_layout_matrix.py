@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.coverage import EXHAUSTIVE, pairwise
+from builders.coverage import pairwise
 from builders.dequantized_models import DequantizedMatMul, fuse_weights, relative_error, run
 from builders.layout_matrix import LayoutCase, layout_cases
 from builders.quantized_files import nodes_of
@@ -109,9 +109,7 @@ def test_matrix_is_whole():
 # Accuracy level ``auto``: onnxruntime's own where it fuses a node itself, 0 elsewhere.
 
 
-# Every layout where asked for (make test-exhaustive), else each 7th, which meets every row.
-STEP = 1 if EXHAUSTIVE else 7
-RUNNING = [case for case in layout_cases() if case.runs or case.expect][::STEP]
+RUNNING = [case for case in layout_cases() if case.runs or case.expect]
 NATIVE_FUSION = "QDQSelectorActionTransformer"
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
 

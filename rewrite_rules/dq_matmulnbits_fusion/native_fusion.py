@@ -18,7 +18,7 @@ import onnx_ir as ir
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionOptions
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
 from rewrite_rules.graph.nodes import dequantizer, owner
-from rewrite_rules.graph.parameters import constant, source_of
+from rewrite_rules.graph.parameters import constant, source_of, type_attribute
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
@@ -81,12 +81,13 @@ def why_not_native(
     """Say why onnxruntime leaves a node; None if it fuses it."""
     node, recent = product.node, version is None or version >= (1, 27)
     blockwise = operand.dequantize.attributes.get_int("block_size", 0) > 0
+    named = type_attribute(operand.dequantize, "output_dtype")
     refusals = (
         (node.op_type not in ("MatMul", "Gemm"), f"it leaves {node.op_type}"),
         (product.index == 0, "the weight is on the left"),
         (len(operand.shape) != 2, f"the weight has rank {len(operand.shape)}"),
         (len(set(operand.casts)) > 1, "the weight is cast"),
-        ("output_dtype" in operand.dequantize.attributes, "it has an output_dtype"),
+        (named not in (None, operand.scale_tensor.dtype), "its output_dtype is another type"),
         (not _reads_layout(chain, operand, version), "it reads no such layout"),
         (_is_shared(chain, operand, version), "the weight is shared"),
         (_is_captured(node, operand), "the weight is outside the subgraph"),

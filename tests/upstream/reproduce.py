@@ -86,6 +86,24 @@ def outer_weights() -> str:
     return "fixed"
 
 
+def other_output_type() -> str:
+    """4-bit weights with float32 scales, dequantised to float16."""
+    text = f"""<ir_version: 11, opset_import: ["": 23]>
+    g (float16[1, {K}] x) => (float16[1, 8] y) {{
+        d = DequantizeLinear <axis = 0, block_size = 32, output_dtype = 10> (w, s)
+        y = MatMul (x, d)
+    }}"""
+    weight = codes(onnx.TensorProto.UINT4, K, 8, bits=4)
+    model = parsed(text, w=weight, s=RNG.random((K // 32, 8), np.float32))
+    feeds = {"x": RNG.standard_normal((1, K)).astype(np.float16)}
+    run(model, feeds, LEVELS.ORT_DISABLE_ALL)
+    try:
+        run(model, feeds)
+    except Exception as error:  # onnxruntime's own classes
+        return " ".join(str(error).split())[:120]
+    return "fixed"
+
+
 def out_of_range() -> str:
     """An index behind the last row, in GatherBlockQuantized."""
     text = """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
@@ -154,6 +172,7 @@ def named_variable() -> str:
 FINDINGS = (
     two_bits,
     outer_weights,
+    other_output_type,
     out_of_range,
     transposed_matrix,
     relu_behind,
