@@ -18,15 +18,18 @@ repeats one damaged file.
 import collections
 import contextlib
 import dataclasses
-import json
+import faulthandler
+import multiprocessing
 import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -59,7 +62,7 @@ TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))
 FIRST_SEED = int(os.environ.get("ORTPLUGINS_FUZZ_SEED", "0"))
 CHAINS = 200
 FILES = 300
-# Of one damaged file in the child; its parent gives all twice as long, then kills it.
+# Of processor time for one damaged file; a child that takes four times as long dies.
 SECONDS = 5
 ADDRESS_SPACE = 6 << 30
 
@@ -228,19 +231,21 @@ class _Chain:
     # Consumers.
 
     def consume(self) -> str:
-        kinds = ("MatMul", "MatMul", "Gemm", "FusedMatMul", "Gather", "MatMul")
+        kinds = ("MatMul", "MatMul", "Gemm", "com.microsoft.FusedMatMul", "Gather", "MatMul")
         if not self.shape or (len(self.shape) == 1 and self.one_of(True, True, False)):
             self._unsqueeze()
-        y = getattr(self, f"_{self.one_of(*kinds).lower()}")()
+        kind = self.one_of(*kinds)
+        y = self._gather() if kind == "Gather" else self._product(kind)
         if self.one_of(False, False, True):
             n = self.shape[-1] if self.shape else 1
-            bias = self.rng.standard_normal(self.one_of([n], [1, n], [1], [], [1, 1], [3, n]))
-            name = self.constant(f"bias_{len(self.lines)}", self._typed(bias))
+            name = self.bias(self.one_of([n], [1, n], [1], [], [1, 1], [3, n]))
             y = self.node("Add", self.one_of([y, name], [name, y]))
         return y
 
-    def _typed(self, array: npt.NDArray) -> npt.NDArray:
-        return np.asarray(array).astype(np.float16 if self.dtype == T.FLOAT16 else np.float32)
+    def bias(self, shape: Sequence[int]) -> str:
+        dtype = np.float16 if self.dtype == T.FLOAT16 else np.float32
+        numbers = np.asarray(self.rng.standard_normal(shape)).astype(dtype)
+        return self.constant(f"bias_{len(self.lines)}", numbers)
 
     def input(self, shape: Sequence[int], dtype: int | None = None) -> str:
         """Its first sizes are sometimes not declared."""
@@ -250,60 +255,40 @@ class _Chain:
         self.inputs[name] = dtype or self.dtype, dims
         return name
 
-    def _operands(self, k: int, left: bool, batch: bool, vector: bool = True) -> list[str]:
-        groups = self.shape[:-2]
-        lead = [*groups] if groups and batch else self.one_of([], [], [3], [1])
-        rows = self.one_of([3], [1], [3])
-        if vector and not lead and not groups and self.one_of(False, False, False, True):
-            shape = [k]
-        else:
-            shape = [*lead, k, *rows] if left else [*lead, *rows, k]
+    def _product(self, op_type: str) -> str:
+        """The weight and an input, either of them first, either transposed."""
+        left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
+        if op_type == "MatMul":
+            trans_w = trans_x = False
+        rows, columns = (self.shape * 2 if len(self.shape) == 1 else [1, 1, *self.shape])[-2:]
+        k, n = (columns, rows) if left != trans_w else (rows, columns)
+        m = self.one_of(3, 3, 1)
+        shape = [k, m] if left != trans_x else [m, k]
+        if op_type != "Gemm":
+            groups = self.shape[:-2]
+            lead = groups if self.one_of(True, False) else self.one_of([], [], [3], [1])
+            # With transA, onnxruntime 1.31 takes the bytes of W[K, N] for those of [N, K]
+            # where x has rank 1.
+            vector = not (lead or groups or (left and trans_w))
+            shape = [k] if vector and self.one_of(False, False, False, True) else lead + shape
         x = self.input(shape)
         if self.one_of(False, False, True):
             x = self.node("Relu", [x])
-        return [self.value, x] if left else [x, self.value]
-
-    def _matmul(self) -> str:
-        left = self.one_of(False, False, True)
-        rows, columns = ([1, 1, *self.shape] if len(self.shape) != 1 else self.shape * 2)[-2:]
-        k = columns if left else rows
-        return self.node("MatMul", self._operands(k, left, self.one_of(True, False)))
-
-    def _fusedmatmul(self) -> str:
-        left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
-        rows, columns = [1, 1, *self.shape][-2:]
-        k = columns if left != trans_w else rows
-        # With transA, onnxruntime 1.31 takes the bytes of W[K, N] for those of [N, K] where x
-        # has rank 1.
-        vector = not (left and trans_w)
-        operands = self._operands(k, left != trans_x, True, vector)
-        if left != (operands[0] == self.value):
-            operands.reverse()
-        given: dict[str, object] = {"alpha": self.one_of(1.0, 0.5, -2.5, 1.0, 3.0)}
-        given["transA" if left else "transB"] = int(trans_w)
-        given["transB" if left else "transA"] = int(trans_x)
-        return self.node("com.microsoft.FusedMatMul", operands, **given)
-
-    def _gemm(self) -> str:
-        left, trans_w, trans_x = (self.one_of(False, False, True) for _ in range(3))
-        rows, columns = [1, 1, *self.shape][-2:]
-        k, n = (columns, rows) if left != trans_w else (rows, columns)
-        m = self.one_of(3, 1)
-        x = self.input([k, m] if left != trans_x else [m, k])
         operands = [self.value, x] if left else [x, self.value]
-        given: dict[str, object] = {
-            "transA" if left else "transB": int(trans_w),
-            "transB" if left else "transA": int(trans_x),
-        }
-        for name in ("alpha", "beta"):
+        given: dict[str, object] = {}
+        if op_type != "MatMul":
+            flags = (trans_w, trans_x) if left else (trans_x, trans_w)
+            given = dict(zip(("transA", "transB"), map(int, flags), strict=True))
             if self.one_of(False, True):
-                given[name] = self.one_of(1.0, 1.0, 0.5, -3.0, 0.1, 0.0)
-        if self.one_of(False, True):
-            y = [n, m] if left else [m, n]
-            shape = self.one_of([y[1]], [1, y[1]], [1], [], y, [y[0], 1], [1, 1])
-            bias = self._typed(self.rng.standard_normal(shape))
-            operands.append(self.constant(f"bias_{len(self.lines)}", bias))
-        return self.node("Gemm", operands, **given)
+                given["alpha"] = self.one_of(1.0, 0.5, -2.5, 3.0, 0.1)
+        if op_type == "Gemm":
+            if self.one_of(False, True):
+                given["beta"] = self.one_of(1.0, 1.0, 0.5, -3.0, 0.1, 0.0)
+            if self.one_of(False, True):
+                rows, columns = y = [n, m] if left else [m, n]
+                choices = ([columns], [1, columns], [1], [], y, [rows, 1], [1, 1])
+                operands.append(self.bias(self.one_of(*choices)))
+        return self.node(op_type, operands, **given)
 
     def _gather(self) -> str:
         rank = len(self.shape)
@@ -417,110 +402,102 @@ def changed(content: bytes, rng: random.Random) -> bytes:
     return bytes(made)
 
 
-DOCUMENTED = (ortplugins.ModelFileError, ortplugins.PassError)
-
-
-def look_at(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (stage, complaint): the stage that begins, or what was wrong in the one before."""
-    path = damaged(seed, folder)
-    slow = random.Random(seed).choice(("float", "fuse", "keep"))
+def optimise(path: Path, output: Path | None, slow: str) -> str:
+    """Optimise a file; what is wrong, other than the file."""
     options = {"slow_kernels": slow, "accuracy_level": 0}
-    arguments = {
-        "options": {f"dq_matmulnbits_fusion.{key}": value for key, value in options.items()}
-    }
-    output = folder / "optimised" / "out.onnx"
-    output.parent.mkdir()
-    result = None
-    for stage, target in (("inspect", None), ("optimize", output)):
-        yield stage, ""
-        try:
-            with time_limit(SECONDS):
-                result = ortplugins.optimize(path, target, **arguments)
-        except DOCUMENTED as error:
-            result = None
-            if isinstance(error.__cause__, MemoryError) or "MemoryError" in str(error):
-                yield stage, f"MemoryError: {error}"
-            elif isinstance(error, ortplugins.PassError) and not names_node(error):
-                yield stage, f"no node named: {error}"
-        except (TooSlow, Exception) as error:
-            yield stage, f"{type(error).__name__}: {error}"
-            return
-    if result is None:
-        return
-    yield "run original", ""
+    options = {f"dq_matmulnbits_fusion.{key}": value for key, value in options.items()}
+    try:
+        with time_limit(SECONDS):
+            ortplugins.optimize(path, output, options=options)
+    except (ortplugins.ModelFileError, ortplugins.PassError) as error:
+        if isinstance(error.__cause__, MemoryError) or "MemoryError" in str(error):
+            return f"MemoryError: {error}"
+        # A node, the function that cannot be inlined, or a cycle.
+        named = ("failed at node", "function", "clone_node", "cycle")
+        if isinstance(error, ortplugins.PassError) and not any(n in str(error) for n in named):
+            return f"no node named: {error}"
+    except (TooSlow, Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_original(path: Path) -> tuple[Any, ...] | None:
+    """Feeds and outputs, and whether anything rounds to float16; None if it does not run."""
     with contextlib.suppress(Exception), time_limit(SECONDS):
-        before = session(str(path))
-        feeds = feeds_of(before)
-        expected = run_all(before, feeds)
-        proto = onnx.load(path, load_external_data=False)
-        yield "run optimised", ""
-        yield "run optimised", _compared(output, feeds, expected, holds_halves(proto))
+        opened = session(str(path))
+        feeds = feeds_of(opened)
+        halves = holds_halves(onnx.load(path, load_external_data=False))
+        return feeds, run_all(opened, feeds), halves
+    return None
 
 
-def names_node(error: ortplugins.PassError) -> bool:
-    """Whether a message names a node, the function that cannot be inlined, or a cycle."""
-    texts = ("failed at node", "function", "clone_node", "cycle")
-    return any(text in str(error) for text in texts)
-
-
-def _compared(
-    output: Path,
-    feeds: Sequence[Sequence[dict[str, npt.NDArray]]],
-    expected: Sequence[Sequence[list[npt.NDArray]]],
-    halves: bool,
-) -> str:
+def compare(output: Path, feeds: Any, expected: Any, halves: bool) -> str:
     try:
         actual = run_all(session(str(output)), feeds)
     except Exception as error:
         return f"onnxruntime ran the original, not the optimised: {error}"
-    wrong = wrong_numbers(expected, actual, halves=halves)
-    return f"wrong numbers: {wrong}" if wrong else ""
+    return wrong_numbers(expected, actual, halves=halves)
 
 
-def work(first: int, stop: int) -> None:
-    """Look at damaged files; a JSON line for each stage."""
+def look_at(seed: int, folder: Path, call: Callable[..., Any]) -> Iterator[str]:
+    """Yield complaints about a damaged file."""
+    path, output = damaged(seed, folder), folder / "optimised" / "out.onnx"
+    output.parent.mkdir()
+    slow = random.Random(seed).choice(("float", "fuse", "keep"))
+    for target in (None, output):
+        if complaint := call(optimise, path, target, slow):
+            yield f"to {target and target.name}: {complaint}"
+    # onnxruntime's own crashes on a damaged model are not ours.
+    original = call(run_original, path) if output.exists() else None
+    if original not in (None, CRASHED) and (complaint := call(compare, output, *original)):
+        yield complaint
+
+
+CRASHED = "the process crashed or hung"
+
+
+class Child:
+    """Calls functions in a process with limits, in another one after a crash."""
+
+    def __init__(self) -> None:
+        self.pool = self._started()
+
+    def __call__(self, function: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return self.pool.submit(limited, function, *arguments).result()
+        except BrokenProcessPool:
+            self.pool = self._started()
+            return CRASHED
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def limited(function: Callable[..., Any], *arguments: object) -> Any:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for seed in range(first, stop):
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            for stage, complaint in look_at(seed, Path(folder)):
-                print(json.dumps([seed, stage, complaint]), flush=True)
-    print(json.dumps([stop, "end", ""]), flush=True)
-
-
-def run_files(first: int, stop: int) -> dict[str, list[int]]:
-    """Look at damaged files in children; complaints with their seeds."""
-    complaints: dict[str, list[int]] = collections.defaultdict(list)
-    while first < stop:
-        command = [sys.executable, __file__, str(first), str(stop)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, timeout=60 + 2 * SECONDS * (stop - first)
-            )
-            end, output = f"ended with {done.returncode}", done.stdout
-        except subprocess.TimeoutExpired as error:
-            end, output = "hung", error.stdout or b""
-        found = [json.loads(line) for line in output.splitlines()]
-        for seed, stage, complaint in found:
-            if complaint:
-                complaints[f"{stage}: {complaint}"].append(seed)
-        seed, stage, _ = found[-1] if found else (first, "start", "")
-        # onnxruntime's own crashes on a damaged model are not ours.
-        if stage != "end" and not stage.startswith("run original"):
-            complaints[f"{stage} {end}"].append(seed)
-        first = seed + 1
-    return complaints
+    faulthandler.dump_traceback_later(4 * SECONDS, exit=True)
+    try:
+        return function(*arguments)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_damaged_files(part: int):
     count = FILES * TIMES // 2
     first = (FIRST_SEED * 2 + part) * count
-    complaints = run_files(first, first + count)
+    complaints = collections.defaultdict[str, list[int]](list)
+    child = Child()
+    for seed in range(first, first + count):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            for complaint in look_at(seed, Path(folder), child):
+                complaints[complaint].append(seed)
+    child.pool.shutdown()
     text = [f"{len(seeds)} x {what}, seeds {seeds[:5]}" for what, seeds in complaints.items()]
     assert not complaints, "\n".join(text)
 
 
 if __name__ == "__main__":
-    begin = int(sys.argv[1])
-    work(begin, int(sys.argv[2]) if len(sys.argv) > 2 else begin + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        print(*look_at(int(sys.argv[1]), Path(folder), limited), sep="\n")
