@@ -100,11 +100,13 @@ def test_ids_and_positions_stay_below_the_rows_of_their_tables(seed, tmp_path):
     assert max(feed["position_ids"].max() for feed in feeds) < PLACES
 
 
-def test_ids_stay_below_the_columns_that_they_pick():
-    model = model_of("""g (int64[s] ids) => (float[a, b] y) <float[4, 3] table = {
-        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}> { y = Gather<axis = 1>(table, ids) }""")
+@pytest.mark.parametrize(("axis", "size"), [(0, 4), (1, 3), (-1, 3), (-2, 4)])
+def test_ids_stay_below_the_size_of_the_axis_that_they_pick_along(axis, size):
+    model = model_of(f"""g (int64[s] ids) => (float[a, b] y) <float[4, 3] table = {{
+        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}> {{
+        y = Gather<axis = {axis}>(table, ids) }}""")
     (feed,) = MadeUpInputs(model.graph.inputs).feeds()
-    assert set(feed["ids"].tolist()) == {0, 1, 2}
+    assert set(feed["ids"].tolist()) == set(range(size))
 
 
 @pytest.mark.parametrize(

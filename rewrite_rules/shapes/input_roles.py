@@ -151,7 +151,10 @@ def _rows(table: ir.Value | None, axis: int) -> int | None:
     producer = None if table is None else table.producer()
     if producer is not None and producer.op_type in ("DequantizeLinear", "Cast", "Identity"):
         return _rows(producer.inputs[0], axis)
-    if table is None or table.shape is None or len(table.shape) <= max(abs(axis), 1):
+    if table is None or table.shape is None:
+        return None
+    rank = len(table.shape)
+    if rank < 2 or not -rank <= axis < rank:
         return None
     rows = table.shape[axis]
     return rows if isinstance(rows, int) else None
