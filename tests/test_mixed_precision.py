@@ -165,6 +165,9 @@ def test_regions(text: str, options: dict, expected: str, how: dict):
     run(model, feeds, optimised=True)
 
 
+# A constant that is an input as well, as old exporters list theirs.
+FED = """g (float[4] x, int64[2] s) => (float[2, 2] y) <int64[2] s = {2, 2}> {
+    y = Reshape(x, s) }"""
 UNCHANGED = {
     "what is of that type": (CHAIN, WIDE, {"promote": {"B"}}, "nothing to change"),
     # What the promoted node writes is read outside of the region: its pair stays.
@@ -178,6 +181,18 @@ UNCHANGED = {
         "g (float[2] x) => (float[2] y) <float[2] k = {1, 2}> { y = Add(x, k) }",
         {},
         {"overrides": {"k": of(U16)}},
+        "it is a constant",
+    ),
+    "an override of a constant that may be fed": (
+        FED,
+        {},
+        {"overrides": {"s": of(U16)}},
+        "it is a constant",
+    ),
+    "a promotion of a constant that may be fed": (
+        FED,
+        {},
+        {"promote": {"s"}},
         "it is a constant",
     ),
     "no 16-bit parameters for 8 bits": (CHAIN, WIDE, {"overrides": {"b": of(U8)}}, "rmin"),

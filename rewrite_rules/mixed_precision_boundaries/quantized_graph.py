@@ -160,8 +160,7 @@ class QuantizedGraph:
         self.stay = {
             name: "it is a constant: what those are stored as is chosen when quantising"
             for graph in model.graphs()
-            for name, value in graph.initializers.items()
-            if not value.is_graph_input()
+            for name in graph.initializers
         } | self.refused
 
     def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
