@@ -25,7 +25,7 @@ from builders.exports import (
 )
 from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
-from builders.text_models import model_of, model_of_nodes, normal, proto_of
+from builders.text_models import model_of, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -411,31 +411,32 @@ def test_two_attentions_read_one_cache():
         agrees(model, result, Run(2, 1, 14), Run(1, 6, 7), Run(2, 5, 0))
 
 
+def nested(text: str, step: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model of a graph whose node runs a step with the weights outside."""
+    model = proto_of(text)
+    model.graph.initializer.extend(step.graph.initializer)
+    made = {name for node in step.graph.node for name in node.output}
+    for attribute in model.graph.node[0].attribute:
+        graph = attribute.g
+        graph.node.extend(step.graph.node)
+        graph.output.extend(step.graph.output)
+        for names in (names for node in graph.node for names in (node.input, node.output)):
+            names[:] = [graph.name + n if n in made else n for n in names]
+        for value in graph.output:
+            value.name = graph.name + value.name
+    return model
+
+
+CACHE = "float[B, 2, {0}, 8] {1}_key, float[B, 2, {0}, 8] {1}_value"
+
+
 def test_a_merged_decoder_is_right():
     """Attention in the branches of an If stays, by name; repeated heads are read once."""
-    decoder_graph = small_decoder().graph
-    inputs, outputs = [*decoder_graph.input], [*decoder_graph.output]
-    tensors = [*decoder_graph.initializer]
-    branches = []
-    for suffix in ("", "_else"):
-        branch = onnx.GraphProto()
-        branch.CopyFrom(decoder_graph)
-        del branch.input[:], branch.initializer[:]
-        outer = {value.name for value in (*inputs, *tensors)} | {""}
-        for node in branch.node:
-            node.input[:] = [n if n in outer else n + suffix for n in node.input]
-            node.output[:] = [n + suffix for n in node.output]
-        for value in branch.output:
-            value.name += suffix
-        branches.append(branch)
-    made = onnx.helper.make_node(
-        "If", ["use_cache_branch"], [f"{value.name}_out" for value in outputs],
-        then_branch=branches[0], else_branch=branches[1],
-    )  # fmt: skip
-    for value in outputs:
-        value.name += "_out"
-    flag = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
-    model = model_of_nodes([made], tensors, [*inputs, flag], outputs)
+    text = f"""g (int64[B, S] input_ids, int64[B, T] attention_mask, bool[1] use_cache_branch,
+        {CACHE.format("P", "past")}) => (float[B, S, 32] a, {CACHE.format("U", "last")}) {{
+        a, last_key, last_value = If (use_cache_branch)
+            <then_branch = t () => () {{ }}, else_branch = e () => () {{ }}> }}"""
+    model = nested(text, small_decoder())
     result, remarks, _ = fused(model)
     assert "use_cache_branch" in remarks["refused"][0]
     assert len(remarks["fired"]) == 4
@@ -448,26 +449,16 @@ def test_a_merged_decoder_is_right():
 def test_a_loop_of_decoder_steps_is_right():
     """A cache that is carried from step to step: attention stays, by name."""
     step = small_decoder(
-        ("int64[B, T] attention_mask,", ""), *FED, ("Where(seen,", "Where(before,")
-    ).graph
-    value = onnx.helper.make_tensor_value_info
-    cache, (y, *grown) = step.input[1:], step.output
-    more = onnx.helper.make_node("Identity", ["go"], ["more"])
-    body = onnx.helper.make_graph(
-        [*step.node, more],
-        "step",
-        [value("step", 7, []), value("go", 9, []), *cache],
-        [value("more", 9, []), *grown, y],
-    )
-    loop = onnx.helper.make_node(
-        "Loop", ["steps", "", "first_key", "first_value"], ["last_key", "last_value", "all_y"],
-        body=body,
+        ("int64[B, T] attention_mask,", ""), *FED, ("Where(seen,", "Where(before,"),
+        ("(float[B, S, 32] y, ", "(bool more, "),
+        ("value)\n<", "value, float[B, S, 32] y)\n<"),
+        ("hidden =", "more = Identity(go)\nhidden ="),
     )  # fmt: skip
-    first = [value(f"first_{one.name[5:]}", 1, ["B", 2, "F", 8]) for one in cache]
-    steps = onnx.helper.make_tensor("steps", onnx.TensorProto.INT64, [], [3])
-    outputs = [value(name, 1, None) for name in loop.output]
-    tensors = [*step.initializer, steps]
-    model = model_of_nodes([loop], tensors, [step.input[0], *first], outputs)
+    text = f"""g (int64[B, S] input_ids, {CACHE.format("F", "first")})
+        => ({CACHE.format("L", "last")}, float[N, B, S, 32] all_y) <int64 steps = {{3}}> {{
+        last_key, last_value, all_y = Loop (steps, , first_key, first_value) <body =
+            s (int64 step, bool go, {CACHE.format("P", "past")}) => () {{ }}> }}"""
+    model = nested(text, step)
     result, remarks, _ = fused(model)
     assert "attention: it stands in a subgraph" in remarks["refused"]
     feeds = {name: normal(2, 2, 4, 8) for name in ("first_key", "first_value")}
