@@ -24,6 +24,7 @@ from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import (
     HINTS,
+    measure_held_out,
     measure_hint,
     measure_passes,
     measure_repeated_tuning,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
     **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
+    "held_out": measure_held_out,
     "repeated_tuning": measure_repeated_tuning,
     "passes": measure_passes,
     "olive_tuning": measure_olive_tuning,
@@ -78,6 +80,7 @@ TITLES = {
     "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
     "hint_memory": "One key, tuned for memory, beside plain onnxruntime: private memory",
     "hint_start": "One key, tuned for the start, beside plain onnxruntime: time of a start",
+    "held_out": "One key, on nets that nothing was tuned on, beside plain onnxruntime",
     "repeated_tuning": "One key, tuned ten times on the same model",
     "passes": "Each pass with default options, beside plain onnxruntime",
     "olive_tuning": "One key in a fifth of the time of Olive's OrtSessionParamsTuning",

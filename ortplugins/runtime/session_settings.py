@@ -35,7 +35,8 @@ DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 # Names of optimisers that are left out, semicolons between them.
 DISABLED_OPTIMIZERS_KEY = "optimization.disable_specified_optimizers"
 
-# Whether a start packs weights on all threads.
+# Whether a start leaves weights unpacked, and whether it packs them on all threads.
+DISABLED_PACKING_KEY = "session.disable_prepacking"
 PARALLEL_PACKING_KEY = "session.prepack.enable_parallel"
 
 # No setting of onnxruntime's: from how many bytes glibc returns memory to the system as soon
@@ -51,7 +52,7 @@ _DEFAULTS = {
     "session.inter_op.allow_spinning": "1",
     "session.intra_op.allow_spinning": "1",
     "session.set_denormal_as_zero": "0",
-    "session.disable_prepacking": "0",
+    DISABLED_PACKING_KEY: "0",
     PARALLEL_PACKING_KEY: "0",
     DATA_FOLDER_KEY: "",
 }

@@ -13,6 +13,7 @@ from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.session_settings import (
     DISABLED_OPTIMIZERS_KEY,
+    DISABLED_PACKING_KEY,
     MALLOC_THRESHOLD_KEY,
     PARALLEL_PACKING_KEY,
 )
@@ -91,7 +92,7 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
         Change("optimised graph kept", keeps_graph=True),
         # Packing is most of the start where weights are large. Some kernels are as fast on
         # unpacked weights, some many times slower: the search compares runs, too.
-        _setting("weights not packed", "session.disable_prepacking", "1"),
+        _setting("weights not packed", DISABLED_PACKING_KEY, "1"),
         _setting("weights packed in parallel", PARALLEL_PACKING_KEY, "1"),
         # Giving memory back takes as long as a small net's start.
         _pass("prepacked_weights")._replace(options={"prepacked_weights.trim": "0"}),
@@ -131,10 +132,13 @@ def combined(changes: Iterable[Change]) -> Change:
     """Return all changes as one; of two values for one option, the later counts."""
     changes = list(changes)
     passes = dict.fromkeys(name for item in changes for name in item.passes)
+    settings = {key: value for item in changes for key, value in item.settings.items()}
+    if settings.get(DISABLED_PACKING_KEY) == "1":
+        settings.pop(PARALLEL_PACKING_KEY, None)  # there is nothing to pack
     return Change(
         AND.join(item.name for item in changes),
         tuple(passes),
         {key: value for item in changes for key, value in item.options.items()},
-        {key: value for item in changes for key, value in item.settings.items()},
+        settings,
         any(item.keeps_graph for item in changes),
     )
