@@ -111,11 +111,13 @@ def changes_for(
     if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
         found += _ARM
     if session.get("intra_op_num_threads", "0") == "0" and hint in ("latency", "throughput"):
-        # onnxruntime's default are the cores of the host. One thread hands nothing over, which
-        # is what the shortest runs gain from.
+        # onnxruntime's default are the cores of the host. One thread for each caller hands
+        # nothing over; for a single caller it would be what gains while others use the cores,
+        # and loses once they are free.
+        counts = {usable_cores(), *([1] if hint == "throughput" else ())} - {os.cpu_count()}
         found += [
             _setting(f"threads: {count}", "intra_op_num_threads", str(count))
-            for count in sorted({1, usable_cores()} - {os.cpu_count()})
+            for count in sorted(counts)
         ]
     defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
     defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}
