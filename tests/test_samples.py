@@ -109,6 +109,18 @@ def test_ids_stay_below_the_size_of_the_axis_that_they_pick_along(axis, size):
     assert set(feed["ids"].tolist()) == set(range(size))
 
 
+def test_a_named_dimension_has_one_size_at_all_inputs(tmp_path):
+    """What input_ids says of B and S counts for an input that says nothing."""
+    model = proto_of(
+        """g (int64[B, S] input_ids, float[B, S, 4] extra) => (float[B, S, 4] y) {
+            e = Gather (table, input_ids)  y = Add (e, extra)
+        }""",
+        {"table": normal(9, 4)},
+    )
+    (feed,) = feeds_of(model, tmp_path)
+    assert feed["extra"].shape == (*feed["input_ids"].shape, 4)
+
+
 @pytest.mark.parametrize(
     ("dims", "shapes"),
     [

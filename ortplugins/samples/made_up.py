@@ -85,6 +85,8 @@ class MadeUpInputs:
             for name, label in zip(item.names, item.role.axes, strict=True)
             if name
         ]
+        # One name is one size, also at inputs that do not say what it counts.
+        self._counted = {name: label for name, label, _ in self._open if label not in _FREE}
         self._given = dict(dims or {})
         self._check_given()
         self._length, self._tried = length, dict[str, int]()
@@ -159,7 +161,11 @@ class MadeUpInputs:
     def _free_names(self) -> list[str]:
         """Dimensions that nothing is known of, neither by their role nor by the user."""
         free = (n for n, label, known in self._open if label in _FREE and known is None)
-        return [name for name in dict.fromkeys(free) if self._given_size(name) is None]
+        return [
+            name
+            for name in dict.fromkeys(free)
+            if name not in self._counted and self._given_size(name) is None
+        ]
 
     def _labels(self) -> set[str]:
         labels = {label for item in self._inputs for label in item.role.axes}
@@ -191,6 +197,8 @@ class MadeUpInputs:
         given = self._given_size(name)
         if given is not None:
             return given
+        if label in _FREE and label not in known:
+            label = self._counted.get(name, label)
         if label == "total":
             return self._by_label["past"] + self._by_label["sequence"]
         if label in _FREE:
