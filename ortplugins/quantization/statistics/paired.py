@@ -170,7 +170,7 @@ class PairedModels:
     def _open(
         self, part: ir.Graph, inputs: Mapping[str, Array]
     ) -> onnxruntime.InferenceSession:
-        """Open a session on a part of the model, for inputs as these."""
+        """Open a session on a part of the model, for inputs like these."""
         for value in part.inputs:
             array = inputs[value.name or ""]
             value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
