@@ -76,7 +76,7 @@ def _measure_hint(
     only, which takes longer for finding that. One that seems to lose is measured again, in
     four times the rounds.
     """
-    aim, _ = HINTS[hint]
+    aim = HINTS[hint][0]
     figures, ratios = [], []
     for name, (path, feed) in nets.items():
         tuned, report = tune(name, path, feed, hint, folder / "hints")

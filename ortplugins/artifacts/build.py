@@ -212,9 +212,9 @@ def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
     try:
         request = BuildRequest.from_json(job["request"], content)
     except OptionError:
-        return None  # a pass that only the parent knows
+        return None  # another version of a pass has other options
     if json.loads(json.dumps(request.as_json())) != job["request"]:
-        return None  # another version of it
+        return None  # so it is; or only the parent knows a pass, and no entry of it was read
     return build_entry(request, Path(job["spare"]))
 
 

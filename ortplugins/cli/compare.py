@@ -231,8 +231,8 @@ def _check(
         stock: dict[str, float] = {}
         if fusion is not None and fusion.accuracy_level == "auto":
             session = GivenModel(open_model(model, "all"))
-            own = differences_of(ModelPair(given, session, on, scratch).run())
-            stock = {name: item.max_abs for name, item in own.items()}
+            found = differences_of(ModelPair(given, session, on, scratch).run())
+            stock = {name: item.max_abs for name, item in found.items()}
         result = optimize(model, scratch / "optimised.onnx", **chosen)
         optimised = GivenModel(result)
         pair = ModelPair(given, optimised, on, scratch)
@@ -241,7 +241,8 @@ def _check(
         for sample, name, a, b in pair.run():
             sums.setdefault(name, DifferenceSum(name)).add(a, b)
             # Where onnxruntime gives NaN or an infinity of its own, no error is allowed.
-            allowed = stock[name] if math.isfinite(stock.get(name, math.inf)) else 0.0
+            own = stock.get(name, 0.0)
+            allowed = own if math.isfinite(own) else 0.0
             item = find_violation(name, sample, a, b, *tolerance, allowed)
             if item is not None and (name not in worst or item.count > worst[name].count):
                 worst[name] = item

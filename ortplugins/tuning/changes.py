@@ -114,10 +114,10 @@ def changes_for(
         # onnxruntime's default are the cores of the host. One thread for each caller hands
         # nothing over; for a single caller it would be what gains while others use the cores,
         # and loses once they are free.
-        counts = {usable_cores(), *([1] if hint == "throughput" else ())} - {os.cpu_count()}
+        counts = {usable_cores(), 1} if hint == "throughput" else {usable_cores()}
         found += [
             _setting(f"threads: {count}", "intra_op_num_threads", str(count))
-            for count in sorted(counts)
+            for count in sorted(counts - {os.cpu_count()})
         ]
     defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
     defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}

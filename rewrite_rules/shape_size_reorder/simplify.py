@@ -298,11 +298,13 @@ class _Readings:
         """Return what a Size reads, or a Shape of which not even the rank is known."""
         if node.op_type not in _ROOTS or now.source is None:
             return None
-        shape, count = self._shapes.shape(now.source), self._shapes.count(now.source)
-        kind, size = ("shape", shape) if node.op_type == "Shape" else ("count", count)
-        first = self._earliest.first(kind, size, node)
-        is_earlier = first is not None and self._earliest.place(first) < now.place
-        return ReadFirst(first, node) if first is not None and is_earlier else None
+        if node.op_type == "Shape":
+            first = self._earliest.first("shape", self._shapes.shape(now.source), node)
+        else:
+            first = self._earliest.first("count", self._shapes.count(now.source), node)
+        if first is None or self._earliest.place(first) >= now.place:
+            return None
+        return ReadFirst(first, node)
 
     def _forms(
         self, source: ir.Value, dims: Dims, scalar: bool, opset: int
