@@ -531,7 +531,7 @@ def test_general_options_from_the_environment(model_path, monkeypatch):
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
-    # A bug of ours, which reaches nobody unless that is asked for.
+    # A bug in ortplugins: callers see it only where strict asks for that.
     monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
