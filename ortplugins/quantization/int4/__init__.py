@@ -86,27 +86,24 @@ _PROVIDERS = {
     "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
 }
 _KEYWORDS = (
-    "awqlite_alpha_step",
-    "awqlite_fuse_nodes",
-    "awqlite_run_per_subgraph",
-    "awqclip_alpha_step",
-    "awqclip_alpha_min",
-    "awqclip_bsz_col",
-    "gather_quantize_axis",
-    "gather_block_size",
-    "enable_mixed_quant",
-    "layers_8bit",
-    "use_column_major",
-    "enable_fast_path_using_high_sysram",
-    "force_fp16",
-    "trt_rtx_backend",
+    *("awqlite_alpha_step", "awqlite_fuse_nodes", "awqlite_run_per_subgraph"),
+    *("awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col"),
+    *("gather_quantize_axis", "gather_block_size", "enable_mixed_quant", "layers_8bit"),
+    *("use_column_major", "enable_fast_path_using_high_sysram"),
+    *("force_fp16", "trt_rtx_backend"),
 )
-# What does nothing here when it is set, and why.
+# What changes nothing, and for which value it need not be said.
 _WITHOUT_EFFECT = {
-    "awqclip_bsz_col": "clips are searched in strips of columns that fit into the cache",
-    "enable_fast_path_using_high_sysram": "samples run once already where statistics fit into "
-    "512 MiB; ortplugins.quantization.quantize(max_calibration_memory=...) takes more",
-    "trt_rtx_backend": "providers are registered before quantize is called",
+    "awqclip_bsz_col": (None, "clips are searched in strips that fit into the cache"),
+    "enable_fast_path_using_high_sysram": (
+        False,
+        "samples run once where statistics fit into max_calibration_memory of quantize()",
+    ),
+    "trt_rtx_backend": (None, "providers are registered before quantize is called"),
+    "awqlite_run_per_subgraph": (
+        True,
+        "all weights that read an activation get the same scales",
+    ),
 }
 # The nodes of a decoder that enable_mixed_quant gives 8 bits, by kind and layer.
 _SENSITIVE = re.compile(
@@ -129,48 +126,28 @@ def quantize(
     input_shapes_profile: Sequence[Mapping[str, str]] | None = None,
     **kwargs: Any,
 ) -> onnx.ModelProto:
-    r"""Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
+    """Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
 
-    ``"rtn"`` and ``"rtn_dq"`` give ModelOpt's ``rtn_dq``: its names, its scales and codes, on
-    the grid of amax / 7, bit for bit for float32 weights ``[K, N]``. Where it goes wrong, not:
-
-    - a block whose greatest magnitude is below 7e-5 keeps its own scale, ModelOpt's is 1e-5;
-    - quotients of float16 are rounded once and not twice, which moves a few codes by 1;
-    - Gemm's transB, and constants on the left, are divided along K;
-    - ``use_zero_point`` acts.
-
-    The AWQ methods search as :func:`.quantize` does, faster and with
-    less error: other scales than ModelOpt's, on a grid that uses all 16 codes.
+    ``docs/moving-from-modelopt.md`` says which argument of :func:`.quantize` stands for which
+    here, and where results differ. Round to nearest gives ModelOpt's ``rtn_dq``, its names,
+    scales and codes; the AWQ methods search as :func:`.quantize` does.
 
     Args:
         onnx_path: Path of a model, or a model; it is not changed.
         calibration_method: ``"awq_lite"``, ``"awq_clip"``, ``"awq_full"``, ``"rtn_dq"`` or
-            ``"rtn"``, which is the same: ModelOpt's QuantizeLinear and DequantizeLinear of a
-            float weight do not load.
+            ``"rtn"``, which is the same.
         calibration_data_reader: Samples: an iterable of dicts, or an object with
-            ``get_next()``. None for random ones, with a warning. Round-to-nearest needs none.
-        calibration_eps: Where samples run: ``"cpu"``, ``"cuda:0"``, ``"dml:0"``, ``"trt"`` or
-            ``"NvTensorRtRtx"``, in this order; those that this onnxruntime lacks are left out.
-        use_external_data_format: Accepted. As ModelOpt's, the result holds all its tensors:
-            ``onnx.save(..., save_as_external_data=True)`` writes them beside it.
+            ``get_next()``. None for random ones, with a warning.
+        calibration_eps: Where samples run, in this order: ``"cpu"``, ``"cuda:0"``,
+            ``"dml:0"``, ``"trt"``, ``"NvTensorRtRtx"``; absent providers are left out.
+        use_external_data_format: Accepted. As ModelOpt's, the result holds all its tensors.
         use_zero_point: Whether codes are unsigned, with zero points.
-        block_size: Elements along K that share a scale, 128 by default; -1 for a scale per
-            column.
-        nodes_to_exclude: Regular expressions that the names of nodes to leave in float start
-            with (``re.match``). Nodes without a name go by their first output's.
+        block_size: Elements along K that share a scale, 128 by default; -1 for K.
+        nodes_to_exclude: Regular expressions for ``re.match`` with names of nodes, or of first
+            outputs where nodes have none, that stay in float.
         log_level: Least level of what goes to the logger of this module.
-        input_shapes_profile: Options of the providers, one dict for each of
-            ``calibration_eps``.
-        kwargs: ``awqlite_alpha_step``, ``awqclip_alpha_step``, ``awqclip_alpha_min``: what the
-            searches try; by default a choice of our own. ``awqlite_fuse_nodes``: whether, as
-            by default, scales go into the producer's constants where that is safe.
-            ``gather_quantize_axis``: 1 or -1 for blocks along the rows of Gather's tables, of
-            ``gather_block_size``, 32 by default. ``enable_mixed_quant``, ``layers_8bit``: 8
-            bits, a scale per column, for nodes that ModelOpt's plan or a list of names picks.
-            ``use_column_major``: codes ``[N, K]`` and a Transpose, or Gemm's transB.
-            ``awqlite_run_per_subgraph``: what is always done, scales for all weights of an
-            activation. ``awqclip_bsz_col``, ``enable_fast_path_using_high_sysram``,
-            ``trt_rtx_backend``: no effect, with a warning.
+        input_shapes_profile: Options of each provider of ``calibration_eps``, a dict each.
+        kwargs: ModelOpt's; others are a TypeError that names the closest one.
 
     Returns:
         The quantised model, opset 21 or more.
@@ -180,7 +157,7 @@ def quantize(
         ModelFileError: If the model can't be used, or there is nothing to quantise.
         QuantizationError: If an argument is out of range or asks for what only TensorRT has,
             or a weight holds NaN or infinite values.
-        TypeError: If a keyword is none of these; with the closest one.
+        TypeError: If a keyword is not ModelOpt's.
     """
     if calibration_method in _TENSORRT_METHODS:
         raise QuantizationError(
@@ -237,26 +214,9 @@ def quantize_rtn(
     nodes_to_exclude: Sequence[str] = (),
     **kwargs: Any,
 ) -> onnx.ModelProto:
-    """Round weights to nearest: :func:`quantize` with ``"rtn_dq"``.
-
-    Args:
-        onnx_model: The model; it is not changed.
-        block_size: Elements along K that share a scale; -1 for a scale per column.
-        dq_only: Accepted; both forms that ModelOpt writes mean the same numbers, and this one
-            loads.
-        nodes_to_exclude: As for :func:`quantize`.
-        kwargs: As for :func:`quantize`.
-
-    Raises:
-        ModelFileError, QuantizationError, TypeError: As :func:`quantize`.
-    """
-    return quantize(
-        onnx_model,
-        "rtn_dq",
-        block_size=block_size,
-        nodes_to_exclude=nodes_to_exclude,
-        **kwargs,
-    )
+    """Round to nearest: :func:`quantize` with ``"rtn_dq"``; ``dq_only`` is accepted."""
+    kwargs |= {"block_size": block_size, "nodes_to_exclude": nodes_to_exclude}
+    return quantize(onnx_model, "rtn_dq", **kwargs)
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,14 +230,9 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             "force_fp16 is not done here: convert the model to float16 before, with "
             "onnxruntime's or onnxconverter_common's converter, and quantise the result"
         )
-    for name, reason in _WITHOUT_EFFECT.items():
-        if kwargs.get(name):
+    for name, (usual, reason) in _WITHOUT_EFFECT.items():
+        if kwargs.get(name, usual) not in (usual, None):
             _warn(f"{name} has no effect: {reason}")
-    if kwargs.get("awqlite_run_per_subgraph") is False:
-        _warn(
-            "awqlite_run_per_subgraph=False has no effect: all weights that read an "
-            "activation get the same scales"
-        )
     op_types = ["MatMul", "Gemm"]
     axis = kwargs.get("gather_quantize_axis")
     if axis is not None:

@@ -10,8 +10,7 @@ in the type of the arrays, as there. With amax the greatest magnitude of a block
                   codes = clip(rint(w / s) + z, 0, 2**b - 1)
     awq           s = clip(x^a / w^(1 - a), 1e-4, 1e4) / sqrt(max * min)
 
-Where ModelOpt's value is a mistake, ours is another; each docstring says where. Codes are
-made by :mod:`~ortplugins.quantization.methods.nearest`, whose default grid is a better one.
+``docs/moving-from-modelopt.md`` lists the values of ModelOpt's that are mistakes.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ def find_scales(
 ) -> tuple[Array, Array | None]:
     """Return scales, and zero points where they are asked for, of blocks along an axis.
 
-    Other than ModelOpt, a range always includes 0: there, weights in [5, 6] all become 1.0, as
-    the zero point is clipped. ``block_size`` -1, and axis -1, are an error there.
-
     Args:
         w: Float ``[K, N]``. Further axes may follow where ``quantize_axis`` is 0.
         block_size: Neighbours that share a scale; -1 for all of them. The last block is filled
@@ -59,8 +55,7 @@ def find_scales(
         num_bits: 2, 4 or 8.
 
     Returns:
-        Scales in ``w``'s type, its shape with the axis divided into blocks; zero points in the
-        same type and shape, or None.
+        Scales and zero points (or None) in ``w``'s type and shape, but for the axis's blocks.
 
     Raises:
         QuantizationError: If an argument is out of range.
@@ -68,19 +63,16 @@ def find_scales(
     matrix = _along_rows(w, quantize_axis)
     form = BlockFormat(num_bits, block_size, not use_zero_point)
     blocks = in_blocks(matrix, form.size_along(len(matrix)))
-    zero_points = None
     if use_zero_point:
         low, high = blocks.min(axis=1).clip(max=0), blocks.max(axis=1).clip(min=0)
         scales = (high - low).clip(min=_LEAST) / form.highest_code
-        zero_points = (-np.rint(low / scales)).clip(0, form.highest_code)
-        zero_points = _along_axis(zero_points, w, quantize_axis)
-    else:
-        ratios = alpha
-        if isinstance(alpha, np.ndarray) and alpha.ndim:
-            ratios = alpha.reshape(matrix.shape[1], len(blocks)).T
-        scales = np.abs(blocks).max(axis=1) * ratios / form.highest_code
-        scales = scales.clip(min=_LEAST)
-    return _along_axis(scales, w, quantize_axis), zero_points
+        zeros = (-np.rint(low / scales)).clip(0, form.highest_code)
+        return _along_axis(scales, w, quantize_axis), _along_axis(zeros, w, quantize_axis)
+    ratios = alpha
+    if isinstance(alpha, np.ndarray) and alpha.ndim:
+        ratios = alpha.reshape(matrix.shape[1], len(blocks)).T
+    scales = (np.abs(blocks).max(axis=1) * ratios / form.highest_code).clip(min=_LEAST)
+    return _along_axis(scales, w, quantize_axis), None
 
 
 def rtn(
@@ -91,18 +83,10 @@ def rtn(
     zp: Array | None = None,
     num_bits: int = 4,
 ) -> npt.NDArray[np.int8 | np.uint8]:
-    """Return the codes nearest to a weight on given scales, ties to even.
+    """Return the codes nearest to a weight on given scales, ties to even, of ``w``'s shape.
 
-    8-bit codes with zero points are uint8: ModelOpt's int8 turns those above 127 negative.
-
-    Arguments are those of :func:`find_scales` and what it returned: ``s``, whose blocks are
-    spread evenly where they are fewer, and ``zp``.
-
-    Returns:
-        int8, of ``w``'s shape; 0 and more with zero points.
-
-    Raises:
-        QuantizationError: If an argument is out of range, or scales do not divide the axis.
+    They are int8, but for 8 bits with zero points uint8. ``s`` may have fewer blocks than
+    ``block_size`` gives, if these divide the axis evenly; else a QuantizationError.
     """
     matrix = _along_rows(w, quantize_axis)
     scales, zeros, form = _grid(matrix, s, block_size, quantize_axis, zp, num_bits)
@@ -113,13 +97,7 @@ def rtn(
 def dq_tensor(
     w: Array, s: Array, block_size: int, quantize_axis: int = 0, zp: Array | None = None
 ) -> Array:
-    """Return ``(w - zp) * s`` for codes ``w``, each block with its own scale and zero point.
-
-    Arguments are those of :func:`rtn`; the type is what numpy gives the product.
-
-    Raises:
-        QuantizationError: If an argument is out of range, or scales do not divide the axis.
-    """
+    """Return ``(w - zp) * s`` for codes ``w``, in the type that numpy gives the product."""
     dtype = np.result_type(w, s)
     codes = _along_rows(w, quantize_axis)
     scales, zeros, form = _grid(codes, s.astype(dtype), block_size, quantize_axis, zp, 8)
@@ -137,11 +115,8 @@ def quant_tensor(
     num_bits: int = 4,
 ) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
     """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
-    scales, zero_points = find_scales(
-        w, block_size, quantize_axis, alpha, use_zero_point, num_bits
-    )
-    codes = rtn(w, scales, block_size, quantize_axis, zero_points, num_bits)
-    return codes, scales, zero_points
+    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
+    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
 
 
 def get_act_scale(x: Array) -> Array:
@@ -153,16 +128,7 @@ def get_act_scale(x: Array) -> Array:
 def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
     """Return abs(w) over its block's greatest, its mean over columns: ``[K, N]`` to ``[K]``.
 
-    Blocks are contiguous along K. ModelOpt's are of rows ``K / block_size`` apart: of a weight
-    with rows of 1 in its first block and of 100 in its second it makes .01 and 1, where 1 is
-    right. With a single block the values are the same.
-
-    Args:
-        weight: Float ``[K, N]``.
-        block_size: Rows of a block; None and -1 stand for K.
-
-    Raises:
-        QuantizationError: If the block size is out of range.
+    Blocks are of ``block_size`` adjacent rows; None and -1 stand for K.
     """
     tiny = np.finfo(weight.dtype).tiny
     return relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
@@ -178,13 +144,7 @@ def relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
 
 
 def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
-    """Return AWQ's scales of input channels, ``x^alpha / w^(1 - alpha)``, normalised.
-
-    Args:
-        x_max: ``[K]``, of :func:`get_act_scale`.
-        w_max: ``[K]``, of :func:`get_weight_scale`.
-        alpha: 0 to 1.
-    """
+    """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised."""
     tiny = np.finfo(w_max.dtype).tiny
     scales = (x_max**alpha / (w_max ** (1 - alpha) + tiny)).clip(1e-4, 1e4)
     normalised: Array = scales / np.sqrt(scales.max() * scales.min())
@@ -192,26 +152,20 @@ def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
 
 
 def _grid(
-    matrix: Array,
-    s: Array,
-    block_size: int,
-    quantize_axis: int,
-    zp: Array | None,
-    num_bits: int,
+    matrix: Array, s: Array, block_size: int, axis: int, zp: Array | None, num_bits: int
 ) -> tuple[Array, Array | None, BlockFormat]:
     """Lay scales and zero points out as ``[blocks, N]``; the form has their block size."""
-    scales = _along_rows(s, quantize_axis)
+    scales = _along_rows(s, axis)
     wanted = BlockFormat(num_bits, block_size, zp is None)
     size = wanted.size_along(len(matrix))
     padded = wanted.blocks(len(matrix)) * size
     if not len(scales) or padded % len(scales):
         raise QuantizationError(
             f"scales have shape {list(s.shape)}: {padded // size} blocks of {size} along axis "
-            f"{quantize_axis} are expected"
+            f"{axis} are expected"
         )
-    size = padded // len(scales)
-    zeros = None if zp is None else _along_rows(zp, quantize_axis)
-    return scales, zeros, BlockFormat(num_bits, size, zp is None)
+    form = BlockFormat(num_bits, padded // len(scales), zp is None)
+    return scales, None if zp is None else _along_rows(zp, axis), form
 
 
 def _along_rows(array: Array, axis: int) -> Array:

@@ -2,14 +2,13 @@
 """ModelOpt's AWQ searches, by its names: one weight, or one activation, at a time.
 
 For scripts that drive the search themselves: a session that computes activations, samples, and
-a list of what is searched,
 
     wa_pack = [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
 
-as :func:`find_quantizable_weights` makes it. The formulas are those of
-:mod:`~ortplugins.quantization.int4.primitives`, the choices ModelOpt's but for the mistakes
-that each docstring tells. :func:`.quantize` searches otherwise: faster,
-and with less error.
+as :func:`find_quantizable_weights` makes it. ``augmented_onnx_path`` is a file that the
+weights' external data lies beside, ``inputs`` are samples, name to array, and ``session`` has
+``run([activation], feed)``. The choices are ModelOpt's but for the mistakes that
+``docs/moving-from-modelopt.md`` lists. :func:`.quantize` is faster, with less error.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from ortplugins.quantization.int4.primitives import (
 )
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
 
-# Activation, weight, whether it is [N, K], its type, and the name of the node.
 WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]
 LayerInfo = Mapping[str, Mapping[str, Any]]
 
@@ -42,17 +40,10 @@ _PRODUCTS = ("Gemm", "MatMul")
 
 
 class AWQLiteHelper:
-    """The search for the exponent of one weight.
+    """The search for the exponent of one weight ``[K, N]``.
 
-    Attributes:
-        alpha_step: Distance of exponents; the keyword ``awqlite_alpha_step`` sets it.
-        block_size: Rows of a block.
-        weight_scale: ``[K]``, see :func:`get_weight_scale`; None without a weight.
-        act_scale: ``[K]``, see :func:`get_act_scale`; None without an activation.
-        loss: By exponent; whoever searches fills it in. ModelOpt's has the eleven from 0 to 1,
-            whatever ``awqlite_alpha_step`` is.
-        best_scale: ``[K]``; None before :meth:`update_best_params`.
-        best_alpha: Exponent; None likewise.
+    ``loss`` has a place for each exponent; whoever searches fills it in. ``best_scale``
+    ``[K]`` and ``best_alpha`` are None before :meth:`update_best_params`.
     """
 
     alpha_step: float = 0.1
@@ -69,11 +60,7 @@ class AWQLiteHelper:
         self.best_alpha: float | None = None
 
     def update_best_params(self) -> None:
-        """Set ``best_alpha`` to the exponent of least loss, and ``best_scale``.
-
-        Raises:
-            QuantizationError: If there is no weight or no activation.
-        """
+        """Set ``best_alpha`` to the exponent of least loss, and ``best_scale``."""
         if self.act_scale is None or self.weight_scale is None:
             raise QuantizationError(
                 "the helper was made without activations or without a weight"
@@ -85,15 +72,8 @@ class AWQLiteHelper:
 class AWQClipHelper:
     """The search for what each block of one weight is clipped to.
 
-    Attributes:
-        min_alpha: Least ratio; the keyword ``awqclip_alpha_min`` sets it.
-        alpha_step: Distance of ratios; ``awqclip_alpha_step``.
-        alphas: The ratios, 1.0 last.
-        block_size: Rows of a block; -1, an error in ModelOpt, stands for K.
-        w_amax: ``[N * blocks]``, the blocks' greatest magnitudes, column by column.
-        loss: By ratio, float32 ``[N, blocks]``.
-        best_loss: ``[N * blocks]``.
-        best_alpha: ``[N * blocks]``, for :func:`quant_tensor`.
+    ``alphas`` are the ratios, 1.0 last; ``loss`` has float32 ``[N, blocks]`` for each.
+    ``w_amax``, ``best_loss`` and ``best_alpha`` are ``[N * blocks]``, column by column.
     """
 
     min_alpha: float = 0.5
@@ -103,8 +83,7 @@ class AWQClipHelper:
         self.alpha_step = kwargs.get("awqclip_alpha_step", type(self).alpha_step)
         self.min_alpha = kwargs.get("awqclip_alpha_min", type(self).min_alpha)
         self.alphas = ratios(self.min_alpha, self.alpha_step)
-        form = BlockFormat(block_size=block_size)
-        self.block_size = form.size_along(len(w))
+        self.block_size = BlockFormat(block_size=block_size).size_along(len(w))
         blocks = np.abs(in_blocks(w, self.block_size))
         self.w_amax: Array = blocks.max(axis=1).T.reshape(-1)
         shape = (w.shape[1], len(blocks))
@@ -122,7 +101,7 @@ class AWQClipHelper:
 
 
 def exponents(step: float) -> list[float]:
-    """Return 0, step, ... up to 1; never beyond, as ModelOpt's for a step of 0.3."""
+    """Return 0, step, ... up to 1."""
     if not 0 < step <= 1:
         raise QuantizationError(
             f"awqlite_alpha_step is {step!r}: more than 0, up to 1, is expected"
@@ -132,7 +111,7 @@ def exponents(step: float) -> list[float]:
 
 
 def ratios(least: float, step: float) -> list[float]:
-    """Return least, least + step, ... and 1; ModelOpt rounds them to two digits."""
+    """Return least, least + step, ... and 1."""
     if not 0 < least <= 1:
         raise QuantizationError(
             f"awqclip_alpha_min is {least!r}: more than 0, up to 1, is expected"
@@ -153,17 +132,8 @@ def clip_search(
 ) -> None:
     """Fill in a clip helper: for each block, the squared error of what it adds to products.
 
-    ModelOpt's ``_clip_search``. Errors are summed in another order than there, so that they
-    agree to rounding, and ratios but for ties; the weight is quantised once per ratio.
-
-    Args:
-        x: Activation ``[..., K]``; of a longer one, ``max_tokens`` and up to twice as many
-            tokens are taken, evenly spread.
-        w: ``[K, N]``.
-        awq_clip: The weight's helper.
-        max_tokens: See ``x``.
-        num_bits: Of the codes.
-        kwargs: ``awqclip_bsz_col``, columns to work on at a time, 1024 by default.
+    Of an activation ``[..., K]`` that is longer, ``max_tokens`` and up to twice as many tokens
+    are taken, evenly spread. ``awqclip_bsz_col`` columns of ``w`` are worked on at a time.
     """
     size = awq_clip.block_size
     tokens = x.reshape(-1, x.shape[-1])
@@ -196,34 +166,13 @@ def run_awq_scale_search_per_node(
     layer_info: LayerInfo | None = None,
     **kwargs: Any,
 ) -> tuple[list[Any], dict[str, Array]]:
-    """Search the scales of each weight by itself.
+    """Search the scales of each weight by itself; return ``awq_lite`` and ``clip_alphas``.
 
-    Other than in ModelOpt, ``awqlite_alpha_step`` acts, samples may differ in length, and the
-    search for clips divides the activation by the scales that the weight was multiplied by.
-
-    Args:
-        wa_pack: What to search, see the module.
-        augmented_onnx_path: File that the weights' external data lies beside.
-        block_size: Rows of a block; -1 for K.
-        use_zero_point: Whether codes have zero points.
-        session: Has ``run([activation], feed)``.
-        awq_lite: One place per weight; gets an :class:`AWQLiteHelper` each.
-        inputs: Samples, name to array.
-        tqdm_msg_append_str: Not used: there is no progress bar.
-        enable_weight_clipping: Whether to search what blocks are clipped to as well.
-        enable_fast_path_using_high_sysram: Whether ``output_data`` holds the activations.
-        output_data: By sample, then by weight: activations; set to None once read.
-        clip_alphas: Gets each weight's :attr:`AWQClipHelper.best_alpha`.
-        layer_info: By weight, ``"precision"`` and ``"block_size"`` where they are others.
-        kwargs: ``awqlite_alpha_step``, ``awqclip_alpha_step``, ``awqclip_alpha_min`` and
-            ``awqclip_bsz_col``.
-
-    Returns:
-        ``awq_lite`` and ``clip_alphas``.
-
-    Raises:
-        QuantizationError: If there is no place for each weight, or no activations where they
-            should be, or a number is out of range.
+    ``awq_lite`` has a place for each weight and gets an :class:`AWQLiteHelper` there;
+    ``clip_alphas`` gets each :attr:`AWQClipHelper.best_alpha` if clips are searched, too. The
+    fast path takes activations from ``output_data``, by sample, then by weight, and sets them
+    to None. ``layer_info`` has ``"precision"`` and ``"block_size"`` by weight where they are
+    others; keywords are those of the helpers. QuantizationError where these do not fit.
     """
     if len(awq_lite) != len(wa_pack):
         raise QuantizationError(
@@ -242,8 +191,7 @@ def run_awq_scale_search_per_node(
         else:
             x = _tokens(_run(session, activation.name, inputs), len(w))
         layer = (layer_info or {}).get(weight.name, {})
-        bits = layer.get("precision", 4)
-        size = layer.get("block_size", block_size)
+        bits, size = layer.get("precision", 4), layer.get("block_size", block_size)
         helper = awq_lite[index] = AWQLiteHelper(x, w, size, **kwargs)
         assert helper.act_scale is not None and helper.weight_scale is not None
         expected = x @ w
@@ -273,13 +221,10 @@ def run_awq_scale_search_per_subgraph(
     tqdm_msg_append_str: str,
     **kwargs: Any,
 ) -> list[Any]:
-    """Search one vector of scales for all weights that read an activation.
+    """Search one vector of scales for all weights of an activation; return ``awq_lite``.
 
-    Other than in ModelOpt, no exponent is above 1, samples may differ in length, and a weight
-    ``[N, K]`` is taken by its K. ``awq_lite`` gets the same scale in the helpers of an
-    activation's weights, and is returned. Arguments as for
-    :func:`run_awq_scale_search_per_node`, and both maps of
-    :func:`get_act_to_weight_map_and_act_to_wa_pack_map`; the second is not used.
+    The maps are those of :func:`get_act_to_weight_map_and_act_to_wa_pack_map`; the second, and
+    the text for a progress bar, are not used.
     """
     alphas = exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
     for activation, indices in act_to_wa_pack_map.items():
@@ -316,35 +261,17 @@ def get_x_w_mean_for_subgraph(
     x: Array,
     block_size: int,
 ) -> tuple[Array, Array]:
-    """Return the mean of abs(x), and of abs(w) over its block's greatest, ``[K]`` each.
-
-    Blocks are contiguous along K, and K need not be a multiple of them: see
-    :func:`get_weight_scale`. Columns of all the weights count alike.
-
-    Args:
-        wa_pack: See the module.
-        wa_pack_idx_list: The weights that read the activation.
-        augmented_onnx_path: File that their external data lies beside.
-        x: The activation, ``[T, K]``.
-        block_size: Rows of a block; -1 for K.
-    """
+    """Return the mean of abs(x) ``[T, K]``, and :func:`relative_magnitude`, ``[K]``."""
     sums = np.sum(np.abs(x), axis=0, dtype=np.float32)
-    x_mean = (sums / len(x)).astype(x.dtype)
     weights = [_matrix(*wa_pack[i][1:3], augmented_onnx_path) for i in wa_pack_idx_list]
-    # The constant is AutoAWQ's.
-    return x_mean, relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
+    relative = relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
+    return (sums / len(x)).astype(x.dtype), relative
 
 
 def get_act_to_weight_map_and_act_to_wa_pack_map(
     wa_pack: WaPack,
 ) -> tuple[dict[str, list[int]], dict[str, list[Sequence[int]]]]:
-    """Return which weights read an activation: their places in ``wa_pack``, and their shapes.
-
-    Weights ``[N, K]`` of different N are fine; ModelOpt takes their first axis for K.
-
-    Raises:
-        QuantizationError: If weights of one activation differ in K.
-    """
+    """Return the places in ``wa_pack`` and the shapes of the weights of each activation."""
     places: dict[str, list[int]] = {}
     shapes: dict[str, list[Sequence[int]]] = {}
     sizes: dict[str, int] = {}
@@ -363,19 +290,10 @@ def get_act_to_weight_map_and_act_to_wa_pack_map(
 def get_parent_child_nodes_map(
     graph: onnx.GraphProto, wa_pack: WaPack, nodes_to_exclude: Collection[str]
 ) -> tuple[dict[str, list[onnx.NodeProto]], dict[str, list[onnx.NodeProto]]]:
-    """Return the quantised products behind each node that makes an activation.
+    """Return the quantised MatMul and Gemm nodes behind each node that makes an activation.
 
-    A node of several outputs has the products of all of them, and a product of two activations
-    is none of them: ModelOpt has the last output's only, and takes such a product in.
-
-    Args:
-        graph: The graph.
-        wa_pack: See the module.
-        nodes_to_exclude: Names of nodes to leave out.
-
-    Returns:
-        By the parent's name, ``"root_0"`` for graph inputs, its MatMul and Gemm nodes; and by
-        the name of a tensor all the nodes that read it.
+    By the parent's name, ``"root_0"`` for graph inputs; and, by the name of a tensor, all the
+    nodes that read it.
     """
     producers = {name: node.name for node in graph.node for name in node.output}
     consumers: dict[str, list[onnx.NodeProto]] = {}
@@ -399,12 +317,7 @@ def get_parent_child_nodes_map(
 def find_quantizable_weights(
     graph: onnx.GraphProto, nodes_to_exclude: Collection[str]
 ) -> list[tuple[onnx.ValueInfoProto, onnx.TensorProto, bool, int, str]]:
-    """Return the ``wa_pack`` of a graph; ModelOpt's ``_find_quantizable_weights``.
-
-    Args:
-        graph: The graph; subgraphs of If and Loop are not looked at.
-        nodes_to_exclude: Names of nodes to leave out.
-    """
+    """Return the ``wa_pack`` of a graph without its subgraphs, and without nodes by name."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     found = []
     for node in graph.node:
