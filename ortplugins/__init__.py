@@ -71,10 +71,10 @@ if TYPE_CHECKING:
     )
     from ortplugins.evaluation import Evaluation, evaluate
     from ortplugins.optimization.optimize import OptimizeResult, optimize
-    from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
     from ortplugins.report import Report
     from ortplugins.session.opening import InferenceSession
     from ortplugins.session.patching import disable, enable, enabled
+    from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from ortplugins.weight_only_quantization import WeightOnlyQuantization
     from session_options import (
         DqMatMulNBitsFusion,
@@ -107,7 +107,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "ortplugins.evaluation": ("Evaluation", "evaluate"),
         "ortplugins.optimization.optimize": ("OptimizeResult", "optimize"),
-        "ortplugins.quantization.activations.static_mixed": ("quantize_static_mixed",),
+        "ortplugins.static_qdq.quantize_static": ("quantize_static_mixed",),
         "ortplugins.report": ("Report",),
         "ortplugins.session.opening": ("InferenceSession",),
         "ortplugins.session.patching": ("disable", "enable", "enabled"),

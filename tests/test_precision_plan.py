@@ -16,8 +16,8 @@ from builders.text_models import model_of, normal
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.html_report.charts import promotion_chart
 from ortplugins.quantization import plan_bits, plan_precision, quantize
-from ortplugins.quantization.planner.search import CurvePoint
-from ortplugins.quantization.planner.switched_model import Deviation
+from ortplugins.static_qdq.search import CurvePoint
+from ortplugins.static_qdq.switched_model import Deviation
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 import ortplugins
-from ortplugins.quantization.activations.onnxruntime_quantizer import to_onnxruntime
+from ortplugins.static_qdq.onnxruntime_quantizer import to_onnxruntime
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,

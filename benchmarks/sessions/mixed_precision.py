@@ -36,7 +36,7 @@ import ortplugins
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import fetch_wheel
 from benchmarks.models.minilm import feeds, float_minilm, sentences
-from ortplugins.quantization.planner.activations import PrecisionPlan, plan_precision
+from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.remarks import PassContext, Remarks
 

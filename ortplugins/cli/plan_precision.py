@@ -15,7 +15,7 @@ from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ortplugins.quantization.planner.search import CurvePoint, Unit
+    from ortplugins.static_qdq.search import CurvePoint, Unit
 
 _SHOWN = 20
 
@@ -101,7 +101,7 @@ def plan_precision(
             "progress": bar,
         }
         if weights:
-            from ortplugins.quantization.planner.weights import plan_bits
+            from ortplugins.static_qdq.plan_bits import plan_bits
 
             bits = plan_bits(
                 model,
@@ -115,9 +115,9 @@ def plan_precision(
             promoted, count, what = bits.node_config, bits.nodes, "nodes at 8 bits"
             result, drawn = json.dumps(bits.node_config), "nodes with weights of 8 bits"
         else:
-            from ortplugins.quantization.planner import activations
+            from ortplugins.static_qdq import plan
 
-            found = activations.plan_precision(
+            found = plan.plan_precision(
                 model,
                 source,
                 max_16bit=max_16bit,

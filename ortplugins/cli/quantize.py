@@ -255,7 +255,7 @@ def quantize_static(
         target: qnn keeps every DQ -> Q, cpu those that change values.
         per_channel: Weights get a scale for each channel.
     """
-    from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
+    from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
-    from ortplugins.quantization.planner.search import CurvePoint
+    from ortplugins.static_qdq.search import CurvePoint
 
 _POINTS = 400
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 260, 64, 8, 28, 34

@@ -17,11 +17,31 @@ __all__ = [
     "quantize_static_mixed",
 ]
 
-from ortplugins.quantization.activations.static_mixed import quantize_static_mixed
-from ortplugins.quantization.methods.gptq import GptqOptions
-from ortplugins.quantization.methods.nearest import BlockFormat, quantize_blocks
-from ortplugins.quantization.planner.activations import plan_precision
-from ortplugins.quantization.planner.weights import plan_bits
-from ortplugins.quantization.weights.plan import QuantizeReport
-from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
-from ortplugins.quantization.weights.recipe import Recipe, Rule
+from typing import TYPE_CHECKING
+
+from session_options.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from ortplugins.quantization.methods.gptq import GptqOptions
+    from ortplugins.quantization.methods.nearest import BlockFormat, quantize_blocks
+    from ortplugins.quantization.weights.plan import QuantizeReport
+    from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
+    from ortplugins.quantization.weights.recipe import Recipe, Rule
+    from ortplugins.static_qdq.plan import plan_precision
+    from ortplugins.static_qdq.plan_bits import plan_bits
+    from ortplugins.static_qdq.quantize_static import quantize_static_mixed
+
+# static_qdq rests on this package, so its names are imported when they are used.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ortplugins.quantization.methods.gptq": ("GptqOptions",),
+        "ortplugins.quantization.methods.nearest": ("BlockFormat", "quantize_blocks"),
+        "ortplugins.quantization.weights.plan": ("QuantizeReport",),
+        "ortplugins.quantization.weights.quantize": ("QuantizeResult", "quantize"),
+        "ortplugins.quantization.weights.recipe": ("Recipe", "Rule"),
+        "ortplugins.static_qdq.plan": ("plan_precision",),
+        "ortplugins.static_qdq.plan_bits": ("plan_bits",),
+        "ortplugins.static_qdq.quantize_static": ("quantize_static_mixed",),
+    },
+)

@@ -32,9 +32,9 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.switched_model import Deviation, SwitchedModel
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel
 
 # Candidates that are measured for a step, if their effects are this near to the first one's.
 _LOOK_AHEAD = 4

@@ -20,12 +20,12 @@ import onnx_ir as ir
 
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.planner.search import Plan, Search, Unit
-from ortplugins.quantization.planner.switched_model import add_weight_switch
 from ortplugins.quantization.weights.plan import QuantizeReport
 from ortplugins.quantization.weights.quantize import quantize
 from ortplugins.quantization.weights.recipe import Settings
 from ortplugins.samples.sources import CalibrationSource
+from ortplugins.static_qdq.search import Plan, Search, Unit
+from ortplugins.static_qdq.switched_model import add_weight_switch
 from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.nodes import dequantizer, label, made_by
 from rewrite_rules.graph.parameters import constant

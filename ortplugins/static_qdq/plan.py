@@ -21,9 +21,9 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.planner.search import Plan, Search, Unit
-from ortplugins.quantization.planner.switched_model import add_switches
 from ortplugins.samples.sources import CalibrationSource
+from ortplugins.static_qdq.search import Plan, Search, Unit
+from ortplugins.static_qdq.switched_model import add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (

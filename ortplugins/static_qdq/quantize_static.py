@@ -152,7 +152,7 @@ def quantize_static_mixed(
         OSError: If a file can't be written.
     """
     # It takes a while to import.
-    from ortplugins.quantization.activations import onnxruntime_quantizer as quantizer
+    from ortplugins.static_qdq import onnxruntime_quantizer as quantizer
 
     output = None if model_output is None else Path(model_output)
     if output is not None:
@@ -313,7 +313,7 @@ def _ranges(
             "no calibration data: give data, samples of inputs as the model will see "
             "them, or ranges"
         )
-    from ortplugins.quantization.activations.onnxruntime_quantizer import calibrate
+    from ortplugins.static_qdq.onnxruntime_quantizer import calibrate
 
     samples = KeptSamples(data, loaded.model, scratch=path.parent)
     found = calibrate(path, samples, method, op_types, providers)
