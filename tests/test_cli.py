@@ -136,8 +136,6 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
         ("quantize m.onnx --dry-run -o o.onnx", "--output"),
         ("quantize m.onnx -o o.onnx --accuracy-level 4", "--accuracy-level"),
         ("quantize m.onnx -o o.onnx --provider CPUExecutionProvider", "--provider"),
-        ("plan-precision m.onnx --samples x.npz --method gptq", "--method"),
-        ("plan-precision m.onnx --samples x.npz --weights --target qnn", "--target"),
     ],
 )
 def test_an_option_without_effect_is_refused(main, arguments, option):

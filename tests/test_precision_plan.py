@@ -15,7 +15,7 @@ from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.html_report.charts import promotion_chart
-from ortplugins.quantization import plan_bits, plan_precision, quantize
+from ortplugins.quantization import plan_precision
 from ortplugins.static_qdq.search import CurvePoint
 from ortplugins.static_qdq.switched_model import Deviation
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -192,72 +192,6 @@ def test_a_budget_out_of_reach_tells_the_best_and_a_limit_that_comes_first():
     assert "not reached" in plan.notes[0] and "max_16bit" in plan.notes[0]
 
 
-def float_chain() -> ir.Model:
-    """Six MatMuls; the weights of the third and fifth have outliers in every block."""
-    lines = [f"[layer{i}] h{i + 1} = MatMul(h{i}, w{i})" for i in range(6)]
-    weights = {f"w{i}": normal(64, 64, seed=i) / 8 for i in range(6)}
-    for name in ("w2", "w4"):
-        weights[name][::16] *= 12
-    return model_of(
-        f"g (float[T, 64] h0) => (float[T, 64] h6) {{ {' '.join(lines)} }}", weights
-    )
-
-
-def token_feeds() -> list[dict[str, np.ndarray]]:
-    return [{"h0": normal(5, 64, seed=seed)} for seed in range(3)]
-
-
-def test_weights_of_8_bits_go_where_they_help_most():
-    model = float_chain()
-    plan = plan_bits(model, token_feeds(), max_8bit=2)
-    assert len(plan.node_config) == 2 and plan.nodes == 6
-    reference = run(model, token_feeds())
-
-    def measured(config: dict[str, dict[str, int]]) -> float:
-        return error(run(quantize(model, node_config=config).model, token_feeds()), reference)
-
-    ours = measured(plan.node_config)
-    assert ours == pytest.approx(plan.after.error, rel=1e-3)
-    rng = np.random.default_rng(0)
-    names = [f"layer{i}" for i in range(6)]
-    chosen = (rng.choice(names, 2, replace=False) for _ in range(8))
-    others = [measured({str(name): {"bits": 8} for name in pick}) for pick in chosen]
-    assert ours <= min(others) and ours < 0.9 * np.mean(others)
-
-
-def test_bits_meet_a_budget():
-    half = plan_bits(float_chain(), token_feeds(), max_8bit=0.5)
-    assert len(half.node_config) == 3
-    plan = plan_bits(float_chain(), token_feeds(), budget=half.after.cosine - 1e-6)
-    assert len(plan.node_config) <= 3
-    with pytest.raises(QuantizationError, match="can't be reached"):
-        plan_bits(float_chain(), token_feeds(), budget=1 - 1e-9)
-
-
-def test_a_share_of_the_weights_counts_their_bytes_and_leaves_out_what_is_excluded():
-    # "wide" errs most of all, and is 8 of 10 parts of the bytes that may get 8 bits.
-    widths = {"a": (64, 64), "wide": (64, 512), "b": (512, 8), "head": (8, 64)}
-    lines, before = [], "x"
-    for name in widths:
-        lines.append(f"[{name}] {name} = MatMul({before}, w_{name})")
-        before = name
-    model = model_of(
-        f"g (float[T, 64] x) => (float[T, 64] head) {{ {' '.join(lines)} }}",
-        {f"w_{name}": normal(*shape) / 8 for name, shape in widths.items()},
-    )
-    data = [{"x": normal(5, 64, seed=seed)} for seed in range(3)]
-    options = {"nodes_to_exclude": ["head"]}
-    for limit, possible in ((0.75, {"a", "b"}), (0.15, {"a", "b"}), (3, {"a", "wide", "b"})):
-        plan = plan_bits(model, data, max_8bit=limit, **options)
-        sizes = {row.node: row.K * row.N for row in plan.report.quantized}
-        assert set(sizes) == {"a", "wide", "b"}
-        assert set(plan.node_config) <= possible
-        if limit < 1:
-            chosen = sum(sizes[name] for name in plan.node_config)
-            assert 0 < chosen <= limit * sum(sizes.values())
-    assert set(plan.node_config) == {"a", "wide", "b"}
-
-
 def test_errors_without_a_number_are_drawn_at_the_top():
     errors = (math.inf, 0.4, 0.1)
     curve = [CurvePoint(i, (), Deviation(error, 0.5)) for i, error in enumerate(errors)]
@@ -279,15 +213,3 @@ def test_the_command_writes_overrides_and_a_picture(tmp_path):
     picture = ElementTree.parse(svg).getroot()
     assert len(picture.findall("{http://www.w3.org/2000/svg}circle")) == 3
     assert "exists" in refused(*arguments, "-o", output)
-
-
-def test_the_command_plans_weights(tmp_path):
-    model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
-    ir.save(float_chain(), model)
-    np.savez(data, h0=np.stack([feed["h0"] for feed in token_feeds()]))
-    arguments = ["plan-precision", model, "--samples", data, "--weights"]
-    shown = printed(*arguments, "--max-8bit", "1").splitlines()
-    config = next(line for line in shown if line.startswith("{"))
-    assert list(json.loads(config).values()) == [{"bits": 8}]
-    for more in (("--max-16bit", "1"), ()):
-        assert refused(*arguments, *more)

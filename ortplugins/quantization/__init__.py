@@ -10,7 +10,6 @@ __all__ = [
     "QuantizeResult",
     "Recipe",
     "Rule",
-    "plan_bits",
     "plan_precision",
     "quantize",
     "quantize_blocks",
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
     from ortplugins.quantization.weights.recipe import Recipe, Rule
     from ortplugins.static_qdq.plan import plan_precision
-    from ortplugins.static_qdq.plan_bits import plan_bits
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 
 # static_qdq rests on this package, so its names are imported when they are used.
@@ -41,7 +39,6 @@ __getattr__, __dir__ = lazy_names(
         "ortplugins.quantization.weights.quantize": ("QuantizeResult", "quantize"),
         "ortplugins.quantization.weights.recipe": ("Recipe", "Rule"),
         "ortplugins.static_qdq.plan": ("plan_precision",),
-        "ortplugins.static_qdq.plan_bits": ("plan_bits",),
         "ortplugins.static_qdq.quantize_static": ("quantize_static_mixed",),
     },
 )

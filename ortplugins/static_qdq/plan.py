@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
+import tempfile
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -21,9 +24,10 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.samples.sources import CalibrationSource
-from ortplugins.static_qdq.search import Plan, Search, Unit
-from ortplugins.static_qdq.switched_model import add_switches
+from ortplugins.quantization.statistics.collect import Calibration
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.static_qdq.search import CurvePoint, Search, Unit
+from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel, add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -39,16 +43,26 @@ _WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionPlan(Plan):
-    """Which activations to promote; see :class:`.Plan` for what it brings.
+class PrecisionPlan:
+    """Which activations to promote, and what it brings.
 
     Attributes:
+        ranking: All candidates, the worst in 8 bits first.
+        curve: Simulated error against number of promoted candidates.
+        before: Deviation of the model without the plan.
+        after: With this plan, measured.
+        notes: What stood in the way.
         promoted: The chosen tensors, the most worthwhile first.
         overrides: For the pass MixedPrecisionBoundaries.
         mode: ``"int16"`` or ``"float"``: what was measured.
         activations: Quantised activations in the model.
     """
 
+    ranking: tuple[Unit, ...]
+    curve: tuple[CurvePoint, ...]
+    before: Deviation
+    after: Deviation
+    notes: tuple[str, ...]
     promoted: tuple[str, ...]
     overrides: dict[str, tuple[TensorOverride, ...]]
     mode: str
@@ -100,11 +114,23 @@ def plan_precision(
     """
     if mode not in ("int16", "float"):
         raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
-    limits = budget, max_16bit, "max_16bit"
-    how = providers, max_calibration_memory, progress
-    with Search.start(model, data, work_dir, *limits, *how) as search:
-        infer_shapes(search.model)
-        instrumented = search.model.clone()
+    _check_limits(budget, max_16bit)
+    if data is None:
+        raise QuantizationError(
+            "no data: planning takes real samples, as random ones give another ranking"
+        )
+    # Weights stay where they are: sessions map them.
+    source = load_model(model, map_inline=True).model
+    with tempfile.TemporaryDirectory(
+        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
+    ) as folder:
+        samples = KeptSamples(data, source, scratch=Path(folder))
+        progress = progress or Calibration.progress
+        calibration = Calibration(
+            samples, Path(folder), providers, max_calibration_memory, progress
+        )
+        infer_shapes(source)
+        instrumented = source.clone()
         graph = QuantizedGraph(instrumented)
         places = _places(graph, instrumented.graph)
         # Before the graph is changed. Activations of one name are one, too.
@@ -131,32 +157,53 @@ def plan_precision(
 
         def made(chosen: tuple[str, ...]) -> ir.Model | None:
             asked = overrides(chosen)
-            rewritten, guilty = _rewritten(search.model, options, asked)
+            rewritten, guilty = _rewritten(source, options, asked)
             if not guilty:
                 return rewritten
             stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
             search.ban(guilty)
             return None
 
-        figures = search.run(
-            search.switched(instrumented, names),
+        search = Search(SwitchedModel(instrumented, names, calibration), calibration, implied)
+        count = len(graph.tensors)
+        found = search.run(
             units,
             made,
-            cost=len(graph.tensors),
-            of=f"{len(graph.tensors)} activations promoted",
+            budget=budget,
+            most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,
+            of=f"{count} activations promoted",
             reference=None
             if reference is None
-            else search.switched(load_model(reference, map_inline=True).model).values(),
-            implied=implied,
+            else SwitchedModel(
+                load_model(reference, map_inline=True).model, (), calibration
+            ).values(),
         )
     promoted = search.promoted_names()
     return PrecisionPlan(
-        **figures | {"notes": (*stay, *figures["notes"])},
+        ranking=found.ranking,
+        curve=found.curve,
+        before=found.before,
+        after=found.after,
+        notes=(*stay, *found.notes),
         promoted=promoted,
         overrides=overrides(promoted),
         mode=mode,
-        activations=len(graph.tensors),
+        activations=count,
     )
+
+
+def _check_limits(budget: float | None, max_16bit: float | None) -> None:
+    if budget is None and max_16bit is None:
+        raise QuantizationError("give a budget, max_16bit or both")
+    if budget is not None and not 0 < budget < 1:
+        raise QuantizationError(
+            f"budget is {budget}: a cosine above 0 and below 1 is expected"
+        )
+    is_share = not isinstance(max_16bit, int)
+    if max_16bit is not None and (max_16bit < 0 or (is_share and max_16bit > 1)):
+        raise QuantizationError(
+            f"max_16bit is {max_16bit}: a number, or a share of 0.0 to 1.0, is expected"
+        )
 
 
 def _places(graph: QuantizedGraph, main: ir.Graph) -> list[QuantizedTensor]:
@@ -208,9 +255,7 @@ def _units(
         tensors = tuple(dict.fromkeys(tensor.name for tensor, _ in group))
         node = group[0][0].producer
         operator = "" if node is None else node.op_type
-        units.append(
-            Unit(tensors, tuple(switch for _, switch in group), operator, len(tensors))
-        )
+        units.append(Unit(tensors, tuple(switch for _, switch in group), operator))
     return units
 
 

@@ -17,23 +17,16 @@ falls short of the budget, the search goes on for as much more.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.loading import ModelLike, load_model
-from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.statistics.collect import Calibration
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel
 
 # Candidates that are measured for a step, if their effects are this near to the first one's.
@@ -48,20 +41,16 @@ class Unit:
     """What gets more bits together.
 
     Attributes:
-        names: An activation, several that share a grid, or the nodes that share a weight;
-            these are counted.
-        switches: That are on as long as it has few bits.
-        operator: What computes the first activation (empty for an input of the graph), or the
-            nodes' operator.
-        cost: What a limit counts: activations, nodes, or elements of a weight.
-        error: At the outputs, with only this in few bits: see :class:`Deviation`. NaN before
-            it is measured.
+        names: An activation, or several that share a grid; these are counted.
+        switches: That are on as long as it has 8 bits.
+        operator: What computes the first activation; empty for an input of the graph.
+        error: At the outputs, with only this in 8 bits: see :class:`Deviation`. NaN before it
+            is measured.
     """
 
     names: tuple[str, ...]
     switches: tuple[str, ...]
     operator: str
-    cost: int
     error: float = math.nan
 
 
@@ -70,7 +59,7 @@ class CurvePoint:
     """A step of the search.
 
     Attributes:
-        promoted: Number of activations (or nodes) that have more bits.
+        promoted: Number of activations that have more bits.
         added: Those that are new; none for the first point.
         deviation: Of the outputs, simulated.
     """
@@ -80,116 +69,58 @@ class CurvePoint:
     deviation: Deviation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What gets more bits, and what it brings.
-
-    Attributes:
-        ranking: All candidates, the worst at few bits first.
-        curve: Simulated error against number of promoted candidates.
-        before: Deviation of the model without the plan.
-        after: With this plan, measured.
-        notes: What stood in the way.
-    """
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search measured; see :class:`.PrecisionPlan` for its parts."""
 
     ranking: tuple[Unit, ...]
     curve: tuple[CurvePoint, ...]
     before: Deviation
     after: Deviation
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
-@dataclasses.dataclass(eq=False)
 class Search:
-    """Promotes units one after the other, and measures.
+    """Promotes units one after the other, and measures."""
 
-    Attributes:
-        model: As it was given, with its weights where they were.
-        calibration: Samples, and what it takes to run them.
-    """
-
-    model: ir.Model
-    calibration: Calibration
-    _budget: float | None  # cosine to reach; None: promote as many as the limit allows
-    _limit: float | None  # in the units' cost (int), or as a share of all (float)
-    _option: str  # what messages call the limit
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        switched: SwitchedModel,
+        calibration: Calibration,
+        implied: Callable[[Collection[str]], Collection[str]],
+    ) -> None:
+        """``implied`` returns the names that have more bits as soon as others have."""
+        self._switched = switched
+        self._calibration = calibration
+        self._implied = implied
         self._banned: set[Unit] = set()
         self._promoted: tuple[Unit, ...] = ()
 
-    @classmethod
-    @contextlib.contextmanager
-    def start(
-        cls,
-        model: ModelLike,
-        data: CalibrationSource,
-        work_dir: str | os.PathLike[str] | None,
-        budget: float | None,
-        limit: float | None,
-        option: str,
-        providers: Sequence[Any],
-        max_memory: int,
-        progress: Progress | None,
-    ) -> Iterator[Search]:
-        """Check what a user gave; load the model and its samples."""
-        if budget is None and limit is None:
-            raise QuantizationError(f"give a budget, {option} or both")
-        if budget is not None and not 0 < budget < 1:
-            raise QuantizationError(
-                f"budget is {budget}: a cosine above 0 and below 1 is expected"
-            )
-        if limit is not None and (limit < 0 or (not isinstance(limit, int) and limit > 1)):
-            raise QuantizationError(
-                f"{option} is {limit}: a number (int), or a share of 0.0 to 1.0, is expected"
-            )
-        if data is None:
-            raise QuantizationError(
-                "no data: planning takes real samples, as random ones give another ranking"
-            )
-        # Weights stay where they are: sessions map them.
-        loaded = load_model(model, map_inline=True).model
-        with tempfile.TemporaryDirectory(
-            prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
-        ) as folder:
-            samples = KeptSamples(data, loaded, scratch=Path(folder))
-            progress = progress or Calibration.progress
-            calibration = Calibration(samples, Path(folder), providers, max_memory, progress)
-            yield cls(loaded, calibration, budget, limit, option)
-
-    def switched(self, model: ir.Model, switches: Collection[str] = ()) -> SwitchedModel:
-        """Open a session on a model, which is taken over."""
-        return SwitchedModel(model, switches, self.calibration)
-
     def run(
         self,
-        switched: SwitchedModel,
         units: Sequence[Unit],
         made: Callable[[tuple[str, ...]], ir.Model | None],
         *,
-        cost: int,
+        budget: float | None,
+        most: int | None,
         of: str,
         reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
-        implied: Callable[[Collection[str]], Collection[str]] = lambda names: (),
-    ) -> dict[str, Any]:
+    ) -> Found:
         """Promote, take back what is needless and measure, until the budget is met.
 
-        ``made`` makes a model with the promoted names, or bans some of them and returns None;
-        ``cost`` is that of all candidates, ``of`` what messages call them ("5 activations
-        promoted"); names are ``implied`` that have more bits as soon as others have. The
-        reference is the model with all switches off by default. Return the fields of a
-        :class:`Plan`.
+        ``made`` makes a model with the promoted names, or bans some of them and returns None.
+        ``budget`` is the cosine to reach, ``most`` how many names may be promoted, ``of`` what
+        messages call all of them ("5 activations promoted"). The reference is the model with
+        all switches off by default.
         """
-        self._switched, self._implied = switched, implied
-        budget, limit = self._budget, self._limit
-        self._most = math.floor(limit * cost) if isinstance(limit, float) else limit
+        switched, self._most = self._switched, most
         switched.refer_to(switched.values())
         measured = []
         for done, unit in enumerate(units):
-            self.calibration.progress(done, len(units), f"ranking {unit.names[0]}")
+            self._calibration.progress(done, len(units), f"ranking {unit.names[0]}")
             error = switched.compare(switched.values(unit.switches)).error
             measured.append(dataclasses.replace(unit, error=error))
-        self._ordered = sorted(measured, key=lambda unit: -unit.error / unit.cost)
+        self._ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
         self._unit_of = {name: unit for unit in measured for name in unit.names}
         if reference is not None:
             switched.refer_to(reference)
@@ -211,7 +142,7 @@ class Search:
             model = made(names)
             if model is None:
                 continue
-            after = switched.compare(self.switched(model).values())
+            after = switched.compare(SwitchedModel(model, (), self._calibration).values())
             if wanted is None or budget is None or after.cosine >= budget:
                 break
             if not self._candidates():
@@ -221,17 +152,12 @@ class Search:
                 )
                 if self._most is None:
                     raise QuantizationError(text)
-                notes.append(f"{text}, as many as {self._option} allows")
+                notes.append(f"{text}, as many as max_16bit allows")
                 break
             # What is made is less exact than its simulation by so much.
             wanted = self._now.cosine + (budget - after.cosine) + 1e-6
-        return {
-            "ranking": tuple(sorted(measured, key=lambda unit: -unit.error)),
-            "curve": tuple(self._curve),
-            "before": before,
-            "after": after,
-            "notes": tuple(notes),
-        }
+        ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
+        return Found(ranking, tuple(self._curve), before, after, tuple(notes))
 
     def promoted_names(self) -> tuple[str, ...]:
         """Return the names of what is promoted."""
@@ -242,8 +168,8 @@ class Search:
         while (wanted is None or self._now.cosine < wanted) and (
             candidates := self._candidates()
         ):
-            most = self._most or _cost(self._ordered)
-            self.calibration.progress(_cost(self._promoted), most, "promoting")
+            most = self._most or _count(self._ordered)
+            self._calibration.progress(_count(self._promoted), most, "promoting")
             chosen = candidates[0]
             if len(candidates) > 1:
                 chosen = max(candidates, key=self._gain)
@@ -259,7 +185,7 @@ class Search:
             rest = self._closed(item for item in self._promoted if item is not unit)
             if len(rest) >= len(self._promoted):
                 continue  # the others imply it
-            self.calibration.progress(
+            self._calibration.progress(
                 _count(rest), _count(self._promoted), "looking for what is needless"
             )
             without = self._measured(rest)
@@ -292,9 +218,9 @@ class Search:
             if len(found) == _CLOSED:
                 break
             closed = self._closed([*self._promoted, unit])
-            if self._most is None or _cost(closed) <= self._most:
+            if self._most is None or _count(closed) <= self._most:
                 added = [item for item in closed if item not in promoted]
-                worth = sum(item.error for item in added) / _cost(added)
+                worth = sum(item.error for item in added) / _count(added)
                 found.append((worth, closed))
         found.sort(key=lambda item: -item[0])
         return [
@@ -303,7 +229,7 @@ class Search:
 
     def _gain(self, units: Sequence[Unit]) -> float:
         """How much error goes for what is added."""
-        added = _cost(units) - _cost(self._promoted)
+        added = _count(units) - _count(self._promoted)
         return (self._now.error - self._measured(units).error) / added
 
     def _measured(self, promoted: Iterable[Unit]) -> Deviation:
@@ -314,10 +240,6 @@ class Search:
     def _set(self, promoted: tuple[Unit, ...]) -> None:
         self._promoted = promoted
         self._now = self._measured(promoted)
-
-
-def _cost(units: Iterable[Unit]) -> int:
-    return sum(unit.cost for unit in units)
 
 
 def _count(units: Iterable[Unit]) -> int:

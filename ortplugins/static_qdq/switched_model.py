@@ -41,7 +41,6 @@ from ortplugins.quantization.statistics.collect import (
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.parameters import constant
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 
 _COMPARED = frozenset({"tensor(float)", "tensor(float16)", "tensor(double)"})
@@ -208,28 +207,6 @@ def add_switches(model: ir.Model, places: Sequence[QuantizedTensor]) -> list[str
         _choose(model, switch, branches, dtype, place.dequantizes, names)
         switches.append(switch)
     return switches
-
-
-def add_weight_switch(
-    model: ir.Model, coarse: ir.Node, fine: ir.Node, names: FreshNames
-) -> str:
-    """Let a bool input choose between two dequantised forms of a weight; return its name.
-
-    ``coarse`` is a node of the model, for when it is on; ``fine`` one of another model.
-    """
-    stem = coarse.outputs[0].name
-    inputs = []
-    for value in fine.inputs:
-        tensor = constant(value)
-        assert tensor is not None
-        inputs.append(ir.val(names.take(f"{tensor.name}_fine"), const_value=tensor))
-        model.graph.register_initializer(inputs[-1])
-    switch = names.take(f"ortplugins.bits_{stem}")
-    scale = constant(coarse.inputs[1])
-    assert scale is not None
-    branches = [_copy(coarse, coarse.inputs, names)], [_copy(fine, inputs, names)]
-    _choose(model, switch, branches, scale.dtype, [coarse], names)
-    return switch
 
 
 def _choose(
