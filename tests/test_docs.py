@@ -60,7 +60,6 @@ WRITTEN = {
         "overrides.json",
         "curve.svg",
         "mixed.onnx",
-        "int4-planned.onnx",
     },
     "quantization.md": {"int4.onnx", "int4-awq.onnx", "int4-mixed.onnx", "int4-same.onnx"},
     "serving.md": {"models", "complete", "for-1.24", "ordered.onnx", "packed.onnx"},
