@@ -61,7 +61,7 @@ if importlib.util.find_spec("onnxruntime") is None:
     )
 
 if TYPE_CHECKING:
-    from ortplugins.artifacts.warming import warm
+    from ortplugins.cache.warming import warm
     from ortplugins.comparison.compare import Comparison, compare
     from ortplugins.errors import (
         MissingFileError,
@@ -97,7 +97,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "session_options": __all__,  # all that are not named below
-        "ortplugins.artifacts.warming": ("warm",),
+        "ortplugins.cache.warming": ("warm",),
         "ortplugins.comparison.compare": ("Comparison", "compare"),
         "ortplugins.errors": (
             "MissingFileError",

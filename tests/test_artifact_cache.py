@@ -18,8 +18,8 @@ from builders.processes import result_of, spawn
 from builders.sessions import check, save, source, start
 
 import ortplugins
-from ortplugins.artifacts import store
-from ortplugins.artifacts.store import ArtifactCache, Entry, cache_root, prune
+from ortplugins.cache import store
+from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.optimization import build
 
 CASE = DequantizedMatMul(512, 512, 32)
@@ -28,7 +28,7 @@ OTHER = DequantizedMatMul(64, 64, 32)
 
 # The builder stops between baking and publishing, and is killed there.
 STOP = """
-from ortplugins.artifacts.store import ArtifactCache as C
+from ortplugins.cache.store import ArtifactCache as C
 import time
 C.publish = lambda *a: (print('built', flush=True), time.sleep(60))
 """
@@ -71,7 +71,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
         raise AssertionError("this process builds")
 
     monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
-    monkeypatch.setattr("ortplugins.artifacts.build.build_entry", build)
+    monkeypatch.setattr("ortplugins.cache.build.build_entry", build)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with warnings.catch_warnings(record=True) as caught:

@@ -24,8 +24,8 @@ from builders.processes import python, result_of, spawn
 from builders.sessions import CPU, check, files, options, save, source, start
 
 import ortplugins
-from ortplugins.artifacts.store import ArtifactCache, Entry, prune
-from ortplugins.artifacts.warming import warm
+from ortplugins.cache.store import ArtifactCache, Entry, prune
+from ortplugins.cache.warming import warm
 from ortplugins.cli.cache import parse_age
 from ortplugins.cli.options import parse_size
 
@@ -36,8 +36,8 @@ NOBODY = 65534
 CHECK_AND_PRUNE = """
 import sys
 from pathlib import Path
-from ortplugins.artifacts.store import prune, verify
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.cache.store import prune, verify
+from ortplugins.cache.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
 print([damage for _, damage in verify(cache)])
 prune(cache, max_size=0)

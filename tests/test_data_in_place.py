@@ -19,8 +19,8 @@ from builders.text_models import model_of, normal
 
 import ortplugins
 import ortplugins.testing as ortplugins_testing
-from ortplugins.artifacts.store import ArtifactCache, Entry
-from ortplugins.artifacts.warming import warm
+from ortplugins.cache.store import ArtifactCache, Entry
+from ortplugins.cache.warming import warm
 from ortplugins.optimization import build
 from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
 from session_options import enable_key

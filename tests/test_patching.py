@@ -31,7 +31,7 @@ from ortplugins import (
     OrtpluginsWarning,
     PrepackedWeights,
 )
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.environment import plan_entries, plan_text
@@ -532,7 +532,7 @@ def test_general_options_from_the_environment(model_path, monkeypatch):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
     # A bug in ortplugins: callers see it only where strict asks for that.
-    monkeypatch.setattr("ortplugins.artifacts.find_or_build.find_or_build", lambda *_: 1 / 0)
+    monkeypatch.setattr("ortplugins.cache.find_or_build.find_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
     message = "ZeroDivisionError: .*; the untouched"

@@ -25,7 +25,7 @@ from builders.sessions import CPU, files, options, save, start
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
-from ortplugins.artifacts.store import ArtifactCache
+from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.prepacked_weights.records import read_records
 
@@ -133,7 +133,7 @@ sys.meta_path.insert(0, Finder())
 """
 PACKING, BUILDING = (
     "rewrite_rules.prepacked_weights.child",
-    "ortplugins.artifacts.build",
+    "ortplugins.cache.build",
 )
 
 

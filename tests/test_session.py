@@ -19,7 +19,7 @@ from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
-from ortplugins.artifacts import find_or_build as finding
+from ortplugins.cache import find_or_build as finding
 from ortplugins.optimization import request
 from rewrite_rules.remarks import PassContext
 from session_options import registry

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
-from ortplugins.artifacts.find_or_build import find_or_build
+from ortplugins.cache.find_or_build import find_or_build
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request

@@ -22,7 +22,7 @@ from builders.sessions import CPU, save, start
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins.artifacts.warming import warm
+from ortplugins.cache.warming import warm
 from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization.request import read_request

@@ -82,7 +82,7 @@ def prepare_artifact(_: Any, source: str, cache: str) -> float:
     import onnxruntime
 
     import ortplugins
-    from ortplugins.artifacts.find_or_build import find_or_build
+    from ortplugins.cache.find_or_build import find_or_build
     from ortplugins.optimization.request import read_request
 
     options = onnxruntime.SessionOptions()

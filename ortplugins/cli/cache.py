@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
-from ortplugins.artifacts.store import KEY_CHARACTERS, ArtifactCache, cache_root
+from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache, cache_root
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import ModelFileError
@@ -22,7 +22,7 @@ from session_options import PrepackedWeights
 from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
-    from ortplugins.artifacts.store import Entry
+    from ortplugins.cache.store import Entry
 
 cache = typer.Typer(
     help="Fill, show, check or empty the cache of sessions.",
@@ -125,7 +125,7 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
 @_command("explain")
 def explain_miss(model: opt.Model, start: SessionStart) -> None:
     """Show what a session on the CPU finds, or what of its key differs; exit with 1 then."""
-    from ortplugins.artifacts.warming import explain_miss
+    from ortplugins.cache.warming import explain_miss
     from ortplugins.report import Report
 
     found = explain_miss(model, **start)
@@ -151,7 +151,7 @@ def explain_miss(model: opt.Model, start: SessionStart) -> None:
 @_command("verify")
 def verify_entries(store: Store) -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
-    from ortplugins.artifacts.store import verify
+    from ortplugins.cache.store import verify
 
     number = damaged = 0
     for item, damage in verify(store):
@@ -190,7 +190,7 @@ def clean_cache(store: Store) -> None:
 
 
 def _prune(store: ArtifactCache, **what: Any) -> None:
-    from ortplugins.artifacts.store import prune
+    from ortplugins.cache.store import prune
 
     result = prune(store, **what)
     for item in result.removed:
@@ -219,8 +219,8 @@ def warm(
     Args:
         models (MODEL): An .onnx file.
     """
-    from ortplugins.artifacts.warming import expected_bytes
-    from ortplugins.artifacts.warming import warm as build
+    from ortplugins.cache.warming import expected_bytes
+    from ortplugins.cache.warming import warm as build
 
     if PrepackedWeights.name in start["passes"]:
         for model in models:

@@ -74,7 +74,7 @@ def _memory_limit() -> int | None:
 
 
 def _cache(cache_dir: str) -> _Rows:
-    from ortplugins.artifacts.store import ArtifactCache, cache_root
+    from ortplugins.cache.store import ArtifactCache, cache_root
 
     root = cache_root(cache_dir)
     exists = root.exists()

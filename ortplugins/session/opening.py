@@ -28,7 +28,7 @@ from session_options.passes import NOTHING_TO_DO
 from session_options.plan import Plan, read_plan
 
 if TYPE_CHECKING:
-    from ortplugins.artifacts.find_or_build import Artifact
+    from ortplugins.cache.find_or_build import Artifact
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
     from session_options.keys import Lookup
@@ -191,7 +191,7 @@ def _find_and_open(
 
     The report's source is "untouched" where the user's model has to run.
     """
-    from ortplugins.artifacts.find_or_build import discard_if_damaged
+    from ortplugins.cache.find_or_build import discard_if_damaged
 
     artifact = _find_or_build(request, opted_in)
     try:
@@ -252,7 +252,7 @@ def _nothing_to_do(
     path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
 ) -> ReportDict | None:
     """Return the report of a start that needs no artifact; None where one has to be found."""
-    from ortplugins.artifacts.find_or_build import lacks_operators
+    from ortplugins.cache.find_or_build import lacks_operators
 
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
         return None
@@ -281,7 +281,7 @@ def _log_start(
 
 def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
     """Return the artifact; the untouched model's where it cannot be made, and may be run."""
-    from ortplugins.artifacts.find_or_build import Artifact, find_or_build
+    from ortplugins.cache.find_or_build import Artifact, find_or_build
 
     try:
         return find_or_build(request)

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from ortplugins.artifacts.store import ArtifactCache, Entry
+from ortplugins.cache.store import ArtifactCache, Entry
 
 DAY = 86400.0
 

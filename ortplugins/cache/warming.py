@@ -14,9 +14,9 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.artifacts.build import cache_of, content_key, session_key_content
-from ortplugins.artifacts.find_or_build import find_or_build
-from ortplugins.artifacts.store import ArtifactCache, Entry, disk_size, share
+from ortplugins.cache.build import cache_of, content_key, session_key_content
+from ortplugins.cache.find_or_build import find_or_build
+from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report

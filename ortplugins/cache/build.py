@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.artifacts import store
-from ortplugins.artifacts.store import ArtifactCache, Entry
+from ortplugins.cache import store
+from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
@@ -150,7 +150,7 @@ def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | Non
     seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
     job = {"request": request.as_json(), "spare": os.fspath(spare)}
     content = request.source if isinstance(request.source, bytes) else b""
-    code = "from ortplugins.artifacts.build import build_for_parent; build_for_parent()"
+    code = "from ortplugins.cache.build import build_for_parent; build_for_parent()"
     try:
         done = subprocess.run(
             # -P: not what lies in the working directory under the name of a module.

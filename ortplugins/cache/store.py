@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortplugins.artifacts import directory
-from ortplugins.artifacts.directory import MANIFEST
+from ortplugins.cache import directory
+from ortplugins.cache.directory import MANIFEST
 from ortplugins.errors import OrtpluginsWarning
 
 # From this size on, hashing takes a noticeable part of a start.

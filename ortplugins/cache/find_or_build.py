@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ortplugins.artifacts.directory import (
+from ortplugins.cache.directory import (
     MODEL,
     cache_folder,
     recall,
@@ -25,7 +25,7 @@ from ortplugins.errors import PassError
 if TYPE_CHECKING:
     import tempfile
 
-    from ortplugins.artifacts.store import ArtifactCache, Entry
+    from ortplugins.cache.store import ArtifactCache, Entry
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
@@ -50,7 +50,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
         if (manifest := usable_manifest(folder)) is not None:
             return _artifact(folder, manifest, "cache", request)
     # The long way is by content, and imports more.
-    from ortplugins.artifacts.build import cache_of, is_usable, look_up, source_files
+    from ortplugins.cache.build import cache_of, is_usable, look_up, source_files
 
     cache = cache_of(request.plan)
     entry = look_up(request, cache)
@@ -61,7 +61,7 @@ def find_or_build(request: BuildRequest) -> Artifact:
     if entry is not None and not entry.manifest["provisional"] and _can_be_known(request):
         files = source_files(request, entry.manifest["made_from"]["data"])
         if files is not None:
-            from ortplugins.artifacts.store import remember
+            from ortplugins.cache.store import remember
 
             remember(root, _text(request), entry.folder.name, files, started)
     return artifact
@@ -71,7 +71,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     """Take an artifact that changed on disk out of the cache; return whether that was so."""
     from pathlib import Path
 
-    from ortplugins.artifacts.build import cache_of, warn_rebuilt
+    from ortplugins.cache.build import cache_of, warn_rebuilt
 
     if artifact.model is None or artifact.temporary is not None:
         return False
@@ -94,8 +94,8 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     import tempfile
     from pathlib import Path
 
-    from ortplugins.artifacts.build import build_entry, build_in_child
-    from ortplugins.artifacts.store import ArtifactCache
+    from ortplugins.cache.build import build_entry, build_in_child
+    from ortplugins.cache.store import ArtifactCache
 
     if request.plan.hint:
         from ortplugins.runtime.session_settings import custom_op_libraries
@@ -168,7 +168,7 @@ def lacks_operators(path: str, plan: Plan) -> bool:
     except (OSError, ValueError):  # whoever loads it says what is wrong
         return False
     if not found:
-        from ortplugins.artifacts.store import remember
+        from ortplugins.cache.store import remember
 
         remember(root, text, "", [path], started)
     return not found
