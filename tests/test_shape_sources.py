@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Shape and Size read the first value of the same sizes; every number stays."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
+from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 F = np.float32
 
@@ -446,6 +449,93 @@ def test_an_if_reads_nothing_that_comes_later():
         r2 = Concat <axis = 0> (x, x)
         p = Shape (r2) }"""
     kept(text, BRANCHES)
+
+
+# A Reshape of x[a, b] to what may be another number of elements, in a graph that may not run.
+_MAY_NOT_RUN = {
+    "branch": """o = If (c) <
+        then_branch = t () => (float[i, j] r) {{ {reshape} }},
+        else_branch = f () => (float[k, l] e) {{ e = Identity (y) }}>""",
+    "nested branch": """o = If (c) <
+        then_branch = t () => (float[i, j] q) {{
+            q = If (c) <then_branch = t2 () => (float[i2, j2] r) {{ {reshape} }},
+                        else_branch = f2 () => (float[i3, j3] r2) {{ r2 = Identity (x) }}> }},
+        else_branch = f () => (float[k, l] e) {{ e = Identity (y) }}>""",
+    "loop": """trips = Cast <to = 7> (c)
+        o, all = Loop (trips, , y) <body = body (int64 i, bool b, float[k, l] s)
+            => (bool d, float[m, n] g, float[o2, p2] r) {{
+            {reshape}
+            d = Identity (b)
+            g = Identity (s) }}>""",
+}
+_RESHAPES = {
+    "a constant": "r = Reshape (x, six)",
+    "another shape": "w = Shape (y)  r = Reshape <allowzero = 1> (x, w)",
+    "another shape that may hold 0": "w = Shape (y)  r = Reshape (x, w)",
+    "squeezed": "w = Reshape <allowzero = 1> (x, long)  r = Squeeze (w, zero)",
+}
+
+
+@pytest.mark.parametrize("where", _MAY_NOT_RUN)
+@pytest.mark.parametrize("reshape", _RESHAPES)
+@pytest.mark.parametrize("rows", ["2", "c0"])
+def test_what_a_node_that_may_not_run_says_of_sizes_is_not_believed(where, reshape, rows):
+    may_not_run = _MAY_NOT_RUN[where].format(reshape=_RESHAPES[reshape])
+    text = f"""g (bool c, float[a, b] x, float[{rows}, 3] y) => (int64 n, int64 p, int64[k] s)
+        <int64[2] six = {{2, 3}}, int64[3] long = {{1, 2, 3}}, int64[1] zero = {{0}}> {{
+        size = Size (x)
+        shape = Shape (x)
+        product = ReduceProd <keepdims = 0> (shape)
+        {may_not_run}
+        z = Relu (y)
+        n = Size (z)
+        s = Shape (z)
+        p = Add (n, product) }}"""
+    x, y = np.ones((5, 7), F), np.ones((2, 3), F)
+    kept(text, [{"c": np.array(False), "x": x, "y": y}, {"c": np.array(True), "x": y, "y": y}])
+
+
+_ENDS = [
+    *((1 << 31) - 1, (1 << 63) - 1, (1 << 63) - 2, -(1 << 63), 1 - (1 << 63)),
+    *(-5, -4, -1, 0, 3, 5),
+]
+
+
+@pytest.mark.parametrize("step", [1, 3, -1, -2, -(1 << 63)])
+def test_slices_end_where_onnxruntime_ends_them(step):
+    """Of numbers, of an axis of a known size, and of one of an unknown size.
+
+    onnxruntime must not know the size either: where onnx infers another one than its kernel
+    gives, it writes past the end of a buffer.
+    """
+    lines, outputs = [], []
+    for i, (start, end) in enumerate(itertools.product(_ENDS, _ENDS)):
+        lines += [f"a{i} = Constant <value_ints = [{start}]> ()"]
+        lines += [f"b{i} = Constant <value_ints = [{end}]> ()"]
+        for name, sliced in (("s", "numbers"), ("t", "known"), ("u", "x")):
+            lines += [f"{name}{i} = Slice ({sliced}, a{i}, b{i}, zero, step)"]
+            lines += [f"{name}n{i} = Shape ({name}{i})"]
+            outputs += [f"int64[l] {name}n{i}", *([f"int64[l] s{i}"] if name == "s" else [])]
+        lines += [f"e{i} = Slice (floats, a{i}, b{i}, zero, step)"]
+        outputs += [f"float[l] e{i}"]
+    text = f"""g (float[a] x) => ({", ".join(outputs)})
+        <int64[1] zero = {{0}}, int64[1] four = {{4}}, int64[1] step = {{{step}}},
+         float[1] one = {{1}}, int64[4] some = {{5, 6, 7, 8}}> {{
+        equal = Equal (four, four)
+        hidden = Where (equal, four, zero)
+        known = Expand (one, hidden)
+        numbers = Reshape (some, hidden)
+        floats = Cast <to = 1> (numbers)
+        {" ".join(lines)} }}"""
+    before = parse(text)
+    found = session(before).run(None, {"x": np.ones(4, F)})
+    evaluator = GraphEvaluator(ProvedShapes(before), {}, NodeEvaluator())
+    for value, expected in zip(before.graph.outputs, found, strict=True):
+        if value.name.startswith("e"):
+            np.testing.assert_array_equal(evaluator.array(value), expected)
+    after = kept(text, [{"x": np.ones(rows, F)} for rows in (4, 1, 0)])
+    assert not any(v.name.startswith("tn") and v.producer().op_type != "Constant"
+                   for v in after.graph.outputs)  # fmt: skip
 
 
 def test_a_loop_may_change_the_shape_it_carries():

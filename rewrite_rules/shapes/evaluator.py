@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Shape, Unknowns, known
-from rewrite_rules.shapes.node_facts import Facts, Integers, Site
+from rewrite_rules.shapes.node_facts import Facts, Integers, Site, sliced
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -63,13 +63,19 @@ class NodeEvaluator:
         key = (signature, tuple(id(array) for array in arrays))
         found = self._results.get(key)
         if found is None:
-            _check_size(node, opset, arrays)
+            pairs = zip(node.inputs, arrays, strict=True)
+            given = {value: a for value, a in pairs if value is not None and a is not None}
+            site = Site(node, _ArrayFacts(given), opset)
+            _check_size(site, given)
             try:
-                kernel = self._kernels.get(signature)
-                if kernel is None:
-                    kernel = self._kernels[signature] = _kernel(node, opset)
-                with np.errstate(all="ignore"):
-                    outputs = kernel.run(*arrays)
+                if node.op_type == "Slice":
+                    outputs = [_sliced(site, given[site.input(0)])]
+                else:
+                    kernel = self._kernels.get(signature)
+                    if kernel is None:
+                        kernel = self._kernels[signature] = _kernel(node, opset)
+                    with np.errstate(all="ignore"):
+                        outputs = kernel.run(*arrays)
             except Exception as error:  # of any kind: shapes and types may be malformed
                 raise CannotEvaluate(f"{type(error).__name__}: {error}") from error
             found = tuple(self.intern(np.asarray(output)) for output in outputs)
@@ -167,16 +173,23 @@ class _ArrayFacts(Facts):
         return Integers(tuple(known(int(n)) for n in numbers.reshape(-1)), array.shape)
 
 
-def _check_size(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> None:
+def _sliced(site: Site, array: Array) -> Array:
+    """Slice as onnxruntime does; onnx's reference takes ends as Python does."""
+    for start, end, axis, step in zip(*site.slices(), strict=True):
+        assert start is not None and end is not None  # every input is known here
+        array = array.take(sliced(array.shape[axis], start[0], end[0], step), axis)
+    return array
+
+
+def _check_size(site: Site, given: Mapping[ir.Value, Array]) -> None:
     """Refuse what would make a large array."""
-    pairs = zip(node.inputs, arrays, strict=True)
-    given = {value: array for value, array in pairs if value is not None and array is not None}
+    node = site.node
     try:
         if node.op_type == "Range":  # of fractions, too
             start, limit, delta = (float(array.item()) for array in given.values())
             sizes = [abs((limit - start) / delta)]
         else:
-            shapes = output_shapes(Site(node, _ArrayFacts(given), opset))
+            shapes = output_shapes(site)
             known_shapes = (shape for shape in shapes if isinstance(shape, tuple))
             sizes = [math.prod(dim[0] for dim in shape) for shape in known_shapes]
     except (Refusal, ArithmeticError, IndexError, ValueError) as error:

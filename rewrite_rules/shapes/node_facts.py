@@ -39,6 +39,31 @@ class Integers:
         return tuple(number[0] for number in self.numbers if number is not None)
 
 
+_OPEN_ENDS = (1 << 31) - 1, (1 << 63) - 1
+
+
+def is_open(end: int) -> bool:
+    """Whether a Slice by that end takes everything: onnxruntime's two marks for it."""
+    return end in _OPEN_ENDS
+
+
+def sliced(size: int, start: int, end: int, step: int) -> range:
+    """Return the places that a Slice takes of an axis, as onnxruntime counts them.
+
+    Not as Python does: the greatest int32 and int64 are no ends but mean that there is none,
+    and what starts backwards from before the front takes the first element.
+    """
+    if step == 0:
+        raise Refusal("slices by steps of 0")
+    last = size - 1 if step < 0 else size
+    start = min(max(start + size if start < 0 else start, 0), last)
+    if is_open(end):
+        end = -1 if step < 0 else size
+    else:
+        end = min(max(end + size if end < 0 else end, -1 if step < 0 else 0), size)
+    return range(start, end, step) if size else range(0)
+
+
 class Facts:
     """What is known of the values before a node; ``estimates`` may not hold in every run."""
 

@@ -26,10 +26,10 @@ import onnx_ir as ir
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
-from rewrite_rules.shapes.node_facts import Site
+from rewrite_rules.shapes.node_facts import Site, is_open, sliced
 
 _MICROSOFT = "com.microsoft"
-# An end beyond any size, by which exporters mean "to the end". 2**31 - 1 is none.
+# Beyond any size.
 _BEYOND = 1 << 48
 # Channels in a block of the NCHWc layout: 4, 8 or 16, by the processor.
 _MAX_BLOCK = 16
@@ -210,17 +210,19 @@ def _slice(site: Site) -> Sequence[Shape]:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         dim = dims[axis]
         first, last, size = number(start), number(end), number(dim)
-        # Going backwards from before the front, Python takes nothing and ONNX the first.
-        plain = first is not None and last is not None and (step > 0 or first >= -(size or 0))
-        if size is not None and plain and step:
-            result[axis] = known(len(range(*slice(first, last, step).indices(size))))
-        elif step == 1 and first == 0 and (end == dim or (last or 0) >= _BEYOND):
+        if size is not None and first is not None and last is not None:
+            result[axis] = known(len(sliced(size, first, last, step)))
+        elif step == 1 and first == 0 and (end == dim or _takes_all(last)):
             continue
         elif start is None or end is None:
             result[axis] = site.unknowns.fresh_dim()
         else:
             result[axis] = site.unknowns.remembered("Slice", dim, start, end, step)
     return [tuple(result)]
+
+
+def _takes_all(end: int | None) -> bool:
+    return end is not None and (end >= _BEYOND or is_open(end))
 
 
 def _gather(site: Site) -> Sequence[Shape]:

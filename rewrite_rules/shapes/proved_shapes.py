@@ -160,7 +160,7 @@ class ProvedShapes(Facts):
             is_if = node.op_type == "If" and node.domain == ""
             shapes = self._joined(node) if is_if else list(output_shapes(site))
         if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
-            shapes = self._keep_count(node, shapes)
+            shapes = self._keep_count(node, shapes, before)
         for i, value in enumerate(node.outputs):
             self._define(value, shapes[i] if i < len(shapes) else None, before)
         if node.outputs:
@@ -174,14 +174,21 @@ class ProvedShapes(Facts):
             shape = self._names.believe(value.shape, shape, self.unknowns, before)
         self._shapes[value] = self.unknowns.fresh() if shape is None else shape
 
-    def _keep_count(self, node: ir.Node, shapes: list[Shape | None]) -> list[Shape | None]:
-        """Elements stay as many where not even the rank of the result is known."""
+    def _keep_count(
+        self, node: ir.Node, shapes: list[Shape | None], before: int
+    ) -> list[Shape | None]:
+        """Elements stay as many, where the result has a size that no earlier value has.
+
+        Of a shape that others have too nothing is learnt: this node may never run.
+        """
         shape = shapes[0] if shapes else None
         source = node.inputs[0]
         if source is None:
             return shapes
         shape = self.unknowns.fresh() if shape is None else shape
-        self._counts.setdefault(shape, self.count(source))
+        own = [shape] if isinstance(shape, int) else [u for dim in shape for u in dim[1]]
+        if max(own, default=0) > before:
+            self._counts.setdefault(shape, self.count(source))
         return [shape]
 
     def _declared(self, value: ir.Value, main: bool) -> Shape | None:

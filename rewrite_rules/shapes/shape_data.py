@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, known, number
-from rewrite_rules.shapes.node_facts import Integers, Site
+from rewrite_rules.shapes.node_facts import Integers, Site, sliced
 
 # Longer tensors are not shapes.
 _MAX = 64
@@ -91,12 +91,7 @@ def _slice(site: Site) -> Integers | None:
             start, end = map(number, ends_of)
             if start is None or end is None:
                 raise Refusal("starts or ends where only a run tells")
-            # Going backwards from before the front, Python takes nothing and ONNX the first.
-            if step < 0 and start < -places.shape[axis]:
-                raise Refusal("backwards from before the front")
-            index = [slice(None)] * places.ndim
-            index[axis] = slice(start, end, step)
-            places = places[tuple(index)]
+            places = places.take(sliced(places.shape[axis], start, end, step), axis)
         return places
 
     return _moved(site, move)
