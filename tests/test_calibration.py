@@ -117,8 +117,8 @@ def test_second_moments_of_some_tokens_favour_no_position():
 def test_half_precision_and_great_values_are_taken(dtype):
     x = np.full((400, 3), 3e38 if dtype == np.float32 else 0.1).astype(dtype)
     found = statistics(x, gram=False)
-    np.testing.assert_array_equal(found.tokens[0], x[0].astype(np.float32))
-    np.testing.assert_allclose(found.mean_abs, x[0].astype(np.float32), rtol=1e-6)
+    np.testing.assert_array_equal(found.tokens[0] * found.unit, x[0].astype(np.float32))
+    np.testing.assert_allclose(found.mean_abs * found.unit, x[0].astype(np.float32), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,6 @@ def test_half_precision_and_great_values_are_taken(dtype):
         (np.full((2, 3), np.nan, np.float32), "'x' holds NaN or infinite"),
         (np.full((2, 3), np.inf, np.float32), "'x' holds NaN or infinite"),
         (np.ones((3, 2), np.float32), r"'x' has shape \[3, 2\].*K = 3"),
-        (np.ones((0, 3), np.float32), "'x' had no tokens"),
     ],
 )
 def test_bad_activations_are_refused_by_name(x, message):
@@ -135,6 +134,35 @@ def test_bad_activations_are_refused_by_name(x, message):
     with pytest.raises(CalibrationError, match=message):
         accumulator.update(x)
         accumulator.finish()
+
+
+def test_no_tokens_are_no_statistics():
+    assert statistics(np.ones((0, 3), np.float32)) is None
+
+
+@pytest.mark.parametrize("greatest", [1e13, 1e18, 3e19, 1e30, 3e38])
+def test_statistics_of_huge_activations_are_in_a_unit(greatest):
+    x = RNG.standard_normal((300, 6)).astype(np.float32)
+    factor = 2.0 ** np.floor(np.log2(greatest / abs(x).max()))
+    small, large = statistics(x), statistics(x * np.float32(factor))
+    assert np.log2(large.unit).is_integer()
+    rescaled = small.in_unit(large.unit / factor)
+    for key, array in large.arrays().items():
+        expected = rescaled.arrays()[key] * (factor if key == "unit" else 1)
+        np.testing.assert_allclose(array, expected, rtol=1e-6)
+    # One such token, when there is a sum already, or before there is one.
+    for outlier in (0, 299):
+        rows = x.copy()
+        rows[outlier] *= np.float32(factor)
+        accumulator = StatisticsAccumulator(ActivationRequest("x", 6, True, 400))
+        for part in np.split(rows, 3):
+            accumulator.update(part)
+        found = accumulator.finish()
+        wide = rows.astype(np.float64)
+        np.testing.assert_allclose(
+            found.gram.astype(float) * found.unit**2, wide.T @ wide / 300, rtol=1e-4
+        )
+        np.testing.assert_allclose(found.tokens.astype(float) * found.unit, wide, rtol=1e-6)
 
 
 def statistics(x, gram=True, max_tokens=16):
@@ -152,6 +180,12 @@ def test_pooled_statistics_are_those_of_all_tokens_together():
     np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
     shares = [sum((token == part).all(1).any() for token in found.tokens) for part in (x, y)]
     assert shares == [4, 12]
+
+
+def test_pooled_tokens_are_all_that_there_are_where_they_stand_for_the_gram_matrix():
+    parts = [RNG.standard_normal((n, 200)).astype(np.float32) for n in (30, 60)]
+    kept = [statistics(part, gram=False, max_tokens=60) for part in parts]
+    np.testing.assert_array_equal(pooled(kept).tokens, np.concatenate(parts))
 
 
 # Samples
@@ -295,6 +329,24 @@ def test_statistics_are_those_of_the_models_activations(tmp_path):
         np.testing.assert_allclose(found[name].tokens, x, atol=1e-5)
         np.testing.assert_allclose(found[name].mean_abs, np.abs(x).mean(0), rtol=1e-4)
         np.testing.assert_allclose(found[name].gram, x.T @ x / 25, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(64,) * 8, (400, *[16] * 7), (16, 96) * 4], ids=str)
+def test_the_tokens_of_a_gram_matrix_do_not_depend_on_how_samples_are_cut(
+    tmp_path, lengths, monkeypatch
+):
+    strides = []
+    start = StatisticsAccumulator.__init__
+
+    def counted(self, request, gram_stride=1):
+        strides.append(gram_stride)
+        start(self, request, gram_stride)
+
+    monkeypatch.setattr(StatisticsAccumulator, "__init__", counted)
+    asked = [[ActivationRequest("t0", WIDTHS["t0"], gram=True, gram_tokens=64)]]
+    batches_of(chain(), token_samples(*lengths), tmp_path, asked)
+    (stride,) = strides
+    assert stride == round(sum(lengths) / 64)
 
 
 def test_a_group_stays_together_and_an_excess_is_said(tmp_path):

@@ -4,6 +4,7 @@
 import concurrent.futures
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from builders.quantized_files import arrays_of, dequantised, read
 from builders.samples import Reader
 from builders.text_models import matmul_of, model_of, normal
 
-from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.quantization import quantize
 
 D = 32
@@ -151,13 +152,83 @@ def test_zeros_stay_zeros(method, is_symmetric, layout):
         assert (found[:D, 2] == 0).all()
 
 
-@pytest.mark.parametrize("count", [1, 300])  # all tokens are kept, or second moments
-@pytest.mark.parametrize("method", ["awq_clip", "gptq"])
-def test_activations_whose_squares_overflow_are_refused(method, count):
-    samples = [{"x": np.full((count, D), 1e25, np.float32)}]
-    model = matmul_of(normal(D, D))
-    with pytest.raises(QuantizationError, match=r"'W' is multiplied by overflow"):
-        quantize(model, method=method, calibration_data_reader=samples)
+@pytest.mark.parametrize("factor", [2.0**57, 2.0**100], ids=str)
+@pytest.mark.parametrize("count", [8, 300])  # all tokens are kept, or second moments
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq_clip"},
+        {"method": "gptq"},
+        {"method": "gptq", "quantized_inputs": True},
+        {"method": "rtn", "share_of_8_bits": 0.5},
+    ],
+    ids=str,
+)
+def test_the_unit_of_activations_changes_nothing(options, count, factor):
+    def quantized(size):
+        samples = [{"x": normal(count, D, seed=seed) * np.float32(size)} for seed in (1, 2)]
+        return quantize(pair(), calibration_data_reader=samples, **options)
+
+    ordinary, huge = quantized(1), quantized(factor)
+    for one, other in zip(ordinary.report.nodes, huge.report.nodes, strict=True):
+        assert (one.bits, one.method) == (other.bits, other.method)
+        assert other.output_error == pytest.approx(one.output_error, rel=1e-3)
+    expected, found = (dequantised(read(result.model))["n"] for result in (ordinary, huge))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
+def test_one_huge_token_does_not_end_the_run(method):
+    x = normal(400, D)
+    x[7, 3] = 3e19
+    report = quantize(pair(), method=method, calibration_data_reader=[{"x": x}]).report
+    assert all(0 < row.output_error < 0.2 for row in report.nodes)
+
+
+ROUTED = model_of(
+    f"""g (float[T, {D}] x, bool[T] some, bool[T] none) => (float[a, 8] p, float[b, 8] q) {{
+        [proj] h = MatMul(x, V)
+        s = Compress <axis = 0> (h, some)
+        n = Compress <axis = 0> (h, none)
+        [expert0] p = MatMul(s, W0)
+        [expert1] q = MatMul(n, W1)
+    }}""",
+    {"V": normal(D, D), "W0": normal(D, 8), "W1": normal(D, 8, seed=1)},
+)
+
+
+def routed(count: int, to_none: bool = False) -> list[dict[str, np.ndarray]]:
+    masks = {"some": np.arange(count) % 2 == 0, "none": np.full(count, to_none)}
+    return [{"x": normal(count, D, seed=seed), **masks} for seed in range(3)]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "run_folder"])
+@pytest.mark.parametrize(
+    "options",
+    [{"method": method} for method in METHODS]
+    + [
+        {"method": "gptq", "quantized_inputs": True},
+        {"method": "awq_gptq", "quantized_inputs": True, "share_of_8_bits": 0.1},
+    ],
+    ids=str,
+)
+def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(tmp_path, options, kept):
+    model = tmp_path / "routed.onnx"
+    ir.save(ROUTED, model)
+    where = {"run_folder": tmp_path / "run"} if kept else {}
+    nearest = dequantised(read(quantize(model).model))["expert1"]
+    for _ in range(1 + kept):  # and again, from what was kept
+        result = quantize(model, calibration_data_reader=routed(16), **options, **where)
+        rows = {row.node: row for row in result.report.nodes}
+        expected = options["method"] == "rtn" or "no token of the samples reaches it"
+        assert rows["expert1"].method == "rtn"
+        assert expected is True or rows["expert1"].reason == expected
+        assert rows["expert0"].method == options["method"] or rows["expert0"].bits == 8
+        assert rows["expert0"].output_error < 0.2
+        if expected is not True:
+            (note,) = result.report.notes
+            assert re.fullmatch("1 weights are rounded to nearest, .*: W1", note)
+        np.testing.assert_array_equal(dequantised(read(result.model))["expert1"], nearest)
 
 
 def test_float16_scales_neither_vanish_nor_overflow():

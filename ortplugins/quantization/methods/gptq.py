@@ -256,12 +256,12 @@ class _Job:
         start = 0
         for rows in self._turns:
             stop = start + len(rows)
-            rows_of_block = feedback[start:stop].astype(np.float32)
-            own, before = rows_of_block[:, start:stop].copy(), rows_of_block[:, :start]
-            moved = before @ errors[:start]
-            # Where no row is rounded, each row's move moves the rows after it, too.
-            unit = np.linalg.inv(own.astype(np.float64) + np.eye(len(rows)))
-            settled = unit.astype(np.float32) @ moved
+            own = feedback[start:stop, start:stop].astype(np.float32)
+            moved = settled = feedback[start:stop, :start].astype(np.float32) @ errors[:start]
+            if start:
+                # Where no row is rounded, each row's move moves the rows after it, too.
+                unit = np.linalg.inv(own.astype(np.float64) + np.eye(len(rows)))
+                settled = unit.astype(np.float32) @ moved
             for columns in self._strips:
                 part = self._part(rows, columns)
                 target = part - moved[:, columns]

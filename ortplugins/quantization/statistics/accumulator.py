@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""What calibration remembers of an activation: mean |x|, some of its tokens, its Gram matrix.
+"""What calibration keeps of an activation: mean |x|, some of its tokens, its Gram matrix.
 
-Tokens stream through and are forgotten. The same tokens in the same updates give the same
+Tokens stream through and are not kept. The same tokens in the same updates give the same
 statistics, bit for bit, whatever else is collected beside them.
+
+Squares of float32 overflow beyond 1.8e19. Where activations are so large, all statistics are
+in a unit, a power of two, which changes no digit of them.
 """
 
 from __future__ import annotations
@@ -30,22 +33,40 @@ _GRAM_ROWS = 384
 _GRAM_TOKENS = 256
 # Bytes of |x| at a time: what stays in the cache.
 _CHUNK_BYTES = 1 << 18
+# Beyond it, numbers are divided by a unit: millions of their squares fit into float32.
+_GREATEST = float(1 << 48)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivationStatistics:
-    """An activation as calibration saw it; K is its last axis, a token all before that."""
+    """Statistics of an activation; K is its last axis, a token all before that."""
 
-    count: int  # tokens seen
+    count: int  # of tokens
     mean_abs: Floats  # [K], the mean of |x| over all tokens
     # [T, K], a uniform random sample in their order, or all where no more were asked for.
     tokens: Floats
     gram: Floats | None  # [K, K], X^T X / count over all tokens; exactly symmetric
+    unit: float = 1.0  # a power of two, by which the numbers in all of these are divided
 
-    def arrays(self) -> dict[str, Floats]:
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that there are, by name."""
-        found = {"mean_abs": self.mean_abs, "tokens": self.tokens, "gram": self.gram}
+        found = {
+            "mean_abs": self.mean_abs,
+            "tokens": self.tokens,
+            "gram": self.gram,
+            "unit": np.array([self.unit]),
+        }
         return {name: array for name, array in found.items() if array is not None}
+
+    def in_unit(self, unit: float) -> ActivationStatistics:
+        """Return the same statistics in another unit."""
+        if unit == self.unit:
+            return self
+        factor = np.float32(self.unit / unit)
+        gram = None if self.gram is None else self.gram * factor * factor
+        return ActivationStatistics(
+            self.count, self.mean_abs * factor, self.tokens * factor, gram, unit
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +88,13 @@ class ActivationRequest:
         return waiting + self.max_tokens * (self.k + 2) * 4 + self.k * 8
 
 
+def unit_for(greatest: float) -> float:
+    """Return the unit for numbers up to this magnitude; 1 where that is not finite."""
+    if not _GREATEST < greatest < math.inf:
+        return 1.0
+    return float(2.0 ** math.ceil(math.log2(greatest / _GREATEST)))
+
+
 class StatisticsAccumulator:
     """Makes :class:`ActivationStatistics` of tokens that stream through it.
 
@@ -80,14 +108,15 @@ class StatisticsAccumulator:
         self._rng = np.random.default_rng(0)
         self._count = 0
         self._sum_abs = np.zeros(k, np.float64)
-        self._tokens: Floats = np.empty((request.max_tokens, k), np.float32)
+        self._tokens: Floats = np.zeros((request.max_tokens, k), np.float32)
         self._positions = np.empty(request.max_tokens, np.int64)
         self._gram: Floats | None = np.zeros((k, k), np.float32) if request.gram else None
-        self._waiting: Floats = np.empty((_GRAM_TOKENS * request.gram, k), np.float32)
+        self._waiting: Floats = np.zeros((_GRAM_TOKENS * request.gram, k), np.float32)
         self._waiting_tokens = 0
         self._gram_stride, self._gram_count = gram_stride, 0
         self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
         self._picks = np.random.default_rng(0)
+        self.unit = 1.0  # as in ActivationStatistics
 
     def update(self, x: npt.NDArray[Any]) -> None:
         """Take in tokens ``[..., K]`` of any float type; the array is not kept."""
@@ -97,19 +126,32 @@ class StatisticsAccumulator:
                 f"be K = {self._k}"
             )
         rows: Floats = np.ascontiguousarray(x.reshape(-1, self._k), np.float32)
-        self._add_magnitudes(rows)
+        sums, greatest = self._magnitudes(rows)
+        if (unit := unit_for(greatest)) > self.unit:
+            self.rescale(unit)
+        if self.unit != 1:
+            rows, sums = rows * np.float32(1 / self.unit), sums / self.unit
+        self._sum_abs += sums
         self._sample(rows)
         if self._gram is not None:
             self._add_products(rows)
         self._count += len(rows)
 
-    def finish(self) -> ActivationStatistics:
-        """Return the statistics; the accumulator is spent."""
+    def rescale(self, unit: float) -> None:
+        """Take another unit, for what there is and for what comes."""
+        factor = np.float32(self.unit / unit)
+        self._sum_abs *= factor
+        self._tokens *= factor
+        self._waiting *= factor
+        if self._gram is not None:
+            self._gram *= factor
+            self._gram *= factor  # their product may be too small for float32
+        self.unit = unit
+
+    def finish(self) -> ActivationStatistics | None:
+        """Return the statistics, None without tokens; the accumulator is spent."""
         if not self._count:
-            raise CalibrationError(
-                f"activation {self._name!r} had no tokens: every calibration sample left it "
-                "empty"
-            )
+            return None
         kept = min(self._count, self._max_tokens)
         order = np.argsort(self._positions[:kept])
         gram = self._gram
@@ -126,14 +168,18 @@ class StatisticsAccumulator:
             (self._sum_abs / self._count).astype(np.float32),
             self._tokens[:kept][order],
             gram,
+            self.unit,
         )
 
-    def _add_magnitudes(self, rows: Floats) -> None:
-        sums = np.zeros(self._k, np.float64)
+    def _magnitudes(self, rows: Floats) -> tuple[npt.NDArray[np.float64], float]:
+        """Return sums of |x|, float64 ``[K]``, and the greatest |x|."""
+        sums, greatest = np.zeros(self._k, np.float64), 0.0
         step = max(1, _CHUNK_BYTES // (4 * max(1, self._k)))
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(rows), step):
-                sums += np.abs(rows[start : start + step]).sum(axis=0)
+                chunk = np.abs(rows[start : start + step])
+                sums += chunk.sum(axis=0)
+                greatest = max(greatest, float(chunk.max(initial=0)))
         # NaN and infinity show in the sums, so that x need not be read again; finite values
         # may add up to infinity in float32, and only then x is looked at.
         if not np.isfinite(sums).all():
@@ -142,7 +188,7 @@ class StatisticsAccumulator:
                     f"activation {self._name!r} holds NaN or infinite values"
                 )
             sums = np.abs(rows).sum(axis=0, dtype=np.float64)
-        self._sum_abs += sums
+        return sums, greatest
 
     def _sample(self, rows: Floats) -> None:
         """Algorithm R: token i replaces one of the kept ones with probability max_tokens/i."""
@@ -192,11 +238,13 @@ def _add_upper(rows: Floats, gram: Floats) -> None:
 def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
     """Return the statistics of all tokens together, for a weight that has several inputs.
 
-    Tokens are as many as the longest sample has, taken from each in proportion to its count
-    and evenly spread over it.
+    All tokens are kept where each has all of its own; else as many as the longest sample has,
+    taken from each in proportion to its count and evenly spread over it.
     """
     if len(statistics) == 1:
         return statistics[0]
+    unit = max(item.unit for item in statistics)
+    statistics = [item.in_unit(unit) for item in statistics]
     count = sum(item.count for item in statistics)
     shares = [item.count / count for item in statistics]
     mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
@@ -205,12 +253,13 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
         if item.gram is not None:
             part = item.gram * np.float32(share)
             gram = part if gram is None else np.add(gram, part, out=gram)
-    capacity = max(len(item.tokens) for item in statistics)
+    whole = gram is None and all(len(item.tokens) == item.count for item in statistics)
+    capacity = count if whole else max(len(item.tokens) for item in statistics)
     tokens = []
     for share, item in zip(shares, statistics, strict=True):
         kept = len(item.tokens)
         count_here = min(kept, max(1, round(capacity * share)))
         tokens.append(item.tokens[np.arange(count_here) * kept // count_here])
     return ActivationStatistics(
-        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram
+        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram, unit
     )

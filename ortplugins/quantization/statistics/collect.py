@@ -40,7 +40,7 @@ from ortplugins.quantization.statistics.accumulator import (
     StatisticsAccumulator,
 )
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
 from rewrite_rules.shapes.input_roles import counted_tokens
 
 
@@ -59,65 +59,115 @@ def collect(
     model: ir.Model,
     groups: Sequence[Sequence[ActivationRequest]],
     calibration: Calibration,
-) -> Iterator[dict[str, ActivationStatistics]]:
+) -> Iterator[dict[str, ActivationStatistics | None]]:
     """Yield statistics of activations, batch after batch, in the order of the graph.
 
     A group, of activations that are in no other, lands in one batch. A batch is made when it
-    is asked for, and not held afterwards; the statistics do not depend on the batches. The
-    memory is for accumulators and fetched activations: a group that needs more alone gets it,
-    with an OrtpluginsWarning, and onnxruntime's own values and the samples come on top.
+    is asked for, and not held afterwards; the statistics do not depend on the batches. An
+    activation without tokens in any sample has None. The memory is for accumulators and
+    fetched activations: a group that needs more alone gets it, with an OrtpluginsWarning, and
+    onnxruntime's own values and the samples come on top.
     """
-    samples, memory = calibration.samples, calibration.max_memory
-    if memory < 1:
-        raise ValueError(f"max_calibration_memory is {memory}: 1 byte or more is needed")
-    # Bad ones show before hours of work; the largest one and their number before memory is
-    # planned by them.
-    samples.read_all()
-    probe = samples.largest()
+    if calibration.max_memory < 1:
+        raise ValueError(
+            f"max_calibration_memory is {calibration.max_memory}: 1 byte or more is needed"
+        )
+    # Bad ones are reported before hours of work.
+    calibration.samples.read_all()
     detached = model.clone()
-    parts = detached, detach_tensors(detached, calibration.scratch), calibration.providers
-    names = [request.name for group in groups for request in group]
-    found = _part(*parts, names, shapes=True)(probe, "the largest sample")
-    shapes = {name: tuple(shape.tolist()) for name, shape in found}
-    # Inputs are there anyway.
-    inputs = {value.name for value in model.graph.inputs}
-    sizes = {n: 0 if n in inputs else math.prod(shape) * 4 for n, shape in shapes.items()}
-    tokens = {n: math.prod(shape[:-1]) * (samples.count or 0) for n, shape in shapes.items()}
+    source = _Source(detached, detach_tensors(detached, calibration.scratch), calibration)
+    sizes = _measure(source, [request.name for group in groups for request in group])
     named = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     order = {name: place for place, name in enumerate(named)}
-    groups = [
-        sorted(_without_needless_grams(group, tokens), key=lambda item: order[item.name])
-        for group in groups
-    ]
-    groups.sort(key=lambda group: order[group[0].name])
-    batches = _batches(groups, sizes, memory)
-    done = 0
-    for number, batch in enumerate(batches, 1):
-        # How BLAS shares a sum out among threads changes its last bits; activations are shared
-        # out instead.
-        with threadpoolctl.threadpool_limits(1, user_api="blas"):
-            fetch = _part(*parts, [request.name for request in batch])
-            accumulators = {
-                r.name: StatisticsAccumulator(r, max(1, round(tokens[r.name] / r.gram_tokens)))
-                for r in batch
-            }
-            for index, feed in enumerate(samples):
-                total = (samples.count or 0) * len(batches)
-                what = f"calibration, pass {number} of {len(batches)}"
-                calibration.progress(done, total, what)
-                done += 1
-                counted = counted_tokens(model.graph.inputs, feed)
-                arrays = fetch(feed, f"sample {index}")
-                _update_all(accumulators, without_padding(arrays, counted), index)
-            # Nothing here may hold what the caller frees, nor memory while the caller works.
-            del fetch
+    in_order = sorted(
+        (
+            sorted(_without_needless_grams(group, sizes), key=lambda item: order[item.name])
+            for group in groups
+        ),
+        key=lambda group: order[group[0].name],
+    )
+    batches = _batches(in_order, sizes, calibration.max_memory)
+    for number, batch in enumerate(batches):
+        accumulators = _accumulate(source, batch, sizes, number, len(batches))
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What activations come from."""
+
+    model: ir.Model  # without large tensors
+    folder: Path  # above the files of these
+    calibration: Calibration
+
+    def part(
+        self, names: Sequence[str], *, shapes: bool = False
+    ) -> Callable[[Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]:
+        """Return what runs a sample and yields activations, or their shapes."""
+        return _part(self.model, self.folder, self.calibration.providers, names, shapes=shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Size:
+    """How much of an activation there is."""
+
+    nbytes: int  # fetched, of the largest sample
+    most_tokens: int  # of all samples, if all were as large
+    tokens: float  # of all samples, by their own sizes, less padding
+
+
+def _measure(source: _Source, names: Sequence[str]) -> dict[str, _Size]:
+    """Run the largest sample for the shapes of activations; scale by the sizes of others."""
+    inputs, samples = source.model.graph.inputs, source.calibration.samples
+    largest = samples.largest()
+    shapes = source.part(names, shapes=True)(largest, "the largest sample")
+    part_of_largest = 0.0
+    for feed in samples:
+        counted = counted_tokens(inputs, feed)
+        real = 1.0 if counted is None else float(counted.mean())
+        part_of_largest += real * feed_bytes(feed) / max(1, feed_bytes(largest))
+    given = {value.name for value in inputs}  # which are there anyway
+    found = {}
+    for name, shape in shapes:
+        rows = math.prod(shape[:-1].tolist())
+        nbytes = 0 if name in given else math.prod(shape.tolist()) * 4
+        found[name] = _Size(nbytes, rows * (samples.count or 0), rows * part_of_largest)
+    return found
+
+
+def _accumulate(
+    source: _Source,
+    batch: Sequence[ActivationRequest],
+    sizes: Mapping[str, _Size],
+    number: int,
+    of: int,
+) -> dict[str, StatisticsAccumulator]:
+    """Go through the samples once for some activations; nothing else is held afterwards."""
+    samples, inputs = source.calibration.samples, source.model.graph.inputs
+    accumulators = {
+        r.name: StatisticsAccumulator(r, max(1, round(sizes[r.name].tokens / r.gram_tokens)))
+        for r in batch
+    }
+    total = samples.count or 0
+    # How BLAS shares a sum out among threads changes its last bits; activations are shared
+    # out instead.
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        fetch = source.part([request.name for request in batch])
+        for index, feed in enumerate(samples):
+            source.calibration.progress(
+                number * total + index, total * of, f"calibration, pass {number + 1} of {of}"
+            )
+            arrays = fetch(feed, f"sample {index}")
+            rows = without_padding(arrays, counted_tokens(inputs, feed))
+            _update_all(accumulators, rows, index)
+    return accumulators
+
+
 def _without_needless_grams(
-    group: Sequence[ActivationRequest], tokens: Mapping[str, int]
+    group: Sequence[ActivationRequest], sizes: Mapping[str, _Size]
 ) -> list[ActivationRequest]:
     """Keep all tokens instead of Gram matrices where there are few; a group decides as one."""
+    tokens = {request.name: sizes[request.name].most_tokens for request in group}
     few = all(0 < 2 * tokens[request.name] <= request.k for request in group)
     return [
         dataclasses.replace(r, gram=False, max_tokens=max(r.max_tokens, tokens[r.name]))
@@ -128,13 +178,13 @@ def _without_needless_grams(
 
 
 def _batches(
-    groups: Iterable[Sequence[ActivationRequest]], sizes: Mapping[str, int], budget: int
+    groups: Iterable[Sequence[ActivationRequest]], sizes: Mapping[str, _Size], budget: int
 ) -> list[list[ActivationRequest]]:
     """Fill batches with whole groups."""
     batches: list[list[ActivationRequest]] = []
     left = 0
     for group in groups:
-        need = sum(request.nbytes + sizes[request.name] for request in group)
+        need = sum(request.nbytes + sizes[request.name].nbytes for request in group)
         if need > budget:
             names = ", ".join(repr(request.name) for request in group[:3])
             names += ", ..." if len(group) > 3 else ""

@@ -30,6 +30,7 @@ from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
     StatisticsAccumulator,
+    unit_for,
 )
 from ortplugins.quantization.statistics.collect import (
     Calibration,
@@ -86,10 +87,10 @@ class PairedModels:
     ) -> dict[str, TensorReference]:
         """Run both models up to an activation; write what is known of its X.
 
-        Return ``mean_abs``, ``tokens`` and ``gram`` of the quantised model, as
-        ActivationStatistics has them; ``float_tokens``, the same tokens of the float model;
-        and ``drift``, float32 ``[K, K]``, X^T (X_float - X) over the number of tokens.
-        Activations are asked for in the order of the graph.
+        Return the arrays of ActivationStatistics of the quantised model; ``float_tokens``, the
+        same tokens of the float model; and ``drift``, float32 ``[K, K]``,
+        X^T (X_float - X) over the number of tokens. Nothing without tokens. Activations are
+        asked for in the order of the graph.
         """
         name, k = request.name, request.k
         self._run_to(self.places.get(name, 0))
@@ -97,7 +98,7 @@ class PairedModels:
         floats = StatisticsAccumulator(dataclasses.replace(request, gram=False))
         # In its file from the start: a second matrix of this size is not held in memory.
         drift = writer.reserve((k, k), np.float32)
-        sums = drift.map("r+")
+        sums, unit = drift.map("r+"), 1.0
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             for index, feed in enumerate(self._samples):
                 both = [
@@ -107,16 +108,25 @@ class PairedModels:
                 rows = [each for _, each in without_padding(both, counted)]
                 if not rows:
                     continue
+                larger = max(unit_for(float(abs(each).max())) for each in rows)
+                if larger > unit:
+                    quantized.rescale(larger)
+                    floats.rescale(larger)
+                    for _ in range(2):
+                        sums *= np.float32(unit / larger)
+                    unit = larger
                 updates = [
                     pool.submit(quantized.update, rows[_QUANTIZED]),
                     pool.submit(floats.update, rows[_FLOAT]),
-                    pool.submit(_add_drift, rows[_QUANTIZED], rows[_FLOAT], sums),
+                    pool.submit(_add_drift, rows[_QUANTIZED], rows[_FLOAT], sums, unit),
                 ]
                 for update in updates:
                     update.result()
-        found = quantized.finish()
+        found, expected = quantized.finish(), floats.finish()
+        if found is None or expected is None:
+            return {}
         sums /= np.float32(found.count)
-        arrays = found.arrays() | {"float_tokens": floats.finish().tokens}
+        arrays = found.arrays() | {"float_tokens": expected.tokens}
         return {key: writer.append(array) for key, array in arrays.items()} | {"drift": drift}
 
     def _run_to(self, place: int) -> None:
@@ -183,11 +193,13 @@ class PairedModels:
         return open_for_samples(model, self._folder, self._providers)
 
 
-def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
-    """Add X^T (X_float - X) to the sums, in place."""
+def _add_drift(quantized: Array, floats: Array, sums: Array, unit: float) -> None:
+    """Add X^T (X_float - X) to the sums, in place; both divided by the unit."""
     k = quantized.shape[-1]
     rows = quantized.reshape(-1, k).astype(np.float32, copy=False)
     difference = floats.reshape(-1, k).astype(np.float32, copy=False) - rows
+    if unit != 1:
+        rows, difference = rows / np.float32(unit), difference / np.float32(unit)
     for start in range(0, k, _DRIFT_ROWS):
         block = slice(start, start + _DRIFT_ROWS)
         sums[block] += rows[:, block].T @ difference

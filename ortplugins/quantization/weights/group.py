@@ -47,6 +47,8 @@ _STRIP_BYTES = 4 << 20
 _GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
 # Tokens that the error of outputs is measured on.
 _ERROR_TOKENS = 128
+# Below it, float32 loses digits of sums of squares.
+_LEAST_SQUARE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,9 @@ class GroupTask:
 
     weights: tuple[WeightTask, ...]
     recipe: Recipe
-    method: str  # "rtn" without statistics
-    # The arrays of ActivationStatistics, or of PairedModels.statistics, by name.
+    method: str
+    # The arrays of ActivationStatistics, or of PairedModels.statistics, by name; none where
+    # nothing is calibrated, or no token of the samples meets the weights.
     statistics: Mapping[str, TensorReference]
     watched: str | None = None  # the key of these in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
@@ -128,8 +131,8 @@ class GroupTask:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """What the method does."""
-        return METHODS[self.method]
+        """What the method does; nothing but rounding to nearest without a token."""
+        return METHODS[self.method] if self.statistics else ()
 
     def map(self, name: str) -> Floats | None:
         """Return statistics; None where there are none of this name."""
@@ -154,6 +157,7 @@ class GroupResult:
     """What became of a group; the codes are in the files."""
 
     errors: tuple[tuple[WeightErrors, ...], ...]  # of each weight, and each of its outputs
+    reached: bool  # whether a token of the samples meets the weights
     # float32 [K], what the weights' rows were multiplied by and the activation must be divided
     # by; None for 1, and NaN for the exponent then.
     channel_scales: npt.NDArray[np.float32] | None
@@ -166,7 +170,7 @@ def quantize_group(task: GroupTask) -> GroupResult:
         _limit_blas_for_good()
     work = _GroupWork(task)
     errors = tuple(map(work.quantize, task.weights))
-    return GroupResult(errors, work.channel_scales, work.alpha)
+    return GroupResult(errors, bool(task.statistics), work.channel_scales, work.alpha)
 
 
 def working_bytes(task: GroupTask, threads: int) -> int:
@@ -179,7 +183,8 @@ def working_bytes(task: GroupTask, threads: int) -> int:
         squares += 4 * ("scales" in steps or "gram" not in task.statistics)
     k = task.weights[0].outputs[0].K
     strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
-    return squares * k * k + 6 * strip * threads
+    block = task.weights[0].outputs[0].form.size_along(k) if "gptq" in steps else 0
+    return squares * k * k + (6 * strip + 8 * block * block) * threads
 
 
 def one_blas_thread() -> threadpoolctl.threadpool_limits:
@@ -207,11 +212,8 @@ class _GroupWork:
         if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
             # There were so few that all of them are here.
             gram = tokens.T @ tokens / np.float32(len(tokens))
-        if gram is not None and not np.isfinite(gram).all():
-            raise QuantizationError(
-                f"the squares of what weight {task.weights[0].name!r} is multiplied by "
-                "overflow: scale the activation, or take method 'rtn'"
-            )
+        unit = task.map("unit")
+        self._unit = 1.0 if unit is None else float(unit.item())
         self.channel_scales, self.alpha = None, float("nan")
         if "scales" in steps:
             self.channel_scales, self.alpha = self._search_scales(tokens, gram)
@@ -254,7 +256,10 @@ class _GroupWork:
         matrix = _matrix(task)
         if self._feedback is not None:
             self._feedback.factor(task.outputs[0].form)
-        sample = None if self._tokens is None else self._tokens[:_ERROR_TOKENS]
+        sample = self._tokens
+        if sample is not None and len(sample) > _ERROR_TOKENS:
+            # A weight with several inputs has the tokens of one after those of the other.
+            sample = sample[np.linspace(0, len(sample) - 1, _ERROR_TOKENS).astype(int)]
         sinks = [_Sink(output) for output in task.outputs]
         given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
         # A choice rests on it, so on all tokens.
@@ -290,7 +295,7 @@ class _GroupWork:
                     row[2:4] = added, _square(wanted) / len(sample)
                     if hessian is not None:
                         added = float(np.vdot(difference, hessian @ difference))
-                    row[4] = added
+                    row[4] = added * self._unit**2
                 if channel_scales is not None:
                     difference /= channel_scales[:, None]
                 row[:2] = _square(difference), _square(strip)
@@ -360,8 +365,13 @@ def _strips(matrix: npt.NDArray[Any], by_rows: bool) -> Iterator[slice]:
 
 
 def _square(array: npt.NDArray[Any]) -> float:
+    """Return the sum of squares, also where float32 has no such number."""
     flat = array.reshape(-1)
-    return float(np.dot(flat, flat))
+    with np.errstate(over="ignore", under="ignore"):
+        total = float(np.dot(flat, flat))
+    if _LEAST_SQUARE < total < math.inf:
+        return total
+    return float(np.dot(flat, flat.astype(np.float64)))
 
 
 class _Sink:

@@ -27,6 +27,8 @@ from ortplugins.quantization.weights.sites import WeightSite, find_sites, reader
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import label
 
+UNREACHED = "no token of the samples reaches it"
+
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
@@ -198,7 +200,8 @@ class Group:
     method: str  # "rtn" without statistics
     reason: str = ""  # why there are none
     task: GroupTask = dataclasses.field(init=False)
-    channel_scales: Floats | None = None  # as in GroupResult
+    reached: bool = False  # as in GroupResult, and the two below
+    channel_scales: Floats | None = None
     alpha: float = math.nan
     folded: str = ""  # as in NodeReport
 
@@ -215,6 +218,9 @@ class Group:
     def take_in(self, result: GroupResult) -> None:
         """Note what became of the task."""
         self.channel_scales, self.alpha = result.channel_scales, result.alpha
+        self.reached = result.reached
+        if METHODS[self.method] and not result.reached:
+            self.method, self.reason = "rtn", UNREACHED
         both = zip(self.task.weights, result.errors, strict=True)
         for weight, (task, errors) in zip(self.weights, both, strict=True):
             weight.method = self.method

@@ -132,7 +132,7 @@ class RunFolder:
         errors = tuple(tuple(WeightErrors(*e) for e in weight) for weight in more["errors"])
         scales = references.get("channel_scales")
         channel_scales = None if scales is None else np.array(scales.map())
-        return GroupResult(errors, channel_scales, more["alpha"])
+        return GroupResult(errors, more["reached"], channel_scales, more["alpha"])
 
     def keep_codes(self, task: GroupTask, result: GroupResult) -> None:
         """Write what a task has found."""
@@ -142,7 +142,7 @@ class RunFolder:
         if result.channel_scales is not None:
             arrays["channel_scales"] = result.channel_scales
         errors = [[dataclasses.astuple(e) for e in weight] for weight in result.errors]
-        more = {"errors": errors, "alpha": result.alpha}
+        more = {"errors": errors, "reached": result.reached, "alpha": result.alpha}
         self._write(f"codes-{self.codes_key(task)}", arrays, more)
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
@@ -167,6 +167,7 @@ class RunFolder:
         assert self._path is not None
         data, about = (self._path / f"{name}{suffix}" for suffix in (".bin", ".json"))
         unfinished = Path(f"{data}{_UNFINISHED}"), Path(f"{about}{_UNFINISHED}")
+        unfinished[0].touch()  # there may be no array
         writer = ScratchWriter(unfinished[0])
         written = {key: writer.append(array) for key, array in arrays.items()}
         content = {

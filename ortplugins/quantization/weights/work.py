@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.nearest import Floats
@@ -52,6 +53,7 @@ from ortplugins.quantization.weights.group import (
     working_bytes,
 )
 from ortplugins.quantization.weights.plan import (
+    UNREACHED,
     Group,
     QuantizeReport,
     Weight,
@@ -64,6 +66,7 @@ from ortplugins.quantization.weights.sites import WeightSite
 from rewrite_rules.graph.initializers import FreshNames
 
 _MORE_BITS = 8
+_SHOWN = 8  # names in a note
 # Of each activation: what errors are measured on. Searches look at the second moments.
 _SAMPLED_TOKENS = 128
 
@@ -108,15 +111,39 @@ def quantize_graph(
             yield from work.run(first)
             if recipe.share_of_8_bits:
                 _choose_more_bits(first, recipe.share_of_8_bits)
-            if calibration is not None and second:
-                yield from work.run_in_order(second, PairedModels(plan.model, calibration))
+            again = [group for group in second if "gptq" in METHODS[group.method]]
+            if calibration is not None and again:
+                yield from work.run_in_order(again, PairedModels(plan.model, calibration))
 
         left = total = sum(group.elements for group in (*first, *second))
         for group in rounds():
             left -= group.elements
             if progress is not None:
                 progress(total - left, total, group.weights[0].sites[0].label)
+        if calibration is not None:
+            _note_unreached(plan)
     return _rewrite(plan, recipe)
+
+
+def _note_unreached(plan: WeightPlan) -> None:
+    """Name the weights that no sample says anything about.
+
+    Raises:
+        CalibrationError: If these are all that were to be calibrated.
+    """
+    calibrated = [group for group in plan.groups if group.activations]
+    if calibrated and not any(group.reached for group in calibrated):
+        raise CalibrationError(
+            "no token of the samples reaches any weight: are they empty, or padding?"
+        )
+    unreached = [group for group in calibrated if group.reason == UNREACHED]
+    names = [weight.value.name or "" for group in unreached for weight in group.weights]
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        plan.notes.append(
+            f"{len(names)} weights are rounded to nearest, as no token of the samples reaches "
+            f"them: {shown}"
+        )
 
 
 class _WithinMemory:
@@ -206,7 +233,7 @@ class _Work:
                 statistics = models.statistics(request, writer)
                 ready = dataclasses.replace(task, statistics=statistics)
                 result = self._executor.submit(self._quantize, ready).result()
-                writer.path.unlink()
+                writer.path.unlink(missing_ok=True)
                 self._run.keep_codes(task, result)
             group.take_in(result)
             _replace_weights(models, group)
@@ -259,10 +286,15 @@ class _Work:
         return found
 
     def _statistics(
-        self, group: Group, batch: Mapping[str, ActivationStatistics], writer: ScratchWriter
+        self,
+        group: Group,
+        batch: Mapping[str, ActivationStatistics | None],
+        writer: ScratchWriter,
     ) -> Statistics:
         """Write a group's statistics for its workers."""
-        given = pooled([batch[name] for name in group.names]).arrays()
+        found = [batch[name] for name in group.names]
+        reached = [statistics for statistics in found if statistics is not None]
+        given = pooled(reached).arrays() if reached else {}
         if self._run.keeps:
             return self._run.keep_statistics(self._watched[group], given)
         return {name: writer.append(array) for name, array in given.items()}
