@@ -127,6 +127,18 @@ def test_codes_scales_and_norms_are_those_of_the_checkpoint(tmp_path, kind, bits
         assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["gptq", "auto_gptq"])
+def test_layers_may_have_bits_of_their_own(tmp_path, kind):
+    parts, weight = packed_layer(kind, K, N, 8, 16, False, 5)
+    parts = {f"{next(iter(LAYERS))}.{part}": array for part, array in parts.items()}
+    weights = checkpoint(tmp_path / "c", kind, tensors=parts)
+    result = quantize(float_model(), checkpoint=tmp_path / "c")
+    assert [row.bits for row in result.report.quantized] == [8, 4]
+    found = dequantised(read(result.model))
+    for node, expected in zip(NODES, (weight, [*weights.values()][1]), strict=True):
+        np.testing.assert_allclose(found[node], expected, rtol=1e-7)
+
+
 UP = next(iter(LAYERS))
 
 
@@ -148,6 +160,12 @@ UP = next(iter(LAYERS))
             {"tensors": {f"{UP}.qweight": np.zeros((K // 4, N), np.int32)}},
             ModelFileError,
             rf"layer '{UP}' of the checkpoint is \[128, 32\], node 'up'.*\[64, 32\]",
+        ),
+        (
+            "gptq",
+            {"tensors": {f"{UP}.qzeros": np.zeros((K // 16, 3), np.int32)}},
+            ModelFileError,
+            f"layer '{UP}' of the checkpoint has 3 bits: 2, 4 and 8 are read",
         ),
         ("gptq", {"method": "gptq"}, QuantizationError, "brings its own codes"),
         ("gptq", {"file": b"damaged"}, ModelFileError, "model-0.safetensors is damaged"),

@@ -22,6 +22,7 @@ from builders.samples import Reader
 from builders.text_models import matmul_of, model_of, normal
 
 from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.model_io.saving import scratch_within
 from ortplugins.quantization import quantize
 
 D = 32
@@ -229,6 +230,31 @@ def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(tmp_path, opti
             (note,) = result.report.notes
             assert re.fullmatch("1 weights are rounded to nearest, .*: W1", note)
         np.testing.assert_array_equal(dequantised(read(result.model))["expert1"], nearest)
+
+
+def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path):
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from builders.text_models import matmul_of, normal
+from ortplugins.quantization import quantize
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(matmul_of(normal(64, 64)), {str(tmp_path / "out.onnx")!r}, progress=killed)
+"""
+    process = subprocess.run([sys.executable, "-c", program])
+    assert process.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with scratch_within(tmp_path) as used:  # another run is at work, and stays
+        assert not left.exists()
+        quantize(matmul_of(normal(64, 64)), tmp_path / "out.onnx")
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "out.onnx",
+            Path(used).parent.name,
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
 
 
 def test_float16_scales_neither_vanish_nor_overflow():

@@ -618,22 +618,59 @@ FUNCTIONS = """
 <ir_version: 10, opset_import: ["": 21, "own": 1]>
 g (float[T, 32] x) => (float[T, 32] y) {
     h = own.twice(x)
-    [m] y = MatMul(h, W)
+    i = own.linear(h, V)
+    [m] y = MatMul(i, W)
 }
 <domain: "own", opset_import: ["": 21]>
 twice (a) => (b) { b = Add(a, a) }
+<domain: "own", opset_import: ["": 21]>
+linear (a, w) => (b) { [linear] b = MatMul(a, w) }
 """
 
 
 @pytest.mark.parametrize("opset", [17, 21])
-def test_functions_survive_and_are_reported(opset):
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_of_functions_are_quantised_where_these_are_called(opset, method):
     proto = onnx.parser.parse_model(FUNCTIONS.replace('"": 21', f'"": {opset}'))
-    weight = normal(D, D)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
+    weights = {name: normal(D, D, seed=seed) for seed, name in enumerate("VW")}
+    for name, weight in weights.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
     x = normal(3, D)
-    result = quantize(proto)
-    # Where they are converted, functions are inlined.
-    reported = any("function" in note for note in result.report.notes)
-    assert reported == bool(read(result.model).functions) == (opset == 21)
-    expected = 2 * x @ dequantised(result.model)["m"]
+    result = quantize(proto, method=method, calibration_data_reader=[{"x": normal(40, D)}])
+    assert [(row.weight, row.method) for row in result.report.nodes] == [
+        ("V", method),
+        ("W", method),
+    ]
+    first, second = dequantised(read(result.model)).values()
+    expected = 2 * x @ first @ second
     assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
+
+
+def test_functions_that_call_themselves_are_refused():
+    text = FUNCTIONS.replace("b = Add(a, a)", "b = own.twice(a)")
+    proto = onnx.parser.parse_model(text)
+    with pytest.raises(ModelFileError, match="'twice' calls itself"):
+        quantize(proto)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_values_of_bfloat16_between_layers(typed):
+    text = f"""g (float[T, {D}] x) => (float[T, {D}] y, float[T, {D}] z) {{
+        [a] h = MatMul(x, V)
+        half = Cast <to = 16> (h)
+        wide = Cast <to = 1> (half)
+        [b] i = MatMul(wide, W)
+        both = Cast <to = 1> (half)
+        y = Add(i, both)
+        [c] z = MatMul(i, U)
+    }}"""
+    weights = {name: normal(D, D, seed=seed) for seed, name in enumerate("UVW")}
+    model = model_of(text, weights)
+    if typed:
+        node = next(node for node in model.graph if node.outputs[0].name == "half")
+        node.outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
+    samples = [{"x": normal(40, D, seed=seed)} for seed in (1, 2)]
+    options = {"method": "gptq", "quantized_inputs": True}
+    result = quantize(model, calibration_data_reader=samples, **options)
+    assert all(row.output_error < 0.2 for row in result.report.nodes)
+    assert {row.method for row in result.report.nodes} == {"gptq"}

@@ -21,7 +21,7 @@ from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import KeptSamples
-from ortplugins.samples.text import TextSamples
+from ortplugins.samples.text import TextSamples, _chat_template
 from rewrite_rules.shapes.input_roles import counted_tokens
 
 
@@ -254,7 +254,39 @@ def test_chat_puts_each_paragraph_into_the_template():
     assert len(words) == 24
 
 
+TEMPLATE = "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ([{"name": "x", "template": ""}, {"name": "default", "template": TEMPLATE}], "a b"),
+        ("{{ strftime_now('20') }}" + TEMPLATE, "20 a b"),
+        ("{% if messages[0].role != 'user' %}{{ raise_exception('x') }}{% endif %} a", "a"),
+        ("{% for m in messages * 3 %} {{ m.content }}{% break %}{% endfor %}", "a b"),
+        ("{% generation %} {{ messages[0].role }}{% endgeneration %}", "user"),
+        ("""{{ {"b": "<é>"} | tojson(ensure_ascii=False) }}""", """{ " b " : " < é > " }"""),
+        ("""{{ {"b": "é"} | tojson }}""", """{ " b " : " é " }"""),
+        ("{% if tools is not none or documents is not none %}a{% endif %} b", "b"),
+        ("{{ bos_token }} {{ sep_token }} {{ messages[0].content }}", "[BOS] [SEP] a b"),
+    ],
+)  # fmt: skip
+def test_chat_templates_are_rendered_as_transformers_does(tmp_path, template, expected):
+    write_tokenizer(tmp_path / "tokenizer.json", WORDS)
+    config = {
+        "chat_template": template,
+        "bos_token": "[BOS]",
+        "sep_token": {"content": "[SEP]"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    rendered = _chat_template(tmp_path / "tokenizer.json")("a b")
+    assert "".join(rendered.split()) == expected.replace(" ", "")
+
+
 ESCAPE = json.dumps({"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"})
+
+
+NAMED = json.dumps({"chat_template": [{"name": "rag", "template": ""}]})
 
 
 @pytest.mark.parametrize(
@@ -267,6 +299,15 @@ ESCAPE = json.dumps({"chat_template": "{{ messages.__class__.__base__.__subclass
         ("other", b"", {"window": 2}, "a window of 2 tokens has no room"),
         ("other", b"", {"chat": True}, "no chat template"),
         ("tokenizer_config.json", ESCAPE.encode(), {"chat": True}, "chat template"),
+        (
+            "chat_template.jinja",
+            b"{{ raise_exception('no') }}",
+            {"chat": True},
+            "template: no",
+        ),
+        ("chat_template.jinja", b"{{ 1 + messages }}", {"chat": True}, "chat template: "),
+        ("chat_template.jinja", b"{% wrong %}", {"chat": True}, "chat template: "),
+        ("tokenizer_config.json", NAMED.encode(), {"chat": True}, "'default', only 'rag'"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from ortplugins.model_io.saving import scratch_within
+from ortplugins.model_io.saving import REPLACED, scratch_within
 
 # Weights in other forms, which would be those of the model as it was.
 _WEIGHTS = frozenset({
@@ -121,7 +121,7 @@ class OutputFolder:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(self.source / name, folder / name)
             yield model
-            old = Path(scratch, "old")
+            old = Path(scratch, REPLACED)
             try:
                 if target.exists():
                     target.rename(old)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,40 +165,86 @@ def read_text(path: Path) -> str:
         raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
 
 
-def _chat_template(tokenizer: Path) -> Any:
-    """Return what makes a conversation out of a user's message."""
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        raise UsageError("chat needs: pip install 'ortplugins[text]'") from None
+def _chat_template(tokenizer: Path) -> Callable[[str], str]:
+    """Return what makes a conversation out of a user's message, as transformers does."""
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         text = tokenizer.with_name("tokenizer_config.json").read_text(encoding="utf-8")
         found = json.loads(text)
         config = found if isinstance(found, dict) else {}
-    source, template = config.get("chat_template"), tokenizer.with_name("chat_template.jinja")
-    if template.is_file():
-        source = template.read_text(encoding="utf-8")
+    source, file = config.get("chat_template"), tokenizer.with_name("chat_template.jinja")
+    if file.is_file():
+        source = file.read_text(encoding="utf-8")
+    if isinstance(source, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in source}
+        source = named.get("default")
+        if source is None:
+            raise CalibrationError(
+                f"{tokenizer.parent}: no chat template is called 'default', only "
+                f"{', '.join(map(repr, named))}: write one to chat_template.jinja"
+            )
     if not isinstance(source, str):
         raise CalibrationError(
             f"{tokenizer.parent}: no chat template, in neither chat_template.jinja "
             "nor tokenizer_config.json"
         )
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     special = {
-        name: value.get("content", "") if isinstance(value, dict) else value or ""
-        for name in ("bos_token", "eos_token", "pad_token")
-        for value in [config.get(name)]
+        name: value.get("content", "") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, dict | str)
     }
+    try:
+        template = _template_environment().from_string(source)
+    except Exception as error:
+        raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
 
     def render(text: str) -> str:
         messages = [{"role": "user", "content": text}]
         try:
-            return environment.from_string(source).render(
-                messages=messages, add_generation_prompt=True, **special
+            rendered: str = template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
             )
-        except TemplateError as error:
+            return rendered
+        except Exception as error:  # templates call methods of any value
             raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
 
     return render
+
+
+def _template_environment() -> Any:
+    """Return the sandbox that transformers (4.50) renders chat templates in."""
+    try:
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise UsageError("chat needs: pip install 'ortplugins[text]'") from None
+
+    class Generation(Extension):
+        """Marks what the assistant says; it is rendered as it is."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            """Return the nodes between generation and endgeneration."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # jinja2's own escapes the signs of HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda text: datetime.datetime.now().strftime(text)
+    return environment

@@ -18,7 +18,7 @@ from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQ
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, MultiplyByWeight
 from rewrite_rules.graph.nodes import (
     all_nodes,
-    check_inlined_size,
+    inline_functions,
     is_dequantize_linear,
     label,
 )
@@ -46,9 +46,8 @@ def fuse(
         return
     if model.functions:
         with context.remarks.at("functions"):
-            check_inlined_size(model)
             # Whether a function's parameter is a constant shows only where it is called.
-            onnx_ir.passes.common.InlinePass()(model)
+            inline_functions(model)
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.

@@ -146,6 +146,18 @@ def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
             del value.graph.initializers[value.name]
 
 
+def inline_functions(model: ir.Model) -> None:
+    """Put the nodes of the model's functions where they are called.
+
+    Raises:
+        ValueError: If functions call themselves, or would fill the memory.
+    """
+    import onnx_ir.passes.common
+
+    check_inlined_size(model)
+    onnx_ir.passes.common.InlinePass()(model)
+
+
 def check_inlined_size(model: ir.Model) -> None:
     """Refuse functions that would fill memory once they are inlined, by a ValueError."""
     sizes: dict[ir.OperatorIdentifier, int] = {}

@@ -73,6 +73,7 @@ class PairedModels:
         self._place = 0
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
+        self._halved: set[str] = set()  # of these, what is bfloat16 and kept in float32
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
     def replace(self, node: str, index: int, weight: Callable[[], Array]) -> None:
@@ -185,12 +186,42 @@ class PairedModels:
             array = inputs[value.name or ""]
             value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             value.shape = ir.Shape([None] * array.ndim)
-        model = ir.Model(
-            part,
-            ir_version=self._model.ir_version,
-            functions=list(self._model.functions.values()),
-        )
+        for value in [value for value in part.inputs if value.name in self._halved]:
+            _cast_input(part, value)
+        session = self._open_part(part)
+        # onnxruntime has no numpy arrays of bfloat16, and knows now which outputs are.
+        halved = {o.name for o in session.get_outputs() if o.type == "tensor(bfloat16)"}
+        if not halved:
+            return session
+        self._halved |= halved
+        for place, value in enumerate(part.outputs):
+            if value.name in halved:
+                part.outputs[place] = _cast_output(part, value)
+        return self._open_part(part)
+
+    def _open_part(self, part: ir.Graph) -> onnxruntime.InferenceSession:
+        functions = list(self._model.functions.values())
+        model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
         return open_for_samples(model, self._folder, self._providers)
+
+
+def _cast_input(part: ir.Graph, value: ir.Value) -> None:
+    """Feed a value of bfloat16 in float32."""
+    node = ir.node("Cast", [None], {"to": ir.DataType.BFLOAT16.value})
+    ir.convenience.replace_all_uses_with(value, node.outputs[0])
+    node.replace_input_with(0, value)
+    node.outputs[0].name = f"{value.name}.bfloat16"
+    part.insert_before(part[0], node)
+
+
+def _cast_output(part: ir.Graph, value: ir.Value) -> ir.Value:
+    """Return a value of bfloat16 in float32, under its name."""
+    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT.value})
+    (output,) = node.outputs
+    output.name, value.name = value.name, f"{value.name}.bfloat16"
+    output.type = ir.TensorType(ir.DataType.FLOAT)
+    part.append(node)
+    return output
 
 
 def _add_drift(quantized: Array, floats: Array, sums: Array, unit: float) -> None:

@@ -52,6 +52,22 @@ class PackedWeight:
         packed = _WORD // self.bits
         return (rows, columns * packed) if self.method == "awq" else (rows * packed, columns)
 
+    def with_own_bits(self) -> PackedWeight:
+        """Return the layer with the bits that its tensors have: rules give some layers others.
+
+        N zero points fill a row of words of qzeros, which may hold a few more.
+        """
+        columns, words = (self._tensor(part).shape[1] for part in ("scales", "qzeros"))
+        if self.method == "awq" or words == -(-columns * self.bits // _WORD):
+            return self
+        for bits in _BITS:
+            if words == -(-columns * bits // _WORD):
+                return dataclasses.replace(self, bits=bits)
+        raise ModelFileError(
+            f"layer {self.name!r} of the checkpoint has {words * _WORD / columns:.3g} bits: "
+            "2, 4 and 8 are read"
+        )
+
     def form(self, scale_type: str) -> BlockFormat:
         """Return the form of the codes: symmetric where all zero points are in the middle."""
         k, _ = self.shape()
@@ -147,6 +163,7 @@ class Checkpoint:
                 name = name.removesuffix(operator)
             layer = self.layers.get(name)
             if layer is not None:
+                layer = layer.with_own_bits()
                 if layer.shape() != (site.K, site.N):
                     raise ModelFileError(
                         f"layer {name!r} of the checkpoint is {list(layer.shape())}, node "

@@ -25,7 +25,7 @@ from ortplugins.quantization.weights.group import (
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.sites import WeightSite, find_sites, readers_of
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import inline_functions, label
 
 UNREACHED = "no token of the samples reaches it"
 
@@ -247,12 +247,19 @@ class WeightPlan:
 def plan_weights(
     model: ir.Model, recipe: Recipe, checkpoint: Checkpoint | None = None
 ) -> WeightPlan:
-    """Find what is to be quantised; the graph's larger Constant nodes become initializers."""
+    """Find what is to be quantised.
+
+    Functions of the model are inlined; the graph's larger Constant nodes become initializers.
+    """
     if checkpoint is not None and recipe.needs_statistics:
         raise QuantizationError(
             "a checkpoint brings its own codes: leave out methods that calibrate and "
             "share_of_8_bits"
         )
+    try:
+        inline_functions(model)
+    except ValueError as error:
+        raise ModelFileError(str(error)) from None
     lift_constants(model)
     found = list(find_sites(model, recipe.op_types))
     sites = [site for _, site in found if isinstance(site, WeightSite)]
@@ -281,8 +288,6 @@ def plan_weights(
             key = (site.weight, site.stored_k_last, form, method)
             weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
     nodes += _other_readers(weights.values(), set(names))
-    if model.functions:
-        notes.append("nodes of model-local functions are not quantised: inline them first")
     by_method: dict[str, list[Weight]] = {}
     for weight in weights.values():
         by_method.setdefault(weight.method, []).append(weight)

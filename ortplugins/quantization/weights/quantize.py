@@ -124,7 +124,7 @@ def quantize(
         executor: Where weights are worked on: any ``concurrent.futures.Executor``; by default
             threads, one per core. The result is the same, bit for bit.
         work_dir: Folder for intermediate files, about as large as the result; every worker of
-            the executor has to see it. By default the output's own folder.
+            the executor has to see it. By default the run folder, or the output's own.
         run_folder: Folder that keeps statistics and codes, so that an interrupted run goes on
             and another method need not watch the activations again; it is made, can be deleted
             at any time, and holds K x K floats for each activation. Needs a path as model.
@@ -172,9 +172,12 @@ def quantize(
     # The system's own folder may be memory, or too small; the output has to fit here anyway.
     beside = None if target is None else target.absolute().parent
     with contextlib.ExitStack() as stack:
-        place = beside if work_dir is None else os.path.abspath(work_dir)
-        scratch = Path(stack.enter_context(scratch_within(place)))
         calibration, run = None, NOTHING_KEPT
+        if run_folder is not None:
+            files = _files_of(model, loaded)
+            run = stack.enter_context(RunFolder.opened(run_folder))
+        place = Path(os.path.abspath(work_dir)) if work_dir else run.path or beside
+        scratch = Path(stack.enter_context(scratch_within(place)))
         stages = _Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
@@ -188,8 +191,7 @@ def quantize(
                 stages.of("calibration"),
             )
         if run_folder is not None:
-            files = _files_of(model, loaded)
-            run = stack.enter_context(RunFolder.opened(run_folder, files, calibration))
+            run.identify(files, calibration)
         report = quantize_graph(
             plan,
             chosen,

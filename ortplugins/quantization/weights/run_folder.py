@@ -43,21 +43,19 @@ class RunFolder:
         self._path, self._identity = path, identity
 
     @property
+    def path(self) -> Path | None:
+        """The folder; None where there is none."""
+        return self._path
+
+    @property
     def keeps(self) -> bool:
         """Whether there is a folder."""
         return self._path is not None
 
     @classmethod
     @contextlib.contextmanager
-    def opened(
-        cls,
-        path: str | os.PathLike[str],
-        files: Iterable[Path],
-        calibration: Calibration | None,
-    ) -> Iterator[RunFolder]:
+    def opened(cls, path: str | os.PathLike[str]) -> Iterator[RunFolder]:
         """Open a folder, made where there is none; no other run can meanwhile.
-
-        All that it keeps belongs to these files of a model, and to these samples, if any.
 
         Raises:
             UsageError: If the folder is not a run folder and not empty, or in use.
@@ -75,17 +73,21 @@ class RunFolder:
         try:
             for left in folder.glob(f"*{_UNFINISHED}"):
                 left.unlink()
-            identity: dict[str, Any] = {
-                "ortplugins": __version__,
-                "onnxruntime": onnxruntime.__version__,
-                "model": digest_of_files(files),
-            }
-            if calibration is not None:
-                identity["samples"] = _digest_of_samples(calibration.samples)
-                identity["providers"] = list(map(str, calibration.providers))
-            yield cls(folder, identity)
+            yield cls(folder, {})
         finally:
             lock.release()
+
+    def identify(self, files: Iterable[Path], calibration: Calibration | None) -> None:
+        """Say what it keeps: the results of these files of a model and samples, if any."""
+        identity: dict[str, Any] = {
+            "ortplugins": __version__,
+            "onnxruntime": onnxruntime.__version__,
+            "model": digest_of_files(files),
+        }
+        if calibration is not None:
+            identity["samples"] = _digest_of_samples(calibration.samples)
+            identity["providers"] = list(map(str, calibration.providers))
+        self._identity = identity
 
     def key(self, **parts: Any) -> str:
         """Return the digest of an entry's parts, which are JSON's types, and of the run's."""
@@ -151,8 +153,8 @@ class RunFolder:
         data = self._path / f"{name}.bin"
         try:
             content = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
-            if data.stat().st_size != content["bytes"]:
-                return None
+            if digest_of_files([data]) != content.get("digest"):
+                return None  # the machine went down before it was on the disk
         except (FileNotFoundError, ValueError):  # none, or not all of its JSON
             return None
         references = {
@@ -171,7 +173,7 @@ class RunFolder:
         writer = ScratchWriter(unfinished[0])
         written = {key: writer.append(array) for key, array in arrays.items()}
         content = {
-            "bytes": unfinished[0].stat().st_size,
+            "digest": digest_of_files([unfinished[0]]),
             "arrays": {key: (r.offset, r.shape, r.dtype) for key, r in written.items()},
             **more,
         }

@@ -6,7 +6,7 @@
 
 Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
 name: a weight that a caller may feed, that is not a float32 or float16 matrix, or that holds
-nothing. Nodes of model-local functions are not looked at.
+nothing.
 """
 
 from __future__ import annotations
