@@ -4,10 +4,18 @@
 The layouts and their numbers are those of ``test_layout_matrix.py``.
 """
 
+import re
+
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.dequantized_models import DequantizedMatMul, fuse_weights, op_types, run
+from builders.dequantized_models import (
+    DequantizedMatMul,
+    assert_same_outputs,
+    fuse_weights,
+    op_types,
+    run,
+)
 from builders.layout_matrix import LayoutCase, Quantized
 from builders.text_models import text_model
 
@@ -129,7 +137,38 @@ def test_refuses_providers_that_read_qdq_themselves():
 
 
 DQ = "[dq] d = DequantizeLinear <axis = 1, block_size = 32> (w, s, z)"
+BIASED = {
+    "one number for each column": ("[mm] m = MatMul (x, dq_out) [add] y = Add (m, b)", (8,)),
+    "one number for each row": ("[mm] m = MatMul (x, dq_out) [add] y = Add (m, b)", (8, 1)),
+    "one of each row of a Gemm": ("[gemm] y = Gemm (x, dq_out, b)", (8, 1)),
+    "a whole matrix": ("[mm] m = MatMul (x, dq_out) [add] y = Add (b, m)", (8, 8)),
+    "another axis": ("[mm] m = MatMul (x, dq_out) [add] y = Add (m, b)", (8, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_only_what_is_the_same_for_all_rows_is_a_bias(name):
+    text, shape = BIASED[name]
+    case = DequantizedMatMul(64, 8, 32, "uint4")
+    model = case.model_of(text)
+    numbers = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+    bias = ir.tensor(numbers, name="b")
+    model.graph.register_initializer(ir.Value(name="b", const_value=bias))
+    read = next(value for node in model.graph for value in node.inputs if value.name == "b")
+    read.replace_all_uses_with(model.graph.initializers["b"])
+    expected = model.clone()
+    fuse_weights(model, FusionOptions(accuracy_level=0, slow_kernels="fuse"))
+    assert "MatMulNBits" in op_types(model)
+    assert ("Add" in op_types(model)) == (shape != (8,))
+    assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
+
+
 REFUSALS = {
+    "a zero point of int32 codes": (
+        "[dq] d = DequantizeLinear (wide, one, offset)  [mm] y = MatMul (x, d)",
+        [8, 8],
+        "zero point 'offset' of int32 codes is not 0",
+    ),
     "a left side whose other operand has no known rank": (
         f"{DQ}  [left] y = MatMul (d, x)",
         None,
@@ -157,7 +196,12 @@ def test_names_why_it_refuses(name):
         weight: np.ones((8, 64), np.float32 if weight == "floats" else np.uint8),
         "s": np.ones((8, 2), np.float32),
         "z": np.zeros((8, 2), np.uint8),
+        "wide": np.ones((8, 64), np.int32),
+        "one": np.float32(0.5),
+        "offset": np.int32(3),
     }
+    named = set(re.findall(r"\w+", text))
+    constants = {key: array for key, array in constants.items() if key in named}
     assert words in refused(ir.from_proto(text_model(text, constants, {"x": (1, shape)})))
 
 

@@ -256,6 +256,9 @@ def test_the_limit_is_looked_at_before_and_after(small, monkeypatch):
     real, large = prepack_module._run_child, {"data_bytes": 3_100_000}
     monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **large})
     assert "takes 3.1 MB of disk, above limit_mb=3" in pack(small, limit_mb=3)[1]
+    unused = {"in_use": 0, "recorded": 2}
+    monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **unused})
+    assert "a session uses none of 2 blobs" in pack(small)[1]
     assert contents(small.parent) == before
 
 
@@ -394,6 +397,24 @@ def test_weights_of_bodies_and_of_the_graph_around_them(text, tensors, tmp_path)
     for flag in (True, False):
         feeds = {"x": normal(2, 64, seed=9), "flag": np.array(flag)}
         np.testing.assert_equal(run(str(path), feeds), run(model, feeds))
+
+
+def test_a_tensor_that_is_the_beginning_of_another_stays_one(tmp_path):
+    text = """g (float[r, 64] x) => (float[r, 72] y) {
+        a = MatMul(x, start)  b = MatMul(x, w)  y = Concat <axis = 1> (a, b) }"""
+    path = save(proto_of(text, {"w": normal(64, 64)}), tmp_path / "m" / "model.onnx")
+    model = onnx.load(path, load_external_data=False)
+    (whole,) = model.graph.initializer
+    start = onnx.TensorProto()
+    start.CopyFrom(whole)
+    start.name, start.dims[:] = "start", [64, 8]
+    next(e for e in start.external_data if e.key == "length").value = str(4 * 64 * 8)
+    model.graph.initializer.append(start)
+    path.write_bytes(model.SerializeToString())
+    feeds = {"x": normal(2, 64, seed=9)}
+    expected = run(str(path), feeds)
+    assert pack(path)[0] is Outcome.FIRED
+    np.testing.assert_equal(run(str(path), feeds), expected)
 
 
 def test_a_packing_that_computes_something_else_is_refused(tmp_path, monkeypatch):
