@@ -7,6 +7,8 @@ The layouts and their numbers are those of ``test_layout_matrix.py``.
 import re
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import (
@@ -17,7 +19,7 @@ from builders.dequantized_models import (
     run,
 )
 from builders.layout_matrix import LayoutCase, Quantized
-from builders.text_models import text_model
+from builders.text_models import add_weights, text_model
 
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
 
@@ -172,7 +174,7 @@ REFUSALS = {
     "a left side whose other operand has no known rank": (
         f"{DQ}  [left] y = MatMul (d, x)",
         None,
-        "rank is unknown: infer shapes first",
+        "rank is not proved: give the model's inputs a shape",
     ),
     "a consumer that no rule matches": (
         f"{DQ}  [mul] y = Mul (x, d)",
@@ -203,6 +205,153 @@ def test_names_why_it_refuses(name):
     named = set(re.findall(r"\w+", text))
     constants = {key: array for key, array in constants.items() if key in named}
     assert words in refused(ir.from_proto(text_model(text, constants, {"x": (1, shape)})))
+
+
+# Of a value that a node makes, what the file says of its shape is checked by nobody.
+STALE = {
+    "a batch of groups": (
+        "y = MatMul (h, d)", [4, 3, 64], (4, 64, 32), [4, 3, 64], [1, 3, 64],
+    ),
+    "the rank on the right": ("y = MatMul (d, h)", [64, 3], (32, 64), [64, 3], [1, 64, 3]),
+    "the rank of a vector": ("y = MatMul (d, h)", [64], (32, 64), [64], [64, 2]),
+    "the rank under a bias": (
+        "m = MatMul (h, d)  y = Add (m, rows)", [1, 3, 64], (64, 32), [1, 3, 64], [64],
+    ),
+    "the rank in a transposition": (
+        "y = com.microsoft.FusedMatMul <transA = 1> (h, d)",
+        [64, 3], (64, 32), [64, 3], [2, 64, 3],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_stale_annotation_decides_nothing(name):
+    nodes, annotated, weight, *shapes = STALE[name]
+    axis = len(weight) - 1 if nodes.startswith("y = MatMul (d") else len(weight) - 2
+    codes = Quantized(weight, "uint4", axis, 32)
+    proto = text_model(
+        f"h = Reshape (x, s)  d = DequantizeLinear {codes.node('w')[16:]}  {nodes}",
+        [*codes.tensors("w", np.random.default_rng(0)), _bias(32)],
+        {"x": (1, None), "s": (7, ["r"])},
+    )
+    stale = onnx.helper.make_tensor_value_info("h", 1, annotated)
+    proto.graph.value_info.append(stale)
+    proto.graph.output[0].ClearField("type")
+    before, after = ir.from_proto(proto), ir.from_proto(proto)
+    fuse_weights(after, FusionOptions(**FLOAT))
+    assert "DequantizeLinear" not in op_types(after)
+    proto.graph.value_info.clear()
+    for shape in shapes:
+        x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+        feeds = {"x": x, "s": np.array(shape)}
+        assert_same_outputs(_bare(after), _bare(before), feeds, rtol=1e-4, atol=1e-4)
+
+
+def _bias(columns: int) -> onnx.TensorProto:
+    return onnx.numpy_helper.from_array(np.ones((1, 1, columns), np.float32), "rows")
+
+
+def _bare(model: ir.Model) -> onnx.ModelProto:
+    """The model without annotations, by which onnxruntime plans its memory."""
+    proto = ir.to_proto(model)
+    proto.graph.value_info.clear()
+    return proto
+
+
+@pytest.mark.parametrize("consumer", ["MatMul (x, f)", "Gather (f, i)"])
+@pytest.mark.parametrize("slow", ["fuse", "float"])
+@pytest.mark.parametrize("n", [32, 33])
+@pytest.mark.parametrize("widened", ["f = Cast <to = 1> (d)", "f = Identity (d)"])
+def test_narrowed_scales_are_rounded_as_the_graph_rounds_them(consumer, slow, n, widened):
+    rng = np.random.default_rng(0)
+    wide = "Cast" in widened
+    constants = {
+        # Of these codes no product is rounded to float16, only the scales are.
+        "w": (1 << rng.integers(0, 8, (64, n))).astype(np.uint8),
+        "s": rng.uniform(0.1, 0.2, (2, n)).astype(np.float32),
+    }
+    dtype = 1 if wide else 10
+    inputs = {"x": (dtype, ["m", 64]), "i": (7, ["k"])}
+    proto = text_model(
+        f"""c = Cast <to = 10> (s)  d = DequantizeLinear <axis = 0, block_size = 32> (w, c)
+        {widened}  y = {consumer}  e = DequantizeLinear <axis = 0, block_size = 32> (w, s)
+        z = MatMul (v, e)""",
+        constants,
+        {**inputs, "v": (1, ["m", 64])},
+        ["y", "z"],
+        output_type=dtype,
+    )
+    proto.graph.output[1].type.tensor_type.elem_type = 1
+    before, after = ir.from_proto(proto), ir.from_proto(proto)
+    fuse_weights(after, FusionOptions(accuracy_level=0, slow_kernels=slow))
+    assert op_types(after) != op_types(before)
+    v = rng.standard_normal((3, 64)).astype(np.float32)
+    feeds = {"x": v if wide else v.astype(np.float16), "v": v, "i": np.array([3, 63])}
+    if consumer.startswith("Gather"):
+        for a, b in zip(run(after, feeds)[:1], run(before, feeds)[:1], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert_same_outputs(after, before, feeds, atol=2e-3 if wide else 0.5)
+
+
+@pytest.mark.parametrize("widened", ["f = Cast <to = 1> (d)", "f = Identity (d)"])
+@pytest.mark.parametrize("slow", ["fuse", "float"])
+def test_what_overflows_in_float16_stays_infinite(slow, widened):
+    kind = 1 if "Cast" in widened else 10
+    proto = text_model(
+        f"""d = DequantizeLinear <axis = 0, block_size = 32> (w, s)
+        {widened}  y = MatMul (x, f)""",
+        {"w": np.full((64, 32), 200, np.uint8), "s": np.full((2, 32), 400, np.float16)},
+        {"x": (kind, ["m", 64])},
+        output_type=kind,
+    )
+    before, after = ir.from_proto(proto), ir.from_proto(proto)
+    fuse_weights(after, FusionOptions(accuracy_level=0, slow_kernels=slow))
+    feeds = {"x": np.ones((2, 64), np.float32 if kind == 1 else np.float16)}
+    assert np.isinf(run(after, feeds)[0]).all()
+    assert_same_outputs(after, before, feeds)
+
+
+def test_scales_that_overflow_when_they_are_narrowed_are_refused():
+    proto = text_model(
+        """c = Cast <to = 10> (s)  d = DequantizeLinear <axis = 0, block_size = 32> (w, c)
+        f = Cast <to = 1> (d)  y = MatMul (x, f)""",
+        {"w": np.ones((64, 32), np.uint8), "s": np.full((2, 32), 1e6, np.float32)},
+    )
+    assert "scale 'c' holds inf" in refused(ir.from_proto(proto))
+
+
+DQ_IN_FUNCTION = f"""w = Constant <value = uint8[32, 32] {{{", ".join(["7"] * 1024)}}}> ()
+    s = Constant <value_float = 0.5> ()  d = DequantizeLinear (w, s)  b = MatMul (a, d)"""
+
+
+@pytest.mark.parametrize(
+    ("domain", "name", "opset", "nodes", "words"),
+    [
+        ("local", "F", 21, "b = Neg (a)", None),
+        ("local", "F", 13, "b = Softmax (a)", "imports opset 13 of '', and the model 21"),
+        ("com.microsoft", "Gelu", 21, "b = Neg (a)", "is of a domain whose operators"),
+        ("", "Relu", 21, "b = Neg (a)", "is of a domain whose operators"),
+        ("local", "F", 13, DQ_IN_FUNCTION, "imports opset 13 of '', and the model 21"),
+    ],
+)
+def test_a_function_that_is_not_inlined_costs_the_rest_nothing(
+    domain, name, opset, nodes, words
+):
+    call = f"{domain}.{name}" if domain else name
+    text = f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1, "local": 1]>
+        g (float[m, 64] x) => (float[m, n] y) {{
+        d = DequantizeLinear <axis = 0, block_size = 32> (w, s)
+        h = MatMul (x, d)
+        y = {call} (h) }}
+        <domain: "{domain}", opset_import: ["": {opset}]> {name} (a) => (b) {{ {nodes} }}"""
+    proto = onnx.parser.parse_model(text)
+    add_weights(proto.graph, {"w": np.ones((64, 32), np.uint8), "s": np.ones((2, 32), "f")})
+    before, after = ir.from_proto(proto), ir.from_proto(proto)
+    remarks = fuse_weights(after)
+    assert [r.outcome for r in remarks] == ["fired"] if words is None else ["fired", "refused"]
+    assert words is None or words in next(r.reason for r in remarks if r.outcome == "refused")
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)}
+    assert_same_outputs(after, before, feeds, atol=1e-3)
 
 
 def test_a_dequantized_activation_is_no_candidate():

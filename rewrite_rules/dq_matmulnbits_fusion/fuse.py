@@ -11,7 +11,6 @@ __all__ = ["FusionOptions", "fuse"]
 from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
-import onnx_ir.passes.common
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
@@ -47,14 +46,16 @@ def fuse(
     if model.functions:
         with context.remarks.at("functions"):
             # Whether a function's parameter is a constant shows only where it is called.
-            inline_functions(model)
+            for name, reason in inline_functions(model).items():
+                context.remarks.refused(name, reason)
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
         rules += [MultiplyByWeight.rule(run, op_type, index) for index in (1, 0)]
-    DispatchingRuleSet(rules).apply_to_model(model)
+    left = {node for function in model.functions.values() for node in function.all_nodes()}
+    DispatchingRuleSet(rules, lambda node: node not in left).apply_to_model(model)
     _remark_unfused(model, run)
     run.compare_with_stock()
 
@@ -66,7 +67,7 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     (32-bit biases, 16-bit tables) are noted.
     """
     remarks = run.context.remarks
-    for node in all_nodes(model):
+    for node in model.graph.all_nodes():  # functions that are left have a remark
         if not is_dequantize_linear(node) or len(node.outputs) != 1:
             continue
         if run.only is not None and node not in run.only:

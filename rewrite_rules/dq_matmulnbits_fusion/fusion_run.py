@@ -20,6 +20,7 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.weights.dequantized_operand import (
     DequantizedOperand,
     Unrepresentable,
@@ -75,6 +76,7 @@ class FusionRun:
     ) -> None:
         self.opset = model.opset_imports.get("")
         self.initializers = DerivedInitializers(model)
+        self.facts = ProvedShapes(model, on_demand=True)
         self.floats = FloatConstants(self.initializers, options.float_limit_mb)
         self.options = options
         self.context = context
@@ -151,6 +153,7 @@ class FusionRun:
 # Given onnxscript's builder, emits the nodes; returns their output and what they are.
 Emit = Callable[[Any], tuple[ir.Value, str]]
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_GREATEST_HALF = 65504
 
 
 class OperandRule(RewriteRuleClassBase):
@@ -219,3 +222,5 @@ def check_type(operand: DequantizedOperand) -> None:
             raise Refusal(f"the weight is cast to {name}: float32 and float16 fuse")
     if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:-1]):
         raise NoKernel("the weight is rounded to float16 on its way")
+    if ir.DataType.FLOAT16 in operand.casts and operand.may_exceed(_GREATEST_HALF):
+        raise NoKernel("the weight is too great for float16 and becomes infinite")

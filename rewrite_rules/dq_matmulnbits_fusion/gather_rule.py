@@ -177,7 +177,7 @@ def _write_stored(
     """4-bit codes, scales and zero points as they are."""
     attributes = operand.dequantize.attributes
     source, dtype, scales = operand.scale_tensor, operand.dtype, operand.scales
-    if source.dtype.bitwidth < dtype.bitwidth:
+    if source.dtype.bitwidth < dtype.bitwidth or not operand.scales_are_constant:
 
         def chunks() -> Iterator[npt.NDArray[Any]]:
             stored = operand.stored_scales()

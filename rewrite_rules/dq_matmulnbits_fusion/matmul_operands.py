@@ -26,6 +26,7 @@ from rewrite_rules.graph.parameters import (
     source_of,
 )
 from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.weights.dequantized_operand import read_operand
 
 
@@ -60,13 +61,12 @@ class Product:
     def x(self) -> ir.Value | None:
         return self.node.inputs[1 - self.index]
 
-    @property
-    def x_rank(self) -> int | None:
-        """Rank of the other operand; None where it isn't known."""
+    def x_rank(self, facts: ProvedShapes) -> int | None:
+        """Return the rank of the other operand; None where it isn't proved."""
         if self.node.op_type == "Gemm":
             return 2
-        shape = None if self.x is None else self.x.shape
-        return None if shape is None else len(shape)
+        dims = facts.dims(self.x)
+        return None if dims is None else len(dims)
 
     @property
     def bias(self) -> ir.Value | None:

@@ -53,6 +53,8 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
 from rewrite_rules.graph.nodes import is_dequantize_linear, label, owner, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import known
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
 
 # Batched weights of more groups would swell the graph more than they save.
@@ -99,8 +101,8 @@ class MultiplyByWeight(OperandRule):
                 "(QLinearMatMul, MatMulIntegerToFloat)"
             )
         check_type(operand)
-        weights = _weights(product, operand)
-        _check_opset(product, operand, run.opset)
+        weights = _weights(product, operand, run.facts)
+        _check_opset(product, operand, run)
         level = choose_accuracy_level(product, chain, operand, run.options, context)
         block_size = kernel_block_size(weights[0])
         if level.number == level.stock == 4:
@@ -156,8 +158,12 @@ class MultiplyByWeight(OperandRule):
     def _emit_one(self, kernel: _Kernel, op: Any) -> ir.Value:
         """One MatMulNBits, and what stands around it."""
         product, (weight,) = kernel.product, kernel.weights
-        x, bias, alpha, rank = product.x, product.bias, product.alpha, product.x_rank
+        x, bias, alpha = product.x, product.bias, product.alpha
         assert x is not None
+        batched = len(weight.operand.shape) == 3
+        rank = None
+        if product.transpose_x or product.on_left or batched:
+            rank = product.x_rank(self._run.facts)
         in_scales = alpha == 1.0 or fold_into_scales(weight, kernel.dtype, alpha)
         columns = None
         if (
@@ -175,7 +181,7 @@ class MultiplyByWeight(OperandRule):
             y = op.Mul(y, _scalar(op, alpha, dtype))
         if product.on_left and rank != 1:
             y = _swapped(op, y, rank)
-        if len(weight.operand.shape) == 3 and rank is not None and rank < 3:
+        if batched and rank is not None and rank < 3:
             y = op.Unsqueeze(y, op.Constant(value=ir.tensor(np.array([0], np.int64))))
         if bias is not None and columns is None:
             if product.beta != 1.0:
@@ -236,12 +242,13 @@ class AddBias(RewriteRuleClassBase):
     def check(  # type: ignore[override]
         self, context: MatchContext, x: ir.Value, y: ir.Value, bias: ir.Value
     ) -> bool:
-        node = producer(y)
-        rank = 1 if x.shape is None else len(x.shape)
-        if node not in self._run.made or not takes_bias(self._run.context):
+        node, run = producer(y), self._run
+        if node not in run.made or not takes_bias(run.context) or len(node.inputs) >= 6:
             return False
         self._bias = found = read_column_bias(bias, node.attributes["N"].as_int())
-        return len(node.inputs) < 6 and found is not None and found.rank <= rank
+        if found is None or found.rank < 2:
+            return found is not None
+        return found.rank <= len(run.facts.dims(x) or ())
 
     def rewrite(self, op: Any, y: ir.Value, **_: object) -> ir.Value:
         node, (use,), bias = producer(y), y.uses(), self._bias
@@ -258,22 +265,20 @@ class AddBias(RewriteRuleClassBase):
 
 
 def _weights(
-    product: Product, operand: DequantizedOperand
+    product: Product, operand: DequantizedOperand, facts: ProvedShapes
 ) -> tuple[BlockQuantizedWeight, ...]:
     """The operand as one weight, or as one for each group."""
-    rank, x = len(operand.shape), product.x
-    shape = None if x is None else x.shape
-    name = operand.codes.name
+    rank, name = len(operand.shape), operand.codes.name
     if rank == 2:
         fused = product.node.op_type == "FusedMatMul"
-        if fused and product.on_left and product.x_rank == 1:
+        if fused and product.on_left and product.x_rank(facts) == 1:
             # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
             # and not ours to change.
             raise NoKernel(f"weight {name!r} is on the left of a vector in FusedMatMul")
-        if (product.transpose_x or product.on_left) and product.x_rank is None:
+        if (product.transpose_x or product.on_left) and product.x_rank(facts) is None:
             raise NoKernel(
                 f"weight {name!r} is on the left, or its other operand transposed, and that "
-                "one's rank is unknown: infer shapes first"
+                "one's rank is not proved: give the model's inputs a shape"
             )
         return (operand.matrix(product.k_axis),)
     batched = product.node.op_type != "Gemm"
@@ -282,9 +287,9 @@ def _weights(
         side = " on the left" if product.on_left else ""
         raise NoKernel(f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses")
     groups = operand.shape[0]
-    if groups == 1 and shape is not None:
+    if groups == 1 and product.x_rank(facts) is not None:
         return (operand.matrix(product.k_axis),)
-    if shape is None or len(shape) != 3 or shape[0] != groups:
+    if (facts.dims(product.x, 3) or [None])[0] != known(groups):
         raise NoKernel(
             f"weight {name!r} has {groups} groups: they fuse where the other operand has "
             f"shape [{groups}, M, K], {groups} being known"
@@ -294,12 +299,12 @@ def _weights(
     return tuple(operand.matrix(product.k_axis, group) for group in range(groups))
 
 
-def _check_opset(product: Product, operand: DequantizedOperand, opset: int | None) -> None:
+def _check_opset(product: Product, operand: DequantizedOperand, run: FusionRun) -> None:
     """Refuse forms that need Split or Unsqueeze as opset 13 has them."""
-    if opset is None or opset >= 13 or len(operand.shape) != 3:
+    if run.opset is None or run.opset >= 13 or len(operand.shape) != 3:
         return
-    if operand.shape[0] > 1 or (product.x_rank or 3) < 3:
-        raise NoKernel(f"a weight of rank 3 fuses from opset 13 on, not at {opset}")
+    if operand.shape[0] > 1 or (product.x_rank(run.facts) or 3) < 3:
+        raise NoKernel(f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}")
 
 
 def _swapped(op: Any, x: ir.Value, rank: int | None) -> ir.Value:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 _QUANTIZING_DOMAINS = ("", "com.microsoft")
+# Of functions in them, onnxruntime runs its own operators of the same name.
+_OWN_DOMAINS = ("ai.onnx", "com.microsoft")
 # Nodes that a model's functions may be once they are inlined.
 _MAX_INLINED = 200_000
 
@@ -146,8 +148,10 @@ def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
             del value.graph.initializers[value.name]
 
 
-def inline_functions(model: ir.Model) -> None:
+def inline_functions(model: ir.Model) -> dict[str, str]:
     """Put the nodes of the model's functions where they are called.
+
+    Return why some stay as they are, by the names of these functions.
 
     Raises:
         ValueError: If functions call themselves, or would fill the memory.
@@ -155,7 +159,34 @@ def inline_functions(model: ir.Model) -> None:
     import onnx_ir.passes.common
 
     check_inlined_size(model)
-    onnx_ir.passes.common.InlinePass()(model)
+    kept: dict[str, str] = {}
+
+    def is_inlined(function: ir.Function) -> bool:
+        reason = _why_not_inlined(function, model)
+        if reason is not None:
+            kept[function.name] = reason
+        return reason is None
+
+    onnx_ir.passes.common.InlinePass(criteria=is_inlined)(model)
+    return kept
+
+
+def _why_not_inlined(function: ir.Function, model: ir.Model) -> str | None:
+    """Say why the calls of a function stay; the model's imports grow by those of others."""
+    name = f"{function.domain}::{function.name}"
+    if function.domain.startswith(_OWN_DOMAINS) or not function.domain:
+        return (
+            f"function {name!r} is of a domain whose operators onnxruntime has itself: it is "
+            "not inlined"
+        )
+    for domain, version in function.opset_imports.items():
+        own = model.opset_imports.get(domain, version)
+        if own != version:
+            return (
+                f"function {name!r} imports opset {version} of {domain!r}, and the model "
+                f"{own}: it is not inlined"
+            )
+    return None
 
 
 def check_inlined_size(model: ir.Model) -> None:

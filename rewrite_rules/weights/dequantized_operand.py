@@ -66,7 +66,7 @@ class DequantizedOperand:
 
     Attributes:
         codes: Of 2, 4 or 8 bits, or int32.
-        scales: float32 or float16.
+        scales: float32 or float16; the output of the Cast that makes them so, if it rounds.
         zero_points: Shape of ``scales``, type of ``codes``; None stands for 0.
         axes: Where the numbers of each axis of the operand lie.
         casts: Types that its numbers pass through, DequantizeLinear's own first.
@@ -98,6 +98,11 @@ class DequantizedOperand:
     @property
     def dtype(self) -> ir.DataType:
         return self.casts[-1]
+
+    @property
+    def scales_are_constant(self) -> bool:
+        """Whether ``scales`` can be read as they are; those that a Cast rounds are not."""
+        return self.scales.const_value is self.scale_tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,6 +140,12 @@ class DequantizedOperand:
         """The scales, flat, as they are stored."""
         return packed_bytes(self.scale_tensor).view(self.scale_tensor.dtype.numpy())
 
+    def may_exceed(self, limit: float) -> bool:
+        """Whether its greatest scale takes a code far from the zero point beyond a limit."""
+        scales = self.stored_scales()
+        step = max(abs(float(scales.max())), abs(float(scales.min())))
+        return step * ((1 << self.bits) - 1) > limit
+
     def stored_zero_points(self) -> npt.NDArray[np.uint8]:
         """The zero points, flat, a byte each, not yet signed; there must be some."""
         assert self.zero_point_tensor is not None
@@ -162,8 +173,9 @@ class DequantizedOperand:
             if zero_points is not None:
                 steps -= zero_points[scale_at]
             product = steps.astype(np.float32) * scales[scale_at].astype(np.float32)
-            for dtype in self.casts:
-                product = product.astype(dtype.numpy())
+            with np.errstate(over="ignore"):
+                for dtype in self.casts:
+                    product = product.astype(dtype.numpy())
             yield product
 
 
@@ -296,6 +308,8 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         # Stored in fewer bits than they are used in; onnxruntime folds it at the start.
         scales, scale_type = cast.inputs[0], type_attribute(cast, "to")
     scales, scale_tensor = require_constant(scales, "scale")
+    if cast is not None and scale_type and scale_type.bitwidth < scale_tensor.dtype.bitwidth:
+        scales, scale_tensor = cast.outputs[0], _rounded(scale_tensor, scale_type)
     zero_points, zero_point_tensor = None, None
     if inputs[2] is not None:
         zero_points, zero_point_tensor = require_constant(inputs[2], "zero point")
@@ -347,6 +361,11 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     )
     _check_scales(operand)
     return operand
+
+
+def _rounded(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    with np.errstate(over="ignore"):
+        return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)
 
 
 def _axes(

@@ -257,7 +257,7 @@ def plan_weights(
             "share_of_8_bits"
         )
     try:
-        inline_functions(model)
+        left = inline_functions(model)
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
@@ -267,7 +267,9 @@ def plan_weights(
     notes = recipe.check_against(sites, names)
     tables = {site.weight for site in sites if site.activation is None}
     weights: dict[object, Weight] = {}
-    nodes: list[WeightSite | NodeReport] = []
+    nodes: list[WeightSite | NodeReport] = [
+        NodeReport(name, "function", reason=reason) for name, reason in left.items()
+    ]
     for node, site in found:
         if isinstance(site, str):
             nodes.append(NodeReport(label(node), node.op_type, reason=site))
