@@ -35,7 +35,7 @@ from ortplugins.comparison.difference import find_violation
 from ortplugins.comparison.layers import ProfiledNode, profiled_run
 from ortplugins.comparison.models import GivenModel, InputChoice, Inputs, ModelSource
 from ortplugins.errors import ModelFileError, PassError, UsageError
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, temporarily_set
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, CopiedOptions, running_options
 from ortplugins.runtime.stock_session import open_model, stock_options
 from rewrite_rules.closest_name import did_you_mean
 from session_options.keys import stored
@@ -180,7 +180,7 @@ def assert_runs_in_order(
         dims: As there.
         seed: As there.
         sess_options: Of the session; None for a session without onnxruntime's optimisers,
-            which take nodes out and put others in. They come back as they were.
+            which take nodes out and put others in. They are not changed.
         providers: Execution providers; a session's own where one is given.
 
     Raises:
@@ -195,15 +195,13 @@ def assert_runs_in_order(
         session = given.session or open_model(path, "disable", providers)
         options = sess_options or stock_options()
         if given.session is not None:
-            options = sess_options or session.get_session_options()
+            options = sess_options or running_options(session)
             providers = session.get_providers()
         feeds = models.comparison_feeds(session, InputChoice(inputs, dims, seed=seed), scratch)
         # The file may be a copy, beside data of its own.
-        has_folder = stored(options, DATA_FOLDER_KEY)
-        with temporarily_set(
-            options, {DATA_FOLDER_KEY: str(path.parent)} if has_folder else {}
-        ):
-            ran = profiled_run(str(path), options, feeds.largest(), providers, name=given.name)
+        if stored(options, DATA_FOLDER_KEY):
+            options = CopiedOptions(options).copy({DATA_FOLDER_KEY: str(path.parent)})
+        ran = profiled_run(str(path), options, feeds.largest(), providers, name=given.name)
         expected = _names_of_nodes(given) if names is None else list(names)
     if len(set(expected)) < len(expected):
         (twice, _), *_ = collections.Counter(expected).most_common(1)

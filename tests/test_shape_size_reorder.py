@@ -26,6 +26,7 @@ from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
+from ortplugins.runtime.session_settings import running_options
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
@@ -239,7 +240,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
     assert settings_and_peak(arena=False) == (without_arena, "4.9 MB")
     assert settings_and_peak(arena=True) == (with_arena, "4.9 MB")
     session = ortplugins.InferenceSession(path, so, providers=CPU)
-    assert not session.get_session_options().enable_mem_pattern
+    assert not running_options(session).enable_mem_pattern
     assert so.enable_mem_pattern
     (y,) = session.run(None, {"x": np.array([[3.0]], np.float32)})
     assert y == 1.0

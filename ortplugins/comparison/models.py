@@ -25,7 +25,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import PassRuns
 from ortplugins.report import Report
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, running_options
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, KeptSamples
@@ -59,7 +59,7 @@ class GivenModel:
             self.name, self.session = "the session's model", model
             report = getattr(model, "ortplugins_report", None)
             self.report = report if report is not None and report.passes else None
-            self._data_folder = stored(model.get_session_options(), DATA_FOLDER_KEY) or None
+            self._data_folder = stored(running_options(model), DATA_FOLDER_KEY) or None
             self.settings = _settings_of(model)
         elif isinstance(model, OptimizeResult):
             self.report, self.settings = model.report, model.session_settings
@@ -165,7 +165,7 @@ def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
 
 
 def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
-    options = session.get_session_options()
+    options = running_options(session)
     return {
         "graph_optimization_level": options.graph_optimization_level.name,
         "execution_order": options.execution_order.name,

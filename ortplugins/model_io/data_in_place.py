@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
-# Smaller data is copied. onnxruntime warns at each start when its entry for the folder is set
-# back, and that is worth a line in the log only where much is saved.
+# Smaller data is copied: what is saved is little, and the entry needs no other file.
 LEAST_BYTES = 100_000_000
 # With more new tensors than this the data is copied, too: what is inside of an .onnx file lies
 # in every session's private memory.

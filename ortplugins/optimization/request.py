@@ -22,7 +22,6 @@ from ortplugins.runtime.session_settings import (
     DISABLED_PACKING_KEY,
     PARALLEL_PACKING_KEY,
     OptimizerSettings,
-    given_entry,
     read_optimizer_settings,
 )
 from rewrite_rules.onnxruntime_version import are_cpu_only
@@ -180,7 +179,7 @@ def _session_settings(
     for name in _ATTRIBUTES:
         value = getattr(options, name)
         found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
-    entries = ((key, given_entry(options, key)) for key in _SPEED_ENTRIES)
+    entries = ((key, stored(options, key)) for key in _SPEED_ENTRIES)
     given = {key: text for key, text in entries if text is not None}
     given |= dict(settings.entries)
     if settings.disabled:  # an argument, which processes that measure do not take

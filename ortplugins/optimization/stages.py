@@ -15,7 +15,7 @@ from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
-from ortplugins.runtime.session_settings import temporarily_set
+from ortplugins.runtime.session_settings import apply_settings
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks, RewriteError
 from session_options import Pass
@@ -123,8 +123,7 @@ class PassRuns:
                 wanted = dict(item.session_settings())
                 if not all(isinstance(text, str) for pair in wanted.items() for text in pair):
                     raise TypeError(f"{wanted!r} are not all strings")
-                with temporarily_set(onnxruntime.SessionOptions(), wanted):
-                    pass
+                apply_settings(onnxruntime.SessionOptions(), wanted)
             except Exception as error:
                 raise FailedPass(item, f"session_settings: {error}") from error
             needs.update(wanted)

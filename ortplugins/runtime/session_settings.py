@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""What is read of a user's ``SessionOptions``, and set on them while a session is constructed.
+"""What is read of a user's ``SessionOptions``, and set on copies of them.
 
-onnxruntime's native constructor copies the options; the slow initialisation comes after it.
-The options cannot be copied whole from Python (custom-op libraries stay behind), so they are
-changed and put back. Every reader and writer here holds the lock of the object, so none of
-them sees another one's settings.
+The user's own object is never changed: another thread may make a session from it at any
+moment. Python has no way to copy options, but a native session has a copy of its own, and
+returns copies of that; on an empty model it costs a tenth of a millisecond. Left behind are
+libraries of custom operators and devices that were added as providers.
 
-They cannot be asked for dimensions and initializers that were set by hand, which change a
-model when its session is created, and an artifact was made without them. A session on the
-artifact shows the dimensions that its inputs got, and its copy of the options refuses an
-initializer that it has already. A library of custom operators is loaded as long as options
-name it.
+Options have no getters for weights that were given by hand, or for dimensions that were
+overridden. A model with one external tensor is refused by options that hold external weights;
+a copy refuses to add an initializer that it has already; a session on the artifact shows the
+dimensions that its inputs got.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
+from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
 from session_options.keys import parse_bool, stored
 
@@ -43,19 +41,6 @@ PARALLEL_PACKING_KEY = "session.prepack.enable_parallel"
 # as it is freed. It holds for the whole process, and stays.
 MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
 
-# What entries that passes and hints set mean where they are not set.
-_DEFAULTS = {
-    "mlas.enable_gemm_fastmath_arm64_bfloat16": "0",
-    DISABLED_OPTIMIZERS_KEY: "",
-    "optimization.enable_gelu_approximation": "0",
-    "session.dynamic_block_base": "0",
-    "session.inter_op.allow_spinning": "1",
-    "session.intra_op.allow_spinning": "1",
-    "session.set_denormal_as_zero": "0",
-    DISABLED_PACKING_KEY: "0",
-    PARALLEL_PACKING_KEY: "0",
-    DATA_FOLDER_KEY: "",
-}
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Entries that change what the optimisers do. SessionOptions cannot list its entries.
@@ -87,91 +72,107 @@ _QDQ = "QDQSelectorActionTransformer"
 # Stands for providers that were set by device or by policy.
 PROVIDERS_OF_OPTIONS = "those of the SessionOptions"
 
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
+# Of a session that is never run.
+_QUIET: dict[str, str | int | bool] = {
+    "graph_optimization_level": "ORT_DISABLE_ALL",
+    "intra_op_num_threads": 1,
+    "log_severity_level": 4,
+    "enable_profiling": False,
+    "optimized_model_filepath": "",
+}
+# Models without a node, and with a byte of external data that a node reads.
+_EMPTY_MODEL = b"\x08\x07:\x03\x12\x01gB\x04\n\x00\x10\r"
+_EXTERNAL_MODEL = (
+    b'\x08\x07:\xb1\x01\n\x10\n\x01a\x12\x01y"\x08Identity\x12\x01g*\x88\x01\x08\x01\x10\x02B\x01ajp'
+    b"\n\x08location\x12d%bj\x0b\n\x06length\x12\x011p\x01b\x0f\n\x01y\x12\n\n\x08\x08\x02\x12\x04\n"
+    b"\x02\x08\x01B\x04\n\x00\x10\r"
+)
+_LOCATION_BYTES = 100
 
 
-def options_lock(options: onnxruntime.SessionOptions) -> threading.RLock:
-    """Return the lock of one ``SessionOptions`` object."""
-    with _locks_lock:
-        return _locks.setdefault(options, threading.RLock())
+class CopiedOptions:
+    """The ``SessionOptions`` of a user as they were when this was made."""
+
+    def __init__(self, options: onnxruntime.SessionOptions) -> None:
+        """Copy them; raise what any session on them would raise."""
+        self._native = _pybind_state.InferenceSession(options, _EMPTY_MODEL, False, False)
+        if options.enable_profiling:
+            os.unlink(self._native.end_profiling())
+
+    def copy(
+        self, settings: Mapping[str, str | int | bool] = MappingProxyType({})
+    ) -> onnxruntime.SessionOptions:
+        """Return a new copy; see :func:`apply_settings`."""
+        copied = self._native.session_options
+        apply_settings(copied, settings)
+        return copied
+
+    def have_external_weights(self) -> bool:
+        """Whether external initializers were added, or files of them that are in memory.
+
+        onnxruntime refuses a model that lacks one of the names, or whose data is in none of
+        the files; without any it reads the data from disk, here from a library of its own.
+        """
+        folder, name = os.path.split(os.path.realpath(onnxruntime_pybind11_state.__file__))
+        location = b"." + os.fsencode(name).rjust(_LOCATION_BYTES - 1, b"/")
+        own = self.copy(
+            {
+                **_QUIET,
+                DATA_FOLDER_KEY: folder,
+            }
+        )
+        probe = _pybind_state.InferenceSession(own, _EXTERNAL_MODEL % location, False, False)
+        try:
+            probe.initialize_session([], [], set())
+        except Exception:  # onnxruntime's own classes, none of which is documented
+            return True
+        return False
+
+    def added_initializer(self, names: Iterable[str]) -> str | None:
+        """Return the first of these initializers that was added by hand; None if none was."""
+        import numpy as np
+
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
+        copied = self.copy()
+        for name in names:
+            try:
+                copied.add_initializer(name, value)
+            except RuntimeError:  # "has already been added"
+                return name
+        return None
 
 
-@contextlib.contextmanager
-def temporarily_set(
+def running_options(session: onnxruntime.InferenceSession) -> onnxruntime.SessionOptions:
+    """Return a copy of what a session runs with; its own method names what its user gave."""
+    return session._sess.session_options
+
+
+def apply_settings(
     options: onnxruntime.SessionOptions, settings: Mapping[str, str | int | bool]
-) -> Iterator[None]:
-    """Hold the lock of the user's options and change them; they come back as they were.
+) -> None:
+    """Change options.
 
     In ``settings`` a key with a dot is an entry, one without an attribute, whose value may be
     the name of an enumeration's member, or "0" or "1" for a bool, digits for an int.
     """
-    with options_lock(options):
-        before = {name: _get(options, name) for name in settings}
-        try:
-            for name, value in settings.items():
-                _set(options, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                if _get(options, name) != value:  # onnxruntime warns of entries set again
-                    _set(options, name, value)
-
-
-def construct_with(
-    settings: Mapping[str, str | int | bool],
-    construct: Callable[..., None],
-    model: Any,
-    options: onnxruntime.SessionOptions,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Construct a session with its options temporarily set.
-
-    They come back, and the lock is released, as soon as the native constructor has copied the
-    options: onnxruntime makes a set of ``disabled_optimizers`` between that and the slow
-    initialisation. A version that does not gets the options for the whole constructor.
-    """
-    with contextlib.ExitStack() as until_copied:
-        until_copied.enter_context(temporarily_set(options, settings))
-
-        def disabled() -> Iterator[str]:
-            until_copied.close()
-            yield from kwargs.get("disabled_optimizers") or ()
-
-        construct(model, options, *args, **{**kwargs, "disabled_optimizers": disabled()})
-
-
-def given_entry(options: onnxruntime.SessionOptions, name: str) -> str | None:
-    """Return a session entry; None where it was never set, or has been set back by us."""
-    text = stored(options, name)
-    return None if text == _DEFAULTS.get(name) else text
-
-
-def _get(options: onnxruntime.SessionOptions, name: str) -> str | int | bool:
-    if "." in name:
-        # Entries cannot be removed again: one that was not set comes back as the default.
-        return stored(options, name) or _DEFAULTS.get(name, "0")
-    value = getattr(options, name)
-    return str(value.name) if hasattr(value, "name") else value
-
-
-def _set(options: onnxruntime.SessionOptions, name: str, value: str | int | bool) -> None:
-    if name == MALLOC_THRESHOLD_KEY:
-        libc = ctypes.CDLL(None)
-        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            libc.mallopt(parameter, int(value))
-        return
-    if "." in name:
-        options.add_session_config_entry(name, str(value))
-        return
-    kind = type(getattr(options, name))
-    if isinstance(value, str):
-        if kind is int:
-            value = int(value)
+    for name, value in settings.items():
+        if name == MALLOC_THRESHOLD_KEY:
+            libc = ctypes.CDLL(None)
+            for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+                libc.mallopt(parameter, int(value))
+        elif "." in name:
+            if stored(options, name) != str(value):  # onnxruntime warns of entries set again
+                options.add_session_config_entry(name, str(value))
         else:
-            value = parse_bool(name, value) if kind is bool else getattr(kind, value)
-    setattr(options, name, value)
+            setattr(options, name, _attribute(name, value, type(getattr(options, name))))
+
+
+def _attribute(name: str, value: str | int | bool, kind: type[Any]) -> Any:
+    if not isinstance(value, str) or kind is str:
+        return value
+    if kind is int:
+        return int(value)
+    return parse_bool(name, value) if kind is bool else getattr(kind, value)
 
 
 class OptimizerSettings(NamedTuple):
@@ -214,7 +215,7 @@ def read_optimizer_settings(
     options: onnxruntime.SessionOptions, disabled_optimizers: Collection[str] | None
 ) -> OptimizerSettings:
     """Read the settings of a session."""
-    entries = ((key, given_entry(options, key)) for key in _KEYS)
+    entries = ((key, stored(options, key)) for key in _KEYS)
     return OptimizerSettings(
         options.graph_optimization_level.name,
         tuple(sorted(disabled_optimizers or ())),
@@ -243,23 +244,6 @@ def overrides_dimensions(
         for meta in session.get_inputs()
         for size, was_fixed in zip(meta.shape, fixed.get(meta.name, ()), strict=False)
     )
-
-
-def added_initializer(
-    session: onnxruntime.InferenceSession, described: Mapping[str, Any]
-) -> str | None:
-    """Return the name of an initializer of the model that was added by hand, or None."""
-    import numpy as np
-
-    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
-    # get_session_options() returns one object each time: what is added here would stay.
-    copy = session._sess.session_options
-    for name in described["initializers"]:
-        try:
-            copy.add_initializer(name, value)
-        except RuntimeError:  # "has already been added"
-            return str(name)
-    return None
 
 
 def custom_op_libraries() -> tuple[str, ...]:

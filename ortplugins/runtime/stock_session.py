@@ -10,7 +10,7 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, temporarily_set
+from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, apply_settings
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",
@@ -65,8 +65,8 @@ def open_model(
             model = file.read()
     for library in custom_op_libraries:
         options.register_custom_ops_library(library)
-    with temporarily_set(options, settings):
-        return opened(model, options, providers, os.fspath(path))
+    apply_settings(options, settings)
+    return opened(model, options, providers, os.fspath(path))
 
 
 def opened(

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,8 @@ import onnxruntime
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.runtime.session_settings import (
     PROVIDERS_OF_OPTIONS,
-    added_initializer,
-    construct_with,
-    options_lock,
+    CopiedOptions,
+    custom_op_libraries,
     overrides_dimensions,
 )
 from session_options.caller_warnings import warn_caller
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
 # object would take a start longer than reading the entry.
 ReportDict = Mapping[str, Any]
+_WRITTEN_DATA_KEY = "session.optimized_model_external_initializers_file_name"
 STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
 
 
@@ -44,8 +45,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     Options without an ortplugins entry give the stock session: nothing is imported, nothing is
     written. Else the model is optimised at the first start and comes from the cache
-    afterwards. The ``SessionOptions`` come back as they went in.
+    afterwards. The ``SessionOptions`` are not changed.
     """
+
+    _enable_fallback: bool
+    _ortplugins_report: ReportDict = STOCK
 
     @property
     def ortplugins_report(self) -> Report:
@@ -66,18 +70,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         Raises:
             OptionError: If an ortplugins entry has a value that it can't have.
-            MissingFileError, ModelFileError: If the model or its data can't be used.
+            MissingFileError, ModelFileError: If neither ortplugins nor onnxruntime can use the
+                model or its data; it is an instance of onnxruntime's own error as well.
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.
         """
-        self._ortplugins_report: ReportDict = STOCK
-        self._ortplugins_source = path_or_bytes
-        self._ortplugins_kwargs = kwargs
-        if sess_options is None:
-            start = time.perf_counter()
-            super().__init__(path_or_bytes, None, providers, provider_options, **kwargs)
-            _log_start(path_or_bytes, time.perf_counter() - start, STOCK)
-            return
         self._ortplugins_report = open_session(
             self,
             super().__init__,
@@ -101,21 +98,31 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if self._ortplugins_report["source"] == "stock":
             super().set_providers(providers, provider_options)
             return
-        self.__init__(  # type: ignore[misc]
-            self._ortplugins_source,
-            self._sess_options_initial,
-            providers,
-            provider_options,
-            **self._ortplugins_kwargs,
-        )
+        falls_back = self._enable_fallback
+        try:
+            self._ortplugins_report = open_session(
+                self,
+                super().__init__,
+                read_plan,
+                self._model_path or self._model_bytes,
+                self._sess_options_initial,
+                providers,
+                provider_options,
+                {
+                    "enable_fallback": 0,
+                    "read_config_from_model": int(self._read_config_from_model),
+                },
+            )
+        finally:
+            self._enable_fallback = falls_back
 
 
 def open_session(
     session: onnxruntime.InferenceSession,
     construct: Callable[..., None],
     read_plan: Callable[[Lookup], Plan],
-    path_or_bytes: str | bytes | os.PathLike[str],
-    options: onnxruntime.SessionOptions,
+    path_or_bytes: Any,
+    options: Any,
     providers: Sequence[Any] | None,
     provider_options: Sequence[dict[Any, Any]] | None,
     kwargs: Mapping[str, Any],
@@ -124,54 +131,14 @@ def open_session(
 ) -> ReportDict:
     """Read the options, find or build the artifact, and construct the session on it.
 
-    onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
-    tries again on the CPU. So what is ours happens before it is called, and an artifact is
-    opened without its fallback; the untouched model is opened with it.
-
-    No error of ours reaches a caller that has not ``opted_in``, unless the plan is strict; a
-    missing file is left to onnxruntime: the caller may expect its very error.
+    Arguments may be anything: what onnxruntime refuses it is given, for its own error. No
+    error of ours reaches a caller that has not ``opted_in``, unless the plan is strict.
     """
-    start = time.perf_counter()
-
-    def construct_on(
-        model: Any, settings: Mapping[str, str] = MappingProxyType({}), **others: Any
-    ) -> None:
-        arguments = (model, options, providers, provider_options)
-        construct_with(settings, construct, *arguments, **{**kwargs, **others})
-
-    with options_lock(options):
-        plan = read_plan(functools.partial(stored, options))
-    if not plan:
-        construct_on(path_or_bytes)
-        _log_start(path_or_bytes, time.perf_counter() - start, STOCK)
-        return STOCK
-    report = _nothing_to_do(path_or_bytes, plan)
-    if report is not None:
-        try:
-            construct_on(path_or_bytes)
-        except Exception:
-            report = None  # loading the model says what is wrong with it
-    if report is None:
-        from ortplugins.optimization.request import read_request
-
-        with options_lock(options):
-            request = read_request(
-                path_or_bytes,
-                plan,
-                options,
-                _provider_names(providers, options),
-                kwargs.get("disabled_optimizers"),
-                _provider_options(providers, provider_options),
-            )
-        artifact, report = _find_and_open(session, request, opted_in, construct_on)
-        if not report["artifact"]:
-            construct_on(path_or_bytes, artifact.settings if artifact.model is None else {})
-        else:
-            if int(kwargs.get("enable_fallback", 1)) == 1:
-                session.enable_fallback()
-            _call_opened(plan)
-    seconds = time.perf_counter() - start
-    if "ORTPLUGINS_RUN_LOG" in os.environ:  # below ``ortplugins run``
+    started = time.perf_counter()
+    arguments = path_or_bytes, options, providers, provider_options, kwargs
+    report = _Start(session, construct, *arguments, opted_in=opted_in).open(read_plan)
+    seconds = time.perf_counter() - started
+    if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # below ``ortplugins run``
         from ortplugins.session.run_log import record
 
         record(report, seconds)
@@ -179,73 +146,255 @@ def open_session(
     return report
 
 
-def _find_and_open(
-    session: onnxruntime.InferenceSession,
-    request: BuildRequest,
-    opted_in: bool,
-    construct_on: Callable[..., None],
-    *,
-    again: bool = False,
-) -> tuple[Artifact, ReportDict]:
-    """Open the artifact of a request; one that was damaged in the cache is built again, once.
+class _Start:
+    """What a session was asked for, and the ways to construct it.
 
-    The report's source is "untouched" where the user's model has to run.
+    onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
+    tries again on the CPU. So what is ours happens before it is called, and an artifact is
+    opened without its fallback; the untouched model is opened with it.
     """
-    from ortplugins.cache.find_or_build import discard_if_damaged
 
-    artifact = _find_or_build(request, opted_in)
-    try:
-        return artifact, _open_artifact(session, artifact, construct_on)
-    except Exception as error:
-        if not again and discard_if_damaged(request, artifact):
-            return _find_and_open(session, request, opted_in, construct_on, again=True)
-        if request.plan.strict:
-            raise
-        # Whoever starts a server wants it up.
-        return artifact, untouched_report(f"{artifact.model} cannot be opened: {error}")
-    finally:
-        _remove_temporary(artifact, session)
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        construct: Callable[..., None],
+        model: Any,
+        options: Any,
+        providers: Sequence[Any] | None,
+        provider_options: Sequence[dict[Any, Any]] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        opted_in: bool,
+    ) -> None:
+        self._session, self._construct = session, construct
+        self._model, self._options = model, options
+        self._providers, self._provider_options = providers, provider_options
+        self._kwargs, self._opted_in = kwargs, opted_in
 
-
-def _open_artifact(
-    session: onnxruntime.InferenceSession,
-    artifact: Artifact,
-    construct_on: Callable[..., None],
-) -> ReportDict:
-    """Open an artifact, and give way to options that it was made without."""
-    report = artifact.report
-    if artifact.model is None:
-        return report
-    level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
-    model: str | bytes = artifact.model
-    if artifact.as_bytes:
-        with open(model, "rb") as file:
-            model = file.read()
-    construct_on(model, {**artifact.settings, **level}, enable_fallback=0)
-    if (name := added_initializer(session, artifact.source)) is not None:
-        note = (
-            f"initializer {name!r} was added to the SessionOptions; the untouched model runs"
+    def open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
+        """Construct the session, on its artifact where it has one; return the report."""
+        are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
+            self._options, onnxruntime.SessionOptions
         )
-        notes = [*report["notes"], note]
-        return {**report, "source": "untouched", "notes": notes, "artifact": ""}
-    if artifact.baked and overrides_dimensions(session, artifact.source):
-        construct_on(model, artifact.settings, enable_fallback=0)
-        note = "free dimensions are overridden, so onnxruntime optimises at this start"
-        return {**report, "notes": [*report["notes"], note]}
-    return report
+        plan = read_plan(functools.partial(stored, self._options)) if are_usable else None
+        if not plan:
+            self._open_given()
+            return STOCK
+        if (report := _nothing_to_do(self._model, plan)) is not None:
+            try:
+                self._open_given()
+            except Exception:
+                pass  # loading the model says what is wrong with it
+            else:
+                return report
+        try:
+            given = CopiedOptions(self._options)
+            providers = _providers_by_name(self._providers, self._provider_options)
+        except Exception as error:  # most likely no session can be made of them
+            self._open_given()
+            return _untouched(f"SessionOptions or providers cannot be read: {error}")
+        if given.have_external_weights():
+            self._open_given()
+            return _untouched("external initializers were added to the SessionOptions")
+        return self._open_planned(plan, given, providers)
+
+    def _open_planned(
+        self, plan: Plan, given: CopiedOptions, providers: Mapping[str, dict[str, str]]
+    ) -> ReportDict:
+        """Construct the session on what a plan makes of the model, or as it was asked for."""
+        from ortplugins.optimization.request import read_request
+
+        if not isinstance(disabled := self._kwargs.get("disabled_optimizers"), Collection):
+            # An iterator would be empty when onnxruntime reads it.
+            disabled = None if disabled is None else set(disabled)
+            self._kwargs = {**self._kwargs, "disabled_optimizers": disabled}
+        request = read_request(
+            self._model if isinstance(self._model, bytes) else os.fsdecode(self._model),
+            plan,
+            given.copy(),
+            self._provider_names(providers),
+            disabled,
+            {name: options for name, options in providers.items() if options},
+        )
+        try:
+            report, is_open = self._find_and_open(request, given)
+        except Exception as error:
+            is_theirs = isinstance(error, OptionError) and self._opted_in
+            if plan.strict or is_theirs or isinstance(error, OrtpluginsWarning):
+                raise
+            if isinstance(error, ModelFileError):
+                return self._open_unreadable(error)
+            is_worded = isinstance(error, PassError | OptionError)
+            report = untouched_report(
+                str(error) if is_worded else f"{type(error).__name__}: {error}"
+            )
+            is_open = False
+        if not is_open:
+            self._open_given()
+            return report
+        if int(self._kwargs.get("enable_fallback", 1)) == 1:
+            self._session.enable_fallback()
+        self._present(given)
+        if report["artifact"]:
+            _call_opened(plan)
+        return report
+
+    def _provider_names(self, given: Mapping[str, Any]) -> Sequence[str]:
+        """Names of the providers in order, as onnxruntime chooses them when none are given."""
+        if not given and _has_providers(self._options):  # which cannot be asked for names
+            return (PROVIDERS_OF_OPTIONS,)
+        names: Sequence[str] = tuple(given) or onnxruntime.get_available_providers()
+        return names
+
+    def _find_and_open(
+        self, request: BuildRequest, given: CopiedOptions, *, again: bool = False
+    ) -> tuple[ReportDict, bool]:
+        """Return the report, and whether a session is open; it is not on the untouched model.
+
+        An artifact that was damaged in the cache is built again, once.
+        """
+        from ortplugins.cache.find_or_build import discard_if_damaged, find_or_build
+
+        artifact = find_or_build(request)
+        try:
+            return self._open_artifact(artifact, given)
+        except Exception as error:
+            if not again and discard_if_damaged(request, artifact):
+                return self._find_and_open(request, given, again=True)
+            if request.plan.strict:
+                raise
+            # Whoever starts a server wants it up.
+            name = artifact.model or request.name
+            return untouched_report(f"{name} cannot be opened: {error}"), False
+        finally:
+            _remove_temporary(artifact, self._session)
+
+    def _open_artifact(
+        self, artifact: Artifact, given: CopiedOptions
+    ) -> tuple[ReportDict, bool]:
+        """Open an artifact, and give way to options that it was made without."""
+        report = artifact.report
+        if artifact.model is None:
+            if artifact.settings:
+                self._open_with(self._model, given, artifact.settings)
+            return report, bool(artifact.settings)
+        added = given.added_initializer(artifact.source["initializers"])
+        if added is not None:
+            text = f"initializer {added!r} was added to the SessionOptions"
+            notes = [*report["notes"], *_untouched(text)["notes"]]
+            return {**report, "source": "untouched", "notes": notes, "artifact": ""}, False
+        model: str | bytes = artifact.model
+        if artifact.as_bytes:
+            with open(model, "rb") as file:
+                model = file.read()
+        written = self._settings_of_written_model(artifact)
+        level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+        self._open_with(model, given, artifact.settings, {**written, **level})
+        if artifact.baked and overrides_dimensions(self._session, artifact.source):
+            if self._options.enable_profiling:
+                os.unlink(self._session.end_profiling())
+            self._open_with(model, given, artifact.settings, written)
+            note = "free dimensions are overridden, so onnxruntime optimises at this start"
+            report = {**report, "notes": [*report["notes"], note]}
+        return report, True
+
+    def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
+        """Return what makes ``optimized_model_filepath`` a model with data of its own.
+
+        Else it would name the artifact's data, which lies in another folder.
+        """
+        path = self._options.optimized_model_filepath
+        has_data = artifact.as_bytes or os.path.exists(f"{artifact.model}.data")
+        if not path or not has_data or stored(self._options, _WRITTEN_DATA_KEY):
+            return {}
+        return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
+
+    def _open_given(self) -> None:
+        """Construct the session that was asked for."""
+        others = self._providers, self._provider_options
+        self._construct(self._model, self._options, *others, **self._kwargs)
+
+    def _open_with(
+        self,
+        model: str | bytes,
+        given: CopiedOptions,
+        settings: Mapping[str, str],
+        faster: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Construct the session with settings that it needs, and some that it can do without.
+
+        Copies lack operators of libraries and added devices, which the user's own options
+        have.
+        """
+
+        def construct_on(options: onnxruntime.SessionOptions) -> None:
+            others = self._providers, self._provider_options
+            kwargs = {**self._kwargs, "enable_fallback": 0}
+            self._construct(model, options, *others, **kwargs)
+
+        copied = given.copy({**settings, **faster})
+        if _has_providers(self._options) and not _has_providers(copied):
+            if settings:
+                raise PassError(f"devices were added to SessionOptions that need {settings}")
+            construct_on(self._options)
+            return
+        try:
+            construct_on(copied)
+        except Exception:
+            if not settings:
+                construct_on(self._options)
+                return
+            if not (libraries := custom_op_libraries()):
+                raise
+            copied = given.copy({**settings, **faster})
+            for library in libraries:
+                copied.register_custom_ops_library(library)
+            construct_on(copied)
+
+    def _open_unreadable(self, error: ModelFileError) -> ReportDict:
+        """Construct the session on a model that cannot be loaded, if onnxruntime can."""
+        try:
+            self._open_given()
+        except Exception as refused:
+            if not self._opted_in:
+                raise  # the caller may expect this very error
+            raise _as_both(error, refused) from error
+        if isinstance(error, MissingFileError):  # its data may come from elsewhere
+            return _untouched(str(error))
+        return untouched_report(str(error))
+
+    def _present(self, given: CopiedOptions) -> None:
+        """Have the session name the model and the options that its caller gave.
+
+        Packages look for files beside the model; stock ``set_providers`` opens it again.
+        """
+        is_bytes = isinstance(self._model, bytes)
+        self._session._model_path = None if is_bytes else os.fspath(self._model)
+        self._session._model_bytes = self._model if is_bytes else None
+        self._session._sess_options_initial = self._options
+        self._session._sess_options = given.copy()
+
+
+def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
+    """Return an error that is caught as ours, and as the one of onnxruntime."""
+    original = type(error)
+    content = {"__reduce__": lambda self: (original, self.args)}
+    both: type[ModelFileError] = type(original.__name__, (original, type(refused)), content)
+    return both(*error.args)
 
 
 def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession) -> None:
     """Remove the folder of an artifact that is in no cache.
 
     POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so
-    the folder goes with the session.
+    the folder goes with onnxruntime's own session, which holds them.
     """
     if artifact.temporary is not None:
         try:
             artifact.temporary.cleanup()
         except OSError:
-            weakref.finalize(session, artifact.temporary.cleanup)
+            remove = functools.partial(shutil.rmtree, ignore_errors=True)
+            weakref.finalize(session._sess, remove, artifact.temporary.name)
 
 
 def _nothing_to_do(
@@ -279,22 +428,6 @@ def _log_start(
     logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(report))
 
 
-def _find_or_build(request: BuildRequest, opted_in: bool) -> Artifact:
-    """Return the artifact; the untouched model's where it cannot be made, and may be run."""
-    from ortplugins.cache.find_or_build import Artifact, find_or_build
-
-    try:
-        return find_or_build(request)
-    except Exception as error:
-        if isinstance(error, MissingFileError) and not opted_in:
-            return Artifact({**STOCK, "source": "untouched", "notes": [str(error)]})
-        if request.plan.strict or (opted_in and not isinstance(error, PassError)):
-            raise
-        worded = isinstance(error, PassError | ModelFileError | OptionError)
-        message = str(error) if worded else f"{type(error).__name__}: {error}"
-        return Artifact(untouched_report(message))
-
-
 def _call_opened(plan: Plan) -> None:
     """Call the passes' last method; the session is there, whatever becomes of it."""
     for item in plan.passes:
@@ -309,39 +442,38 @@ def _call_opened(plan: Plan) -> None:
 
 def untouched_report(reason: str) -> ReportDict:
     """Warn that the untouched model runs, and return the report that says so."""
-    text = f"{reason}; the untouched model runs"
-    warn_caller(text, OrtpluginsWarning)
-    return {**STOCK, "source": "untouched", "notes": [text]}
+    report = _untouched(reason)
+    warn_caller(report["notes"][0], OrtpluginsWarning)
+    return report
 
 
-def _provider_names(
-    providers: Sequence[Any] | None, options: onnxruntime.SessionOptions
-) -> tuple[str, ...]:
-    """Names of the providers in order, as onnxruntime chooses them when none are given."""
-    # Set by device or by policy, which cannot be asked for names; onnxruntime 1.24 or newer.
-    if not providers and getattr(options, "has_providers", lambda: False)():
-        return (PROVIDERS_OF_OPTIONS,)
-    chosen = providers or onnxruntime.get_available_providers()
-    return tuple(item if isinstance(item, str) else item[0] for item in chosen)
+def _untouched(reason: str) -> ReportDict:
+    notes = [f"{reason}; the untouched model runs"]
+    return {**STOCK, "source": "untouched", "notes": notes}
 
 
-def _provider_options(
+def _has_providers(options: onnxruntime.SessionOptions) -> bool:
+    """Whether providers were set by device or by policy; onnxruntime 1.24 or newer."""
+    return bool(getattr(options, "has_providers", lambda: False)())
+
+
+def _providers_by_name(
     providers: Sequence[Any] | None, provider_options: Sequence[dict[Any, Any]] | None
 ) -> dict[str, dict[str, str]]:
-    """Options of the providers that have any, by their name.
+    """Return the options of each provider, in order.
 
     Addresses, of a stream or an allocator, mean nothing in another process.
     """
-    pairs = [item for item in providers or () if not isinstance(item, str)]
-    if providers and provider_options:
-        pairs = list(zip(providers, provider_options, strict=False))
-    return {
-        name: {
+    pairs = [(item, {}) if isinstance(item, str) else item for item in providers or ()]
+    if pairs and provider_options:
+        pairs = list(zip(providers or (), provider_options, strict=True))
+    found: dict[str, dict[str, str]] = {}
+    for name, given in pairs:
+        kept = {
             str(key): str(value)
             for key, value in given.items()
             if not str(key).endswith("user_compute_stream")
             and not str(key).startswith("gpu_external_")
         }
-        for name, given in pairs
-        if given
-    }
+        found.setdefault(str(name), kept)  # onnxruntime ignores duplicates
+    return found

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -183,9 +182,6 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             switched is None
             or getattr(_working, "now", False)
             or is_ours(sys._getframe().f_back)
-            # For these onnxruntime has an error of its own.
-            or not isinstance(path_or_bytes, str | bytes | os.PathLike)
-            or not isinstance(sess_options, onnxruntime.SessionOptions | None)
         ):
             original(self, path_or_bytes, sess_options, providers, provider_options, **kwargs)
             return
@@ -219,14 +215,6 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             _working.now = False
         if problems:
             (report,) = problems
-        elif report["source"] != "stock":
-            # It says that it is of the model that its caller named: packages look for files
-            # beside it; and ``set_providers``, by hand or when a provider fails in a run,
-            # opens it again: an artifact is for the providers that it was made for.
-            is_bytes = isinstance(path_or_bytes, bytes)
-            self._model_path = None if is_bytes else os.fspath(path_or_bytes)
-            self._model_bytes = path_or_bytes if is_bytes else None
-            self._sess_options_initial = sess_options
         self.ortplugins_report = Report.from_dict(report)
 
     _replacements[__init__] = original

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: MIT
+"""What a caller's ``SessionOptions`` hold counts as in a stock session, and stays theirs."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import CPU, EXACT, options, source, start
+from builders.text_models import model_of
+
+import ortplugins
+from session_options.keys import stored
+
+CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
+FEED = {"x": np.zeros((1, 128), np.float32)}
+FILE = "m.onnx.data"
+
+
+def folding_model(path: Path, size: int = 64) -> Path:
+    """Zeros from a fused weight; added to them, three times ``c``, which is all ones."""
+    codes, scales, _ = DequantizedMatMul(128, size, 32).arrays()
+    model = model_of(
+        f"""g (float[rows, 128] x) => (float[rows, {size}] y) {{
+            w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)
+            zeros = MatMul(x, w)
+            threefold = Mul(c, three)
+            y = Add(zeros, threefold)
+        }}""",
+        {
+            "codes": codes.astype(ml_dtypes.int4),
+            "scales": scales,
+            "c": np.ones((1, size), np.float32),
+            "three": np.full(1, 3, np.float32),
+        },
+    )
+    ir.save(model, path, external_data=path.name + ".data", size_threshold_bytes=100)
+    return path
+
+
+SEVEN = np.full((1, 64), 7, np.float32)
+KEPT = [onnxruntime.OrtValue.ortvalue_from_numpy(SEVEN)]
+
+
+def add_external(so: onnxruntime.SessionOptions, path: Path) -> None:
+    so.add_external_initializers(["c"], KEPT)
+
+
+def add_file(so: onnxruntime.SessionOptions, path: Path) -> None:
+    data = path.with_name(FILE).read_bytes()
+    changed = data.replace(np.ones((1, 64), np.float32).tobytes(), SEVEN.tobytes())
+    assert changed != data
+    so.add_external_initializers_from_files_in_memory([FILE], [changed], [len(changed)])
+    _buffers.append(changed)
+
+
+_buffers: list[bytes] = []
+GIVEN = pytest.mark.parametrize("give", [add_external, add_file])
+Give = Callable[[onnxruntime.SessionOptions, Path], None]
+
+
+def first(session: onnxruntime.InferenceSession) -> float:
+    return float(session.run(None, FEED)[0][0, 0])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return folding_model(tmp_path / "m.onnx")
+
+
+@GIVEN
+@pytest.mark.parametrize("warmed", [False, True])
+def test_weights_given_by_hand_count(path, give: Give, warmed):
+    """Also in a second session on the same options; others keep the artifact."""
+    if warmed:
+        assert first(start(path)) == 3
+    so = options()
+    give(so, path)
+    for _ in range(2):
+        session = start(path, so)
+        assert first(session) == first(onnxruntime.InferenceSession(path, so, providers=CPU))
+        assert first(session) == 21
+        assert session.ortplugins_report.source == "untouched"
+    assert first(start(path)) == 3
+    assert start(path).ortplugins_report.source == "cache"
+
+
+@GIVEN
+def test_weights_given_before_the_entries(path, give: Give):
+    so = onnxruntime.SessionOptions()
+    give(so, path)
+    ortplugins.configure(so, EXACT)
+    assert first(start(path, so)) == 21
+
+
+@GIVEN
+def test_weights_given_to_sessions_of_others(path, give: Give):
+    so = onnxruntime.SessionOptions()
+    give(so, path)
+    with ortplugins.enabled(EXACT):
+        assert first(onnxruntime.InferenceSession(path, providers=CPU)) == 3
+        assert first(onnxruntime.InferenceSession(path, so, providers=CPU)) == 21
+
+
+def test_data_that_is_in_memory_alone(path):
+    so = options()
+    add_file(so, path)
+    os.remove(path.with_name(FILE))
+    for _ in range(2):
+        assert first(start(path, so)) == 21
+
+
+def test_weights_given_for_a_model_as_bytes(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    so = options()
+    add_external(so, path)
+    assert first(start(path.read_bytes(), so)) == 21
+
+
+# The object stays as it is.
+
+
+def test_sessions_made_meanwhile_get_nothing_borrowed(path):
+    """Whenever a stock session is made from the options, it is the user's."""
+    so, stop, levels = options(), threading.Event(), set()
+    start(path, so)
+
+    def make_stock_sessions() -> None:
+        while not stop.is_set():
+            levels.add(so.graph_optimization_level.name)
+            made = onnxruntime.InferenceSession(path, so, providers=CPU)
+            levels.add(made.get_session_options().graph_optimization_level.name)
+
+    thread = threading.Thread(target=make_stock_sessions)
+    thread.start()
+    for _ in range(100):
+        assert first(start(path, so)) == 3
+    stop.set()
+    thread.join()
+    assert levels == {"ORT_ENABLE_ALL"}
+
+
+def test_constructing_changes_no_options(path, monkeypatch):
+    """Not even while onnxruntime's own constructor runs."""
+    so, seen, objects = options(ortplugins.PrepackedWeights(), EXACT), [], []
+    real = onnxruntime.InferenceSession.__init__
+
+    def spy(self: object, model: object, used: object, *args: object, **more: object) -> None:
+        seen.append(so.graph_optimization_level.name)
+        seen.append(stored(so, "session.disable_prepacking"))
+        objects.append(used)
+        real(self, model, used, *args, **more)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", spy)
+    session = start(path, so)
+    assert set(seen) == {"ORT_ENABLE_ALL", None} and so not in objects
+    own = session.get_session_options()
+    assert own.graph_optimization_level.name == "ORT_ENABLE_ALL"
+    assert stored(own, "session.disable_prepacking") is None
+    assert session._sess_options_initial is so
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_one_profile_for_one_session(path, tmp_path, overridden):
+    so = options()
+    so.enable_profiling, so.profile_file_prefix = True, str(tmp_path / "profile")
+    if overridden:
+        so.add_free_dimension_override_by_name("rows", 1)
+    session = start(path, so)
+    assert [str(file) for file in tmp_path.glob("profile*")] == [session.end_profiling()]
+
+
+@pytest.mark.parametrize("kind", ["onnx", "ort"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_optimised_model_that_a_session_writes_opens(
+    path, tmp_path, monkeypatch, kind, in_place
+):
+    if in_place:
+        monkeypatch.setattr("ortplugins.optimization.build.LEAST_BYTES", 1)
+    for expected in ("built", "cache"):
+        so, written = options(), tmp_path / expected / f"written.{kind}"
+        written.parent.mkdir()
+        so.optimized_model_filepath = str(written)
+        if kind == "ort":
+            so.add_session_config_entry("session.save_model_format", "ORT")
+        assert source(path, so) == expected
+        assert first(onnxruntime.InferenceSession(written, providers=CPU)) == 3
+
+
+def test_optimisers_named_by_an_iterator_are_left_out(path, tmp_path):
+    so = options()
+    so.optimized_model_filepath = str(tmp_path / "written.onnx")
+    ortplugins.InferenceSession(
+        path, so, providers=CPU, disabled_optimizers=iter(["ConstantFolding"])
+    )
+    written = ir.load(tmp_path / "written.onnx")
+    assert "Mul" in {node.op_type for node in written.graph}
+
+
+def test_a_cancelled_start_builds_nothing(path, cache_dir):
+    so = options()
+    so.set_load_cancellation_flag(True)
+    with pytest.raises(Exception, match="cancel") as plain:
+        onnxruntime.InferenceSession(path, so, providers=CPU)
+    with pytest.raises(Exception, match="cancel") as caught:
+        start(path, so)
+    assert type(caught.value) is type(plain.value)
+    assert not cache_dir.exists()
+
+
+# Restarts.
+
+
+class WithOwnArguments(ortplugins.InferenceSession):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, options(), providers=CPU)
+
+
+def test_set_providers_of_a_subclass_with_other_arguments(path):
+    session = WithOwnArguments(path)
+    session.disable_fallback()
+    session.set_providers(CPU)
+    assert session.ortplugins_report.source == "cache"
+    assert not session._enable_fallback
+    assert first(session) == 3
+
+
+def test_set_providers_names_what_is_wrong_as_onnxruntime_does(path):
+    for session in (onnxruntime.InferenceSession(path, providers=CPU), start(path)):
+        session.disable_fallback()
+        with pytest.raises(ValueError, match="must be either strings or"):
+            session.set_providers([3])
+        assert not session._enable_fallback
