@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,7 +17,14 @@ from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.session_settings import apply_settings
 from rewrite_rules.onnxruntime_version import parse_version
-from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks, RewriteError
+from rewrite_rules.remarks import (
+    Candidate,
+    Outcome,
+    PassContext,
+    Remark,
+    Remarks,
+    RewriteError,
+)
 from session_options import Pass
 from session_options.passes import NOTHING_TO_DO
 
@@ -72,20 +79,8 @@ class PassRuns:
     def _run_pass(
         self, item: Pass, stage: str, target: ir.Model | Path, final_graph: bool
     ) -> None:
-        remarks = Remarks(item.name)
         settings_before = dict(self.session_settings)
-        python = child_python(item.name)
-        context = PassContext(
-            remarks,
-            self._request.providers,
-            parse_version(self._request.onnxruntime_version),
-            final_graph,
-            self.session_settings,
-            self._request.cpu_arena,
-            None if python is None else (python, child_environment(item.name)),
-            native_accuracy_level=self._request.optimizers.native_accuracy_level,
-            native_block_size=self._request.optimizers.native_block_size,
-        )
+        context = self._context(item, final_graph)
         original = None
         if item.asks_for_trials and isinstance(target, ir.Model):
             original = target.clone()
@@ -93,9 +88,9 @@ class PassRuns:
         try:
             modified = getattr(item, stage)(target, context)
             if isinstance(target, ir.Model) and original is not None and context.trials:
-                withdrawn = _tried(original, target, context)
-                if withdrawn is not None:
-                    remarks, modified = withdrawn, False
+                context, modified = self._tried(
+                    item, stage, original, target, context, modified
+                )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.
                 target.graph.sort()
@@ -103,6 +98,8 @@ class PassRuns:
             raise FailedPass(item, f"failed at {error}") from error
         except Exception as error:
             raise FailedPass(item, f"failed: {type(error).__name__}: {error}") from error
+        remarks = context.remarks
+        self.session_settings = context.session_settings
         report = PassReport(item.name, time.perf_counter() - start, tuple(remarks))
         if modified is None:
             modified = any(remark.outcome is Outcome.FIRED for remark in remarks)
@@ -114,6 +111,50 @@ class PassRuns:
         )
         if self._after_pass is not None and isinstance(target, ir.Model):
             self._after_pass(item, target, report)
+
+    def _context(
+        self, item: Pass, final_graph: bool, withheld: Mapping[Candidate, Remark] | None = None
+    ) -> PassContext:
+        python = child_python(item.name)
+        return PassContext(
+            Remarks(item.name, withheld),
+            self._request.providers,
+            parse_version(self._request.onnxruntime_version),
+            final_graph,
+            dict(self.session_settings),
+            self._request.cpu_arena,
+            None if python is None else (python, child_environment(item.name)),
+            native_accuracy_level=self._request.optimizers.native_accuracy_level,
+            native_block_size=self._request.optimizers.native_block_size,
+        )
+
+    def _tried(
+        self,
+        item: Pass,
+        stage: str,
+        original: ir.Model,
+        target: ir.Model,
+        context: PassContext,
+        modified: bool | None,
+    ) -> tuple[PassContext, bool | None]:
+        """Try a result beside the original; withdraw from the target what fails."""
+        from ortplugins.optimization.withdrawal import Attempt, keep_what_passes
+
+        def again(withheld: Mapping[Candidate, Remark]) -> Attempt:
+            model, new = original.clone(), self._context(item, context.final_graph, withheld)
+            modified = getattr(item, stage)(model, new)
+            return Attempt(model, new, modified)
+
+        kept = keep_what_passes(original, Attempt(target, context, modified), again)
+        if kept.model is original:  # as if it had not run
+            kept.context.session_settings.clear()
+            kept.context.session_settings.update(self.session_settings)
+        if kept.model is not target:
+            target.graph = kept.model.graph
+            target.functions.clear()
+            target.functions.update(kept.model.functions)
+            target.ir_version = kept.model.ir_version
+        return kept.context, kept.modified
 
     def needs_of_session(self) -> dict[str, str]:
         """Return what sessions on the result need, tried on options of our own."""
@@ -128,17 +169,3 @@ class PassRuns:
                 raise FailedPass(item, f"session_settings: {error}") from error
             needs.update(wanted)
         return {**needs, **self.session_settings}
-
-
-def _tried(original: ir.Model, target: ir.Model, context: PassContext) -> Remarks | None:
-    """Return the remark for a result that fails a trial, the graph restored; else None."""
-    from ortplugins.optimization.trials import find_failure
-
-    target.graph.sort()
-    failure = find_failure(original, target, context.trials, context.providers)
-    if failure is None:
-        return None
-    target.graph = original.graph
-    withdrawn = Remarks(context.remarks.pass_name)
-    withdrawn.refused("model", failure)
-    return withdrawn

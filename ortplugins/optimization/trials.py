@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Runs a model and what a pass made of it on the trials that the pass asked for."""
+"""Runs a model and what a pass made of it on the trials that the pass asked for.
+
+Kernels that add up in another order differ by a bound that the trial names. Where they differ
+more, :mod:`.trial_noise` says how much of it is the model's own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
-import onnxruntime
-from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
-from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
+from ortplugins.optimization.trial_noise import Noise
+from ortplugins.optimization.trial_runs import Apart, Outputs, apart, outputs_on
 from rewrite_rules.remarks import Trial
 
 # Of processor time for one timed trial; a few runs of a slow model may take longer. Sessions
@@ -29,42 +32,105 @@ def find_failure(
     before: ir.Model, after: ir.Model, trials: Sequence[Trial], providers: Sequence[str]
 ) -> str | None:
     """Run both models; return what fails the first trial that does, None where they agree."""
+    with trials_of(before, trials, providers) as original:
+        return original.failure(after, {trial.name for trial in trials})
+
+
+@contextlib.contextmanager
+def trials_of(
+    before: ir.Model, trials: Sequence[Trial], providers: Sequence[str]
+) -> Iterator[OriginalOnTrials]:
+    """Run a model on trials, and keep its files as long as results are compared with it."""
     with tempfile.TemporaryDirectory(prefix="ortplugins-trials-") as name:
-        folder = Path(name)
-        copies = [before.clone(), after.clone()]
-        # Rounded activations would differ by more than any rewrite.
-        for node in (node for copy in copies for node in copy.graph.all_nodes()):
-            if node.op_type == "MatMulNBits":
-                node.attributes.pop("accuracy_level", None)
-        paths = save_both(copies[0], copies[1], folder)
-        original, expected = _run(paths[0], providers, trials)
+        yield OriginalOnTrials(before, trials, providers, Path(name))
+
+
+class OriginalOnTrials:
+    """The model before a pass: its outputs on trials, with which results are compared."""
+
+    def __init__(
+        self, before: ir.Model, trials: Sequence[Trial], providers: Sequence[str], folder: Path
+    ) -> None:
+        self._providers, self._folder = providers, folder
+        self._before = _exact(before)
+        self._names = [str(value.name) for value in before.graph.outputs]
+        self._path = folder / "before.onnx"
+        save_with_data(self._before, self._path)
+        self._session, found = outputs_on(self._path, providers, [t.feeds for t in trials])
         if not any(trial.timed for trial in trials):
-            original = None  # two sessions hold the weights twice
-        result, found = _run(paths[1], providers, trials)
-    names = [str(value.name) for value in before.graph.outputs]
-    tried = []
-    results = list(zip(trials, expected, found, strict=True))
-    run = [each for each in results if not each[0].optional or isinstance(each[1], list)]
-    # Where the original runs none of them, nothing is known of the result.
-    for trial, one, other in run or results:
-        if isinstance(one, Exception):
-            reason: str | None = f"the original does not run it: {_short(one)}"
-        elif isinstance(other, Exception):
-            reason = f"the result does not run it: {_short(other)}"
-        else:
-            pairs = zip(names, one, other, strict=True)
-            found_in = (_difference(name, a, b, trial) for name, a, b in pairs)
-            reason = next(filter(None, found_in), None)
-        if reason is not None:
-            return f"withdrawn after a trial on {trial.name}: {reason}"
-        tried.append(trial)
-    timed = [trial for trial in tried if trial.timed]
-    if timed:
-        share = statistics.geometric_mean(_share(original, result, trial) for trial in timed)
-        if share >= 1:
-            on = ", ".join(trial.name for trial in timed)
-            return f"withdrawn after a trial on {on}: it takes {share:.2f} times as long"
-    return None
+            self._session = None  # two sessions hold the weights twice
+        self._outputs = dict(zip(trials, found, strict=True))
+        self._noise = Noise(self._before, self._outputs, providers, folder)
+        # Where the original runs none of them, nothing is known of the result.
+        self._counting = {
+            trial: outputs
+            for trial, outputs in self._outputs.items()
+            if not (trial.optional and isinstance(outputs, Exception))
+        } or self._outputs
+
+    def failure(self, after: ir.Model, names: Container[str]) -> str | None:
+        """Return what fails the first trial of these names; None where the models agree."""
+        after, wanted = (
+            _exact(after),
+            [trial for trial in self._counting if trial.name in names],
+        )
+        path = self._folder / "after.onnx"
+        _save_beside(self._before, after, path)
+        try:
+            session, found = outputs_on(path, self._providers, [t.feeds for t in wanted])
+            timed = [trial for trial in wanted if trial.timed]
+            beyond: dict[Trial, Mapping[str, Apart]] = {}
+            for trial, outputs in zip(wanted, found, strict=True):
+                reason, differences = self._compare(trial, outputs)
+                if reason is not None:
+                    return _withdrawn(trial.name, reason)
+                beyond[trial] = differences
+            if not timed:
+                session = None
+            excess = self._noise.excess(beyond, after)
+            if excess is not None:
+                return _withdrawn(excess[0].name, excess[1])
+            return self._slower(session, timed) if timed else None
+        finally:
+            for file in self._folder.glob(f"{path.name}*"):
+                file.unlink()
+
+    def _compare(
+        self, trial: Trial, found: Outputs | Exception
+    ) -> tuple[str | None, Mapping[str, Apart]]:
+        """Return why an output can't be right, else those that differ beyond the bound."""
+        expected = self._counting[trial]
+        if isinstance(expected, Exception):
+            return f"the original does not run it: {_short(expected)}", {}
+        if isinstance(found, Exception):
+            return f"the result does not run it: {_short(found)}", {}
+        differences = {}
+        for name, a, b in zip(self._names, expected, found, strict=True):
+            far = apart(a, b, trial.counted(name, a.shape))
+            if far.share > trial.bound:
+                differences[name] = far
+        return None, differences
+
+    def _slower(self, result: Any, timed: Sequence[Trial]) -> str | None:
+        shares = [_share(self._session, result, trial) for trial in timed]
+        share = statistics.geometric_mean(shares)
+        if share < 1:
+            return None
+        names = ", ".join(trial.name for trial in timed)
+        return _withdrawn(names, f"it takes {share:.2f} times as long")
+
+
+def _withdrawn(names: str, reason: str) -> str:
+    return f"withdrawn after a trial on {names}: {reason}"
+
+
+def _exact(model: ir.Model) -> ir.Model:
+    """A copy that rounds no activations, which would differ by more than any rewrite."""
+    copy = model.clone()
+    for node in copy.graph.all_nodes():
+        if node.op_type == "MatMulNBits":
+            node.attributes.pop("accuracy_level", None)
+    return copy
 
 
 def _share(original: Any, result: Any, trial: Trial) -> float:
@@ -88,63 +154,19 @@ def save_both(before: ir.Model, after: ir.Model, folder: Path) -> tuple[Path, Pa
     """
     paths = folder / "before.onnx", folder / "after.onnx"
     save_with_data(before, paths[0])
+    _save_beside(before, after, paths[1])
+    return paths
+
+
+def _save_beside(before: ir.Model, after: ir.Model, path: Path) -> None:
+    """Save a model in the folder of another that is saved, with whose weights it shares."""
     stored = before.graph.initializers
     for value in after.graph.initializers.values():
         twin = stored.get(str(value.name))
         if twin is not None and twin.const_value is not None:
             value.const_value = twin.const_value
-    save_with_data(after, paths[1], keep_in_place=True)
-    return paths
-
-
-def _run(
-    path: Path, providers: Sequence[str], trials: Sequence[Trial]
-) -> tuple[Any, list[list[Any] | Exception]]:
-    """Run a model on each trial; return its session, and outputs or what failed."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what fails is reported by the caller
-    options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-    try:
-        session = onnxruntime.InferenceSession(
-            str(path),
-            options,
-            providers=list(providers),
-            enable_fallback=0,
-            disabled_optimizers=[*SLOW_OPTIMIZERS],
-        )
-    except Exception as error:  # onnxruntime's own classes, none of which is documented
-        return None, [error] * len(trials)
-    results: list[list[Any] | Exception] = []
-    for trial in trials:
-        try:
-            results.append(session.run(None, dict(trial.feeds)))
-        except Exception as error:
-            results.append(error)
-    return session, results
+    save_with_data(after, path, keep_in_place=True)
 
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def _difference(name: str, a: NDArray[Any], b: NDArray[Any], trial: Trial) -> str | None:
-    """How far the elements that count are apart, where it is too far."""
-    if a.shape != b.shape:
-        return f"{name!r} has shape {list(b.shape)} instead of {list(a.shape)}"
-    counted = trial.compared.get(name)
-    if counted is not None:
-        counted = np.broadcast_to(counted, a.shape)
-        a, b = a[counted], b[counted]
-    same = (a == b) | ((a != a) & (b != b))
-    if same.all():
-        return None
-    if a.dtype.kind not in "fc":
-        return f"{int((~same).sum())} elements of {name!r} differ"
-    wide, other = a.astype(np.float64), b.astype(np.float64)
-    far = np.abs(wide[~same] - other[~same]).max()
-    greatest = np.abs(wide[np.isfinite(wide)]).max(initial=0.0)
-    if not far <= trial.bound * greatest:
-        share = far / greatest if greatest else np.inf
-        return f"{name!r} differs by {share:.1e} of its greatest, {trial.bound:.0e} is allowed"
-    return None

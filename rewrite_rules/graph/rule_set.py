@@ -11,7 +11,8 @@ from onnxscript.optimizer import basic_constant_propagation
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import remove_unused
+from rewrite_rules.graph.nodes import label, remove_unused
+from rewrite_rules.remarks import Remarks
 
 
 class DispatchingRuleSet(RewriteRuleSet):
@@ -25,10 +26,16 @@ class DispatchingRuleSet(RewriteRuleSet):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool] = lambda node: True,
+        remarks: Remarks | None = None,
     ) -> None:
-        """Build the table of rules, in order of precedence; each pattern ends in one node."""
+        """Build the table of rules, in order of precedence; each pattern ends in one node.
+
+        With ``remarks``, each rewrite is a candidate that trials may withdraw.
+        """
         super().__init__(rules)
-        self.rules = [_Dispatch(rules, is_candidate)]
+        self.rules = [
+            _Dispatch(rules, is_candidate, Remarks("") if remarks is None else remarks)
+        ]
 
     def apply_to_model(self, model: ir.Model, **_: Any) -> int:
         """Apply the rules; return how often.
@@ -51,7 +58,10 @@ class _Dispatch(RewriteRule):
     """The one rule that the engine sees: after a match it stands for the rule that matched."""
 
     def __init__(
-        self, rules: Sequence[RewriteRule], is_candidate: Callable[[ir.Node], bool]
+        self,
+        rules: Sequence[RewriteRule],
+        is_candidate: Callable[[ir.Node], bool],
+        remarks: Remarks,
     ) -> None:
         self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
@@ -59,6 +69,7 @@ class _Dispatch(RewriteRule):
             root = rule._target_pattern.output_node
             self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
+        self._remarks = remarks
         # The engine reads these, too; none of our rules sets them.
         self.graph_pre_visitor = self.graph_post_visitor = None
         self.as_function = False
@@ -70,7 +81,8 @@ class _Dispatch(RewriteRule):
         if rules is None or len(node.outputs) != 1 or not self._is_candidate(node):
             return None
         for rule in rules:
-            delta = rule.try_rewrite(model, graph, node, **options)
+            with self._remarks.trying(str(rule), label(node)) as allowed:
+                delta = rule.try_rewrite(model, graph, node, **options) if allowed else None
             if delta is not None:
                 self.name, self.remove_nodes = rule.name, rule.remove_nodes
                 return delta

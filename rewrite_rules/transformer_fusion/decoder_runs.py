@@ -166,7 +166,8 @@ class DecoderInputs:
                 nothing = np.zeros((1,) * (rank or 1), np.bool_)
                 compared[str(output.name)] = by_rank.get(rank, nothing)
             is_long = index >= len(short)
-            found.append(Trial(str(run), feeds, compared, bound, True, is_long))
+            tokens = kept[:, run.past :] if run.padding else None
+            found.append(Trial(str(run), feeds, compared, bound, True, is_long, tokens))
         return found
 
     def _sizes(self, value: ir.Value, role: Role, run: Run) -> list[int]:

@@ -16,7 +16,7 @@ from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import Outcome, PassContext, Refusal
+from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
 from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
@@ -102,7 +102,7 @@ def fuse_transformer(
         rules += (TanhGelu.rule(remarks, *end) for end in GELU_ENDS)
         candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
     kind = "SimplifiedLayerNormalization"
-    _apply(model, rules, lambda node: node in candidates or node.op_type == kind)
+    _apply(model, rules, lambda node: node in candidates or node.op_type == kind, remarks)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
@@ -162,7 +162,7 @@ def _fuse_attention(
         rules += [FuseAttention.rule(shapes, masks, remarks, standard, joined, shared)]
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
-    _apply(model, rules, lambda node: node in ends and node.graph is model.graph)
+    _apply(model, rules, lambda node: node in ends and node.graph is model.graph, remarks)
     if options.attention:
         if shared is not None and joined:
             shared.replace_sizes(whole for whole, _ in joined)
@@ -184,11 +184,14 @@ def _fuse_attention(
 
 
 def _apply(
-    model: ir.Model, rules: Sequence[RewriteRule], is_candidate: Callable[[ir.Node], bool]
+    model: ir.Model,
+    rules: Sequence[RewriteRule],
+    is_candidate: Callable[[ir.Node], bool],
+    remarks: Remarks,
 ) -> None:
     """Apply rules, if any; what they leave unused is removed later, all at once."""
     if rules:
-        rule_set = DispatchingRuleSet(rules, is_candidate)
+        rule_set = DispatchingRuleSet(rules, is_candidate, remarks)
         rule_set.remove_unused_nodes = False
         rule_set.apply_to_model(model)
 

@@ -35,10 +35,13 @@ def merge_projections(model: ir.Model, remarks: Remarks) -> None:
         groups.setdefault(_key(node), []).append(node)
     made = DerivedInitializers(model)
     for key, nodes in groups.items():
-        if key is not None and len(nodes) > 1:
-            _merge(nodes, made)
-            names = ", ".join(label(node) for node in nodes[1:])
-            remarks.fired(label(nodes[0]), f"one MatMulNBits with {names}")
+        if key is None or len(nodes) < 2:
+            continue
+        first, *others = map(label, nodes)
+        with remarks.trying("merge_projections", first) as allowed:
+            if allowed:
+                _merge(nodes, made)
+                remarks.fired(first, f"one MatMulNBits with {', '.join(others)}")
 
 
 def _key(node: ir.Node) -> object:
