@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: MIT
 """The cache among processes that race, die, and may not write."""
 
+import dataclasses
 import errno
 import fcntl
+import hashlib
+import json
 import os
+import pwd
+import random
 import re
 import stat
+import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
 from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import result_of, spawn
-from builders.sessions import check, save, source, start
+from builders.sessions import CPU, check, options, save, source, start
 
 import ortplugins
-from ortplugins.cache import store
+from ortplugins.cache import directory, store
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.optimization import build
+from session_options import registry
 
 CASE = DequantizedMatMul(512, 512, 32)
 OTHER = DequantizedMatMul(64, 64, 32)
@@ -104,7 +112,7 @@ def test_a_model_replaced_meanwhile_is_not_published(model_path, cache_dir, monk
 
 
 def all_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(directory, "SETTLED_SECONDS", -1)
 
 
 @pytest.fixture
@@ -115,7 +123,7 @@ def large_file(tmp_path: Path) -> Path:
 
 
 def digest(path: Path, cache_dir: Path) -> str:
-    return ArtifactCache(cache_dir).file_digest(path)
+    return ArtifactCache(cache_dir).file_digest(path)[0]
 
 
 def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
@@ -125,8 +133,11 @@ def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
     all_is_settled(monkeypatch)
     assert digest(large_file, cache_dir) == first
     (memo,) = (cache_dir / "known").iterdir()
-    memo.write_text(memo.read_text().replace(first, "from the memo"))
-    assert digest(large_file, cache_dir) == "from the memo"
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", lambda *_: 1 / 0)
+        assert digest(large_file, cache_dir) == first
+    memo.write_text(memo.read_text().replace(first, "a damaged memo"))
+    assert digest(large_file, cache_dir) == first
     large_file.write_bytes(bytes(5 << 20))
     assert digest(large_file, cache_dir) == first
 
@@ -279,3 +290,182 @@ def test_clean_leaves_what_is_not_the_caches(model_path, cache_dir):
     assert left == ["code.py", "mine"]
     assert [path.name for path in (cache_dir / "entries").iterdir()] == ["mine"]
     assert source(model_path) == "built"
+
+
+# What changes under a start, or in the cache.
+
+
+@pytest.mark.parametrize("moment", ["built", "hashed"])
+def test_a_folder_switched_behind_a_link_is_noticed(tmp_path, monkeypatch, moment):
+    """As Kubernetes does it to volumes, and deployments to what they call current."""
+    all_is_settled(monkeypatch)
+    cases = [dataclasses.replace(CASE, seed=seed) for seed in (1, 2)]
+    for case in cases:
+        save(case, tmp_path / f"v{case.seed}" / "model.onnx")
+    link, switched = tmp_path / "current", []
+    link.symlink_to("v1")
+
+    def then_switch(real: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            if not switched:
+                switched.append(True)
+                (tmp_path / "new").symlink_to("v2")
+                (tmp_path / "new").replace(link)
+            return result
+
+        return function
+
+    name = {"built": "publish", "hashed": "file_digest"}[moment]
+    monkeypatch.setattr(ArtifactCache, name, then_switch(getattr(ArtifactCache, name)))
+    with warnings.catch_warnings():  # the data of one under the graph of the other
+        warnings.simplefilter("ignore")
+        start(link / "model.onnx")
+    assert switched
+    for _ in range(2):
+        check(start(link / "model.onnx"), cases[1])
+
+
+def test_a_file_replaced_while_it_is_hashed_is_not_remembered(
+    cache_dir, large_file, monkeypatch
+):
+    all_is_settled(monkeypatch)
+    real = hashlib.file_digest
+
+    def hash_and_replace(*args: Any) -> Any:
+        large_file.write_bytes(b"x" * (5 << 20))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", hash_and_replace)
+        with pytest.raises(OSError, match="changed while it was read"):
+            digest(large_file, cache_dir)
+    assert digest(large_file, cache_dir) == hashlib.sha256(b"x" * (5 << 20)).hexdigest()
+
+
+SMALL = DequantizedMatMul(32, 32, 32)
+
+
+def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
+    """In entries, manifests, memos: never an error, never another result."""
+    all_is_settled(monkeypatch)
+    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    path, draw = save(SMALL, tmp_path / "model.onnx"), random.Random(0)
+    start(path)
+    start(path)
+    names = [x.relative_to(cache_dir) for x in cache_dir.rglob("*") if x.is_file()]
+    names = [name for name in names if name.parts[0] != "locks"]
+    assert {name.parts[0] for name in names} == {"entries", "known"}
+    whole = {name: (cache_dir / name).read_bytes() for name in names}
+    for name, content in whole.items():
+        for place in draw.sample(range(len(content)), min(12, len(content))):
+            spoilt = bytearray(content)
+            spoilt[place] ^= 1 << draw.randrange(8)
+            (cache_dir / name).write_bytes(spoilt)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*changed on disk")
+                session = start(path)
+            assert len(session.ortplugins_report.fired) == 1
+            check(session, SMALL)
+
+
+def test_an_entry_copied_without_its_times_is_read_and_believed(model_path, cache_dir):
+    assert source(model_path) == "built"
+    for path in cache_dir.glob("entries/*/model.onnx*"):
+        os.utime(path, (1, 1))
+    assert source(model_path) == "cache"
+
+
+def test_a_full_disk_leaves_nothing_behind(model_path, cache_dir, monkeypatch):
+    all_is_settled(monkeypatch)
+    start(model_path)
+    for path in (cache_dir / "known").iterdir():
+        path.unlink()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert source(model_path) == "cache"
+    assert list((cache_dir / "known").iterdir()) == []
+
+
+def test_entries_of_another_layout_are_ignored_and_pruned(model_path, cache_dir):
+    start(model_path)
+    cache = ArtifactCache(cache_dir)
+    (entry,) = cache.entries()
+    (entry.folder / "manifest.json").write_text(json.dumps(entry.manifest))
+    (cache_dir / "known").mkdir(exist_ok=True)
+    (cache_dir / "known" / "01234567.json").write_text("{}")
+    (cache_dir / "known" / "tmpab_cd12e").write_text("")
+    assert cache.entries() == []
+    for path in (entry.folder, entry.folder / "manifest.json", *cache.own("known")):
+        os.utime(path, (time.time() - 10 * 86400,) * 2)
+    prune(cache, max_size=1 << 30)
+    assert not entry.folder.exists()
+    assert cache.own("known") == []
+
+
+@pytest.mark.parametrize("folder", ["", "known", "entries", "entry"])
+def test_what_others_can_write_to_is_not_believed(model_path, cache_dir, monkeypatch, folder):
+    all_is_settled(monkeypatch)
+    start(model_path)
+    (entry,) = (cache_dir / "entries").iterdir()
+    (entry if folder == "entry" else cache_dir / folder).chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session = start(model_path)
+    assert session.ortplugins_report.source == "built"
+    check(session, CASE)
+
+
+def test_on_windows_only_the_users_profile_is_private(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "geteuid")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    for name in ("me/cache", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    assert directory.is_private(tmp_path / "me" / "cache")
+    assert not directory.is_private(tmp_path / "other")
+    assert not directory.is_private(tmp_path / "me" / "missing")
+
+
+def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monkeypatch):
+    for name in ("HOME", "ORTPLUGINS_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
+    monkeypatch.chdir(tmp_path)
+    folder = cache_root()
+    assert folder == Path(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
+    assert cache_root("~/cache") == folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(ortplugins.Pass):
+    """Needs an entry of its sessions that onnxruntime's optimisers look at."""
+
+    name = "setting"
+    summary = "sets an entry"
+
+    def rewrite(self, model: ir.Model, context: Any) -> bool:
+        return True
+
+    def session_settings(self) -> dict[str, str]:
+        return {"session.disable_double_qdq_remover": "1"}
+
+
+def test_entries_that_a_pass_sets_change_no_key(model_path, monkeypatch):
+    monkeypatch.setitem(registry.BUILTIN_PASSES, Setting.name, Setting)
+    so = options(Setting())
+    assert [source(model_path, so) for _ in range(3)] == ["built", "cache", "cache"]
+    so.add_session_config_entry("session.disable_double_qdq_remover", "1")
+    assert source(model_path, so) == "built"
+
+
+def test_a_name_given_twice_changes_no_key(model_path):
+    expected = "built"
+    for times in (1, 2):
+        session = ortplugins.InferenceSession(
+            model_path, options(), providers=CPU, disabled_optimizers=["Matmul"] * times
+        )
+        assert session.ortplugins_report.source == expected
+        expected = "cache"

@@ -139,7 +139,7 @@ PACKING, BUILDING = (
 
 _TIDY = re.compile(
     r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|[\w.]+\.data)"
-    r"|known/[0-9a-f]+\.json|locks/[0-9a-f]{16}\.lock"
+    r"|known/[0-9a-f]+\.memo|locks/[0-9a-f]{16}\.lock"
 )
 
 
@@ -248,12 +248,6 @@ def flip_blob(cache_dir: Path) -> None:
 @pytest.mark.parametrize("verify", ["size", "digest"])
 def test_a_flipped_bit_is_found(warm: Faults, verify: str):
     flip_blob(warm.cache)
-    if verify == "size" and ONNXRUNTIME < (1, 32):
-        # onnxruntime says nothing, as the option's help warns.
-        session, _ = warm.start()
-        assert session.ortplugins_report.source == "cache"
-        assert not np.array_equal(session.run(None, FEED)[0], warm.output)
-        return
     for source in ("built", "cache"):
         session, reported = warm.start(verify=verify)
         assert session.ortplugins_report.source == source

@@ -16,11 +16,11 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ortplugins.cache import store
+from ortplugins.cache import directory, store
 from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # Layout of the cache; another number is another cache.
-_FORMAT = 4
+_FORMAT = 5
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
 # What a child raises goes on here.
@@ -45,37 +45,36 @@ _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-def look_up(request: BuildRequest, cache: ArtifactCache) -> Entry | None:
-    """Return the entry of a request; None where there is none yet."""
-    content = _key_content(request, cache)
-    return None if content is None else cache.find(content_key(content))
+class KeyContent(NamedTuple):
+    """What the key of an entry is made from."""
+
+    parts: dict[str, Any]
+    states: dict[str, str]  # of the files when they were read, by their paths
+
+    @property
+    def key(self) -> str:
+        """The key: a digest, and at its end the beginning of the model's."""
+        text = json.dumps(self.parts, sort_keys=True)
+        model: str = self.parts["digest"][: store.MODEL_CHARACTERS]
+        return hashlib.sha256(text.encode()).hexdigest()[: 40 - len(model)] + model
 
 
-def content_key(content: Mapping[str, Any]) -> str:
-    """Return the key of an entry, given what :func:`session_key_content` returned."""
-    text = json.dumps(content, sort_keys=True)
-    model: str = content["digest"][: store.MODEL_CHARACTERS]
-    return hashlib.sha256(text.encode()).hexdigest()[: 40 - len(model)] + model
+def look_up(
+    request: BuildRequest, cache: ArtifactCache
+) -> tuple[Entry | None, KeyContent | None]:
+    """Return the entry of a request, and its key's content; None where there is none yet."""
+    content = key_content(request, cache)
+    return (None if content is None else cache.find(content.key)), content
 
 
-def session_key_content(request: BuildRequest, cache: ArtifactCache) -> dict[str, Any]:
-    """Return everything that the entry of a request depends on; its hash is the key."""
-    content = _key_content(request, cache)
+def session_key_content(request: BuildRequest, cache: ArtifactCache) -> KeyContent:
+    """Return everything that the entry of a request depends on."""
+    content = key_content(request, cache)
     if content is None:  # a new model, or one whose data is missing, which loading reports
-        content = _key_content(request, cache, list(request.load().data_files))
+        content = key_content(request, cache, list(request.load().data_files))
     if content is None:
         raise MissingFileError(f"{request.name}: its data vanished while it was read")
     return content
-
-
-def source_files(request: BuildRequest, locations: Iterable[str]) -> list[str] | None:
-    """Return the paths of the model and of its data; None where another path may take over."""
-    folders = data_folders(request.name, request.data_folder)
-    first = [os.path.join(folders[0], location) for location in locations]
-    found = [data_file(location, folders) for location in locations]
-    if list(map(os.path.realpath, first)) != found:
-        return None
-    return [request.name, *first]  # links may come to lead elsewhere
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
@@ -92,7 +91,7 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
     """Whether a session may open an entry; else it is built again."""
     if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
         if warn:
-            warn_rebuilt(entry, damaged)
+            store.warn_rebuilt(entry.folder, damaged)
         return False
     # Workers that start together don't all try again what has just failed.
     is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
@@ -100,12 +99,6 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
         plan.retry_failed and entry.manifest["failed"]
     )
     return not retries
-
-
-def warn_rebuilt(entry: Entry, damaged: Iterable[str]) -> None:
-    """Warn that an entry is built again because files of it changed on disk."""
-    text = f"{entry.folder}: {', '.join(damaged)} changed on disk, and is built again"
-    warn_caller(text, OrtpluginsWarning)
 
 
 def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
@@ -220,22 +213,22 @@ def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
 
 def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:
     """Build in a folder of a cache, and publish it, unless another process just has."""
-    digest = _digest(request, cache)
+    digest, _ = _digest(request, cache)
     with cache.build(digest) as folder:
-        entry = look_up(request, cache)
+        entry, _ = look_up(request, cache)
         if entry is not None and is_usable(entry, request.plan):
             return entry.folder, "cache"
         loaded = _load(request, cache)
         locations = list(loaded.data_files)
-        content = _key_content(request, cache, locations)
-        if content is None or content["digest"] != digest:
+        content = key_content(request, cache, locations)
+        if content is None or content.parts["digest"] != digest:
             raise FileNotFoundError("external data vanished while the model was read")
         manifest = _build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
-        if _key_content(request, cache, locations) != content:
+        again = key_content(request, cache, locations)
+        if again is None or again.parts != content.parts:
             raise FileNotFoundError("the model changed while it was read")
-        key = content_key(content)
-        entry = cache.publish(key, folder, {**manifest, "made_from": content})
+        entry = cache.publish(content.key, folder, {**manifest, "made_from": content.parts})
     return entry.folder, "built"
 
 
@@ -267,32 +260,39 @@ def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str
     return {**manifest, "model": request.name}
 
 
-def _digest(request: BuildRequest, cache: ArtifactCache) -> str:
-    """Digest of the .onnx file as it is now."""
-    if isinstance(request.source, bytes):
-        return hashlib.sha256(request.source).hexdigest()
-    try:
-        return cache.file_digest(request.name)
-    except FileNotFoundError:
-        raise MissingFileError(f"{request.name}: no such model file") from None
-    except OSError as error:
-        raise ModelFileError(f"{request.name}: cannot be read: {error.strerror}") from error
-
-
-def _key_content(
+def key_content(
     request: BuildRequest, cache: ArtifactCache, locations: Sequence[str] | None = None
-) -> dict[str, Any] | None:
-    """What the key is made from; None where data is missing, or its locations not known."""
-    digest = _digest(request, cache)
+) -> KeyContent | None:
+    """Return what the key is made from; None where data is missing, or not known where."""
+    digest, states = _digest(request, cache)
     if locations is None and (locations := cache.data_locations(digest)) is None:
         return None
     folders = data_folders(request.name, request.data_folder)
     files = {x: Path(data_file(x, folders)) for x in locations}
+    data = {}
     try:
-        data = {x: cache.file_digest(path) for x, path in files.items()}
-    except OSError:
+        for location, path in files.items():
+            data[location], state = cache.file_digest(path)
+            # By the paths that may lead there: a link may come to lead elsewhere.
+            paths = [os.path.join(folder, location) for folder in folders]
+            number = next(i for i, x in enumerate(paths) if os.path.exists(x))
+            states |= {**dict.fromkeys(paths[:number], directory.ABSENT), paths[number]: state}
+    except (OSError, StopIteration):
         return None
     parts, placed = request.key_parts(), in_place(files)
     if placed is not None and any(x != name for x, name in placed.names.items()):
         parts["data_names"] = placed.names
-    return {"format": _FORMAT, "digest": digest, "data": data, **parts}
+    return KeyContent({"format": _FORMAT, "digest": digest, "data": data, **parts}, states)
+
+
+def _digest(request: BuildRequest, cache: ArtifactCache) -> tuple[str, dict[str, str]]:
+    """Return the digest of the .onnx file; and, by its path, the state that it was read in."""
+    if isinstance(request.source, bytes):
+        return hashlib.sha256(request.source).hexdigest(), {}
+    try:
+        digest, state = cache.file_digest(request.name)
+    except FileNotFoundError:
+        raise MissingFileError(f"{request.name}: no such model file") from None
+    except OSError as error:
+        raise ModelFileError(f"{request.name}: cannot be read: {error}") from error
+    return digest, {request.name: state}

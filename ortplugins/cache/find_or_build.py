@@ -18,7 +18,8 @@ from ortplugins.cache.directory import (
     MODEL,
     cache_folder,
     recall,
-    usable_manifest,
+    remember,
+    state_of,
 )
 from ortplugins.errors import PassError
 
@@ -44,26 +45,25 @@ class Artifact(NamedTuple):
 
 def find_or_build(request: BuildRequest) -> Artifact:
     """Find the artifact of a request in the cache, or have it built."""
-    root, started = cache_folder(request.plan.cache_dir), time.time()
-    if _can_be_known(request) and (key := recall(root, _text(request))) is not None:
-        folder = os.path.join(root, "entries", key)
-        if (manifest := usable_manifest(folder)) is not None:
-            return _artifact(folder, manifest, "cache", request)
-    # The long way is by content, and imports more.
-    from ortplugins.cache.build import cache_of, is_usable, look_up, source_files
+    from ortplugins.cache.build import cache_of, is_usable, look_up
 
-    cache = cache_of(request.plan)
-    entry = look_up(request, cache)
+    root, started = cache_folder(request.plan.cache_dir), time.time()
+    cache, text = cache_of(request.plan), _text(request)
+    if _can_be_known(request) and (found := recall(root, text)) is not None:
+        entry = cache.find(found[0])
+        if entry is not None:
+            return _artifact(entry.folder, entry.manifest, "cache", request)
+    entry, content = look_up(request, cache)
     if entry is not None and is_usable(entry, request.plan, warn=True):
         artifact = _artifact(entry.folder, entry.manifest, "cache", request)
     else:
         artifact, entry = _build(request, cache)
-    if entry is not None and not entry.manifest["provisional"] and _can_be_known(request):
-        files = source_files(request, entry.manifest["made_from"]["data"])
-        if files is not None:
-            from ortplugins.cache.store import remember
-
-            remember(root, _text(request), entry.folder.name, files, started)
+        _, content = look_up(request, cache)
+    if entry is None or content is None or not _can_be_known(request):
+        return artifact
+    # The files may have changed since the entry was found, or while it was built.
+    if content.key == entry.key and not entry.manifest["provisional"]:
+        remember(root, text, content.states, [entry.key], started)
     return artifact
 
 
@@ -71,7 +71,8 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     """Take an artifact that changed on disk out of the cache; return whether that was so."""
     from pathlib import Path
 
-    from ortplugins.cache.build import cache_of, warn_rebuilt
+    from ortplugins.cache.build import cache_of
+    from ortplugins.cache.store import warn_rebuilt
 
     if artifact.model is None or artifact.temporary is not None:
         return False
@@ -85,7 +86,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
         cache.discard(key, entry.manifest)
     except OSError:
         return False
-    warn_rebuilt(entry, damaged)
+    warn_rebuilt(entry.folder, damaged)
     return True
 
 
@@ -160,6 +161,7 @@ def lacks_operators(path: str, plan: Plan) -> bool:
     import mmap
 
     try:
+        state = state_of(path)
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -168,9 +170,7 @@ def lacks_operators(path: str, plan: Plan) -> bool:
     except (OSError, ValueError):  # whoever loads it says what is wrong
         return False
     if not found:
-        from ortplugins.cache.store import remember
-
-        remember(root, text, "", [path], started)
+        remember(root, text, {path: state}, [], started)
     return not found
 
 

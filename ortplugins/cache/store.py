@@ -17,13 +17,14 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortplugins.cache import directory
-from ortplugins.cache.directory import MANIFEST
+from ortplugins.cache.directory import MANIFEST, note_use
 from ortplugins.errors import OrtpluginsWarning
+from session_options.caller_warnings import warn_caller
 
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
@@ -35,12 +36,11 @@ _INDEX_SECONDS = 86400.0
 KEY_CHARACTERS = 12  # of a key, to people
 # The end of a key: the beginning of the model's digest. It names the model's lock, too.
 MODEL_CHARACTERS = 16
-# A file changed a moment ago may change again within the resolution of its time stamps, as in
-# git's index.
-SETTLED_SECONDS = 2.0
+_CHECKSUM = "checksum"  # of the rest of a manifest
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
-    "known": re.compile(r"[0-9a-f]{8}\.json"),
+    # Those of an earlier layout, and what writers left that were killed.
+    "known": re.compile(r"[0-9a-f]{8}\.(memo.*|json)|tmp\w{8}"),
     "building": re.compile(r"[0-9a-f]{16}\..+"),
     "locks": re.compile(r"[0-9a-f]{16}\.lock"),
 }
@@ -113,11 +113,12 @@ class ArtifactCache:
         self.root, self.limit = root, limit
         self._has_locks = True
         # A cache that cannot be written keeps none on disk.
-        self._digests: dict[tuple[int, ...], str] = {}
+        self._digests: dict[str, str] = {}  # by the state of a file
 
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
-        return directory.is_private(self.root)
+        parts = (self.root / name for name in _NAMES)
+        return directory.is_private(self.root, *filter(Path.exists, parts))
 
     def check_trusted(self) -> None:
         """Raise PermissionError if the directory exists and others can put models there."""
@@ -174,34 +175,70 @@ class ArtifactCache:
             lock.release()
 
     def find(self, key: str, *, used: bool = True) -> Entry | None:
-        """Return a published entry; see :func:`.usable_manifest`."""
-        folder = self.root / "entries" / key
-        manifest = directory.usable_manifest(folder, used=used) if self.is_trusted() else None
-        return None if manifest is None else Entry.at(folder, manifest)
+        """Return an entry whose files are those that were published, as used now.
 
-    def file_digest(self, path: str | os.PathLike[str]) -> str:
-        """Return the SHA-256 of a file; of a large one seen before, without reading it."""
+        Its last use stays as it was unless it is ``used``.
+        """
+        folder = self.root / "entries" / key
+        if not (self.is_trusted() and directory.is_private(folder)):
+            return None
+        manifest = read_manifest(folder)
+        try:
+            if manifest is None or not self._is_whole(folder, manifest):
+                return None
+            return Entry.at(folder, manifest) if not used or note_use(folder) else None
+        except OSError:
+            return None
+
+    def _is_whole(self, folder: Path, manifest: Mapping[str, Any]) -> bool:
+        """Whether files are as published, by size and time.
+
+        By their content where only times differ: copies keep these, or are read once.
+        """
+        found = {name: os.stat(folder / name) for name in manifest["files"]}
+        if any(found[name].st_size != size for name, size in manifest["files"].items()):
+            return False
+        damaged = [
+            name
+            for name, time in manifest["times"].items()
+            if found[name].st_mtime_ns != time
+            and self.file_digest(folder / name)[0] != manifest["digests"][name]
+        ]
+        if damaged:
+            warn_rebuilt(folder, damaged)
+        return not damaged
+
+    def file_digest(self, path: str | os.PathLike[str]) -> tuple[str, str]:
+        """Return the SHA-256 of a file, and the state in which the file has it.
+
+        A large one that was seen before is not read.
+
+        Raises:
+            OSError: If it can't be read, or changes while it is.
+        """
         name, started = os.path.realpath(path), time.time()
         text = f"digest of {name}"
         with open(name, "rb") as file:
-            status = os.fstat(file.fileno())
-            times = status.st_mtime_ns, status.st_ctime_ns
-            identity = (status.st_dev, status.st_ino, status.st_size, *times)
-            is_large = status.st_size >= _MEMO_SIZE
-            if is_large and (
-                known := self._digests.get(identity) or directory.recall(self.root, text)
-            ):
-                return known
+            state = directory.state_of_open(file.fileno())
+            is_large = os.fstat(file.fileno()).st_size >= _MEMO_SIZE
+            if is_large and (known := self._digests.get(state)):
+                return known, state
+            memo = directory.recall(self.root, text) if is_large else None
+            if memo is not None and directory.state_of(name) == state:  # of the open file
+                return memo[0], state
+            file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if is_large and max(times) / 1e9 < started - SETTLED_SECONDS:
-            self._digests[identity] = digest
-            remember(self.root, text, digest, [name], started)
-        return digest
+            if directory.state_of_open(file.fileno()) != state:
+                raise OSError(f"{name}: changed while it was read")
+        if is_large and directory.is_settled(state, started):
+            self._digests[state] = digest
+            directory.remember(self.root, text, {name: state}, [digest], started)
+        return digest, state
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return where a model has its external data; None where no entry is made of it."""
         for path in (self.root / "entries").glob(f"*{digest[:MODEL_CHARACTERS]}"):
-            made_from = (directory.read_manifest(path) or {}).get("made_from", {})
+            made_from = (read_manifest(path) or {}).get("made_from", {})
             if made_from.get("digest") == digest:
                 return list(made_from["data"])
         return None
@@ -215,7 +252,7 @@ class ArtifactCache:
         """Yield what is in the place of entries, usable or not."""
         for path in self.own("entries"):
             with contextlib.suppress(OSError):  # removed just now
-                yield Entry.at(path, directory.read_manifest(path))
+                yield Entry.at(path, read_manifest(path))
 
     @contextlib.contextmanager
     def build(self, model: str) -> Iterator[Path]:
@@ -241,7 +278,9 @@ class ArtifactCache:
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
         """Make a built folder the entry of its key."""
-        complete = _write_manifest(folder, manifest)
+        # As who reads it has it: JSON knows no tuples.
+        complete = json.loads(json.dumps(_completed(folder, manifest)))
+        write_manifest(folder, complete)
         final = self.make("entries") / key
         if final.exists():  # damaged
             self.remove(key)
@@ -251,7 +290,7 @@ class ArtifactCache:
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
         """Take an entry out, unless it was built again since its manifest was ``seen``."""
         with self.lock(key), contextlib.suppress(FileNotFoundError):
-            if directory.read_manifest(self.root / "entries" / key) == seen:
+            if read_manifest(self.root / "entries" / key) == seen:
                 self.remove(key)
 
     def remove(self, key: str) -> None:
@@ -326,8 +365,9 @@ def choose(
     for item in ordered:
         # Where the clock was set back, uses lie ahead of it and nothing has expired.
         expired = older_than is not None and now - item.last_used > older_than
+        expired |= not item.manifest  # of an earlier layout, or damaged
         if not expired and (max_size is None or size <= max_size):
-            break  # the others were used later
+            continue
         if abs(now - item.last_used) < _OPENING_SECONDS:
             in_use.append(item)
         else:
@@ -343,7 +383,7 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
     """
     try:
         with cache.lock(item.key, timeout=0):
-            manifest = directory.read_manifest(item.folder)
+            manifest = read_manifest(item.folder)
             if Entry.at(item.folder, manifest).last_used != item.last_used:
                 return "used, or built, just now"
             cache.remove(item.key)
@@ -359,7 +399,7 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
 def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
     """Remove what is known of files that have changed, and unused locks; or all."""
     for path in cache.own("known"):
-        if whole or not directory.are_unchanged(directory.read_json(path)):
+        if whole or not _holds(path):
             with contextlib.suppress(OSError):
                 path.unlink()
     used = {path.name[-MODEL_CHARACTERS:] for path in cache.own("entries")}
@@ -367,6 +407,14 @@ def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
         if whole or (path.stem not in used and _is_old(path)):
             with contextlib.suppress(OSError), cache.lock(path.stem, timeout=0):
                 path.unlink(missing_ok=True)
+
+
+def _holds(path: Path) -> bool:
+    """Whether what a memo says is so still."""
+    if (memo := directory.read_memo(path)) is None:
+        return path.suffix != ".memo" and path.suffix != ".json" and not _is_old(path)
+    _, shared, states, _ = directory.split_memo(memo)
+    return directory.are_unchanged(states, copied=bool(shared))
 
 
 def _is_old(path: Path) -> bool:
@@ -382,7 +430,7 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
     for item in sorted(cache.stored(), key=lambda item: item.key):
         while item.folder.exists():
             damage = item.damage()
-            manifest = directory.read_manifest(item.folder) or {}
+            manifest = read_manifest(item.folder) or {}
             # Removed, or built again, while it was read?
             if not damage or (manifest == item.manifest and item.folder.exists()):
                 yield item, damage
@@ -425,6 +473,12 @@ def cache_root(chosen: str = "") -> Path:
     return Path(directory.cache_folder(chosen))
 
 
+def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:
+    """Warn that an entry is built again because files of it changed on disk."""
+    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
+    warn_caller(text, OrtpluginsWarning)
+
+
 def disk_size(folder: Path) -> int:
     """Return the bytes that removing a folder frees; its files may vanish meanwhile."""
     size = 0
@@ -443,41 +497,41 @@ def remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Complete a manifest with sizes, digests and time, and write it."""
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of a folder; None where there is none, or not as it was written."""
+    try:
+        content = json.loads(Path(folder, MANIFEST).read_bytes())
+        checksum = content.pop(_CHECKSUM)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return content if checksum == _checksum(content) else None
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of an entry."""
+    content = {**manifest, _CHECKSUM: _checksum(manifest)}
+    new = folder / f"{MANIFEST}.new"
+    new.write_text(json.dumps(content), encoding="utf-8")
+    new.replace(folder / MANIFEST)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+
+
+def _completed(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the sizes and digests of the files in a folder, and the time."""
     files = sorted(folder.iterdir())
-    complete = {
+    return {
         "data": {},
         **manifest,
         "files": {file.name: file.stat().st_size for file in files},
+        "times": {file.name: file.stat().st_mtime_ns for file in files},
         "digests": {file.name: _sha256(file) for file in files},
         "created": time.time(),
     }
-    (folder / MANIFEST).write_text(json.dumps(complete), encoding="utf-8")
-    return complete
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def remember(
-    root: str | os.PathLike[str], text: str, found: str, files: Sequence[str], started: float
-) -> None:
-    """Keep what was found under a text, until one of the files changes; :func:`.recall` reads.
-
-    Not of files that changed just before ``started``, seconds since the epoch, when the first
-    of them was looked at; nor in a cache that is read-only.
-    """
-    import tempfile
-
-    with contextlib.suppress(OSError):
-        states = {path: directory.state_of(path) for path in files}
-        if max(states[path][-2] for path in files) / 1e9 > started - SETTLED_SECONDS:
-            return
-        folder = ArtifactCache(Path(root)).make("known")
-        # Readers see the file whole or not at all.
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            json.dump({"text": text, "found": found, "files": states}, file)
-        os.replace(file.name, folder / directory.memo_name(text))

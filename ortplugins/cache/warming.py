@@ -14,7 +14,7 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.build import cache_of, content_key, session_key_content
+from ortplugins.cache.build import cache_of, session_key_content
 from ortplugins.cache.find_or_build import find_or_build
 from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
@@ -120,8 +120,7 @@ def explain_miss(
     cache = cache_of(plan)
     request = read_request(model, plan, prepared, ["CPUExecutionProvider"], ())
     content = session_key_content(request, cache)
-    key = content_key(content)
-    here = dict(_flatten(json.loads(json.dumps(content))))
+    here = dict(_flatten(json.loads(json.dumps(content.parts))))
     compared = [
         (entry, _differences(here, dict(_flatten(entry.manifest["made_from"]))))
         for entry in cache.entries()
@@ -130,14 +129,14 @@ def explain_miss(
     same_model = [
         (entry, found)
         for entry, found in compared
-        if entry.manifest["made_from"].get("digest") == content["digest"]
+        if entry.manifest["made_from"].get("digest") == content.parts["digest"]
     ]
     nearest, differences = min(
         same_model or compared, key=lambda pair: len(pair[1]), default=(None, ())
     )
     # An entry with the key may be damaged.
-    is_present = cache.find(key, used=False) is not None
-    return Explanation(key, is_present, nearest, tuple(differences))
+    is_present = cache.find(content.key, used=False) is not None
+    return Explanation(content.key, is_present, nearest, tuple(differences))
 
 
 def _differences(

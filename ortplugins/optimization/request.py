@@ -161,7 +161,7 @@ def read_request(
     return BuildRequest(
         source=source if isinstance(source, bytes) else os.path.abspath(source),
         plan=plan,
-        providers=tuple(providers),
+        providers=tuple(dict.fromkeys(providers)),  # onnxruntime leaves the second out
         data_folder=os.path.abspath(chosen) if chosen else None,
         optimizers=settings,
         bakes=plan.bake and runs_any and are_cpu_only(providers),

@@ -218,7 +218,7 @@ def read_optimizer_settings(
     entries = ((key, stored(options, key)) for key in _KEYS)
     return OptimizerSettings(
         options.graph_optimization_level.name,
-        tuple(sorted(disabled_optimizers or ())),
+        tuple(sorted({*(disabled_optimizers or ())})),
         tuple((key, text) for key, text in entries if text is not None),
     )
 

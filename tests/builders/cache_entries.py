@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Entries of a cache, by their age."""
 
-import json
 import os
 import time
 from pathlib import Path
 
-from ortplugins.cache.store import ArtifactCache, Entry
+from ortplugins.cache.store import ArtifactCache, Entry, read_manifest, write_manifest
 
 DAY = 86400.0
 
@@ -18,9 +17,8 @@ def entries(cache_dir: Path) -> list[Entry]:
 
 def backdate(folder: Path, seconds: float) -> None:
     """Have an entry published, and used, that long ago."""
-    manifest, moment = folder / "manifest.json", time.time() - seconds
-    content = json.loads(manifest.read_text())
-    new = manifest.with_suffix(".new")
-    new.write_text(json.dumps({**content, "created": moment}))
-    os.utime(new, (moment, moment))
-    os.replace(new, manifest)
+    moment, manifest = time.time() - seconds, read_manifest(folder)
+    if manifest is None:
+        raise FileNotFoundError(folder)
+    write_manifest(folder, {**manifest, "created": moment})
+    os.utime(folder / "manifest.json", (moment, moment))
