@@ -725,12 +725,8 @@ def test_a_sparse_initializer_is_not_lost(tmp_path):
     values, indices = tensor("sparse", [3.0], np.float32), tensor("sparse_i", [5], np.int64)
     proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [1, N]))
     path = saved(proto, tmp_path)
-    try:
-        optimised(path, tmp_path / "out.onnx", "float")
-    except ModelFileError as error:
-        assert "sparse" in str(error)
-    else:
-        same_numbers(path, tmp_path / "out.onnx")
+    assert optimised(path, tmp_path / "out.onnx", "float").report.fired
+    same_numbers(path, tmp_path / "out.onnx")
 
 
 @pytest.mark.parametrize(

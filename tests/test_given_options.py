@@ -8,12 +8,14 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import CPU, EXACT, options, source, start
 from builders.text_models import model_of
+from onnx import helper, numpy_helper
 
 import ortplugins
 from session_options.keys import stored
@@ -237,3 +239,89 @@ def test_set_providers_names_what_is_wrong_as_onnxruntime_does(path):
         with pytest.raises(ValueError, match="must be either strings or"):
             session.set_providers([3])
         assert not session._enable_fallback
+
+
+# Models that onnxruntime opens.
+
+
+def sparse(
+    indices: list[int] | list[list[int]], dims: tuple[int, ...]
+) -> onnx.SparseTensorProto:
+    values = numpy_helper.from_array(np.array([3, 4], np.float32), "c")
+    return helper.make_sparse_tensor(
+        values, numpy_helper.from_array(np.array(indices, np.int64)), dims
+    )
+
+
+SPARSE = {
+    "elements": sparse([1, 63], (1, 64)),
+    "rows of indices": sparse([[0, 1], [0, 63]], (1, 64)),
+}
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant", "constant of a branch"])
+@pytest.mark.parametrize("form", SPARSE)
+def test_sparse_weights_are_made_dense(path, place, form):
+    model = onnx.load(path)
+    (ones,) = (item for item in model.graph.initializer if item.name == "c")
+    model.graph.initializer.remove(ones)
+    constant = helper.make_node("Constant", [], ["c"], sparse_value=SPARSE[form])
+    if place == "initializer":
+        model.graph.sparse_initializer.append(SPARSE[form])
+    elif place == "constant":
+        model.graph.node.insert(0, constant)
+    else:
+        constant.output[0] = "inner"
+        output = helper.make_tensor_value_info("inner", onnx.TensorProto.FLOAT, (1, 64))
+        branch = helper.make_graph([constant], "branch", [], [output])
+        yes = numpy_helper.from_array(np.array(True), "yes")
+        model.graph.initializer.append(yes)
+        model.graph.node.insert(
+            0, helper.make_node("If", ["yes"], ["c"], then_branch=branch, else_branch=branch)
+        )
+    onnx.save(model, path)
+    session, stock = start(path), onnxruntime.InferenceSession(path, providers=CPU)
+    assert len(session.ortplugins_report.fired) == 1
+    np.testing.assert_array_equal(session.run(None, FEED)[0], stock.run(None, FEED)[0])
+    assert session.run(None, FEED)[0][0, 63] == 12
+
+
+def test_a_sparse_weight_of_no_size_that_fits_is_onnxruntimes_to_refuse(path):
+    model = onnx.load(path)
+    model.graph.sparse_initializer.append(sparse([0, 1], (1 << 40,)))
+    onnx.save(model, path)
+    with pytest.raises(ortplugins.ModelFileError, match=r"has shape \[1099511627776\]"):
+        ortplugins.optimize(path)
+
+
+def test_a_model_in_ort_format_is_opened_as_it_is(path, tmp_path, cache_dir):
+    so, written = onnxruntime.SessionOptions(), tmp_path / "m.ort"
+    so.optimized_model_filepath = str(written)
+    so.add_session_config_entry("session.save_model_format", "ORT")
+    text = "g (float[rows, 128] x) => (float[rows, 128] y) { y = Add(x, three) }"
+    ir.save(model_of(text, {"three": np.full(1, 3, np.float32)}), path)
+    onnxruntime.InferenceSession(path, so, providers=CPU)
+    path.unlink()
+    for model in (written, written.read_bytes()):
+        for passes in ((EXACT,), (ortplugins.ShapeSizeReorder(),)):
+            session = start(model, options(*passes))
+            assert first(session) == 3
+            assert "ORT format" in str(session.ortplugins_report)
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_bytes_with_data_in_the_current_folder(path, tmp_path, monkeypatch, in_place):
+    """Another folder has other data under the same name."""
+    if in_place:
+        monkeypatch.setattr("ortplugins.optimization.build.LEAST_BYTES", 1)
+    content, other = path.read_bytes(), tmp_path / "other"
+    other.mkdir()
+    data = path.with_name(FILE).read_bytes()
+    ones = np.ones((1, 64), np.float32).tobytes()
+    (other / FILE).write_bytes(data.replace(ones, SEVEN.tobytes()))
+    for expected in ("built", "cache"):
+        for folder, value in ((tmp_path, 3), (other, 21)):
+            monkeypatch.chdir(folder)
+            session = start(content)
+            assert (first(session), session.ortplugins_report.source) == (value, expected)

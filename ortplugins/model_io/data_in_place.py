@@ -48,7 +48,7 @@ def folder_of(names: Mapping[str, str], model: str, data_folder: str | None) -> 
     """Return the folder of a model's data, from the names that :func:`in_place` returned."""
     location, name = next(iter(names.items()))
     path = data_file(location, data_folders(model, data_folder))
-    return path.removesuffix(os.path.join("", name)).rstrip(os.sep)
+    return os.path.normpath(path.removesuffix(name))
 
 
 def data_folders(model: str, data_folder: str | None) -> list[str]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
+# As many as one protobuf may have.
+_MAX_PROTO_BYTES = (1 << 31) - 1
 # Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
 
@@ -66,16 +70,16 @@ def load_model(
 ) -> LoadedModel:
     """Load a model of any kind lazily; an object is copied.
 
-    External data is looked for beside the .onnx file, or in ``folder``. A path that is a
-    symbolic link (as in Hugging Face's cache) may have its data beside the link or beside the
-    file that it points to, as onnxruntime allows.
+    External data is looked for beside the .onnx file, or in ``folder``; that of bytes in the
+    current folder. A path that is a symbolic link (as in Hugging Face's cache) may have its
+    data beside the link or beside the file that it points to, as onnxruntime allows.
 
     With ``map_inline``, large tensors within the file count as external data of it; results
     that point to them must not be saved as such.
     """
     data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
-        return _load(model, [data_folder] if data_folder else [], "model given as bytes")
+        return _load(model, [data_folder or os.curdir], "model given as bytes")
     if not isinstance(model, str | os.PathLike):
         return _from_memory(model)
     folders = data_folders(str(Path(model).absolute()), data_folder)
@@ -130,14 +134,42 @@ def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
 
 
 def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
-    if any(graph.sparse_initializer for graph in proto_graphs(proto.graph)):
-        raise ModelFileError(f"{name}: has sparse initializers; make them dense first")
     try:
+        _make_dense(proto)
         model = ir.from_proto(proto)
     except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
         raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
     normalize_domains(model)
     return model
+
+
+def _make_dense(proto: onnx.ModelProto) -> None:
+    """Replace sparse initializers and constants by dense ones, as onnxruntime does."""
+    for owner in (proto.graph, *proto.functions):
+        for graph in proto_graphs(owner):
+            if sparse := getattr(graph, "sparse_initializer", ()):
+                graph.initializer.extend(map(_dense, sparse))
+                del graph.sparse_initializer[:]
+            for attribute in (item for node in graph.node for item in node.attribute):
+                if attribute.name == "sparse_value":
+                    dense = _dense(attribute.sparse_tensor)
+                    attribute.Clear()
+                    attribute.name, attribute.type = "value", attribute.TENSOR
+                    attribute.t.CopyFrom(dense)
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    from onnx import numpy_helper
+
+    values = numpy_helper.to_array(sparse.values)
+    indices = numpy_helper.to_array(sparse.indices)
+    if math.prod(sparse.dims) * values.itemsize > _MAX_PROTO_BYTES:
+        raise ValueError(f"sparse tensor {sparse.values.name!r} has shape {[*sparse.dims]}")
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if indices.ndim == 1:  # of elements in order; else each has a row
+        indices = np.stack(np.unravel_index(indices, dense.shape), 1)
+    dense[tuple(indices.T)] = values
+    return numpy_helper.from_array(dense, sparse.values.name)
 
 
 def proto_graphs(
@@ -266,11 +298,6 @@ def stored_bytes(tensor: ir.TensorProtocol) -> int:
 
 
 def _find_data_file(location: str, folders: Sequence[str], what: str) -> Path:
-    if not folders:
-        raise MissingFileError(
-            f"{what}: has external data in {location!r}, but the model was given as bytes; "
-            "set session.model_external_initializers_file_folder_path or give a path"
-        )
     if os.path.isabs(location) or ".." in Path(location).parts:
         raise ModelFileError(
             f"{what}: external data location {location!r} leaves the model's folder"

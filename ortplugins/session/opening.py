@@ -358,7 +358,7 @@ class _Start:
         except Exception as refused:
             if not self._opted_in:
                 raise  # the caller may expect this very error
-            raise _as_both(error, refused) from error
+            raise _as_both(error, refused) from refused
         if isinstance(error, MissingFileError):  # its data may come from elsewhere
             return _untouched(str(error))
         return untouched_report(str(error))
@@ -378,7 +378,9 @@ class _Start:
 def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     """Return an error that is caught as ours, and as the one of onnxruntime."""
     original = type(error)
-    content = {"__reduce__": lambda self: (original, self.args)}
+    # Where it goes to another process, ours alone can be found again.
+    reduced = {"__reduce__": lambda self: (original, self.args)}
+    content = {**reduced, "__module__": original.__module__}
     both: type[ModelFileError] = type(original.__name__, (original, type(refused)), content)
     return both(*error.args)
 
@@ -401,6 +403,8 @@ def _nothing_to_do(
     path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
 ) -> ReportDict | None:
     """Return the report of a start that needs no artifact; None where one has to be found."""
+    if _is_ort_format(path_or_bytes):
+        return _untouched("a model in ORT format was optimised already")
     from ortplugins.cache.find_or_build import lacks_operators
 
     if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
@@ -409,6 +413,13 @@ def _nothing_to_do(
     remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
     passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
     return {**STOCK, "source": "untouched", "passes": passes}
+
+
+def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
+    """Whether onnxruntime takes a model for one in its own format."""
+    if isinstance(path_or_bytes, bytes):
+        return path_or_bytes[4:8] == b"ORTM"
+    return os.fsdecode(path_or_bytes).lower().endswith(".ort")
 
 
 def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
