@@ -119,6 +119,22 @@ def remove_node(node: ir.Node) -> None:
     drop_unused_initializers(inputs)
 
 
+def drop_copies(nodes: Iterable[ir.Node]) -> None:
+    """Remove Identity(x), Cast(x) to the type of x and Concat(x); outputs keep theirs.
+
+    Exporters put them around each Softmax, each convolution, behind each cache.
+    """
+    for node in nodes:
+        source, result = node.inputs[0], node.outputs[0]
+        target = node.attributes.get_int("to", 0)
+        if source is None or len(node.inputs) > 1 or result.is_graph_output() or node.domain:
+            continue
+        if not target or source.dtype == target:
+            result.replace_all_uses_with(source)
+            assert node.graph is not None
+            node.graph.remove(node, safe=True)
+
+
 def remove_unused(model: ir.Model) -> None:
     """Remove nodes that nothing reads, and initializers; graph outputs stay."""
     functions = (function.graph for function in model.functions.values())

@@ -13,7 +13,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import remove_unused
+from rewrite_rules.graph.nodes import drop_copies, remove_unused
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
@@ -79,7 +79,7 @@ def fuse_transformer(
     if options.attention:
         note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
-        _drop_copies((*nodes["Cast"], *nodes["Concat"]))
+        drop_copies((*nodes["Cast"], *nodes["Concat"]))
         _share_constants(model)
         CommonSubexpressionEliminationPass()(model)
         _fuse_attention(model, nodes, shapes, options, context)
@@ -208,22 +208,6 @@ def _raise_opset(model: ir.Model) -> None:
     for node in [node for node in model.graph.all_nodes() if node.domain == OPSET_23]:
         node.domain = ""
     model.opset_imports.pop(OPSET_23, None)
-
-
-def _drop_copies(nodes: Iterable[ir.Node]) -> None:
-    """Cast(x), where x has the type already, and Concat(x) -> x.
-
-    Exporters put one around each Softmax, the other behind each cache.
-    """
-    for node in nodes:
-        source, result = node.inputs[0], node.outputs[0]
-        target = node.attributes.get_int("to", 0)
-        if source is None or len(node.inputs) > 1 or result.is_graph_output() or node.domain:
-            continue
-        if not target or source.dtype == target:
-            result.replace_all_uses_with(source)
-            assert node.graph is not None
-            node.graph.remove(node, safe=True)
 
 
 def _share_constants(model: ir.Model) -> None:
