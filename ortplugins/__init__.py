@@ -16,6 +16,7 @@ from __future__ import annotations
 
 __all__ = [
     "Comparison",
+    "ConvFusion",
     "DqMatMulNBitsFusion",
     "Evaluation",
     "InferenceSession",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from ortplugins.weight_only_quantization import WeightOnlyQuantization
     from session_options import (
+        ConvFusion,
         DqMatMulNBitsFusion,
         MixedPrecisionBoundaries,
         OptionError,

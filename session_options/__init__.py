@@ -7,6 +7,7 @@ Importing this package imports neither onnx nor onnxruntime.
 from __future__ import annotations
 
 __all__ = [
+    "ConvFusion",
     "DqMatMulNBitsFusion",
     "MixedPrecisionBoundaries",
     "OptionError",
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 from session_options.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from session_options.builtin_passes.conv_fusion import ConvFusion
     from session_options.builtin_passes.dq_matmulnbits_fusion import DqMatMulNBitsFusion
     from session_options.builtin_passes.mixed_precision_boundaries import (
         MixedPrecisionBoundaries,
@@ -49,6 +51,7 @@ _BUILTIN = "session_options.builtin_passes"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        f"{_BUILTIN}.conv_fusion": ("ConvFusion",),
         f"{_BUILTIN}.dq_matmulnbits_fusion": ("DqMatMulNBitsFusion",),
         f"{_BUILTIN}.mixed_precision_boundaries": ("MixedPrecisionBoundaries",),
         f"{_BUILTIN}.prepacked_weights": ("PrepackedWeights",),

@@ -34,6 +34,7 @@ BUILTIN_PASSES: dict[str, str | type[Pass]] = {
     ),
     "dq_matmulnbits_fusion": f"{_PACKAGE}.dq_matmulnbits_fusion:DqMatMulNBitsFusion",
     "transformer_fusion": f"{_PACKAGE}.transformer_fusion:TransformerFusion",
+    "conv_fusion": f"{_PACKAGE}.conv_fusion:ConvFusion",
     "shape_size_reorder": f"{_PACKAGE}.shape_size_reorder:ShapeSizeReorder",
     "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
     # Quantisers work on files, which rules must not; so this one is in the package above.

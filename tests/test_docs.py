@@ -243,6 +243,7 @@ PAGE_OF = {
     "dq_matmulnbits_fusion": "dq-matmulnbits-fusion.md",
     "shape_size_reorder": "shape-size-reorder.md",
     "transformer_fusion": "transformer-fusion.md",
+    "conv_fusion": "conv-fusion.md",
     "prepacked_weights": "prepacked-weights.md",
     "weight_only_quantization": "quantization.md",
 }

@@ -56,9 +56,11 @@ _GIVES_BACK = {MALLOC_THRESHOLD_KEY: "131072"} if platform.libc_ver()[0] == "gli
 # What onnxruntime's fusion of a sum and its norm starts from, and its approximation of Gelu.
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "ReduceMean")
 _GELUS = ("Erf", "Gelu", "BiasGelu")
+_CONVOLUTIONS = _pass("conv_fusion")._replace(operators=("Conv", "ConvTranspose"))
 _SPEED = (
     _FUSION,
     _pass("transformer_fusion"),
+    _CONVOLUTIONS,
     _TRIM,
     Change("real tokens gathered", _TRIM.passes, {"trim_padding.pack": "1"}),
     _INT8,
@@ -88,6 +90,7 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     ),
     "start": (
         _FUSION,
+        _CONVOLUTIONS,
         _NO_PLAN,
         Change("optimised graph kept", keeps_graph=True),
         # Packing is most of the start where weights are large. Some kernels are as fast on

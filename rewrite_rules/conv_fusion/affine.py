@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""Nodes that compute ``scale * x + offset`` of constants, one number for each channel.
+
+    Mul(x, c)   Add(x, c)   Sub(x, c)   Sub(c, x)   Div(x, c)   BatchNormalization(x, ...)
+
+What makes a constant one number for each channel is the axis that it broadcasts along, never
+its number of elements: [C] behind a Conv runs along the width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from rewrite_rules.conv_fusion.linear import Float64
+from rewrite_rules.graph.nodes import made_by
+from rewrite_rules.graph.parameters import float_attribute, int_attribute, require_constant
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+# Greater offsets are added in order to round: x + 12582912 - 12582912 is an integer.
+_MAX_OFFSET = 65536.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One spelling.
+
+    Attributes:
+        op_type: The operator.
+        pattern: Makes the pattern of the node, of the operand and the constant.
+        scale: Of x, from the constant in float64.
+        offset: Of x, from the constant in float64.
+    """
+
+    op_type: str
+    pattern: Callable[..., Any]
+    scale: Callable[[Float64], Float64] = np.ones_like
+    offset: Callable[[Float64], Float64] = np.zeros_like
+
+
+def _normalization(op: Any, x: Any, c: Any, out: str) -> Any:
+    others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
+    return op.BatchNormalization(x, c, **others, _outputs=[out])
+
+
+KINDS: Mapping[str, Kind] = {
+    "x * c": Kind("Mul", lambda op, x, c, out: op.Mul(x, c, _outputs=[out]), lambda c: c),
+    "c * x": Kind("Mul", lambda op, x, c, out: op.Mul(c, x, _outputs=[out]), lambda c: c),
+    "x / c": Kind("Div", lambda op, x, c, out: op.Div(x, c, _outputs=[out]), np.reciprocal),
+    "x + c": Kind(
+        "Add", lambda op, x, c, out: op.Add(x, c, _outputs=[out]), offset=lambda c: c
+    ),
+    "c + x": Kind(
+        "Add", lambda op, x, c, out: op.Add(c, x, _outputs=[out]), offset=lambda c: c
+    ),
+    "x - c": Kind(
+        "Sub", lambda op, x, c, out: op.Sub(x, c, _outputs=[out]), offset=np.negative
+    ),
+    "c - x": Kind(
+        "Sub",
+        lambda op, x, c, out: op.Sub(c, x, _outputs=[out]),
+        lambda c: -np.ones_like(c),
+        lambda c: c,
+    ),
+    "norm": Kind("BatchNormalization", _normalization),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Affine:
+    """``scale * x + offset``, finite, both of one shape that broadcasts to x."""
+
+    scale: Float64
+    offset: Float64
+
+    def __post_init__(self) -> None:
+        """Refuse what is not finite, and offsets that round."""
+        if not (np.isfinite(self.scale).all() and np.isfinite(self.offset).all()):
+            raise Refusal("a constant is 0 as a divisor, infinite or not a number")
+        if np.abs(self.offset).max(initial=0.0) > _MAX_OFFSET:
+            raise Refusal(f"an offset above {_MAX_OFFSET:.0f} rounds what it is added to")
+
+    def then(self, outer: Affine) -> Affine:
+        """Return ``outer`` of this one."""
+        return Affine(self.scale * outer.scale, self.offset * outer.scale + outer.offset)
+
+
+class Affines:
+    """Reads such nodes of one model."""
+
+    def __init__(self, shapes: ProvedShapes) -> None:
+        self._shapes = shapes
+
+    def per_channel(
+        self, kind: Kind, node: ir.Node, c: ir.Value, channels: int, rank: int, axis: int
+    ) -> Affine:
+        """Return what a node computes, both [channels], of an operand with these channels.
+
+        ``axis`` is theirs, counted from the end; ``rank`` is the least rank that the operand
+        is known to have.
+        """
+        if kind.op_type == "BatchNormalization":
+            if rank - axis != 1:
+                raise Refusal("the channels are not its second axis")
+            return _normalized(node, channels)
+        array = self.constant(c)
+        if array.ndim > rank:
+            raise Refusal(f"constant {c.name!r} may have more axes than its other operand")
+        aligned = (1,) * (axis - array.ndim) + array.shape
+        if any(size != 1 for i, size in enumerate(aligned) if i != len(aligned) - axis):
+            raise Refusal(f"constant {c.name!r} is not one number for each channel")
+        if aligned[-axis] not in (1, channels):
+            raise Refusal(f"constant {c.name!r} is not one number for each channel")
+        return read(kind, np.broadcast_to(array.reshape(-1), channels))
+
+    def constant(self, value: ir.Value) -> Float64:
+        """Return a float32 constant in float64, reshaped ones too; refuse other values."""
+        reshaped = made_by(value, "Reshape", "Unsqueeze", "Squeeze")
+        source = value if reshaped is None else reshaped.inputs[0]
+        source, tensor = require_constant(source, "constant")
+        shape = tuple(tensor.shape.numpy())
+        sizes = shape if reshaped is None else self._shapes.sizes(value)
+        if tensor.dtype != ir.DataType.FLOAT or sizes is None:
+            raise Refusal(f"constant {source.name!r} is not float32 of a known shape")
+        return tensor.numpy().astype(np.float64).reshape(sizes)
+
+    def number(self, value: ir.Value | None, like: ir.Value) -> float | None:
+        """Return a constant of one element that does not add axes to ``like``; else None."""
+        if value is None:
+            return None
+        try:
+            array = self.constant(value)
+        except Refusal:
+            return None
+        if array.size != 1 or array.ndim > self.least_rank(like):
+            return None
+        return float(array.reshape(()))
+
+    def least_rank(self, value: ir.Value) -> int:
+        """Return the rank of a value; 0 where it is not known."""
+        shape = self._shapes.shape(value)
+        return len(shape) if isinstance(shape, tuple) else 0
+
+    def channels(self, value: ir.Value, rank: int | None = None) -> int | None:
+        """Return the size of the second axis, of a value of some rank; None if not known."""
+        dims = self._shapes.dims(value, rank)
+        if dims is None or len(dims) < 2 or dims[1][1]:
+            return None
+        return dims[1][0]
+
+
+def read(kind: Kind, array: NDArray[np.float64]) -> Affine:
+    """Return what a kind computes with a constant."""
+    with np.errstate(divide="ignore"):
+        return Affine(np.array(kind.scale(array)), np.array(kind.offset(array)))
+
+
+def _normalized(node: ir.Node, channels: int) -> Affine:
+    """Return what a BatchNormalization at inference computes."""
+    if int_attribute(node, "training_mode", 0) or not int_attribute(node, "spatial", 1):
+        raise Refusal("it normalises by its input, or each element apart")
+    parts = []
+    for value, role in zip(node.inputs[1:5], ("scale", "bias", "mean", "var"), strict=True):
+        value, tensor = require_constant(value, role)
+        if tensor.dtype != ir.DataType.FLOAT or math.prod(tensor.shape.numpy()) != channels:
+            raise Refusal(f"{role} {value.name!r} is not a float32 for each channel")
+        parts.append(tensor.numpy().astype(np.float64).reshape(-1))
+    scale, bias, mean, variance = parts
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = scale / np.sqrt(variance + float_attribute(node, "epsilon", 1e-5))
+        return Affine(scale, bias - mean * scale)

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: MIT
+"""Scales and offsets beside linear nodes go into the weights.
+
+    FoldBehind    affine(Conv(x, w, b))            -> Conv(x, w', b')
+                  affine(Transpose(Conv(x, w, b))) -> Transpose(Conv(x, w', b'))
+                  the same of ConvTranspose and Gemm; of MatMul, with or without a bias
+    FoldInFront   Conv(affine(x), w, b)            -> Conv(x, w', b')
+    MergePair     Mul(Mul(x, c), d)                -> Mul(x, c * d)       Div as well
+                  Add(Add(x, c), d)                -> Add(x, c + d)       Sub as well
+    Gate          Add(x, Mul(x, gate))             -> Mul(x, Add(gate, 1))
+    Normalize     affine(affine(x)), between blocked operators -> BatchNormalization(x)
+
+``affine`` is a node of :mod:`.affine`. A rule of each class is made for each spelling.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
+
+from rewrite_rules.conv_fusion.affine import KINDS, Affine, Affines, Kind, read
+from rewrite_rules.conv_fusion.linear import Float64, Linear, Linears
+from rewrite_rules.graph.nodes import label, made_by, producer
+from rewrite_rules.graph.parameters import ints_attribute, source_of
+from rewrite_rules.remarks import Refusal, Remarks
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+_ANY = {"_allow_other_inputs": True, "_allow_other_attributes": True}
+
+
+class Folding:
+    """What the rules of one run over one model share.
+
+    Attributes:
+        refused: Why a node stayed, by the node.
+    """
+
+    def __init__(self, model: ir.Model, remarks: Remarks) -> None:
+        self.remarks = remarks
+        self.linears = Linears(model)
+        self.shapes = ProvedShapes(model, on_demand=True)
+        self.affines = Affines(self.shapes)
+        self.refused: dict[ir.Node, str] = {}
+
+    def fired(self, node: ir.Node, what: str) -> None:
+        """Record a rewrite."""
+        self.remarks.fired(label(node), what)
+
+
+def emit_constant(op: Any, array: Float64) -> ir.Value:
+    """Emit a float32 constant."""
+    return op.Constant(value=ir.tensor(np.asarray(array, np.float32)))  # type: ignore[no-any-return]
+
+
+class Differs(Exception):
+    """What matched is not what a rule looks for: nothing that is worth a remark."""
+
+
+class FoldingRule(RewriteRuleClassBase):
+    """A rule whose check works out what is emitted.
+
+    Attributes:
+        candidate: Name of the value that stays where a Refusal is worth a remark.
+    """
+
+    candidate = ""
+
+    def __init__(self, folding: Folding, *, remove_nodes: bool = True) -> None:
+        super().__init__(remove_nodes=remove_nodes)
+        self._folding = folding
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, out: ir.Value, **values: ir.Value
+    ) -> MatchResult:
+        """Work out the result; keep it for :meth:`rewrite`."""
+        result, node = MatchResult(), producer(out)
+        if any(other.graph is not node.graph for other in context.nodes):
+            return result.fail("the nodes stand in several graphs", node)
+        if not all(is_given(values.get(name)) for name in ("w", "b", "c", "d")):
+            return result.fail("an operand is computed", node)
+        try:
+            if _is_gelu(values.get("x")):
+                raise Refusal("onnxruntime makes a Gelu of it and the nodes before it")
+            self._found = self.find(out, **values)
+        except (Differs, Refusal) as refusal:
+            if self.candidate and isinstance(refusal, Refusal):
+                stays = producer({"out": out, **values}[self.candidate])
+                self._folding.refused[stays] = str(refusal)
+            return result.fail(str(refusal), node)
+        return result
+
+    def find(self, out: ir.Value, **values: ir.Value) -> Any:
+        """Return what :meth:`rewrite` needs; raise a Refusal where it can't be."""
+        raise NotImplementedError
+
+
+def is_given(value: ir.Value | None) -> bool:
+    """Whether a value stands in the file; a caller may feed another all the same."""
+    reshaped = made_by(value, "Reshape", "Unsqueeze", "Squeeze")
+    value = value if reshaped is None else reshaped.inputs[0]
+    if value is None:
+        return True
+    value = source_of(value)
+    return value.is_initializer() or made_by(value, "Constant") is not None
+
+
+class FoldBehind(FoldingRule):
+    """``affine(linear(x))`` -> ``linear'(x)``; a Transpose of the layout stays between."""
+
+    candidate = "out"
+
+    def __init__(self, folding: Folding, kind: Kind, op_type: str, form: str) -> None:
+        super().__init__(folding)
+        self._kind, self._op_type, self._form = kind, op_type, form
+
+    def pattern(self, op, x, w, b, c):  # type: ignore[no-untyped-def]
+        others = {} if self._op_type == "MatMul" else _ANY
+        value = getattr(op, self._op_type)(x, w, **others, _outputs=["linear"])
+        if self._form == "turned":
+            value = op.Transpose(value, **_ANY, _outputs=["turned"])
+        elif self._form == "x + b":
+            value = op.Add(value, b)
+        elif self._form == "b + x":
+            value = op.Add(b, value)
+        return self._kind.pattern(op, value, c, "out")
+
+    def find(self, out: ir.Value, **values: ir.Value) -> Linear:
+        """Return the linear node with the affine one in it."""
+        linear = self._folding.linears.read(producer(values["linear"]), values.get("b"))
+        axis, rank = linear.axis, linear.rank
+        if linear.node.op_type == "MatMul":
+            rank = max(rank, self._folding.affines.least_rank(values["linear"]))
+        if "turned" in values:
+            order = ints_attribute(producer(values["turned"]), "perm")
+            if order is None or sorted(order) != list(range(rank)):
+                raise Refusal("the Transpose behind the weight is not one of its axes")
+            axis = rank - order.index(rank - axis)
+        channels, node = linear.weight.outputs, producer(out)
+        per_channel = self._folding.affines.per_channel
+        affine = per_channel(self._kind, node, values["c"], channels, rank, axis)
+        return linear.behind(affine.scale, affine.offset)
+
+    def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
+        """Emit the linear node, and the Transpose."""
+        linear, node = self._found, producer(out)
+        result = self._folding.linears.write(op, linear)
+        if (turned := values.get("turned")) is not None:
+            made = producer(turned)
+            result = op.Transpose(result, **made.attributes, _name=made.name)
+            result.type, result.shape = turned.type, turned.shape
+        self._folding.fired(linear.node, f"{node.op_type} {label(node)!r} is in its weights")
+        return result
+
+
+class FoldInFront(FoldingRule):
+    """``Conv(affine(x), w, b)`` -> ``Conv(x, w', b')``, if all its readers take it so."""
+
+    candidate = "scaled"
+
+    def __init__(self, folding: Folding, kind: Kind, op_type: str) -> None:
+        super().__init__(folding, remove_nodes=False)
+        self._kind, self._op_type = kind, op_type
+
+    def pattern(self, op, x, w, c):  # type: ignore[no-untyped-def]
+        scaled = self._kind.pattern(op, x, c, "scaled")
+        return getattr(op, self._op_type)(scaled, w, **_ANY, _outputs=["out"])
+
+    def find(self, out: ir.Value, **values: ir.Value) -> Linear:
+        """Return the convolution that reads x itself."""
+        scaled, node = values["scaled"], producer(out)
+        if scaled.is_graph_output():
+            raise Refusal(f"{scaled.name!r} is an output")
+        for reader, index in scaled.uses():
+            is_same = reader.op_type == self._op_type and not reader.domain
+            if not is_same or index or reader.graph is not node.graph:
+                raise Refusal(f"{label(reader)!r} reads {scaled.name!r} as well")
+            folded = self._fold(reader, producer(scaled), **values)
+            if reader is node:
+                result = folded
+        return result
+
+    def _fold(self, node: ir.Node, source: ir.Node, **values: ir.Value) -> Linear:
+        linear = self._folding.linears.read(node)
+        x, channels, affines = values["x"], linear.weight.inputs, self._folding.affines
+        # A constant with more channels than x would have made them.
+        rank = linear.rank if affines.channels(x, linear.rank) == channels else 1
+        if rank == 1 and self._kind.op_type == "BatchNormalization":
+            raise Refusal(f"the channels of {x.name!r} are not known")
+        c = values["c"]
+        affine = affines.per_channel(self._kind, source, c, channels, rank, linear.axis)
+        return linear.in_front(affine.scale, affine.offset)
+
+    def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
+        """Emit the convolution."""
+        source = producer(values["scaled"])
+        what = f"{source.op_type} {label(source)!r} in front is in its weights"
+        self._folding.fired(producer(out), what)
+        return self._folding.linears.write(op, self._found, values["x"])
+
+
+class MergePair(FoldingRule):
+    """Two scales, or two offsets, by constants -> one of them."""
+
+    def __init__(self, folding: Folding, inner: Kind, outer: Kind) -> None:
+        super().__init__(folding)
+        self._inner, self._outer = inner, outer
+
+    def pattern(self, op, x, c, d):  # type: ignore[no-untyped-def]
+        inner = self._inner.pattern(op, x, c, "between")
+        return self._outer.pattern(op, inner, d, "out")
+
+    def find(self, out: ir.Value, **values: ir.Value) -> tuple[str, Float64 | None]:
+        """Return the operator that is left, with its constant; None where x is the result."""
+        affines = self._folding.affines
+        constants = [affines.constant(values[name]) for name in "cd"]
+        both = read(self._inner, constants[0]).then(read(self._outer, constants[1]))
+        scales = self._inner.op_type in ("Mul", "Div")
+        op_type, array = ("Mul", both.scale) if scales else ("Add", both.offset)
+        if array.size > max(each.size for each in constants):
+            raise Differs("the constants of the two vary along different axes")
+        nothing = np.ones_like(array) if scales else np.zeros_like(array)
+        least = affines.least_rank(values["x"])
+        if array.size == 1 and array.ndim <= least and np.float32(array) == nothing:
+            return op_type, None
+        sizes, limits = np.abs(array), np.finfo(np.float32)
+        if np.any((sizes > limits.max) | ((sizes > 0) & (sizes < limits.tiny))):
+            raise Differs("the constants of the two have a product outside of float32")
+        return op_type, array
+
+    def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
+        """Emit the one node."""
+        op_type, array = self._found
+        node = producer(out)
+        self._folding.fired(node, "is one with the node before it")
+        if array is None:
+            return op.Identity(x, _name=node.name)  # type: ignore[no-any-return]
+        constant = emit_constant(op, array)
+        return getattr(op, op_type)(x, constant, _name=node.name)  # type: ignore[no-any-return]
+
+
+class Gate(FoldingRule):
+    """``x + x * gate`` -> ``x * (gate + 1)``, the gate having one element for each channel."""
+
+    def __init__(self, folding: Folding, order: int, inner: int) -> None:
+        super().__init__(folding)
+        self._order, self._inner = order, inner
+
+    def pattern(self, op, x, gate):  # type: ignore[no-untyped-def]
+        product = op.Mul(*(x, gate)[:: self._inner])
+        return op.Add(*(x, product)[:: self._order], _outputs=["out"])
+
+    def find(self, out: ir.Value, **values: ir.Value) -> None:
+        """Check the type, and that the gate is the smaller one."""
+        x, gate = values["x"], values["gate"]
+        dims = self._folding.shapes.dims(gate)
+        of_x = self._folding.shapes.dims(x)
+        if out.dtype != ir.DataType.FLOAT:
+            raise Differs("it does not compute in float32")
+        if dims is None or of_x is None or len(dims) < 3 or len(of_x) != len(dims):
+            raise Differs(f"the shapes of {x.name!r} and {gate.name!r} are not known")
+        if any(dim != (1, ()) for dim in dims[2:]):
+            raise Differs(f"{gate.name!r} is not one number for each channel")
+
+    def rewrite(self, op: Any, x: ir.Value, gate: ir.Value, out: ir.Value) -> ir.Value:
+        """Emit the sum of small tensors, and one product."""
+        node = producer(out)
+        self._folding.fired(node, "1 is added to the gate, and not the product to x")
+        one = emit_constant(op, np.array(1.0))
+        more = op.Add(gate, one)
+        more.type, more.shape = gate.type, gate.shape
+        return op.Mul(x, more, _name=node.name)  # type: ignore[no-any-return]
+
+
+def _is_gelu(value: ir.Value | None) -> bool:
+    """Whether a value is x * (1 + erf(...)), or with tanh, which lacks a half."""
+    product = made_by(value, "Mul")
+    sums = [made_by(factor, "Add") for factor in product.inputs] if product else []
+    terms = [term for total in sums if total for term in total.inputs]
+    return any(made_by(term, "Erf", "Tanh") for term in terms)
+
+
+# What onnxruntime keeps in the blocked layout, and what makes its own BatchNormalization.
+_BLOCKED = (
+    *("Add", "AveragePool", "BatchNormalization", "Clip", "Concat", "GlobalAveragePool"),
+    *("HardSwish", "LeakyRelu", "MaxPool", "Mul", "Relu", "Resize", "Sigmoid", "Sum"),
+)
+_BLOCK = 16
+
+
+class Normalize(FoldingRule):
+    """A scale and an offset that stay -> BatchNormalization, which stays blocked.
+
+    One of both alone does as well where all that read it are convolutions or pools.
+    """
+
+    def __init__(self, folding: Folding, kinds: tuple[Kind, ...]) -> None:
+        super().__init__(folding)
+        self._kinds = kinds
+
+    def pattern(self, op, x, c, d):  # type: ignore[no-untyped-def]
+        value = x
+        names = ("out",) if len(self._kinds) == 1 else ("between", "out")
+        for kind, constant, name in zip(self._kinds, (c, d), names, strict=False):
+            value = kind.pattern(op, value, constant, name)
+        return value
+
+    def find(self, out: ir.Value, **values: ir.Value) -> Affine:
+        """Return scale and offset, both [C], of x[N, C, H, W]."""
+        x, node, affines = values["x"], producer(out), self._folding.affines
+        channels = affines.channels(x, 4)
+        if channels is None or out.dtype != ir.DataType.FLOAT:
+            raise Differs(f"{x.name!r} is not known to be float32 of [N, C, H, W]")
+        if made_by(x, *_BLOCKED) is None:
+            raise Differs(f"{x.name!r} is not in onnxruntime's blocked layout")
+        if len(self._kinds) == 1 and (channels % _BLOCK or not _is_between(out)):
+            raise Differs("no convolution reads it")
+        found = [
+            affines.per_channel(kind, node, values[name], channels, 4, 3)
+            for kind, name in zip(self._kinds, "cd", strict=False)
+        ]
+        return found[0] if len(found) == 1 else found[0].then(found[1])
+
+    def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
+        """Emit the node."""
+        affine, node, epsilon = self._found, producer(out), 1e-5
+        self._folding.fired(node, "is a BatchNormalization, in the layout around it")
+        zeros = np.zeros_like(affine.scale)
+        # Others than onnxruntime take no epsilon of 0.
+        parts = (affine.scale, affine.offset, zeros, zeros + (1 - epsilon))
+        constants = [emit_constant(op, part) for part in parts]
+        return op.BatchNormalization(x, *constants, epsilon=epsilon, _name=node.name)  # type: ignore[no-any-return]
+
+
+def _is_between(value: ir.Value) -> bool:
+    """Whether convolutions and pools read a value, and nothing else."""
+    readers = value.consumers()
+    wanted = ("AveragePool", "Conv", "MaxPool")
+    found = all(reader.op_type in wanted and not reader.domain for reader in readers)
+    return found and bool(readers) and not value.is_graph_output()
+
+
+def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
+    """Make the rules, in order of precedence."""
+    forms = [(name, form) for name in ("Conv", "ConvTranspose") for form in ("", "turned")]
+    forms += [("Gemm", ""), ("MatMul", "x + b"), ("MatMul", "b + x")]
+    for kind, (op_type, form) in itertools.product(KINDS.values(), forms):
+        yield FoldBehind.rule(folding, kind, op_type, form)
+    for name in ("x * c", "c * x", "x / c"):
+        yield FoldBehind.rule(folding, KINDS[name], "MatMul", "")
+    for kind, op_type in itertools.product(KINDS.values(), ("Conv", "ConvTranspose")):
+        yield FoldInFront.rule(folding, kind, op_type)
+    for names in (("x * c", "c * x", "x / c"), ("x + c", "c + x", "x - c")):
+        for inner, outer in itertools.product(names, names):
+            yield MergePair.rule(folding, KINDS[inner], KINDS[outer])
+    for turns in itertools.product((1, -1), (1, -1)):
+        yield Gate.rule(folding, *turns)
+
+
+def normalizing_rules(folding: Folding) -> Iterator[RewriteRule]:
+    """Make the rules for what is left once nothing folds any more."""
+    kinds = [kind for name, kind in KINDS.items() if name != "norm"]
+    for pair in itertools.product(kinds, kinds):
+        yield Normalize.rule(folding, pair)
+    for kind in kinds:
+        yield Normalize.rule(folding, (kind,))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Folds what exporters leave around convolutions; each module of rules has its identities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+import onnx_ir as ir
+from onnxscript.rewriter import RewriteRule
+
+from rewrite_rules.conv_fusion.fold_rules import (
+    Folding,
+    folding_rules,
+    is_given,
+    normalizing_rules,
+)
+from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
+from rewrite_rules.graph.nodes import drop_copies, label, made_by, remove_unused
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.remarks import PassContext
+
+# What the rules end in, and what has to be there for any of them to gain.
+_ANCHORS = frozenset({"Clip", "Conv", "ConvTranspose", "Gemm", "MatMul", "Min"})
+_SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
+_CLIPS = frozenset({"Clip", "Min"})
+# Folds make room for others; chains are shorter.
+_MAX_ROUNDS = 50
+_MIN_OPSET = 9  # BatchNormalization without "spatial"
+
+
+def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
+    """Rewrite a model with inferred shapes in place."""
+    graphs = {node.graph for node in model.graph.all_nodes()}
+    nodes = [*model.graph.all_nodes()]
+    if _ANCHORS.isdisjoint(node.op_type for node in nodes):
+        return
+    model.graph.sort()
+    drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
+    folding = Folding(model, context.remarks)
+    rules = [*hard_swish_rules(folding), *folding_rules(folding)]
+    for _ in range(_MAX_ROUNDS):
+        if not _apply(model, rules, graphs):
+            break
+        drop_copies(node for node in model.graph.all_nodes() if node.op_type == "Identity")
+    if context.cpu_only and model.opset_imports.get("", 0) >= _MIN_OPSET:
+        _apply(model, normalizing_rules(folding), graphs)
+    remove_unused(model)
+    present = {*model.graph.all_nodes()}
+    for node, reason in folding.refused.items():
+        if node in present:
+            context.remarks.refused(label(node), reason)
+
+
+def _may_match(node: ir.Node) -> bool:
+    """Whether a rule may end in a node; most sums and products of a transformer do not."""
+    if node.op_type not in _SUMS_AND_PRODUCTS:
+        return True
+    makers = {maker.op_type for v in node.inputs if v and (maker := v.producer())}
+    if not makers.isdisjoint(_CLIPS) or any(map(is_given, node.inputs)):
+        return True
+    products = (made_by(value, "Mul") for value in node.inputs)
+    return any(
+        node.inputs[i] in other.inputs
+        for i, other in zip((1, 0), products, strict=False)
+        if other
+    )
+
+
+def _apply(model: ir.Model, rules: Iterable[RewriteRule], graphs: AbstractSet[object]) -> int:
+    """Apply rules in the main graph and its subgraphs; return how often."""
+    rule_set = DispatchingRuleSet(
+        [*rules], lambda node: node.graph in graphs and _may_match(node)
+    )
+    return rule_set.apply_to_model(model)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: MIT
+"""What Conv, ConvTranspose, Gemm and MatMul compute of constants, and their weights scaled.
+
+Factors and biases are kept in float64 while a model is rewritten, so that a chain of folds
+rounds once; weights are multiplied when they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.lazy_tensors import ChunkedTensor
+from rewrite_rules.graph.nodes import input_of, label, owner
+from rewrite_rules.graph.parameters import (
+    float_attribute,
+    int_attribute,
+    ints_attribute,
+    require_constant,
+)
+from rewrite_rules.remarks import Refusal
+
+Float64 = NDArray[np.float64]
+LINEAR_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_FLOAT32 = np.finfo(np.float32)
+_CHUNK = 1 << 20
+# Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
+_LEAST_FACTOR = 1e-30
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A weight that stands in the file, and the factors of its channels, in float64.
+
+    It is looked at as ``[groups * rows, columns, taps]``.
+
+    Attributes:
+        value: The constant in the file; it may have left the graph.
+        graph: Where that was, and where what is derived from it goes.
+        groups: Of a convolution, else 1.
+        rows_are_outputs: Whether rows are output channels and columns are input channels;
+            else it is the other way round.
+        of_rows: Factors [groups * rows].
+        of_columns: Factors [groups, columns].
+    """
+
+    value: ir.Value
+    graph: ir.Graph
+    groups: int
+    rows_are_outputs: bool
+    of_rows: Float64
+    of_columns: Float64
+
+    @property
+    def outputs(self) -> int:
+        """How many output channels there are."""
+        return (self.of_rows if self.rows_are_outputs else self.of_columns).size
+
+    @property
+    def inputs(self) -> int:
+        """How many input channels there are."""
+        return (self.of_columns if self.rows_are_outputs else self.of_rows).size
+
+    def times(self, outputs: Float64 | None = None, inputs: Float64 | None = None) -> Weight:
+        """Return the weight with its output and input channels multiplied, [M] and [C]."""
+        rows, columns = (outputs, inputs) if self.rows_are_outputs else (inputs, outputs)
+        of_rows = self.of_rows if rows is None else self.of_rows * rows
+        of_columns = self.of_columns
+        if columns is not None:
+            of_columns = of_columns * columns.reshape(of_columns.shape)
+        return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
+
+    def pieces(self) -> Iterator[tuple[slice, Float64]]:
+        """Yield the scaled weight in float64, some rows at a time."""
+        tensor = self.value.const_value
+        assert tensor is not None
+        stored = tensor.numpy().reshape(len(self.of_rows), self.of_columns.shape[1], -1)
+        step = max(1, _CHUNK // max(1, stored[0].size))
+        group = np.arange(len(stored)) // (len(stored) // self.groups)
+        for start in range(0, len(stored), step):
+            rows = slice(start, start + step)
+            factors = self.of_rows[rows, None] * self.of_columns[group[rows]]
+            yield rows, stored[rows].astype(np.float64) * factors[:, :, None]
+
+    def sums(self, offsets: Float64) -> Float64:
+        """Return what a constant in each input channel, [C], adds to each output, [M]."""
+        assert self.rows_are_outputs
+        result = np.zeros(len(self.of_rows))
+        offsets = offsets.reshape(self.of_columns.shape)
+        group = np.arange(len(result)) // (len(result) // self.groups)
+        for rows, piece in self.pieces():
+            result[rows] = (piece.sum(axis=2) * offsets[group[rows]]).sum(axis=1)
+        return result
+
+    def check(self) -> None:
+        """Refuse factors that leave the range of float32, above or below."""
+        greatest = np.zeros(self.outputs)
+        for rows, piece in self.pieces():
+            with np.errstate(invalid="ignore"):
+                found = np.abs(piece).max(axis=2)
+            if self.rows_are_outputs:
+                greatest[rows] = found.max(axis=1)
+            else:
+                each = greatest.reshape(self.of_columns.shape)
+                group = np.arange(rows.start, rows.start + len(found))
+                np.maximum.at(each, group // (len(self.of_rows) // self.groups), found)
+        factors = np.abs(np.concatenate([self.of_rows, self.of_columns.reshape(-1)]))
+        if not np.all(greatest <= _FLOAT32.max):
+            raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
+        # Single channels may be as small: networks have some that do nothing.
+        vanishes = 0 < greatest.max() < _FLOAT32.tiny
+        if vanishes or np.any((factors > 0) & (factors < _LEAST_FACTOR)):
+            raise Refusal(f"folded, weight {self.value.name!r} is too small for float32")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linear:
+    """A node that computes ``x * weight + bias``.
+
+    Attributes:
+        node: The node; of a MatMul with a bias, the MatMul.
+        weight: Its weight.
+        bias: Of the output channels, [M].
+        rank: Of the output.
+        axis: That of the output which has the channels, counted from the end.
+    """
+
+    node: ir.Node
+    weight: Weight
+    bias: Float64
+    rank: int
+    axis: int
+
+    def behind(self, scale: Float64, offset: Float64) -> Linear:
+        """Return what computes ``scale * this + offset``, both [M]."""
+        return self._checked(
+            weight=self.weight.times(outputs=scale), bias=self.bias * scale + offset
+        )
+
+    def in_front(self, scale: Float64, offset: Float64) -> Linear:
+        """Return what computes the same of x as this of ``scale * x + offset``, both [C]."""
+        bias = self.bias
+        if offset.any():
+            if may_read_padding(self.node):
+                raise Refusal("padding would be read instead of an offset in front of it")
+            bias = bias + self.weight.sums(offset)
+        return self._checked(weight=self.weight.times(inputs=scale), bias=bias)
+
+    def _checked(self, weight: Weight, bias: Float64) -> Linear:
+        weight.check()
+        if not np.all(np.abs(bias) <= _FLOAT32.max):
+            raise Refusal(f"folded, the bias of {label(self.node)!r} leaves float32")
+        return dataclasses.replace(self, weight=weight, bias=bias)
+
+
+class Linears:
+    """Reads and writes the linear nodes of one run over one model."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._names = FreshNames(model)
+        self._weights: dict[ir.Value, Weight] = {}
+        self._biases: dict[ir.Value, Float64] = {}
+
+    def read(self, node: ir.Node, bias: ir.Value | None = None) -> Linear:
+        """Return what a node computes, with the bias that is added behind a MatMul.
+
+        Refuses a weight or bias that a run can change, is no float32, or does not fit.
+        """
+        kind = node.op_type
+        weight = self._weight(node)
+        outputs = weight.outputs
+        if kind in ("Conv", "ConvTranspose"):
+            bias, rank = input_of(node, 2), len(_shape(input_of(node, 1)))
+            return Linear(node, weight, self._bias(bias, outputs), rank, rank - 1)
+        if kind == "MatMul":
+            return Linear(node, weight, self._bias(bias, outputs), 1, 1)
+        numbers = self._bias(input_of(node, 2), outputs)
+        return Linear(node, weight, numbers * float_attribute(node, "beta", 1.0), 2, 1)
+
+    def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
+        """Emit the node, on another input if one is given."""
+        node, weight = linear.node, linear.weight
+        inputs = [node.inputs[0] if x is None else x, self._new_weight(weight)]
+        attributes: dict[str, Any] = {**node.attributes}
+        has_bias = node.op_type != "MatMul" and (
+            bool(linear.bias.any()) or input_of(node, 2) is not None
+        )
+        if has_bias:
+            inputs.append(self._new_bias(linear))
+        if node.op_type == "Gemm":
+            attributes["beta"] = 1.0
+        made: ir.Value = getattr(op, node.op_type)(*inputs, **attributes, _name=node.name)
+        made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
+        if node.op_type == "MatMul" and linear.bias.any():
+            made = op.Add(made, self._new_bias(linear))
+            made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
+        return made
+
+    def _weight(self, node: ir.Node) -> Weight:
+        value, tensor = require_constant(input_of(node, 1), "weight")
+        if value in self._weights:
+            return self._weights[value]
+        shape = tuple(tensor.shape.numpy())
+        if tensor.dtype != ir.DataType.FLOAT:
+            kind = tensor.dtype.name.lower()
+            raise Refusal(f"weight {value.name!r} is {kind}: float32 folds")
+        is_conv = node.op_type.startswith("Conv")
+        groups = int_attribute(node, "group", 1) if is_conv else 1
+        fits = len(shape) >= 3 if is_conv else len(shape) == 2
+        if not math.prod(shape) or not fits or groups < 1 or shape[0] % groups:
+            raise Refusal(f"weight {value.name!r} of shape {list(shape)} does not fit")
+        graph = owner(value)
+        assert isinstance(graph, ir.Graph)
+        turned = node.op_type == "Gemm" and int_attribute(node, "transB", 0) != 0
+        return Weight(
+            value,
+            graph,
+            groups,
+            node.op_type == "Conv" or turned,
+            np.ones(shape[0]),
+            np.ones((groups, shape[1])),
+        )
+
+    def _bias(self, value: ir.Value | None, outputs: int) -> Float64:
+        if value is None:
+            return np.zeros(outputs)
+        value, tensor = require_constant(value, "bias")
+        if value in self._biases:
+            return self._biases[value]
+        shape = tuple(tensor.shape.numpy())
+        if tensor.dtype != ir.DataType.FLOAT or math.prod(shape) not in (1, outputs):
+            raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
+        if math.prod(shape) > 1 and shape[-1] != outputs:
+            raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
+        stored = tensor.numpy().astype(np.float64).reshape(-1)
+        return np.array(np.broadcast_to(stored, outputs))
+
+    def _new_weight(self, weight: Weight) -> ir.Value:
+        tensor = weight.value.const_value
+        assert tensor is not None
+        name = self._names.take(f"{weight.value.name}.folded")
+
+        def rounded() -> Iterator[NDArray[np.float32]]:
+            return (piece.astype(np.float32) for _, piece in weight.pieces())
+
+        shape = tuple(tensor.shape.numpy())
+        made = self._register(weight, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
+        self._weights[made] = weight
+        return made
+
+    def _new_bias(self, linear: Linear) -> ir.Value:
+        name = self._names.take(f"{linear.weight.value.name}.bias")
+        tensor = ir.Tensor(linear.bias.astype(np.float32), name=name)
+        made = self._register(linear.weight, tensor)
+        self._biases[made] = linear.bias
+        return made
+
+    def _register(self, weight: Weight, tensor: ir.TensorProtocol) -> ir.Value:
+        """Make an initializer; none is shared, as what reads it may be folded once more."""
+        made = new_initializer(weight.graph, tensor)
+        made.type, made.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+        return made
+
+
+def may_read_padding(node: ir.Node) -> bool:
+    """Whether a convolution may read zeros around its input."""
+    if node.op_type != "Conv":
+        return True
+    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    if auto == "VALID":
+        return False
+    if auto == "NOTSET":
+        return any(ints_attribute(node, "pads") or ())
+    # With a kernel of one element, no stride makes SAME_UPPER and SAME_LOWER pad.
+    return math.prod(_shape(node.inputs[1])[2:]) != 1
+
+
+def _shape(value: ir.Value | None) -> tuple[int, ...]:
+    _, tensor = require_constant(value, "weight")
+    return tuple(tensor.shape.numpy())
