@@ -300,3 +300,37 @@ def test_heads_that_are_mixed_stay_and_are_named():
     )
     assert op_types(result).count("MatMul") == 2
     assert ["mixes heads" in text for text in remarks["refused"]] == [True]
+
+
+DRAWS = {
+    "Bernoulli": "Bernoulli(x)",
+    "Dropout in training": "Dropout(x, ratio, training)",
+    "RandomNormal": "RandomNormal<shape = [9]>()",
+    "RandomNormalLike": "RandomNormalLike(x)",
+    "RandomUniformLike": "RandomUniformLike(x)",
+    "Multinomial": "Multinomial<sample_size = 9>(rows)",
+    "of a function": "mine.draw(x)",
+    "of a custom operator": "com.microsoft.BiasDropout(x, bias, , ratio, training)",
+}
+
+
+@pytest.mark.parametrize("call", DRAWS.values(), ids=DRAWS)
+def test_two_draws_stay_two(call: str):
+    model = proto_of(
+        f"""g (float[9] x, float[1, 9] rows) => (a, b)
+        <float ratio = {{0.5}}, bool training = {{1}},
+         float[9] bias = {{1, 1, 1, 1, 1, 1, 1, 1, 1}}> {{
+            a_draw = {call} b_draw = {call} a = Identity(a_draw) b = Identity(b_draw) }}"""
+    )
+    for value in model.graph.output:
+        value.ClearField("type")
+    result, *_ = fused(model)
+    first, second = (value.producer().inputs[0] for value in result.graph.outputs)
+    assert first is not second
+
+
+def test_equal_nodes_are_one():
+    model = proto_of("""g (float[9] x) => (float[9] y) {
+        a = Relu(x) b = Relu(x) c = Exp(a) d = Exp(b) y = Add(c, d) }""")
+    result, *_ = fused(model)
+    assert op_types(result) == ["Add", "Exp", "Relu"]

@@ -9,15 +9,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
-from rewrite_rules.graph.parameters import constant
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
-from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
+from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
@@ -27,6 +24,11 @@ from rewrite_rules.transformer_fusion.attention import (
 )
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
+from rewrite_rules.transformer_fusion.equal_values import (
+    fold_scalars,
+    share_constants,
+    share_nodes,
+)
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms_and_activations import (
     GELU_ENDS,
@@ -50,7 +52,6 @@ _SHARED = "shared"
 _BOUND = 1e-4
 # Enough to see what a mask does, and what a rotation.
 _MASK_RUNS = (RUNS[1], *RUNS[5:9])
-_MAX_SHARED = 8
 _ROTARY_RUNS = (RUNS[1], RUNS[5])
 
 
@@ -80,8 +81,8 @@ def fuse_transformer(
         note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         drop_copies((*nodes["Cast"], *nodes["Concat"]))
-        _share_constants(model)
-        CommonSubexpressionEliminationPass()(model)
+        share_constants(model)
+        share_nodes(model.graph)
         _fuse_attention(model, nodes, shapes, options, context)
         # Of a model that was converted, all nodes are others.
         nodes = _by_operator(model)
@@ -142,7 +143,7 @@ def _fuse_attention(
         remarks.refused("model", f"rotary and attention: {refusal}")
         return
     computed, joined = NodeEvaluator(), list[tuple[ir.Value, ir.Value]]()
-    _fold_scalars(model, computed)
+    fold_scalars(model, computed)
     runs = {
         run: GraphEvaluator(
             ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), computed
@@ -208,45 +209,3 @@ def _raise_opset(model: ir.Model) -> None:
     for node in [node for node in model.graph.all_nodes() if node.domain == OPSET_23]:
         node.domain = ""
     model.opset_imports.pop(OPSET_23, None)
-
-
-def _share_constants(model: ir.Model) -> None:
-    """Let equal small constants be one, so that what layers compute of them alike is found.
-
-    Not those of quantized weights: onnxruntime fuses no two nodes that share a scale.
-    """
-    shared: dict[object, ir.Value] = {}
-    for value in model.graph.initializers.values():
-        tensor = constant(value)
-        if tensor is None or tensor.size > _MAX_SHARED or tensor.dtype.is_string():
-            continue
-        if value.is_graph_output():
-            continue
-        readers = value.consumers()
-        if any(node.domain or node.op_type.endswith("tizeLinear") for node in readers):
-            continue
-        key = tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()
-        if (other := shared.setdefault(key, value)) is not value:
-            value.replace_all_uses_with(other)
-
-
-def _fold_scalars(model: ir.Model, nodes: NodeEvaluator) -> None:
-    """Make numbers that scale others constants: the root of a head's size, of a Shape."""
-    facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
-    evaluator = GraphEvaluator(facts, {}, nodes)
-    for node in model.graph:
-        if node.op_type not in ("Mul", "Div") or node.domain:
-            continue
-        for index, value in enumerate(node.inputs):
-            if value is None or value.producer() is None or constant(value) is not None:
-                continue
-            if value.dtype != ir.DataType.FLOAT or (value.shape and len(value.shape) > 1):
-                continue
-            if facts.shape(value) not in ((), ((1, ()),)):
-                continue
-            try:
-                array = evaluator.array(value)
-            except CannotEvaluate:
-                continue
-            tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))
-            node.replace_input_with(index, new_initializer(model.graph, tensor))

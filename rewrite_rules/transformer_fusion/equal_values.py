@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Lets equal values be one, so that what layers compute alike (masks, positions) is found."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+_MAX_SHARED = 8
+# Two of these are two draws, even of the same inputs.
+_DRAWS = frozenset({
+    "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike",
+    "RandomUniform", "RandomUniformLike",
+})  # fmt: skip
+
+
+def share_constants(model: ir.Model) -> None:
+    """Let equal small constants be one.
+
+    Not those of quantized weights: onnxruntime fuses no two nodes that share a scale.
+    """
+    shared: dict[object, ir.Value] = {}
+    for value in model.graph.initializers.values():
+        tensor = constant(value)
+        if tensor is None or tensor.size > _MAX_SHARED or tensor.dtype.is_string():
+            continue
+        if value.is_graph_output():
+            continue
+        readers = value.consumers()
+        if any(node.domain or node.op_type.endswith("tizeLinear") for node in readers):
+            continue
+        key = tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()
+        if (other := shared.setdefault(key, value)) is not value:
+            value.replace_all_uses_with(other)
+
+
+def share_nodes(graph: ir.Graph) -> None:
+    """Let standard nodes that compute the same of the same inputs be one; they are sorted."""
+    seen: dict[Hashable, ir.Node] = {}
+    for node in graph:
+        key = _computes(node)
+        if key is None or any(value.is_graph_output() for value in node.outputs):
+            continue
+        first = seen.setdefault(key, node)
+        if first is not node:
+            ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
+            graph.remove(node, safe=True)
+
+
+def _computes(node: ir.Node) -> Hashable:
+    """What a node computes, equal for equal nodes; None where runs may differ."""
+    if node.domain or node.op_type in _DRAWS:
+        return None
+    attributes = []
+    for name, attribute in sorted(node.attributes.items()):
+        value = attribute.value
+        if attribute.type is ir.AttributeType.TENSOR and value.size <= _MAX_SHARED:
+            value = str(value.dtype), tuple(value.shape.numpy()), value.tobytes()
+        elif isinstance(value, (list, tuple)):
+            value = tuple(value)
+        elif not isinstance(value, (int, float, str)):
+            return None
+        attributes.append((name, attribute.type, value))
+    return node.op_type, tuple(node.inputs), len(node.outputs), tuple(attributes)
+
+
+def fold_scalars(model: ir.Model, nodes: NodeEvaluator) -> None:
+    """Make numbers that scale others constants: the root of a head's size, of a Shape."""
+    facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
+    evaluator = GraphEvaluator(facts, {}, nodes)
+    for node in model.graph:
+        if node.op_type not in ("Mul", "Div") or node.domain:
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is None or value.producer() is None or constant(value) is not None:
+                continue
+            if value.dtype != ir.DataType.FLOAT or (value.shape and len(value.shape) > 1):
+                continue
+            if facts.shape(value) not in ((), ((1, ()),)):
+                continue
+            try:
+                array = evaluator.array(value)
+            except CannotEvaluate:
+                continue
+            tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))
+            node.replace_input_with(index, new_initializer(model.graph, tensor))
