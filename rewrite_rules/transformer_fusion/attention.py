@@ -44,17 +44,17 @@ from rewrite_rules.shapes.evaluator import CannotEvaluate
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, in_order, ints
+from rewrite_rules.transformer_fusion.masks import (
+    GroupedLayout,
+    Mask,
+    MaskSight,
+    read_grouped_layout,
+)
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     before_unsqueeze,
     read_repeated_heads,
     scaled_input,
-)
-from rewrite_rules.transformer_fusion.scores import (
-    GroupedLayout,
-    Mask,
-    MaskSight,
-    read_grouped_layout,
 )
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 

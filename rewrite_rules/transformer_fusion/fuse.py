@@ -30,6 +30,7 @@ from rewrite_rules.transformer_fusion.equal_values import (
     share_nodes,
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
+from rewrite_rules.transformer_fusion.masks import read_mask
 from rewrite_rules.transformer_fusion.norms_and_activations import (
     GELU_ENDS,
     MAX_NORM_STEPS,
@@ -40,7 +41,6 @@ from rewrite_rules.transformer_fusion.norms_and_activations import (
 )
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
-from rewrite_rules.transformer_fusion.scores import read_mask
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 # Shape(x, start, end) stands in what grouped queries write.
