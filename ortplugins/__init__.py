@@ -50,10 +50,23 @@ __all__ = [
 ]
 
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from ortplugins._version import __version__
-from session_options.lazy_names import lazy_names
+
+# The names are general, and a program may have a module of its own under them.
+for _package, _module in (("session_options", "lazy_names"), ("rewrite_rules", "remarks")):
+    _found = importlib.util.find_spec(_package)
+    _origin = (_found and _found.origin) or ""
+    _expected = os.path.join(os.path.dirname(_origin), _module + os.path.splitext(_origin)[1])
+    if os.path.isfile(_origin) and not os.path.isfile(_expected):
+        raise ImportError(
+            f"{_origin} hides the package {_package!r} of ortplugins: rename it, or keep its "
+            "folder off sys.path"
+        )
+
+from session_options.lazy_names import lazy_names  # noqa: E402 - once it is found to be ours
 
 if importlib.util.find_spec("onnxruntime") is None:
     raise ImportError(

@@ -143,7 +143,7 @@ def installed_distributions() -> tuple[Distribution, ...] | None:
     None where folder names do not tell all: an archive, or a folder that cannot be read.
     ``importlib.metadata`` says the same, and takes tens of milliseconds of a start to import.
     """
-    return _scan(tuple(sys.path))
+    return _scan(tuple(entry for entry in sys.path if isinstance(entry, str)))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 
 import multiprocessing.spawn
 import sys
+from pathlib import Path
 
 import pytest
 from builders.dequantized_models import DequantizedMatMul
@@ -67,3 +68,9 @@ def test_missing_data_keeps_its_error(model_path, cache_dir, cache_is_usable):
     model_path.with_name("model.onnx.data").unlink()
     with pytest.raises(ortplugins.MissingFileError, match=r"model\.onnx\.data"):
         start(model_path)
+
+
+@pytest.mark.parametrize("entry", [Path("a folder"), b"a folder", None])
+def test_what_python_ignores_on_its_path_is_ignored(model_path, monkeypatch, entry):
+    monkeypatch.setattr(sys, "path", [*sys.path, entry])
+    assert start(model_path).ortplugins_report.source == "built"

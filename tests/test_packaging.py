@@ -61,6 +61,20 @@ def test_a_program_without_onnxruntime_gets_an_exception(tmp_path: Path):
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {MISSING}")
 
 
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py"])
+@pytest.mark.parametrize("name", ["session_options", "rewrite_rules"])
+def test_a_module_of_the_user_that_hides_a_package_is_named(tmp_path: Path, name, file):
+    """Imported before, or only found first."""
+    own, program = tmp_path / file.format(name), tmp_path / "program.py"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("")
+    for first in ("", f"import {name}\n"):
+        program.write_text(f"{first}import ortplugins")
+        done = python(program, PYTHONPATH=str(ROOT))
+        expected = f"ImportError: {own} hides the package {name!r} of ortplugins: rename it"
+        assert expected in done.stderr.splitlines()[-1]
+
+
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
     names = set(wheel.namelist())
     release = f"ortplugins-{ortplugins.__version__}"

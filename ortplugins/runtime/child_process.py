@@ -41,7 +41,9 @@ def child_environment(purpose: str) -> dict[str, str]:
     """
     # Under ``ortplugins run`` it would switch passes on in the child, too.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    # Python ignores other kinds of entries, too.
+    searched = [entry for entry in sys.path if entry and isinstance(entry, str)]
+    environment["PYTHONPATH"] = os.pathsep.join(searched)
     environment[_MARKER] = ",".join([*_purposes(), purpose])
     return environment
 
