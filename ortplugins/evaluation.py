@@ -29,6 +29,7 @@ from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.coverage import Coverage, coverage
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
 from ortplugins.samples.made_up import next_step
 from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
@@ -57,6 +58,7 @@ class ModelFigures:
             paragraph among those of all others, 0 to 1.
         prefill_tokens_per_second: Of whole windows, or of whole texts.
         decode_tokens_per_second: Of tokens one by one, with a cache, after a prompt of 256.
+        coverage: Which share of the weights is quantised, and which operators hold the rest.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModelFigures:
     retrieval_accuracy: float = math.nan
     prefill_tokens_per_second: float = math.nan
     decode_tokens_per_second: float = math.nan
+    coverage: Coverage = dataclasses.field(default_factory=Coverage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,7 @@ class _TextModel:
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
         self.feeds = TokenFeeds(loaded.model.graph.inputs)
+        self.coverage = coverage(loaded.model)
         self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
         self._tokens = [0, 0]  # of the first run, of the others
@@ -203,11 +207,12 @@ class _TextModel:
             raise ModelFileError(f"{self.name}: output {self.output!r} has NaN for {what}")
         return rows
 
-    def figures(self, **found: float) -> ModelFigures:
+    def figures(self, **found: Any) -> ModelFigures:
         """Return what was found, and the speed of runs: of the first only if it is alone."""
         counted = bool(self._tokens[1])
         speed = self._tokens[counted] / self._seconds[counted]
-        return ModelFigures(self.name, self.bytes, prefill_tokens_per_second=speed, **found)
+        known: Any = {"coverage": self.coverage, "prefill_tokens_per_second": speed}
+        return ModelFigures(self.name, self.bytes, **known, **found)
 
     def decode_speed(self, ids: Sequence[int]) -> float:
         """Return tokens per second, one by one after a prompt; NaN without a cache."""

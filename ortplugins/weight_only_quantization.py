@@ -69,7 +69,7 @@ class WeightOnlyQuantization(Pass):
 
         from ortplugins.quantization.weights.change import describe_change
         from ortplugins.quantization.weights.plan import plan_weights
-        from ortplugins.quantization.weights.recipe import Recipe
+        from ortplugins.quantization.weights.recipe import Recipe, Rule
         from ortplugins.quantization.weights.work import quantize_graph
         from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
         from rewrite_rules.remarks import Remarks
@@ -80,7 +80,9 @@ class WeightOnlyQuantization(Pass):
             block_size=self.block_size,
             is_symmetric=self.is_symmetric,
             quant_format="QDQ_transposed",
-        ).with_settings({"nodes_to_exclude": [pattern for pattern in patterns if pattern]})
+            # One list may be for several models.
+            rules=[Rule(p, keep_float=True, optional=True) for p in patterns if p],
+        )
         before = model.clone()
         plan = plan_weights(model, recipe)
         # The codes lie in files until the model is saved; they go when the model does.

@@ -114,7 +114,15 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch
     arguments = ["quantize", source, "--block-size", "16", "--text", "text.txt", "-o"]
     shown = printed(*arguments, "int4")
     assert "perplexity" in shown and "top-1 agreement" in shown
-    found = as_json(*arguments, "more", "--method", "gptq")["evaluation"]
+    assert "quantised weights" in shown and "float: Gather, 1 weights, " in shown
+    result = as_json(*arguments, "more", "--method", "gptq")
+    found = result["evaluation"]
+    (table, *_) = result["coverage"]["rest"]
+    assert (table["op_type"], table["reason"]) == ("Gather", "Gather is not among op_types")
+    judged = found["model"]["coverage"]
+    assert judged["quantized_elements"] == result["coverage"]["quantized_elements"] > 0
+    assert judged["elements"] == result["coverage"]["elements"]
+    assert found["against"]["coverage"]["quantized_elements"] == 0
     assert found["count"] == 2 * 511 and found["kl_divergence"] > 0
     # A tokenizer in a subfolder does as well, as some exports have it.
     (source / "hf").mkdir()

@@ -18,8 +18,9 @@ from builders.samples import Reader
 from builders.text_models import matmul_chain, matmul_of, model_of, normal
 
 import ortplugins
-from ortplugins.errors import ModelFileError
-from ortplugins.quantization import quantize
+from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.quantization import Rule, quantize
+from ortplugins.quantization.coverage import coverage
 
 D = 32
 NBITS = {"quant_format": "MatMulNBits"}
@@ -49,6 +50,126 @@ def chosen(model: ir.Model, **options) -> list[str]:
     assert len(report.nodes) == len(list(model.graph))
     assert sum(map(len, (report.quantized, report.refused))) == len(report.nodes)
     return [row.node for row in report.quantized]
+
+
+def exported(named: str = "weights") -> ir.Model:
+    """As torch's newer exporter names: nodes by number, weights or scopes by module."""
+    modules = "l.0.up", "lm_head"
+    names = [f"{m}.weight" if named == "weights" else f"W{i}" for i, m in enumerate(modules)]
+    text = f"""g (float[T, {D}] x) => (float[T, {D}] y) {{
+        [node_linear] h = MatMul(x, "{names[0]}")
+        [node_linear_1] y = MatMul(h, "{names[1]}")
+    }}"""
+    model = model_of(text, {name: normal(D, D) for name in names})
+    for node, module in zip(model.graph, modules, strict=True):
+        if named == "scopes":
+            node.metadata_props["pkg.torch.onnx.name_scopes"] = f"['', '{module}', 'linear']"
+        elif named == "namespace":
+            node.metadata_props["namespace"] = f": torch.Program/{module}: Linear/a: aten.b"
+    return model
+
+
+@pytest.mark.parametrize("named", ["weights", "scopes", "namespace"])
+@pytest.mark.parametrize("pattern", ["*lm_head*", "re:^lm_head", "lm_head*"])
+def test_patterns_mean_weights_and_modules_too(pattern, named):
+    model = exported(named)
+    assert chosen(model, nodes_to_exclude=[pattern]) == ["node_linear"]
+    assert chosen(model, nodes_to_include=[pattern]) == ["node_linear_1"]
+    rows = quantize(model, rules=[Rule(pattern, bits=8)]).report.nodes
+    assert [row.bits for row in rows] == [4, 8]
+
+
+@pytest.mark.parametrize("pattern", ["*lm_haed*", "re:lm_heads?_x", "lm_hea?.x"])
+def test_a_pattern_that_means_nothing_is_an_error_with_the_nearest_names(pattern):
+    for given in (
+        {"nodes_to_exclude": [pattern]},
+        {"nodes_to_include": [pattern]},
+        {"rules": [Rule(pattern, bits=8)]},
+    ):
+        with pytest.raises(QuantizationError, match=r"matches no node.*; there is 'lm_head"):
+            quantize(exported(), **given)
+
+
+MATRIX, STACK = normal(D, D), normal(4, D, D)
+# A line or several, what they read, and what the report says of each operator.
+ELSEWHERE = {
+    "attention": (
+        "a = com.microsoft.Attention <num_heads = 4> (x, Q, q)",
+        {"Q": normal(D, 3 * D), "q": normal(3 * D)},
+        {"Attention": 3 * D * D},
+    ),
+    "convolution": (
+        "t = Transpose <perm = [0, 2, 1]> (x) a = Conv(t, C)",
+        {"C": normal(D, D, 3)},
+        {"Conv": 3 * D * D},
+    ),
+    "recurrence": (
+        f"a = LSTM <hidden_size = {D}> (x, L, R)",
+        {"L": normal(1, 4 * D, D), "R": normal(1, 4 * D, D)},
+        {"LSTM": 8 * D * D},
+    ),
+    "experts": (
+        "p = Gemm(f, G) a = com.microsoft.MoE <k = 1> (f, p, E, , F)",
+        {"G": normal(D, 4), "E": normal(4, D, D), "F": normal(4, D, D, seed=1)},
+        {"MoE": 8 * D * D, "Gemm": 4 * D},
+    ),
+    "table": (
+        "i = Cast <to = 7> (x) a = Gather(T, i)",
+        {"T": normal(7, D)},
+        {"Gather": 7 * D},
+    ),
+    "stack": ("a = MatMul(x, S)", {"S": STACK}, {"MatMul": 4 * D * D}),
+    "branch": (
+        """c = Cast <to = 9> (z) a = If <then_branch = t () => (float[] b) { b = Neg(B) },
+        else_branch = e () => (float[] b) { b = Neg(B) }> (c)""",
+        {"B": normal(D, 3), "z": np.array(1)},
+        {"Neg": 3 * D},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_weights_that_stay_in_float_are_counted_and_named(name):
+    line, weights, expected = ELSEWHERE[name]
+    text = f"""g (float[b, 4, {D}] x) => (float[b, 4, {D}] y, float[] a) {{
+        f = Reshape(x, shape)
+        h = MatMul(x, W)
+        y = Add(h, v)
+        {line}
+    }}"""
+    given = weights | {"W": MATRIX, "v": normal(D), "shape": np.array([-1, D])}
+    model = model_of(text, given)
+    report = quantize(model).report
+    # "0 refused" is for models that are quantised whole.
+    assert {row.op_type for row in report.refused} == expected.keys()
+    assert all(row.reason for row in report.refused)
+    covered = report.coverage
+    rest = {item.op_type: item for item in covered.rest}
+    assert all(rest[item].reason for item in expected)
+    vectors = rest.pop("vectors").elements
+    assert {item.op_type: item.elements for item in rest.values()} == expected
+    assert covered.quantized_elements == D * D
+    assert covered.elements == D * D + sum(expected.values()) + vectors
+    share = covered.quantized_elements / covered.elements
+    assert f"{int(1000 * share) / 10:.1f} % of all weights quantised; float: " in str(report)
+    assert json.loads(report.to_json())["coverage"]["share"] == pytest.approx(share)
+    # The same is in the model itself, and in one that is only planned.
+    assert quantize(model, dry_run=True).report.coverage == covered
+    for layout in FORMATS:
+        written = coverage(quantize(model, quant_format=layout).model)
+        assert written.elements == covered.elements
+        assert written.quantized_elements == covered.quantized_elements
+
+
+def test_a_weight_that_stays_for_other_readers_counts_as_both():
+    text = f"""g (float[T, {D}] x, int64[T] i) => (float[T, {D}] y, float[T, {D}] z) {{
+        y = MatMul(x, W)
+        z = Gather(W, i)
+    }}"""
+    report = quantize(model_of(text, {"W": MATRIX})).report
+    assert (report.coverage.elements, report.coverage.share) == (2 * D * D, 0.5)
+    both = quantize(model_of(text, {"W": MATRIX}), op_types=["MatMul", "Gather"]).report
+    assert (both.coverage.elements, both.coverage.share) == (D * D, 1)
 
 
 @pytest.mark.parametrize(

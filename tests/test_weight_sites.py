@@ -10,8 +10,8 @@ import pytest
 from builders.quantized_files import FORMATS, dequantised, kinds, read
 from builders.text_models import model_of, normal
 
-from ortplugins.errors import ModelFileError
-from ortplugins.quantization import quantize
+from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.quantization import Rule, quantize
 from ortplugins.quantization.weights.sites import WeightSite, find_sites
 
 K, N = 12, 5
@@ -179,3 +179,84 @@ def test_what_is_quantised_already_is_reported(name):
     (row,) = report.refused
     assert row.node == "m"
     assert row.reason.startswith("already quantised")
+
+
+# What follows the scores l of [scores] l = MatMul(x, R), R [12, 4], and whether they choose
+# experts; E is [4, 12], S [4, 12, 12], and [expert] multiplies by W [12, 12].
+ROUTERS = {
+    "top of softmax": ("""
+        s = Softmax(l) v, i = TopK(s, two) m = ReduceSum(v, axis) j = Cast <to = 1> (i)
+        k = ReduceSum(j, axis) g = Mul(m, k) t = Mul(x, g) [expert] y = MatMul(t, W)
+        """, True),
+    "softmax of top, biased": ("""
+        b = Add(l, four) v, i = TopK(b, two) s = Softmax(v) g = ReduceSum(s, axis)
+        t = Mul(x, g) [expert] y = MatMul(t, W)
+        """, True),
+    "experts' matrices": ("""
+        i = ArgMax <axis = 1, keepdims = 0> (l) e = Gather(S, i) u = Unsqueeze(x, one)
+        p = MatMul(u, e) y = Squeeze(p, one)
+        """, True),
+    "within If": ("""
+        s = Sigmoid(l) v, i = TopK(s, two) g = ReduceMax <keepdims = 0> (v)
+        c = Cast <to = 9> (g)
+        y = If <then_branch = t () => (float[P, 12] a) { a = MatMul(x, W) },
+            else_branch = e () => (float[P, 12] b) { b = Neg(x) }> (c)
+        """, True),
+    "a share of each": ("""
+        s = Softmax(l) f = Slice(s, nought, one, one)
+        [expert] h = MatMul(x, W) y = Mul(h, f)
+        """, True),
+    "a split of shares": ("""
+        s = Softmax(l) a, b = Split <axis = 1, num_outputs = 2> (s) c = Squeeze(b)
+        h = Mul(a, c) [expert] y = MatMul(x, W)
+        """, True),
+    "com.microsoft MoE": ("y = com.microsoft.MoE <k = 1> (x, l, S, , S)", True),
+    # None of these chooses what is computed.
+    "labels": ("s = Softmax(l) v, i = TopK(s, two) y = Identity(v)", False),
+    "tokens that come next": ("""
+        i = ArgMax <axis = 1, keepdims = 0> (l) e = Gather(E, i) [expert] y = MatMul(e, W)
+        """, False),
+    "attention over channels": ("s = Softmax(l) y = MatMul(s, E)", False),
+    "gated unit": ("s = Sigmoid(l) g = Mul(l, s) y = MatMul(g, E)", False),
+    "pooling": ("s = Softmax <axis = 0> (l) y = Mul(l, s)", False),
+    "residual": ("r = MatMul(x, V) a = Add(l, r) v, i = TopK(a, two) y = MatMul(v, U)", False),
+}  # fmt: skip
+
+
+def routed(name: str):
+    text = f"""g (float[P, 12] x) => (float[] y) {{
+        [scores] l = MatMul(x, R)
+        {ROUTERS[name][0]}
+    }}"""
+    weights = {
+        "R": normal(12, 4), "W": normal(12, 12), "V": normal(12, 4), "E": normal(4, 12),
+        "U": normal(2, 12), "S": normal(4, 12, 12), "four": normal(4), "two": np.array([2]),
+        "axis": np.array([1]), "one": np.array([1]), "nought": np.array([0]),
+    }  # fmt: skip
+    return model_of(text, weights)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_what_chooses_experts_stays_in_float(name):
+    is_router = ROUTERS[name][1]
+    model = routed(name)
+    answers = {node.name: site for node, site in find_sites(model, ("MatMul",))}
+    assert answers["scores"].is_router == is_router
+    others = [site for node, site in answers.items() if node != "scores"]
+    assert not any(isinstance(site, WeightSite) and site.is_router for site in others)
+    if "expert" in answers:
+        rows = {row.node: row for row in quantize(model).report.nodes}
+        assert (rows["scores"].bits, rows["expert"].bits) == (0 if is_router else 4, 4)
+        assert is_router == ("chooses experts" in rows["scores"].reason)
+
+
+def test_a_rule_quantises_what_chooses_experts():
+    model = routed("top of softmax")
+    for rule in (Rule(":router", keep_float=False), Rule("R", bits=8, keep_float=False)):
+        (row, *_) = quantize(model, rules=[rule]).report.nodes
+        assert row.bits == (rule.bits or 4)
+    # A rule that says nothing of it leaves it as it is.
+    (row, *_) = quantize(model, rules=[Rule("scores", bits=8)]).report.nodes
+    assert row.bits == 0
+    with pytest.raises(QuantizationError, match="':router' matches no node"):
+        quantize(routed("labels"), rules=[Rule(":router", keep_float=False)])

@@ -11,10 +11,13 @@ import typer
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import print_table, progress_bar
+from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.evaluation import Evaluation
+    from ortplugins.quantization.coverage import Coverage
+
+_LEAST_SHARE = 0.001  # of the weights, for a line of its own
 
 
 def evaluate(
@@ -75,6 +78,7 @@ def print_evaluation(found: Evaluation) -> None:
         row("top-1 agreement", ".2%", found.top1_agreement),
         row("cosine", ".4f", found.cosine),
         ("size", *(decimal(item.bytes) for item in both)),
+        row("quantised weights", ".1%", *(item.coverage.share for item in both)),
         of("prefill, tokens/s", ".1f", "prefill_tokens_per_second"),
         of("decode, tokens/s", ".1f", "decode_tokens_per_second"),
     ]
@@ -83,6 +87,21 @@ def print_evaluation(found: Evaluation) -> None:
         ("", *(item.name for item in both)),
         [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
     )
+    print_coverage(found.model.coverage)
     typer.echo(
         f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}"
     )
+
+
+def print_coverage(coverage: Coverage) -> None:
+    """Print what is float in a model that is quantised in part."""
+    if not coverage.quantized_elements:
+        return
+    for item in coverage.rest:
+        share = item.elements / coverage.elements
+        if share >= _LEAST_SHARE:
+            why = f": {item.reason}" if item.reason else ""
+            console().print(
+                f"float: {item.op_type}, {item.weights} weights, {share:.1%}{why}",
+                soft_wrap=True,
+            )

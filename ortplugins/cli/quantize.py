@@ -15,7 +15,7 @@ import typer
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.evaluate import print_evaluation
+from ortplugins.cli.evaluate import print_coverage, print_evaluation
 from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError
@@ -203,6 +203,8 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
 
 def _print(report: QuantizeReport, all_nodes: bool) -> None:
     """Print the sum, then what was refused, or every node."""
+    from ortplugins.quantization.weights.plan import OTHER_OPERATOR
+
     out = console()
     if all_nodes:
         rows = [
@@ -221,7 +223,11 @@ def _print(report: QuantizeReport, all_nodes: bool) -> None:
         print_table(headings, rows)
     else:
         for node in report.refused:
-            out.print(f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True)
+            if not node.reason.startswith(OTHER_OPERATOR):  # which may be hundreds
+                out.print(
+                    f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True
+                )
+        print_coverage(report.coverage)
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)
     out.print(str(report), style="bold", soft_wrap=True)

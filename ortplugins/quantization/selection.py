@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Which nodes a user means: by name, by glob, or by regular expression."""
+"""What a user means: by name, by glob, or by regular expression."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable
@@ -15,10 +16,11 @@ from rewrite_rules.closest_name import did_you_mean
 Pattern = str | re.Pattern[str]
 
 _REGEX = "re:"
+_SHOWN = 3  # names in an error
 
 
 def matches(pattern: Pattern, name: str) -> bool:
-    """Whether a pattern means the node of a name."""
+    """Whether a pattern means what has this name."""
     # A name with brackets is a name first.
     expression = _expression(pattern)
     return pattern == name or (expression is not None and bool(expression.search(name)))
@@ -27,7 +29,7 @@ def matches(pattern: Pattern, name: str) -> bool:
 def check_names(
     option: str, patterns: Iterable[Pattern], names: Collection[str], *, all_patterns: bool
 ) -> list[str]:
-    """Refuse patterns of an option that mean none of some nodes, with the closest names.
+    """Refuse patterns of an option that mean none of some names, with the closest of these.
 
     Return the globs and regular expressions that match nothing, as text, where they need not.
     """
@@ -38,7 +40,8 @@ def check_names(
             hint = did_you_mean(text_of(pattern), names)
             wrong.append(f"no node that can be quantised is called {pattern!r}{hint}")
         elif all_patterns:
-            wrong.append(f"{text_of(pattern)!r} matches no node that can be quantised")
+            hint = _nearest(text_of(pattern), names)
+            wrong.append(f"{text_of(pattern)!r} matches no node that can be quantised{hint}")
     if wrong:
         raise QuantizationError(f"{option}: {'; '.join(wrong)}")
     return [text_of(pattern) for pattern in unmatched]
@@ -57,6 +60,19 @@ def _expression(pattern: Pattern) -> re.Pattern[str] | None:
             ) from error
     is_glob = any(character in pattern for character in "*?[")
     return re.compile(rf"\A{fnmatch.translate(pattern)}") if is_glob else None
+
+
+def _nearest(pattern: str, names: Collection[str]) -> str:
+    """Return what patterns could have meant: names, and parts of paths, that resemble them."""
+    words = re.findall(r"\w{2,}", pattern.removeprefix(_REGEX))
+    parts = dict.fromkeys(part for name in names for part in (name, *re.split("[./]", name)))
+    near = [
+        found
+        for word in sorted(words, key=len, reverse=True)
+        for found in difflib.get_close_matches(word, parts, n=_SHOWN)
+    ]
+    shown = ", ".join(map(repr, (near or list(names))[:_SHOWN]))
+    return f"; there is {shown}" if shown else ""
 
 
 def text_of(pattern: Pattern) -> str:

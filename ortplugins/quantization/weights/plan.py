@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
+from ortplugins.quantization.coverage import Coverage, coverage, float_weights
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
 from ortplugins.quantization.weights.group import (
@@ -23,11 +24,17 @@ from ortplugins.quantization.weights.group import (
     WeightErrors,
 )
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
-from ortplugins.quantization.weights.sites import WeightSite, find_sites, readers_of
+from ortplugins.quantization.weights.sites import (
+    OP_TYPES,
+    WeightSite,
+    find_sites,
+    readers_of,
+)
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import inline_functions, label
 
 UNREACHED = "no token of the samples reaches it"
+OTHER_OPERATOR = "no weights of"
 
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
@@ -85,12 +92,15 @@ class QuantizeReport:
     Attributes:
         method: What was asked for.
         nodes: One entry per node with a constant matrix, in the model's order; then what else
-            reads the float numbers of a quantised one.
+            reads the float numbers of a quantised one, and nodes of other operators that hold
+            float weights of two axes and more.
+        coverage: Which share of all weights is quantised, and what holds the rest.
         notes: Things to know that belong to no node.
     """
 
     method: str
     nodes: tuple[NodeReport, ...] = ()
+    coverage: Coverage = dataclasses.field(default_factory=Coverage)
     notes: tuple[str, ...] = ()
 
     @property
@@ -115,9 +125,10 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of all these weights: codes, scales, zero points, floats that stay; NaN for none."""
+        """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
         sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
-        return 8 * self.bytes_after / sum(sizes.values()) if sizes else math.nan
+        stored = sum(node.bytes_after for node in self.nodes if node.weight in sizes)
+        return 8 * stored / sum(sizes.values()) if sizes else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON's types; NaN as None."""
@@ -128,6 +139,7 @@ class QuantizeReport:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
+            "coverage": dataclasses.asdict(self.coverage) | {"share": self.coverage.share},
             "nodes": [dataclasses.asdict(node) for node in self.nodes],
             "notes": self.notes,
         }
@@ -148,7 +160,7 @@ class QuantizeReport:
         )
         if self.quantized:
             text += f", {self.bits_per_weight:.2f} bits per weight"
-        return text
+        return f"{text}; {self.coverage}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -241,6 +253,8 @@ class WeightPlan:
     # Every node with a constant matrix, in the model's order: a site of one of the weights, or
     # the report of a node that keeps its own.
     nodes: list[WeightSite | NodeReport]
+    others: list[NodeReport]  # nodes of other operators that hold weights
+    coverage: Coverage  # less the bytes of codes
     notes: list[str]
 
 
@@ -263,7 +277,8 @@ def plan_weights(
     lift_constants(model)
     found = list(find_sites(model, recipe.op_types))
     sites = [site for _, site in found if isinstance(site, WeightSite)]
-    names = [label(node) for node, _ in found]
+    labels = [label(node) for node, _ in found]
+    names = list(dict.fromkeys([*labels, *(name for site in sites for name in site.names)]))
     notes = recipe.check_against(sites, names)
     tables = {site.weight for site in sites if site.activation is None}
     weights: dict[object, Weight] = {}
@@ -289,12 +304,19 @@ def plan_weights(
         if not reason:
             key = (site.weight, site.stored_k_last, form, method)
             weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
-    nodes += _other_readers(weights.values(), set(names))
+    nodes += _other_readers(weights.values(), set(labels))
+    others = _other_operators(model, nodes)
+    reported = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
+    reasons = {row.node: row.reason for row in reported}
+    planned: dict[ir.Value, list[ir.Node]] = {}
+    for weight in weights.values():
+        planned.setdefault(weight.value, []).extend(site.node for site in weight.sites)
+    covered = coverage(model, planned, reasons)
     by_method: dict[str, list[Weight]] = {}
     for weight in weights.values():
         by_method.setdefault(weight.method, []).append(weight)
     groups = [group for each in by_method.values() for group in _grouped(each)]
-    return WeightPlan(model, groups, nodes, notes)
+    return WeightPlan(model, groups, nodes, others, covered, notes)
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
@@ -309,6 +331,26 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
                 row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
+
+
+def _other_operators(
+    model: ir.Model, found: Sequence[WeightSite | NodeReport]
+) -> list[NodeReport]:
+    """Report the nodes of other operators that hold weights, vectors apart."""
+    reported = {row.node if isinstance(row, NodeReport) else row.label for row in found}
+    rows = []
+    for weight in float_weights(model, {}):
+        node, size = weight.readers[0], weight.tensor.nbytes
+        name = label(node)
+        if weight.is_vector or name in reported:
+            continue
+        reason = f"{OTHER_OPERATOR} {node.op_type} are quantised"
+        if node.op_type in OP_TYPES and not node.domain:
+            reason = f"{node.op_type} is not among op_types"
+        given = weight.value.name or ""
+        row = NodeReport(name, node.op_type, given, bytes_before=size, bytes_after=size)
+        rows.append(dataclasses.replace(row, reason=reason))
+    return rows
 
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
@@ -376,7 +418,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
         return size if first else 0
 
     rows = []
-    for node in plan.nodes:
+    for node in [*plan.nodes, *plan.others]:
         if isinstance(node, NodeReport):
             before = once(node.bytes_before, "float", node.weight)
             after = once(node.bytes_after, "kept", node.weight)
@@ -397,7 +439,13 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 reason=group.reason if recipe.needs_statistics or weight.outputs else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
-    return QuantizeReport(recipe.method, tuple(rows), tuple(plan.notes))
+    stored = sum(row.bytes_after for row in rows if row.quantized)
+    covered = dataclasses.replace(
+        plan.coverage,
+        bytes=plan.coverage.bytes + stored,
+        quantized_bytes=plan.coverage.quantized_bytes + stored,
+    )
+    return QuantizeReport(recipe.method, tuple(rows), covered, tuple(plan.notes))
 
 
 def _stored_bytes(recipe: Recipe, weight: Weight) -> int:

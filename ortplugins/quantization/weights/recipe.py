@@ -41,10 +41,12 @@ METHODS = {
 }
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
+ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"
+
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 _FORM = ("bits", "block_size", "is_symmetric")
 # Patterns that no name is needed for.
-_HEAD, _TABLE = ":head", ":table"
+_HEAD, _TABLE, _ROUTER = ":head", ":table", ":router"
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # What may stand between the product of a head and the output of the model.
 _BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
@@ -56,14 +58,16 @@ class Rule:
 
     Attributes:
         nodes: The nodes: a name, a glob, or a regular expression (compiled, or text that
-            starts with ``re:``; found anywhere in the name); ``":head"`` for the product that
-            the model's output is, and a Gather of the same table; ``":table"`` for every
-            Gather. Nodes without a name go by their first output's.
+            starts with ``re:``; found anywhere in the name), of the node, its weight, or a
+            module that torch exported it from; ``":head"`` for the product that the model's
+            output is, and a Gather of the same table; ``":table"`` for every Gather;
+            ``":router"`` for products that choose experts. Nodes without a name go by their
+            first output's.
         method: A method of :class:`Recipe`.
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
-        keep_float: Whether the weight stays in float.
+        keep_float: Whether the weight stays in float; routers do unless a rule says False.
         optional: Whether a pattern, a name excepted, may match no node.
     """
 
@@ -100,7 +104,9 @@ class Rule:
             )
         if self.nodes == _TABLE:
             return site.node.op_type == "Gather"
-        return matches(self.nodes, site.label)
+        if self.nodes == _ROUTER:
+            return site.is_router
+        return any(matches(self.nodes, name) for name in site.names)
 
 
 class Settings(TypedDict, total=False):
@@ -264,7 +270,7 @@ class Recipe:
         rules = [
             *fields.pop("rules", self.rules),
             *(Rule.of(pattern, given) for pattern, given in config.items()),
-            *(Rule(pattern, keep_float=True, optional=True) for pattern in excluded),
+            *(Rule(pattern, keep_float=True) for pattern in excluded),
         ]
         return dataclasses.replace(self, rules=tuple(rules), **fields)
 
@@ -296,7 +302,7 @@ class Recipe:
         half = site.tensor.dtype is ir.DataType.FLOAT16
         half = half or (self.half_scales and not self.fuses(table=table))
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
-        method, reason = self.method, ""
+        method, reason = self.method, ROUTER if site.is_router else ""
         for rule in self.rules:
             if rule.means(site):
                 form, method = self._changed(form, rule), rule.method or method
@@ -304,14 +310,16 @@ class Recipe:
                     kept = f"kept in float by {text_of(rule.nodes)!r}"
                     reason = kept if rule.keep_float else ""
         included = self.nodes_to_include
-        if included is not None and not any(matches(p, site.label) for p in included):
+        if included is not None and not any(
+            matches(pattern, name) for pattern in included for name in site.names
+        ):
             reason = reason or "not among nodes_to_include"
         return form, method, reason
 
     def check_against(self, sites: Sequence[WeightSite], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
         check_names("nodes_to_include", self.nodes_to_include or (), names, all_patterns=True)
-        roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE)]
+        roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE, _ROUTER)]
         unmet = [rule for rule in roles if not any(map(rule.means, sites))]
         if wrong := [str(rule.nodes) for rule in unmet if not rule.optional]:
             raise QuantizationError(

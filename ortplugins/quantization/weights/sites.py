@@ -12,10 +12,13 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
+from ortplugins.quantization.weights.routers import is_router
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.parameters import constant, int_attribute, source_of
@@ -23,6 +26,7 @@ from rewrite_rules.remarks import Refusal
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 
+_SCOPES = "pkg.torch.onnx.name_scopes"
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
@@ -57,6 +61,16 @@ class WeightSite:
         """What messages call the node."""
         return label(self.node)
 
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """What patterns may call it: the node, the weight, and modules that it is part of."""
+        return [self.label, self.weight.name or "", *_modules_of(self.node)]
+
+    @functools.cached_property
+    def is_router(self) -> bool:
+        """Whether the product chooses experts."""
+        return self.activation is not None and is_router(self.node.outputs[0])
+
 
 def find_sites(
     model: ir.Model, op_types: Collection[str]
@@ -77,6 +91,17 @@ def find_sites(
             if site is not None:
                 yield node, site
                 break
+
+
+def _modules_of(node: ir.Node) -> Iterator[str]:
+    """Yield names of the modules that a node was exported from, where torch noted them."""
+    # "['', 'model.layers.0', 'lm_head', 'linear_7']"
+    yield from filter(None, re.findall("'([^']*)'", node.metadata_props.get(_SCOPES, "")))
+    # ": ...ExportedProgram/lm_head: torch.nn.modules.linear.Linear/linear: aten.linear..."
+    for part in node.metadata_props.get("namespace", "").split("/"):
+        name, colon, _ = part.partition(":")
+        if colon and name.strip():
+            yield name.strip()
 
 
 def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
