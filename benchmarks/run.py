@@ -21,6 +21,7 @@ from benchmarks.figures.bounds import Figure, report_missed, table
 from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
+from benchmarks.sessions.conv_fusion import measure_conv_fusion
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import (
     HINTS,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
+    "conv_fusion": measure_conv_fusion,
     **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
     "held_out": measure_held_out,
     "repeated_tuning": measure_repeated_tuning,
@@ -77,6 +79,7 @@ TITLES = {
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
+    "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
     "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
     "hint_memory": "One key, tuned for memory, beside plain onnxruntime: private memory",
     "hint_start": "One key, tuned for the start, beside plain onnxruntime: time of a start",

