@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-exhaustive test-strength test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-quantizers docs dist clean
+.PHONY: help demo test test-exhaustive test-mutations test-strength test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-quantizers docs dist clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
 	@echo "make test-exhaustive  every layout, bad input and a long fuzz (6 minutes)"
 	@echo "make test-strength  breaks the code in one place at a time: the nearest tests notice (10 minutes)"
+	@echo "make test-mutations  5,000 mutants of models, rewritten and compared (40 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-pythons  the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
@@ -55,6 +56,12 @@ test-exhaustive: $(VENV)/.installed-dev
 # Each line of tests/strength/mutations.txt, in a copy of the project.
 test-strength: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly -n 2 tests/strength/check_strength.py
+
+# Models that mean something else, or look so; those that come out wrong go to .cache/mutants.
+# COUNT and SEED choose others.
+test-mutations: $(VENV)/.installed-dev
+	cd tests && PYTHONWARNINGS=ignore ../$(BIN)/python -m mutations --count $(or $(COUNT),5000) \
+	  --seed $(or $(SEED),0) --out ../.cache/mutants
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev

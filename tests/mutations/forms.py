@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: MIT
+"""Models that mutants are made of, and inputs for them drawn apart from any trial.
+
+What an input holds follows from its name here, as in the model that was exported; a mutation
+that renames one, or adds one, says so in the model's metadata: ``holds.NAME = KIND``.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from builders import decoders, encoders, exports, layout_matrix, order_graphs
+from numpy.typing import NDArray
+from test_transformer_fusion import LAYOUTS, REPEATS, attention, gelu, norm
+
+from ortplugins import (
+    DqMatMulNBitsFusion,
+    Pass,
+    ShapeSizeReorder,
+    TransformerFusion,
+    TrimPadding,
+)
+
+Array = NDArray
+Feeds = dict[str, Array]
+
+
+class Sizes(NamedTuple):
+    """A run; neither batch nor lengths are those of trials, of heads or of their sizes."""
+
+    batch: int
+    new: int
+    past: int = 0
+    padding: str = ""
+
+    def kept(self, rng: np.random.Generator) -> Array:
+        """Which positions hold tokens, bool [batch, past + new]."""
+        total = self.past + self.new
+        place, rows = np.arange(total)[None], np.arange(self.batch)[:, None]
+        most = max(1, self.new - 2)
+        kept = {
+            "": place >= 0 * rows,
+            "left": place >= np.minimum(1 + 2 * rows, most),
+            "right": place < total - np.minimum(1 + 2 * rows, most),
+            "holes": rng.random((self.batch, total)) < 0.7,
+        }[self.padding]
+        kept[:, -1 if self.padding == "left" else self.past] = True
+        return kept
+
+
+RUNS = (
+    Sizes(1, 7), Sizes(2, 3, 10), Sizes(3, 7, 0, "left"), Sizes(1, 1, 13),
+    Sizes(2, 5, 6, "right"), Sizes(5, 7, 0, "holes"), Sizes(2, 1, 6, "left"), Sizes(1, 37),
+    Sizes(3, 11, 0, "right"), Sizes(6, 3),
+)  # fmt: skip
+_ENCODED, _IDS, _PLACES = 6, 30, 38
+# What an input holds: a name that says it, and its sizes; digits are those declared.
+_KINDS = (
+    (r"encoder.*mask", "mask", "BE"),
+    (r"encoder", "numbers", "BE0"),
+    (r"mask", "mask", "BT"),
+    (r"position", "positions", "BS"),
+    (r"type_ids", "flags", "BS"),
+    (r"ids", "ids", "BS"),
+    (r"past", "numbers", "B0P0"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A model, the passes it is for, and its inputs if names do not say what they are."""
+
+    make: Callable[[], onnx.ModelProto]
+    passes: tuple[Pass, ...]
+    feeds: Callable[[onnx.ModelProto, np.random.Generator, int], Feeds] | None = None
+    small: bool = True
+
+
+def held(model: onnx.ModelProto) -> dict[str, str]:
+    """What mutations say of inputs: by name, ``KIND AXES``."""
+    entries = {entry.key: entry.value for entry in model.metadata_props}
+    return {k.removeprefix("holds."): v for k, v in entries.items() if k.startswith("holds.")}
+
+
+def fed(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    given = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name not in given]
+
+
+def kind_of(name: str) -> str:
+    found = (f"{kind} {axes}" for text, kind, axes in _KINDS if re.search(text, name))
+    return next(found, "")
+
+
+def token_feeds(model: onnx.ModelProto, sizes: Sizes, seed: int) -> tuple[Feeds, Array, Array]:
+    """Inputs of a transformer; which of the positions and of the encoded ones count."""
+    rng = np.random.default_rng([seed, 77])
+    kept, said = sizes.kept(rng), held(model)
+    encoded = rng.random((sizes.batch, _ENCODED)) < 0.8
+    encoded[:, 2] = True
+    numbers = {"B": sizes.batch, "S": sizes.new, "P": sizes.past, "E": _ENCODED, "1": 1}
+    numbers["T"] = sizes.past + sizes.new
+    feeds = {}
+    for value in fed(model):
+        kind, axes = (said.get(value.name) or kind_of(value.name)).split()
+        declared = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        pairs = zip(axes, declared, strict=True)
+        shape = [size if axis == "0" else numbers[axis] for axis, size in pairs]
+        array: Array
+        if kind == "mask":
+            array = encoded if axes == "BE" else kept
+        elif kind == "positions":
+            array = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, sizes.past :]
+            if seed % 3 == 2:  # those of a tree, or of several texts in one row
+                array = rng.integers(0, min(array.max() + 2, _PLACES), array.shape)
+        elif kind in ("ids", "flags"):
+            array = rng.integers(0, 2 if kind == "flags" else _IDS, shape)
+        elif kind == "bools":
+            array = rng.random(shape) < 0.7
+        else:
+            array = rng.standard_normal(shape)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        feeds[value.name] = np.ascontiguousarray(array.astype(dtype))
+    return feeds, kept, encoded
+
+
+def plain_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) -> Feeds:
+    """Random numbers; a name of a dimension is one size."""
+    sizes: dict[str, int] = {}
+    feeds = {}
+    for value in fed(model):
+        tensor = value.type.tensor_type
+        shape = [
+            dim.dim_value
+            or sizes.setdefault(dim.dim_param, (3, 1, 5, 7)[(len(sizes) + index) % 4])
+            for dim in tensor.shape.dim
+        ]
+        array = np.asarray(rng.standard_normal(shape)) * (1 + 3 * index)
+        feeds[value.name] = array.astype(
+            onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        )
+    return feeds
+
+
+def _order_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) -> Feeds:
+    feeds = order_graphs.feeds(cond=bool(index % 2))
+    return {k: v + np.float32(index) if v.dtype.kind == "f" else v for k, v in feeds.items()}
+
+
+def _proto(model: ir.Model | onnx.ModelProto) -> onnx.ModelProto:
+    return ir.to_proto(model) if isinstance(model, ir.Model) else model
+
+
+TRANSFORMER = (TransformerFusion(),)
+ENCODER = (TrimPadding(), TrimPadding(), TransformerFusion(), ShapeSizeReorder())
+EXACT = (DqMatMulNBitsFusion(accuracy_level=0),)
+
+
+def _exports() -> Iterator[tuple[str, Form]]:
+    for name in exports.DECODERS:
+        passes = (*TRANSFORMER * 4, ShapeSizeReorder())
+        yield name, Form(lambda name=name: exports.exported(name), passes, small=False)
+    for name in exports.ENCODERS:
+        yield name, Form(lambda name=name: exports.exported(name), ENCODER, small=False)
+
+
+def _decoders() -> Iterator[tuple[str, Form]]:
+    for rotary in ("UNTURNED", "HALVES", "SIGNED"):
+        for mask in ("ADDED", "WHERE"):
+            texts = {"WHERE": "masked = Where(seen, scaled, lowest)", "ADDED": decoders.ADDED}
+            made = {"rotary": getattr(decoders, rotary), "mask": texts[mask]}
+            name = f"decoder {rotary} {mask}"
+            yield name, Form(lambda made=made: decoders.small_decoder(**made), TRANSFORMER)
+    for layout in decoders.FORMS:
+        if layout != "genai":
+            yield layout, Form(lambda layout=layout: decoders.decoder(layout), TRANSFORMER)
+
+
+def _small_ones() -> Iterator[tuple[str, Form]]:
+    for mask in ("ADDITIVE", "BOOLEAN"):
+        for head in ("TOKENS", "MEAN", "FIRST"):
+            texts = [getattr(encoders, part) for part in (mask, head)]
+            passes = (
+                TrimPadding(),
+                TrimPadding(),
+                TrimPadding(pack=True),
+                TransformerFusion(),
+            )
+            make = lambda texts=texts: encoders.encoder(texts[0], head=texts[1])  # noqa: E731
+            yield f"encoder {mask} {head}", Form(make, passes)
+    for repeat in REPEATS:
+        for layout in LAYOUTS:
+            make = lambda r=repeat, text=layout: attention(r, text)  # noqa: E731
+            yield f"heads {repeat} {layout}", Form(make, TRANSFORMER, plain_feeds)
+    yield "norm", Form(lambda: norm(("", "")), TRANSFORMER, plain_feeds)
+    yield "gelu", Form(lambda: gelu(("", "")), TRANSFORMER, plain_feeds)
+
+
+def _weights_and_orders() -> Iterator[tuple[str, Form]]:
+    for case in layout_matrix.layout_cases():
+        if case.runs and case.expect and case.dtype == np.float32:
+            yield (
+                f"weight {case.name}",
+                Form(
+                    lambda case=case: case.proto,
+                    EXACT,
+                    lambda model, rng, index, case=case: {
+                        k: v * np.float32(1 + index) if v.dtype == np.float32 else v
+                        for k, v in case.feeds.items()
+                    },
+                ),
+            )
+    for seed in range(40):
+        make = lambda seed=seed: order_graphs.random_model(seed, subgraphs=seed % 3)  # noqa: E731
+        yield f"order {seed}", Form(make, (ShapeSizeReorder(),), _order_feeds)
+
+
+FORMS: Mapping[str, Form] = dict(
+    itertools.chain(_exports(), _decoders(), _small_ones(), _weights_and_orders())
+)
+# How the names of forms begin, and how often mutants are made of them.
+FAMILIES = {
+    "decoder export": (25, [*exports.DECODERS]),
+    "encoder export": (25, [*exports.ENCODERS]),
+    **{
+        family: (share, [name for name in FORMS if re.match(starts, name)])
+        for family, share, starts in (
+            ("decoder", 18, r"decoder |torch$|grouped"),
+            ("encoder", 12, "encoder "),
+            ("heads, norms", 6, "heads|norm|gelu"),
+            ("weight", 8, "weight"),
+            ("order", 6, "order"),
+        )
+    },
+}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: MIT
+"""Makes one mutant, rewrites it without trials, and compares the numbers.
+
+The proofs alone have to hold. What they let through is rewritten once more with trials, which
+may withdraw it: counted apart.
+"""
+
+import re
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import onnx
+from builders.same_numbers import session
+from numpy.typing import NDArray
+
+import ortplugins
+from ortplugins.optimization import withdrawal
+
+from .forms import FORMS, RUNS, Feeds, Form, Sizes, held, kind_of, token_feeds
+from .mutate import MUTATIONS, Mutant
+
+# Of the greatest number; more where the original moves by as much without optimisers.
+_BOUND, _NOISE = 2e-4, 10.0
+
+
+class Name(NamedTuple):
+    """What makes the same mutant again."""
+
+    form: str
+    mutation: str  # two are joined by " + "
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.form} / {self.mutation} / {self.seed}"
+
+
+class Verdict(NamedTuple):
+    """``kind``: invalid, refused, right, wrong, withdrawn (wrong without trials), raised."""
+
+    kind: str
+    detail: str = ""
+
+
+def mutant_of(name: Name) -> tuple[onnx.ModelProto, ortplugins.Pass] | None:
+    """Make a mutant, and choose one of the passes of its form; None if it can't be."""
+    rng = np.random.default_rng(
+        [zlib.crc32(f"{name.form}/{name.mutation}".encode()), name.seed]
+    )
+    form = FORMS[name.form]
+    model = onnx.ModelProto.FromString(form.make().SerializeToString())
+    chosen = form.passes[rng.integers(len(form.passes))]
+    for mutation in name.mutation.split(" + "):
+        try:
+            if not MUTATIONS[mutation](mutant := Mutant(model, rng)):
+                return None
+            mutant.sort()
+        except (KeyError, IndexError, ValueError, onnx.shape_inference.InferenceError):
+            return None
+    return model, chosen
+
+
+def runs_of(name: Name) -> tuple[onnx.ModelProto, ortplugins.Pass, list["_Run"], Any] | str:
+    """Return a mutant, its pass, what it computes and an optimised session; or why not."""
+    made = mutant_of(name)
+    if made is None:
+        return "the mutation does not apply"
+    model, chosen = made
+    try:
+        original, optimised = session(model), session(model, optimised=True)
+    except Exception as error:  # onnxruntime's own classes
+        return str(error)[:200]
+    expected = [*_expected(original, model, FORMS[name.form], name.seed)]
+    return (model, chosen, expected, optimised) if expected else "the original runs nothing"
+
+
+def runs(name: Name) -> bool:
+    """Whether a mutant runs at all; the process may die."""
+    return not isinstance(runs_of(name), str)
+
+
+def judge(name: Name) -> Verdict:
+    """Say what becomes of a mutant."""
+    found = runs_of(name)
+    if isinstance(found, str):
+        return Verdict("invalid", found)
+    model, chosen, expected, optimised = found
+    with patch.object(withdrawal, "keep_what_passes", lambda _, result, again: result):
+        verdict = _compared(model, chosen, expected, optimised)
+    if verdict.kind == "wrong":
+        again = _compared(model, chosen, expected, optimised)
+        if again.kind in ("right", "refused"):
+            return Verdict("withdrawn", verdict.detail)
+    return verdict
+
+
+class _Run(NamedTuple):
+    feeds: Feeds
+    outputs: list[NDArray]
+    sizes: Sizes | None
+    kept: NDArray | None
+    encoded: NDArray | None
+
+
+def _expected(original: Any, model: onnx.ModelProto, form: Form, seed: int) -> Iterator[_Run]:
+    """Run the original on inputs; what it does not take is left out."""
+    names = {value.name for value in original.get_inputs()}
+    has_past = any((held(model).get(n) or kind_of(n)).endswith("P0") for n in names)
+    for index in range(len(RUNS) if form.feeds is None else 3):
+        sizes = kept = encoded = None
+        try:
+            if form.feeds is not None:
+                feeds = form.feeds(model, np.random.default_rng([seed, index]), index)
+            else:
+                sizes = RUNS[(index + seed) % len(RUNS)]
+                sizes = sizes if has_past else sizes._replace(past=0)
+                feeds, kept, encoded = token_feeds(model, sizes, seed + index)
+            feeds = {key: array for key, array in feeds.items() if key in names}
+            yield _Run(feeds, original.run(None, feeds), sizes, kept, encoded)
+        except Exception:
+            continue
+
+
+def _compared(
+    model: onnx.ModelProto, chosen: ortplugins.Pass, runs: list[_Run], optimised: Any
+) -> Verdict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            result = ortplugins.optimize(model, passes=[chosen])
+        except Exception as error:
+            return Verdict("raised", f"{chosen.name}: {type(error).__name__}: {error}"[:400])
+    if not result.report.fired:
+        reports = [r for each in result.report.passes for r in each.remarks]
+        failed = [r.reason for r in reports if "failed" in r.reason]
+        return Verdict("raised", failed[0][:400]) if failed else Verdict("refused")
+    try:
+        rewritten = session(result.model)
+    except Exception as error:
+        return Verdict("wrong", f"{chosen.name}: it does not open: {error}"[:400])
+    for run in runs:
+        where = f"{chosen.name}: {run.sizes or ''} "
+        try:
+            found = rewritten.run(None, run.feeds)
+        except Exception as error:
+            return Verdict("wrong", f"{where}it does not run: {error}"[:400])
+        names = [value.name for value in rewritten.get_outputs()]
+        for at, (name, a, b) in enumerate(zip(names, run.outputs, found, strict=True)):
+            far = _apart(a, b, run)
+            if far > _BOUND and not _is_noise(far, at, run, optimised):
+                return Verdict("wrong", f"{where}{name!r} differs by {far:.1e}")
+    return Verdict("right")
+
+
+def _is_noise(far: float, at: int, run: _Run, optimised: Any) -> bool:
+    """Whether the original moves by as much when its own optimisers or one ulp change sums."""
+    if not np.isfinite(far):
+        return False
+    moved = {
+        key: np.nextafter(array, np.zeros_like(array)) if array.dtype.kind == "f" else array
+        for key, array in run.feeds.items()
+    }
+    noise = 0.0
+    for feeds in (run.feeds, moved):
+        noise = max(noise, _apart(run.outputs[at], optimised.run(None, feeds)[at], run))
+    return far <= _NOISE * noise
+
+
+def _apart(a: NDArray, b: NDArray, run: _Run) -> float:
+    """The greatest difference of what counts, as a share of the greatest number."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return np.inf
+    counted = _counted(a, run)
+    a, b = a[counted], b[counted]
+    if not a.size or a.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(a, b) else np.inf
+    with np.errstate(all="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        if same.all():
+            return 0.0
+        far = np.abs(a.astype(np.float64) - b)[~same].max()
+        greatest = np.abs(a[np.isfinite(a)].astype(np.float64)).max(initial=0.0)
+    return float(far / greatest) if np.isfinite(far) and greatest else np.inf
+
+
+def _counted(array: NDArray, run: _Run) -> NDArray:
+    """Real positions, along axes as long as the tokens are; pools of padded rows count not."""
+    counted = np.ones(array.shape, bool)
+    if run.kept is None or run.sizes is None or not run.sizes.padding:
+        return counted
+    new = run.kept[:, run.sizes.past :]
+    found = False
+    for axis in range(1, array.ndim):
+        rows = {run.kept.shape[1]: run.kept, new.shape[1]: new}.get(array.shape[axis])
+        if rows is not None and array.shape[0] == run.sizes.batch:
+            others = [i for i in range(1, array.ndim) if i != axis]
+            counted &= np.expand_dims(rows, others)
+            found = True
+    return counted if found else counted & bool(array.ndim == 2)
+
+
+def text_of(name: Name) -> str:
+    return re.sub(r"\W+", "_", str(name))

@@ -1,0 +1,581 @@
+# SPDX-License-Identifier: MIT
+"""Mutations that change what a model means, or only look as if; one row of a table each.
+
+A mutation changes a model in place and returns whether it found where to.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+
+T = onnx.TensorProto
+FLOAT = T.FLOAT
+Rng = np.random.Generator
+
+
+class Mutant:
+    """A model that mutations change, and what is known of its values."""
+
+    def __init__(self, model: onnx.ModelProto, rng: Rng) -> None:
+        self.model, self.graph, self.rng = model, model.graph, rng
+        self._fresh = 0
+        inferred = onnx.shape_inference.infer_shapes(model).graph
+        self.types = {
+            value.name: value.type.tensor_type
+            for value in (*inferred.value_info, *inferred.input, *inferred.output)
+        }
+        self.constants = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.made = {name for node in self.graph.node for name in node.output if name}
+
+    def rank(self, name: str) -> int | None:
+        kind = self.types.get(name)
+        return len(kind.shape.dim) if kind is not None and kind.HasField("shape") else None
+
+    def is_float(self, name: str) -> bool:
+        return name in self.types and self.types[name].elem_type == FLOAT
+
+    def pick(self, items: Iterable):
+        """One of some items, or None."""
+        items = list(items)
+        return items[self.rng.integers(len(items))] if items else None
+
+    def nodes(self, *op_types: str) -> list[onnx.NodeProto]:
+        return [n for n in self.graph.node if not op_types or n.op_type in op_types]
+
+    def floats(self, rank: int | None = None) -> list[str]:
+        """Values that nodes make, float32."""
+        names = (name for node in self.graph.node for name in node.output)
+        return [n for n in names if self.is_float(n) and rank in (None, self.rank(n))]
+
+    def name(self) -> str:
+        self._fresh += 1
+        return f"mutant_{self._fresh}"
+
+    def constant(self, array: object) -> str:
+        name = self.name()
+        self.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+        return name
+
+    def node(self, op_type: str, *inputs: str, **attributes: object) -> str:
+        """Put a node at the end; :meth:`sort` puts it where it belongs."""
+        name = self.name()
+        self.graph.node.append(
+            onnx.helper.make_node(op_type, inputs, [name], name, **attributes)
+        )
+        return name
+
+    def input(self, kind: str, element: int, dims: list[int | str]) -> str:
+        """Add an input; what it holds is written down for those who feed it."""
+        name = self.name()
+        self.graph.input.append(onnx.helper.make_tensor_value_info(name, element, dims))
+        self.model.metadata_props.add(key=f"holds.{name}", value=kind)
+        return name
+
+    def between(self, value: str, made: Callable[[str], str], one: bool = False) -> bool:
+        """Have all readers of a value, or one, read what is made of it instead."""
+        places = [
+            (node, index)
+            for node in self.graph.node
+            for index, name in enumerate(node.input)
+            if name == value
+        ]
+        if not places:
+            return False
+        if one:
+            places = [self.pick(places)]
+        name = made(value)
+        for node, index in places:
+            node.input[index] = name
+        return True
+
+    def sort(self) -> None:
+        """Sort the nodes, by what they read."""
+        waiting, known = list(self.graph.node), {""}
+        known |= {v.name for v in (*self.graph.input, *self.graph.initializer)}
+        done = []
+        while waiting:
+            ready = [n for n in waiting if _read(n) & self._all_made(waiting) <= known]
+            if not ready:
+                raise ValueError("a cycle")
+            done += ready
+            known |= {name for node in ready for name in node.output}
+            names = {id(node) for node in ready}
+            waiting = [node for node in waiting if id(node) not in names]
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in done]
+        del self.graph.node[:]
+        self.graph.node.extend(copies)
+
+    @staticmethod
+    def _all_made(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+        return {name for node in nodes for name in node.output}
+
+
+def _read(node: onnx.NodeProto) -> set[str]:
+    """What a node and its subgraphs read."""
+    names = set(node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node if attribute.HasField("g") else ():
+            names |= _read(inner)
+        if attribute.HasField("g"):
+            names |= {value.name for value in attribute.g.output}
+    return names
+
+
+# Constants and attributes
+
+
+def constant_changed(m: Mutant) -> bool:
+    holders = [t for t in m.constants.values() if 0 < np.prod(t.dims, dtype=int) <= 64]
+    holders += [a.t for n in m.nodes("Constant") for a in n.attribute if a.HasField("t")]
+    tensor = m.pick(
+        t for t in holders if t.data_type in (T.FLOAT, T.INT64, T.INT32, T.INT8, T.UINT8)
+    )
+    if tensor is None:
+        return False
+    array = onnx.numpy_helper.to_array(tensor).copy()
+    flat = array.reshape(-1)
+    at = m.rng.integers(flat.size)
+    old = flat[at]
+    with np.errstate(over="ignore"):
+        if array.dtype.kind == "f":
+            new = m.pick([old * 1.01, old * 2, -old, 0, old + 1, 1, old / 2])
+        else:
+            new = m.pick([int(old) + 1, int(old) - 1, 0, -1, 1, 2])
+        flat[at] = np.asarray(new).astype(array.dtype)
+    if flat[at] == old:
+        return False
+    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    return True
+
+
+def _attribute(m: Mutant, kinds: set[int]) -> onnx.AttributeProto | None:
+    return m.pick(a for n in m.graph.node for a in n.attribute if a.type in kinds)
+
+
+def axis_changed(m: Mutant) -> bool:
+    names = {"axis", "axes", "perm", "keepdims", "start", "end"}
+    attribute = m.pick(a for n in m.graph.node for a in n.attribute if a.name in names)
+    if attribute is None:
+        return False
+    if attribute.name == "perm" or attribute.ints:
+        values = list(attribute.ints)
+        if len(values) > 1:
+            i, j = m.rng.choice(len(values), 2, replace=False)
+            values[i], values[j] = values[j], values[i]
+        else:
+            values[0] = int(m.pick([v for v in (-1, 0, 1, 2) if v != values[0]]))
+        del attribute.ints[:]
+        attribute.ints.extend(values)
+    else:
+        limit = (0, 1) if attribute.name == "keepdims" else (-2, -1, 0, 1, 2, 3)
+        attribute.i = int(m.pick([v for v in limit if v != attribute.i]))
+    return True
+
+
+def number_changed(m: Mutant) -> bool:
+    """epsilon, alpha, scale, and sizes of blocks."""
+    attribute = _attribute(m, {onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT})
+    if attribute is None:
+        return False
+    if attribute.type == onnx.AttributeProto.FLOAT:
+        attribute.f = m.pick([attribute.f * 2, attribute.f * 1000, attribute.f + 0.01])
+    else:
+        attribute.i += int(m.pick([-1, 1]))
+    return True
+
+
+# Operators
+
+_OTHERS = {
+    "Add": ("Sub", "Mul", "Max"), "Sub": ("Add",), "Mul": ("Add", "Div", "Max"),
+    "Div": ("Mul",), "Less": ("LessOrEqual", "Greater"),
+    "LessOrEqual": ("Less", "GreaterOrEqual"),
+    "Greater": ("GreaterOrEqual", "Less"), "GreaterOrEqual": ("Greater", "LessOrEqual"),
+    "And": ("Or", "Xor"), "Or": ("And",), "Equal": ("Less", "Greater"), "Cos": ("Sin",),
+    "Sin": ("Cos",), "Tanh": ("Sigmoid", "Erf"), "Sqrt": ("Exp", "Abs"),
+    "Softmax": ("LogSoftmax",),
+    "ReduceMean": ("ReduceSum", "ReduceMax"), "ReduceSum": ("ReduceMean", "ReduceMax"),
+    "Reciprocal": ("Neg",), "Neg": ("Identity",), "Identity": ("Neg",), "Max": ("Min", "Sum"),
+    "Not": ("Identity",), "Relu": ("Abs",), "Erf": ("Tanh",), "Expand": ("Tile",),
+    "Ceil": ("Floor",),
+}  # fmt: skip
+
+
+def operator_changed(m: Mutant) -> bool:
+    node = m.pick(n for n in m.graph.node if n.op_type in _OTHERS and not n.domain)
+    if node is not None:
+        node.op_type = m.pick(_OTHERS[node.op_type])
+    return node is not None
+
+
+def operands_swapped(m: Mutant) -> bool:
+    node = m.pick(n for n in m.graph.node if len(n.input) > 1 and n.input[1] and n.input[0])
+    if node is None:
+        return False
+    i, j = (1, 2) if node.op_type == "Where" else (0, 1)
+    node.input[i], node.input[j] = node.input[j], node.input[i]
+    return True
+
+
+def outputs_swapped(m: Mutant) -> bool:
+    node = m.pick(m.nodes("Split"))
+    if node is None or len(node.output) < 2:
+        return False
+    node.output[0], node.output[1] = node.output[1], node.output[0]
+    return True
+
+
+def operand_taken_elsewhere(m: Mutant) -> bool:
+    """Another value of the type and rank, made earlier."""
+    node = m.pick(n for n in m.graph.node if any(map(m.is_float, n.input)))
+    if node is None:
+        return False
+    index = m.pick(i for i, name in enumerate(node.input) if m.is_float(name))
+    earlier, rank = [], m.rank(node.input[index])
+    for other in m.graph.node:
+        if other is node or other.output[0] == node.output[0]:
+            break
+        earlier += [x for x in other.output if m.is_float(x) and m.rank(x) == rank]
+    name = m.pick(x for x in earlier if x != node.input[index])
+    if name is None:
+        return False
+    node.input[index] = name
+    return True
+
+
+def node_doubled(m: Mutant) -> bool:
+    """Only looks as if: one reader gets an equal node of its own."""
+    node = m.pick(n for n in m.graph.node if len(n.output) == 1 and n.op_type != "Constant")
+    if node is None:
+        return False
+
+    def copy(_: str) -> str:
+        attributes = [
+            onnx.AttributeProto.FromString(a.SerializeToString()) for a in node.attribute
+        ]
+        name = m.node(node.op_type, *node.input, domain=node.domain)
+        m.graph.node[-1].attribute.extend(attributes)
+        return name
+
+    return m.between(node.output[0], copy, one=True)
+
+
+# What stands between
+
+
+def _batch_row(m: Mutant, x: str) -> str:
+    return m.node("Slice", x, m.constant([0]), m.constant([1]), m.constant([0]))
+
+
+def _length_factor(m: Mutant, x: str) -> str:
+    """1 up to a length, then growing with it."""
+    axis = m.pick([1, 2])
+    size = m.node("Cast", m.node("Shape", x, start=axis, end=axis + 1), to=FLOAT)
+    share = m.node("Div", size, m.constant(np.float32(m.pick([4, 9, 30, 200]))))
+    return m.node("Mul", x, m.node("Max", share, m.constant(np.float32(1))))
+
+
+def _heads_permuted(m: Mutant, x: str) -> str:
+    heads = m.types[x].shape.dim[1].dim_value
+    return m.node("Gather", x, m.constant(m.rng.permutation(heads)), axis=1)
+
+
+def _halved(m: Mutant, x: str) -> str:
+    return m.node("Cast", m.node("Cast", x, to=T.FLOAT16), to=FLOAT)
+
+
+def _chosen(m: Mutant, x: str) -> str:
+    """A branch that runs where the values say so."""
+    total = m.node("ReduceMax", x, keepdims=0)
+    branches = {}
+    for name, op_type in (("then_branch", "Identity"), ("else_branch", "Neg")):
+        inner = onnx.helper.make_node(op_type, [x], [f"{m.name()}_{name}"])
+        out = onnx.helper.make_empty_tensor_value_info(inner.output[0])
+        branches[name] = onnx.helper.make_graph([inner], name, [], [out])
+    return m.node("If", m.node("Greater", total, m.constant(np.float32(0.5))), **branches)
+
+
+_BETWEEN: dict[str, Callable[[Mutant, str], str]] = {
+    "Identity": lambda m, x: m.node("Identity", x),
+    "factor": lambda m, x: m.node("Mul", x, m.constant(np.float32(1.02))),
+    "one": lambda m, x: m.node("Mul", x, m.constant(np.float32(1))),
+    "shift": lambda m, x: m.node("Add", x, m.constant(np.float32(0.1))),
+    "Relu": lambda m, x: m.node("Relu", x),
+    "cap": lambda m, x: m.node("Tanh", x),
+    "turned": lambda m, x: m.node("Neg", m.node("Neg", x)),
+    "half": _halved,
+    "first row": _batch_row,
+    "length factor": _length_factor,
+    "branch": _chosen,
+}
+
+
+def put_between(m: Mutant) -> bool:
+    value = m.pick(m.floats())
+    make = m.pick(_BETWEEN.values())
+    return value is not None and m.between(
+        value, lambda x: make(m, x), one=bool(m.rng.integers(2))
+    )
+
+
+def put_before_softmax(m: Mutant) -> bool:
+    node = m.pick(m.nodes("Softmax", "MatMul", "ReduceMean", "ReduceSum"))
+    if node is None:
+        return False
+    index = m.rng.integers(2) if node.op_type == "MatMul" else 0
+    make, name = m.pick(_BETWEEN.values()), node.input[index]
+    if not m.is_float(name):
+        return False
+    node.input[index] = make(m, name)
+    return True
+
+
+def heads_permuted(m: Mutant) -> bool:
+    values = [v for v in m.floats(rank=4) if m.types[v].shape.dim[1].dim_value > 1]
+    value = m.pick(values)
+    return value is not None and m.between(value, lambda x: _heads_permuted(m, x), one=True)
+
+
+def batch_broadcast(m: Mutant) -> bool:
+    value = m.pick(
+        [v for v in m.floats() if (m.rank(v) or 0) >= 2] + [i.name for i in m.graph.input]
+    )
+    return value is not None and m.between(value, lambda x: _batch_row(m, x), one=True)
+
+
+# Masks
+
+
+def _ids(m: Mutant) -> str | None:
+    return m.pick(v.name for v in m.graph.input if v.name.endswith("ids"))
+
+
+def _hit(m: Mutant, element: int) -> str | None:
+    """Where an input of ids or positions has a number, [batch, sequence]."""
+    ids = _ids(m)
+    if ids is None or m.types[ids].elem_type not in (T.INT64, T.INT32):
+        return None
+    kind = np.int64 if m.types[ids].elem_type == T.INT64 else np.int32
+    hits = m.node("Equal", ids, m.constant(np.array(m.rng.integers(0, 12), kind)))
+    return m.node("Cast", hits, to=element)
+
+
+def _by_query(m: Mutant) -> str | None:
+    hit = _hit(m, FLOAT)
+    if hit is None:
+        return None
+    bias = m.node("Mul", hit, m.constant(np.float32(m.pick([-2, 3]))))
+    return m.node("Unsqueeze", bias, m.constant([1, 3]))
+
+
+def _by_key(m: Mutant) -> str | None:
+    """ALiBi's like, of the mask's columns; of the ids themselves where there is no cache."""
+    if m.rng.integers(2):
+        hit = _hit(m, FLOAT)
+        if hit is None:
+            return None
+        bias = m.node("Mul", hit, m.constant(np.float32(m.pick([-2, -1e4, -3e38]))))
+        return m.node("Unsqueeze", bias, m.constant([1, 2]))
+    mask = m.pick(v.name for v in m.graph.input if "mask" in v.name and m.rank(v.name) == 2)
+    if mask is None:
+        return None
+    counts = m.node("CumSum", m.node("Cast", mask, to=FLOAT), m.constant(np.int64(1)))
+    bias = m.node("Mul", counts, m.constant(np.float32(m.pick([0.25, -0.25]))))
+    return m.node("Unsqueeze", bias, m.constant([1, 2]))
+
+
+def _callers(m: Mutant) -> str:
+    """One more mask of the caller, of any axes."""
+    axes = m.pick(["B1ST", "11ST", "B11T", "ST", "BST", "T"])
+    made = m.input(
+        f"numbers {axes}", FLOAT, [f"d{i}" if a != "1" else 1 for i, a in enumerate(axes)]
+    )
+    return m.node("Unsqueeze", made, m.constant([1])) if axes == "BST" else made
+
+
+def mask_term_added(m: Mutant) -> bool:
+    node = m.pick(m.nodes("Softmax"))
+    if node is None:
+        return False
+    term = m.pick([_by_query, _by_key, _callers])(m)
+    if term is None:
+        return False
+    before = m.pick(
+        [
+            node.input[0],
+            *(x for n in m.graph.node if node.input[0] in n.output for x in n.input),
+        ]
+    )
+    if not m.is_float(before):
+        return False
+    return m.between(before, lambda x: m.node("Add", x, term))
+
+
+def mask_changed(m: Mutant) -> bool:
+    """And or Or with another condition; where an And, Or or Where is."""
+    node = m.pick(m.nodes("And", "Or", "Where", "Not"))
+    hit = _hit(m, T.BOOL)
+    if node is None or hit is None:
+        return False
+    shaped = m.node("Unsqueeze", hit, m.constant(m.pick([[1, 3], [1, 2]])))
+    node.input[0] = m.node(m.pick(["And", "Or", "Xor"]), node.input[0], shaped)
+    return True
+
+
+def mask_replaced(m: Mutant) -> bool:
+    """The mask is another input's: all ones, or what ids say."""
+    mask = m.pick(v.name for v in m.graph.input if "mask" in v.name)
+    if mask is None:
+        return False
+    if m.rng.integers(2):
+        hit = _hit(m, m.types[mask].elem_type)
+        return hit is not None and m.between(mask, lambda x: m.node("Max", x, hit), one=True)
+    one = m.constant(np.ones(1, onnx.helper.tensor_dtype_to_np_dtype(m.types[mask].elem_type)))
+    return m.between(mask, lambda x: m.node("Max", x, one), one=bool(m.rng.integers(2)))
+
+
+# Inputs, outputs, types
+
+
+def output_added(m: Mutant) -> bool:
+    value = m.pick(m.floats())
+    if value is None or value in {v.name for v in m.graph.output}:
+        return False
+    m.graph.output.append(onnx.helper.make_tensor_value_info(value, FLOAT, None))
+    return True
+
+
+def output_taken_earlier(m: Mutant) -> bool:
+    at = m.pick(range(len(m.graph.output)))
+    value = m.pick(m.floats(m.rank(m.graph.output[at].name)))
+    if value is None or value in {v.name for v in m.graph.output}:
+        return False
+    m.graph.output[at].CopyFrom(onnx.helper.make_tensor_value_info(value, FLOAT, None))
+    return True
+
+
+def output_computed(m: Mutant) -> bool:
+    """What reads the result: scores behind a mask, pools, norms over another axis."""
+    value = m.pick(
+        v.name for v in m.graph.output if m.is_float(v.name) and (m.rank(v.name) or 0) > 1
+    )
+    if value is None:
+        return False
+    axis = int(m.rng.integers(0, m.rank(value)))
+    made = m.pick([
+        lambda: m.node("Softmax", value, axis=axis),
+        lambda: m.node("LogSoftmax", value, axis=axis),
+        lambda: m.node("ReduceMean", value, **_axes(m, axis)),
+        lambda: m.node("ReduceMax", value, **_axes(m, axis)),
+        lambda: m.node("CumSum", value, m.constant(np.int64(axis))),
+        lambda: m.node("Concat", value, value, axis=axis),
+        lambda: m.node("Slice", value, *map(m.constant, ([-1], [1 << 62], [axis]))),
+        lambda: m.node("Slice", value, *map(m.constant, ([0], [9], [axis]))),
+        lambda: m.node("Slice", value, *map(m.constant, ([-1], [-(1 << 62)], [axis], [-1]))),
+    ])()  # fmt: skip
+    m.graph.output.append(onnx.helper.make_tensor_value_info(made, FLOAT, None))
+    return True
+
+
+def _axes(m: Mutant, axis: int) -> dict[str, object]:
+    opset = next(o.version for o in m.model.opset_import if not o.domain)
+    return {"axes": [axis]} if opset < 18 else {}
+
+
+def input_renamed(m: Mutant) -> bool:
+    """Names say nothing: two inputs exchange theirs, or one gets another."""
+    from .forms import held, kind_of
+
+    said, values = held(m.model), list(m.graph.input)
+    names = {v.name: said.get(v.name) or kind_of(v.name) for v in values}
+    if len(values) < 2 or not all(names.values()):
+        return False
+    one, other = m.rng.choice(len(values), 2, replace=False)
+    others = {values[one].name: values[other].name, values[other].name: values[one].name}
+    if m.rng.integers(2):
+        others = {
+            values[one].name: m.pick(["x", "tokens", "mask", "past", "position", "state"])
+        }
+    if any(new in names and new not in others for new in others.values()):
+        return False
+    for node in m.graph.node:
+        if any(a.HasField("g") for a in node.attribute):
+            return False
+        node.input[:] = [others.get(name, name) for name in node.input]
+    for value in values:
+        old = value.name
+        value.name = others.get(old, old)
+        if old in others:
+            m.model.metadata_props.add(key=f"holds.{value.name}", value=names[old])
+    return True
+
+
+def dimension_renamed(m: Mutant) -> bool:
+    """Symbols say nothing: another one, the same for two, or none."""
+    dims = [d for v in m.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
+    dim = m.pick(dims)
+    if dim is None:
+        return False
+    dim.dim_param = m.pick([m.name(), m.pick(dims).dim_param, "sequence", "batch", "past"])
+    return True
+
+
+def types_stale(m: Mutant) -> bool:
+    """A type is written down that is not the value's."""
+    value = m.pick(m.floats())
+    if value is None:
+        return False
+    rank = m.pick([1, 2, 3, 4])
+    dims = [m.pick(["b", "s", 1, 8, 4]) for _ in range(rank)]
+    kept = [v for v in m.graph.value_info if v.name != value]
+    del m.graph.value_info[:]
+    m.graph.value_info.extend([*kept, onnx.helper.make_tensor_value_info(value, FLOAT, dims)])
+    return True
+
+
+def constant_fed(m: Mutant) -> bool:
+    """A caller may feed another constant."""
+    tensor = m.pick(t for t in m.constants.values() if t.data_type in (T.FLOAT, T.INT64))
+    if tensor is None or any(v.name == tensor.name for v in m.graph.input):
+        return False
+    m.graph.input.append(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+    )
+    return True
+
+
+def opset_changed(m: Mutant) -> bool:
+    entry = next(entry for entry in m.model.opset_import if not entry.domain)
+    entry.version += int(m.pick([-4, -1, 1, 2]))
+    return 7 <= entry.version <= 24
+
+
+MUTATIONS: dict[str, Callable[[Mutant], bool]] = {
+    "a constant": constant_changed,
+    "an axis": axis_changed,
+    "a number": number_changed,
+    "an operator": operator_changed,
+    "operands swapped": operands_swapped,
+    "outputs swapped": outputs_swapped,
+    "an operand from elsewhere": operand_taken_elsewhere,
+    "a node doubled": node_doubled,
+    "a node between": put_between,
+    "a node before": put_before_softmax,
+    "heads permuted": heads_permuted,
+    "one row for the batch": batch_broadcast,
+    "a term of the mask": mask_term_added,
+    "a condition of the mask": mask_changed,
+    "another mask": mask_replaced,
+    "an output inside": output_added,
+    "an output earlier": output_taken_earlier,
+    "an output computed": output_computed,
+    "names of inputs": input_renamed,
+    "names of dimensions": dimension_renamed,
+    "a stale type": types_stale,
+    "a constant to feed": constant_fed,
+    "an opset": opset_changed,
+}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""A fixed sample of mutants is rewritten right, or left; `make test-mutations` has more."""
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+from mutations.__main__ import names
+from mutations.forms import FAMILIES
+from mutations.judge import Name, judge, mutant_of
+from mutations.mutate import MUTATIONS
+
+from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
+
+# Without exports: 150 of them, invalid ones left out.
+_SAMPLE = 150
+_LEFT = ("grouped on an axis", "grouped in rows")
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_mutants_keep_their_numbers(part: int):
+    source = names(seed=part, small=True)
+    verdicts = ((name, judge(name)) for name in source)
+    valid = ((name, verdict) for name, verdict in verdicts if verdict.kind != "invalid")
+    found = list(itertools.islice(valid, _SAMPLE // 3))
+    # Positions that are not in order decide what is seen there.
+    found = [each for each in found if each[0].form not in _LEFT]
+    wrong = [
+        f"{name}: {v.kind}: {v.detail}" for name, v in found if v.kind in ("wrong", "raised")
+    ]
+    assert not wrong
+    counts = collections.Counter(verdict.kind for _, verdict in found)
+    assert counts["right"] > 5
+    assert counts["refused"] > 5
+
+
+def test_a_wrong_rewrite_is_found(monkeypatch: pytest.MonkeyPatch):
+    """With trials it may be withdrawn, which is counted apart."""
+    mutants = [Name("norm", "a node doubled", seed) for seed in range(3)]
+    assert {judge(name).kind for name in mutants} <= {"right", "refused"}
+    rewrite = RmsNorm.rewrite
+    monkeypatch.setattr(
+        RmsNorm, "rewrite", lambda self, op, **v: op.Neg(rewrite(self, op, **v))
+    )
+    assert {judge(name).kind for name in mutants} & {"wrong", "withdrawn"}
+
+
+def test_every_mutation_applies_to_some_form():
+    rng = np.random.default_rng(0)
+    left = set(MUTATIONS)
+    forms = [forms[0] for _, forms in FAMILIES.values()]
+    for form, mutation, seed in itertools.product(forms, MUTATIONS, rng.integers(99, size=3)):
+        if mutation in left and mutant_of(Name(form, mutation, int(seed))) is not None:
+            left.remove(mutation)
+    assert not left
