@@ -21,7 +21,7 @@ import onnx_ir as ir
 import pytest
 from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
-from builders.processes import result_of, spawn
+from builders.processes import keep_mapped_files, result_of, spawn
 from builders.sessions import CPU, check, options, save, source, start
 
 import ortplugins
@@ -92,6 +92,22 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
             check(session, CASE)
     (reported,) = (w for w in caught if w.category is ortplugins.OrtpluginsWarning)
     assert re.search("works without its cache in .*file", str(reported.message))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="asks what is mapped")
+def test_temporary_files_that_are_mapped_go_with_the_session(
+    model_path, tmp_path, monkeypatch
+):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    keep_mapped_files(monkeypatch)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
+        session = start(model_path, cache_dir=str(blocked / "cache"))
+    folder = Path(session.ortplugins_report.artifact).parents[2]
+    check(session, CASE)
+    assert folder.is_dir()
+    del session
+    assert not folder.exists()
 
 
 def test_a_model_replaced_meanwhile_is_not_published(model_path, cache_dir, monkeypatch):
