@@ -3,8 +3,10 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -325,3 +327,107 @@ def test_bytes_with_data_in_the_current_folder(path, tmp_path, monkeypatch, in_p
             monkeypatch.chdir(folder)
             session = start(content)
             assert (first(session), session.ortplugins_report.source) == (value, expected)
+
+
+# Arguments of every kind.
+
+
+class Named:
+    """A path by its protocol alone."""
+
+    def __init__(self, path: object) -> None:
+        self._path = path
+
+    def __fspath__(self) -> object:
+        return self._path
+
+
+MODELS: dict[str, Callable[[Path], object]] = {
+    "text": str,
+    "path": Path,
+    "protocol": Named,
+    "protocol of bytes": lambda path: Named(os.fsencode(path)),
+    "protocol of a number": lambda path: Named(3),
+    "content": Path.read_bytes,
+    "bytearray": lambda path: bytearray(path.read_bytes()),
+    "memoryview": lambda path: memoryview(path.read_bytes()),
+    "name in bytes": os.fsencode,
+    "list": lambda path: [path],
+    "folder": lambda path: path.parent,
+    **{
+        f"literal {item!r}": lambda path, item=item: item
+        for item in (None, 5, "", b"", "a\0b")
+    },
+}
+CPU_NAME = CPU[0]
+ARGUMENTS: dict[str, dict[str, object]] = {
+    **{
+        f"providers {item!r}": {"providers": item}
+        for item in (
+            None, (), (CPU_NAME,), CPU * 2, CPU_NAME, 5, [5], [None], {CPU_NAME}, ["Other"],
+            ["Other", CPU_NAME], [(CPU_NAME, {"use_arena": 1})], [[CPU_NAME, {}]],
+            [(CPU_NAME, {}, 1)],
+        )
+    },
+    **{
+        f"provider_options {item!r}": {"providers": CPU, "provider_options": item}
+        for item in ([{}], [{"use_arena": "1"}], [{1: 2}], [{}, {}], [], {}, 5, [5])
+    },
+    **{
+        f"{name} {item!r}": {name: item}
+        for name, items in {
+            "enable_fallback": (0, False, "0", "x", None),
+            "read_config_from_model": (0, 1, "x"),
+            "disabled_optimizers": (None, "ConstantFolding", {"ConstantFolding"}, 5, [5]),
+            "sess_options": (None, 5, {}, onnxruntime.SessionOptions),
+            "unknown": (1,),
+        }.items()
+        for item in items
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def inline(path: Path) -> Path:
+    ir.save(ir.load(path), path)
+    return path
+
+
+def seen(open_session: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """What a caller gets, and is told: of a session its facts, else the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            session: Any = open_session(*args, **kwargs)
+        except Exception as error:
+            return error, [str(item.message) for item in caught]
+    facts = session.get_providers(), session.get_provider_options(), session._enable_fallback
+    given = session._model_path, session._model_bytes, session._read_config_from_model
+    return (*facts, *given, first(session)), [str(item.message) for item in caught]
+
+
+def patched(*args: Any, **kwargs: Any) -> onnxruntime.InferenceSession:
+    with ortplugins.enabled(EXACT):
+        return onnxruntime.InferenceSession(*args, **kwargs)
+
+
+def same_for_callers(*args: object, **kwargs: object) -> None:
+    kwargs = {"sess_options": options(), **kwargs}
+    plain, told = seen(onnxruntime.InferenceSession, *args, **kwargs)
+    for open_session in (ortplugins.InferenceSession, patched):
+        ours, told_too = seen(open_session, *args, **kwargs)
+        assert told_too == told
+        if isinstance(plain, Exception):
+            assert isinstance(ours, type(plain)), ours
+        else:
+            assert ours == plain
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_every_form_of_a_model_is_taken_as_onnxruntime_takes_it(inline, form):
+    same_for_callers(MODELS[form](inline), providers=CPU)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_every_argument_is_taken_as_onnxruntime_takes_it(inline, arguments):
+    same_for_callers(inline, **ARGUMENTS[arguments])

@@ -329,7 +329,6 @@ def test_options_that_went_wrong_meanwhile(model_path, tmp_path, strict):
 
 
 @pytest.mark.parametrize("model", ["missing.onnx", b"", b"no model", None, 3, bytearray(b"x")])
-@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
 def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model):
     """Applications expect it: to download a model that is missing, say."""
     with pytest.raises(Exception) as plain:

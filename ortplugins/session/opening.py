@@ -209,7 +209,7 @@ class _Start:
             disabled = None if disabled is None else set(disabled)
             self._kwargs = {**self._kwargs, "disabled_optimizers": disabled}
         request = read_request(
-            self._model if isinstance(self._model, bytes) else os.fsdecode(self._model),
+            self._model if isinstance(self._model, bytes) else _name_of(self._model),
             plan,
             given.copy(),
             self._provider_names(providers),
@@ -222,13 +222,7 @@ class _Start:
             is_theirs = isinstance(error, OptionError) and self._opted_in
             if plan.strict or is_theirs or isinstance(error, OrtpluginsWarning):
                 raise
-            if isinstance(error, ModelFileError):
-                return self._open_unreadable(error)
-            is_worded = isinstance(error, PassError | OptionError)
-            report = untouched_report(
-                str(error) if is_worded else f"{type(error).__name__}: {error}"
-            )
-            is_open = False
+            return self._open_untouched(error)
         if not is_open:
             self._open_given()
             return report
@@ -263,9 +257,8 @@ class _Start:
                 return self._find_and_open(request, given, again=True)
             if request.plan.strict:
                 raise
-            # Whoever starts a server wants it up.
             name = artifact.model or request.name
-            return untouched_report(f"{name} cannot be opened: {error}"), False
+            raise PassError(f"{name} cannot be opened: {error}") from error
         finally:
             _remove_temporary(artifact, self._session)
 
@@ -351,17 +344,19 @@ class _Start:
                 copied.register_custom_ops_library(library)
             construct_on(copied)
 
-    def _open_unreadable(self, error: ModelFileError) -> ReportDict:
-        """Construct the session on a model that cannot be loaded, if onnxruntime can."""
+    def _open_untouched(self, error: Exception) -> ReportDict:
+        """Construct the session that was asked for, as no better one can be had; say so."""
         try:
             self._open_given()
         except Exception as refused:
-            if not self._opted_in:
-                raise  # the caller may expect this very error
-            raise _as_both(error, refused) from refused
+            if self._opted_in and isinstance(error, ModelFileError):
+                raise _as_both(error, refused) from refused
+            raise  # the caller may expect this very error
         if isinstance(error, MissingFileError):  # its data may come from elsewhere
             return _untouched(str(error))
-        return untouched_report(str(error))
+        is_worded = isinstance(error, ModelFileError | PassError | OptionError)
+        text = str(error) if is_worded else f"{type(error).__name__}: {error}"
+        return untouched_report(text)
 
     def _present(self, given: CopiedOptions) -> None:
         """Have the session name the model and the options that its caller gave.
@@ -423,7 +418,9 @@ def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
 
 
 def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
-    return "bytes" if isinstance(path_or_bytes, bytes) else os.path.abspath(path_or_bytes)
+    if isinstance(path_or_bytes, bytes):
+        return "bytes"
+    return os.path.abspath(os.fsdecode(path_or_bytes))
 
 
 def _log_start(
@@ -471,13 +468,19 @@ def _has_providers(options: onnxruntime.SessionOptions) -> bool:
 def _providers_by_name(
     providers: Sequence[Any] | None, provider_options: Sequence[dict[Any, Any]] | None
 ) -> dict[str, dict[str, str]]:
-    """Return the options of each provider, in order.
+    """Return the options of each provider, in order; raise for what onnxruntime refuses.
 
     Addresses, of a stream or an allocator, mean nothing in another process.
     """
-    pairs = [(item, {}) if isinstance(item, str) else item for item in providers or ()]
-    if pairs and provider_options:
-        pairs = list(zip(providers or (), provider_options, strict=True))
+    if providers is None:
+        return {}
+    pairs = [(item, {}) if isinstance(item, str) else item for item in providers]
+    if provider_options is not None:
+        pairs = list(zip(providers, provider_options, strict=True))
+    sequences = (providers, () if provider_options is None else provider_options)
+    are_sequences = all(isinstance(item, Sequence) for item in sequences)
+    if not are_sequences or not all(isinstance(item, tuple) for item in pairs):
+        raise ValueError("they are no sequence of names, or of pairs")
     found: dict[str, dict[str, str]] = {}
     for name, given in pairs:
         kept = {

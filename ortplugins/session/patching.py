@@ -186,7 +186,9 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
             original(self, path_or_bytes, sess_options, providers, provider_options, **kwargs)
             return
         # As onnxruntime does it, so that who replaces these defaults is heard.
-        options = sess_options or onnxruntime.capi._pybind_state.get_default_session_options()
+        options = sess_options
+        if options is None:
+            options = onnxruntime.capi._pybind_state.get_default_session_options()
         problems = []
 
         def read_plan(own: Lookup) -> Plan:
