@@ -127,7 +127,7 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
     ("arguments", "option"),
     [
         ("inspect m.onnx --verbose --format json", "--verbose"),
-        ("optimize m.onnx -o o.onnx -v --format github", "--verbose"),
+        ("optimize m.onnx -o o.onnx -v --format json", "--verbose"),
         ("compare m.onnx m.onnx --samples x.npz --seed 1", "--seed"),
         ("compare m.onnx m.onnx --samples x.npz --dims n=1", "--dims"),
         ("compare m.onnx m.onnx --set a.b=1", "--set"),

@@ -386,7 +386,6 @@ def test_reports_name_the_codes(tmp_path: Path):
     arguments = (tmp_path / "model.onnx", "--set", "dq_matmulnbits_fusion.slow_kernels=keep")
     for form, shown in {
         "text": f"[{code}]",
-        "github": f"[{code}]",
         "json": f'"{code}"',
     }.items():
         assert shown in ortplugins_command("inspect", *arguments, "--format", form).stdout

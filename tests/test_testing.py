@@ -18,15 +18,12 @@ from builders.sessions import CPU, EXACT, options
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins.cli.terminal import annotation, annotations_of
-from ortplugins.report import PassReport, Report
 from ortplugins.testing import (
     assert_fused,
     assert_no_unfused_weights,
     assert_runs_in_order,
     assert_same_outputs,
 )
-from rewrite_rules.remarks import Outcome, Remark
 
 FUSED = DequantizedMatMul(64, 32, 32)
 # MatMulNBits has no kernel for blocks of 24.
@@ -245,38 +242,12 @@ def test_a_node_that_does_not_run_is_named():
         assert_runs_in_order(model, ["a", "b", "a"])
 
 
-def test_annotations_escape_text_and_name_files_of_the_checkout(tmp_path, monkeypatch):
-    line = annotation("warning", "50 %\r\nof: a, b", "/x/m,1.onnx", "node: a,b")
-    assert line == ("::warning file=/x/m%2C1.onnx,title=node%3A a%2Cb::50 %25%0D%0Aof: a, b")
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
-    outcomes = {
-        "n1": (Outcome.FIRED, "done"),
-        "n2": (Outcome.REFUSED, "why not"),
-        "n3": (Outcome.NOTE, "by the way"),
-    }
-    remarks = tuple(Remark("p", node, *outcome) for node, outcome in outcomes.items())
-    report = Report((PassReport("p", 0.0, remarks),), "built")
-    assert list(annotations_of(report, tmp_path / "models" / "m.onnx")) == [
-        "::warning file=models/m.onnx,title=p refused%3A n2::why not",
-        "::notice file=models/m.onnx,title=p fired%3A n1::done",
-    ]
-
-
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fused.onnx fuses, refused.onnx does not; in the current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     ir.save(FUSED.model(), "fused.onnx")
     ir.save(REFUSED.model(), "refused.onnx", external_data="refused.data")
-
-
-@pytest.mark.usefixtures("models")
-def test_inspect_annotates_what_was_refused():
-    (line,) = printed("inspect", "refused.onnx", "--format", "github").splitlines()
-    title = "title=dq_matmulnbits_fusion refused%3A matmul::"
-    assert line.startswith(f"::warning file=refused.onnx,{title}")
-    assert "block_size 24" in line
 
 
 @pytest.mark.usefixtures("models")
@@ -305,10 +276,9 @@ def test_check_compares_outputs():
     level = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")  # int8 activations
     check = "check", "fused.onnx", *level
     printed(*check, "--rtol", 0.1)
-    done = ortplugins_command(*check, "--rtol", 1e-5, "--format", "github")
+    done = ortplugins_command(*check, "--rtol", 1e-5)
     assert done.returncode == 1
-    reported = "::error file=fused.onnx,title=ortplugins check::output 'y' of sample 0: "
-    assert done.stdout.startswith(reported)
+    assert "failed: output 'y' of sample 0: " in done.stdout
     printed(*check, "--rtol", 0, "--atol", 1e3)
 
 

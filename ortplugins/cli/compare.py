@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import annotation, console, print_table
+from ortplugins.cli.terminal import console, print_table
 from ortplugins.reasons import with_code
 from session_options import DqMatMulNBitsFusion
 
@@ -158,7 +158,7 @@ def check(
     max_unfused: Annotated[int | None, typer.Option(min=0)] = None,
     rtol: Annotated[float, typer.Option(min=0)] = 1e-3,
     atol: Annotated[float | None, typer.Option(min=0)] = None,
-    format: opt.ReportFormat = "text",
+    format: opt.Format = "text",
 ) -> None:
     """Hold an optimised model to bounds: exit with 1 if it is beyond them.
 
@@ -175,14 +175,6 @@ def check(
     failures, unfused, fired = found["failures"], found["unfused"], found["report"]["fired"]
     if format == "json":
         typer.echo(json.dumps(found, indent=1, allow_nan=False))
-    elif format == "github":
-        for text in failures:
-            typer.echo(annotation("error", text, model, "ortplugins check"))
-        for node, reason in unfused.items():
-            typer.echo(annotation("warning", with_code(reason), model, f"unfused: {node}"))
-        if not failures:
-            text = f"fired {fired}, unfused {len(unfused)}, outputs within bounds"
-            typer.echo(annotation("notice", text, model, "ortplugins check"))
     else:
         out = console()
         out.print(f"fired {fired}, unfused {len(unfused)}")

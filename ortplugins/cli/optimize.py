@@ -64,7 +64,7 @@ def optimize(
             progress=bar,
             **chosen,
         )
-    print_report(result.report, printing, model)
+    print_report(result.report, printing)
     written = [output]
     if page is not None:
         written += write_report(model, page, force=force, result=result, **chosen)
@@ -107,7 +107,7 @@ def inspect(
             bake=finishes,
             **chosen,
         ).report
-    print_report(report, printing, model)
+    print_report(report, printing)
 
 
 def pack(
@@ -137,7 +137,7 @@ def pack(
             progress=bar,
             **chosen,
         )
-    print_report(result.report, printing, model)
+    print_report(result.report, printing)
     if printing.format == "text":
         for name, size in result.files.items():
             typer.echo(f"  {name}  {decimal(size)}")

@@ -158,7 +158,6 @@ Model = Annotated[Path, typer.Argument()]
 ModelOrFolder = Annotated[Path, typer.Argument(help="An .onnx file, or a folder with one.")]
 Output = Annotated[Path, typer.Option("--output", "-o")]
 Format = Literal["text", "json"]
-ReportFormat = Literal["text", "json", "github"]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v")]
 Passes = Annotated[list[str], typer.Option("--pass", autocompletion=_pass_names)]
 Settings = Annotated[list[str] | None, typer.Option("--set")]
@@ -227,7 +226,7 @@ def _inputs(
 def _printing(
     context: typer.Context,
     verbose: Verbose = False,
-    format: ReportFormat = "text",
+    format: Format = "text",
 ) -> Any:
     """Return how a report is printed."""
     if format != "text":

@@ -284,6 +284,6 @@ def quantize_static(
             ).report
     except (OptionError, OverrideError) as error:
         raise typer.BadParameter(str(error), param_hint="--overrides") from None
-    print_report(report, printing, model)
+    print_report(report, printing)
     if printing.format == "text":
         typer.echo(f"wrote {output}")

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What commands print: tables, reports, annotations of GitHub, a progress bar."""
+"""What commands print: tables, reports, a progress bar."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 # Seconds that a step may take for the time left to be known.
 _LONGEST_STEP = 600
-_LEVELS = {Outcome.REFUSED: "warning", Outcome.FIRED: "notice"}  # of annotations
 _REMARK_STYLES = {Outcome.FIRED: "green", Outcome.REFUSED: "yellow", Outcome.NOTE: "dim"}
 
 
@@ -84,12 +81,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         yield show
 
 
-def print_report(report: Report, printing: Printing, model: Path) -> None:
+def print_report(report: Report, printing: Printing) -> None:
     """Print counts, refusals and notes on the model, or all remarks if verbose."""
-    if printing.format == "github":
-        for line in annotations_of(report, model):
-            typer.echo(line)
-        return
     if printing.format == "json":
         typer.echo(report.to_json())
         return
@@ -100,44 +93,3 @@ def print_report(report: Report, printing: Printing, model: Path) -> None:
         out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:
         out.print(with_code(note), soft_wrap=True)
-
-
-def annotations_of(report: Report, model: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a report as workflow commands of GitHub Actions: annotations of a run.
-
-    A warning for each refusal, with its code, then a notice for each rewrite. GitHub shows
-    the first 10 of each in a step. (Format and escapes: docs.github.com, "Workflow commands";
-    escapeData and escapeProperty in actions/toolkit.)
-    """
-    for outcome, level in _LEVELS.items():
-        for remark in report.remarks:
-            if remark.outcome is outcome:
-                title = f"{remark.pass_name} {outcome.value}: {remark.node}"
-                reason = with_code(remark.reason) if level == "warning" else remark.reason
-                yield annotation(level, reason, model, title)
-    for note in report.notes:
-        yield annotation("notice", with_code(note), model, "note")
-
-
-def annotation(level: str, message: str, model: str | os.PathLike[str], title: str) -> str:
-    """Return one command."""
-    file = _escaped_property(_in_checkout(model))
-    return f"::{level} file={file},title={_escaped_property(title)}::{_escaped(message)}"
-
-
-def _in_checkout(model: str | os.PathLike[str]) -> str:
-    path = os.path.realpath(model)
-    root = os.path.realpath(os.environ.get("GITHUB_WORKSPACE") or os.getcwd())
-    try:
-        inside = os.path.commonpath((path, root)) == root
-    except ValueError:  # on another drive of Windows
-        inside = False
-    return (os.path.relpath(path, root) if inside else os.fspath(model)).replace(os.sep, "/")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _escaped_property(text: str) -> str:
-    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
