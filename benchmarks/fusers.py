@@ -23,8 +23,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
 from ortplugins.optimization.trials import find_failure
+from rewrite_rules.facts.made_up_batches import DecoderInputs
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
 _BOUND = 1e-4

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
+from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks, Trial
-from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
 LAYERS = 2

@@ -16,9 +16,9 @@ from builders.sessions import CPU
 
 import ortplugins
 from ortplugins.optimization.trials import OriginalOnTrials, find_failure
+from rewrite_rules.facts.made_up_batches import Run
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Trial
-from rewrite_rules.transformer_fusion.decoder_runs import Run
 from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
 
 

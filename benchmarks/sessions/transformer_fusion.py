@@ -33,8 +33,8 @@ from examples.smollm2 import demo
 from examples.smollm2.generate import chat_prompt
 from ortplugins.measurement.measure import Candidate, SessionProcess, measure
 from ortplugins.quantization import quantize
+from rewrite_rules.facts.made_up_batches import DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.decoder_runs import DecoderInputs, Run
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 from session_options.plan import entries_of
 from tests.builders.exports import exported

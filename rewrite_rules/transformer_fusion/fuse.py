@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
+from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
@@ -23,7 +24,6 @@ from rewrite_rules.transformer_fusion.attention import (
     refuse_the_rest,
 )
 from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
-from rewrite_rules.transformer_fusion.decoder_runs import RUNS, DecoderInputs
 from rewrite_rules.transformer_fusion.equal_values import (
     fold_scalars,
     share_constants,

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from rewrite_rules.facts.made_up_batches import Run
 from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.evaluator import Array, GraphEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.decoder_runs import Run
 from rewrite_rules.transformer_fusion.head_layout import ints
 
 # What is added to a score that must not count; float16's lowest is -65504.
