@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.quantized_files import arrays_of, read
 from builders.same_numbers import session
 from builders.text_models import matmul_of, model_of, normal
 from hypothesis import given
@@ -26,7 +27,12 @@ FORMS = [
     BlockFormat(bits, size, symmetric, grid)
     for bits in (2, 4, 8)
     for size in (-1, 16, 24)
-    for symmetric, grid in ((True, "extreme"), (True, "amax"), (False, "extreme"))
+    for symmetric, grid in (
+        (True, "extreme"),
+        (True, "positive"),
+        (True, "amax"),
+        (False, "extreme"),
+    )
 ]
 
 
@@ -543,7 +549,7 @@ forms = st.builds(
     bits=st.sampled_from([2, 4, 8]),
     block_size=st.sampled_from([-1, 1, 7, 16, 32, 128]),
     is_symmetric=st.booleans(),
-    grid=st.sampled_from(["extreme", "amax"]),
+    grid=st.sampled_from(["extreme", "positive", "amax"]),
 )
 
 
@@ -590,20 +596,40 @@ def test_searched_scales_are_never_worse_where_great_weights_count_more(weight, 
     assert np.isfinite(searched[1]).all() and (searched[1] != 0).all()
     before, after = (weighted_errors(weight, done, form) for done in (nearest, searched))
     assert (after <= before + 1e-5).all()
-    if not form.is_symmetric or form.grid == "amax" or form.bits == 8:
+    if form.grid == "positive" and form.is_symmetric:
+        assert (searched[1] > 0).all()
+    if form.grid == "amax" or form.bits == 8:
         assert np.array_equal(nearest[0], searched[0])
 
 
-def test_a_searched_scale_is_the_best_of_its_codes():
+@pytest.mark.parametrize("form", [{}, {"grid": "positive"}, {"is_symmetric": False}], ids=str)
+def test_a_searched_scale_is_the_best_of_its_codes(form):
     weight = np.random.default_rng(0).normal(size=(128, 40)).astype(np.float32)
-    form = BlockFormat()
-    codes, scales, _ = search_blocks(weight, form)
-    kept = weighted_errors(weight, (codes, scales, None), form)
+    form = BlockFormat(**form)
+    codes, scales, zeros = search_blocks(weight, form)
+    kept = weighted_errors(weight, (codes, scales, zeros), form)
     for factor in (0.99, 1.01):
-        assert (kept < weighted_errors(weight, (codes, scales * factor, None), form)).all()
+        assert (kept < weighted_errors(weight, (codes, scales * factor, zeros), form)).all()
     assert (
         kept.sum() < 0.9 * weighted_errors(weight, quantize_blocks(weight, form), form).sum()
     )
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_lite", "awq_clip", "gptq", "awq_gptq"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_scales_are_positive_where_they_must_be(method, bits):
+    samples = [{"x": normal(200, 96)}]
+    weight = normal(96, 40)
+    weight[:32, 3], weight[32:64, 3], weight[64:, 3] = 0, abs(weight[32:64, 3]), -1
+    given = {"method": method, "bits": bits, "calibration_data_reader": samples}
+    signs = {}
+    for positive in (True, False):
+        proto = read(quantize(matmul_of(weight), positive_scales=positive, **given).model)
+        scales = [
+            a for name, a in arrays_of(proto).items() if "W.int" in name and "scales" in name
+        ]
+        signs[positive] = (scales[0] > 0).mean()
+    assert signs[True] == 1 > signs[False]
 
 
 def test_the_signed_extreme_gets_the_longer_end():

@@ -16,7 +16,7 @@ import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read, rounded_to_nearest
 from builders.same_numbers import session
-from builders.text_models import Array, float64_outputs, matmul_of, normal, proto_of
+from builders.text_models import Array, float64_outputs, matmul_of, model_of, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,6 +219,30 @@ def test_codes_are_the_nearest_in_every_format(size, dtype):
         values = rounded_to_nearest(weight, **options)
         found = dequantised(proto)["m"]
         assert np.allclose(found, values, rtol=1e-6, atol=1e-30), (options, layout)
+
+
+@pytest.mark.parametrize("layout", FORMATS[:2])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize(("k", "n"), [(64, 6), (64, 8), (33, 7), (96, 33), (8, 1)])
+def test_plain_onnxruntime_is_right_on_2_bits(layout, is_symmetric, k, n):
+    tied = f"""g (int64[T] i) => (float[T, {n}] y) {{
+        x = Gather(W, i)
+        t = Transpose(W)
+        [m] y = MatMul(x, t)
+    }}"""
+    table = model_of(tied, {"W": normal(n, k)}, opset=25, ir_version=13)
+    plain = matmul_of(normal(k, n))
+    op_types = ["MatMul", "Gather"]
+    for model, feed in ((plain, {"x": normal(5, k)}), (table, {"i": np.arange(5) % n})):
+        for block_size in (-1, 16, 32):
+            options = {"block_size": block_size, "is_symmetric": is_symmetric}
+            given = options | {"quant_format": layout, "op_types": op_types}
+            result = quantize(model, bits=2, **given)
+            assert not [note for note in result.report.notes if "wrong" in note]
+            expected = run(result.model, feed)[0]
+            found = run(result.model, feed, optimised=True)[0]
+            # Level 4, onnxruntime's own, has activations of 8 bits.
+            assert relative_error(found, expected) < 0.05
 
 
 @given(

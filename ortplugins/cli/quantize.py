@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from ortplugins.samples.text import TextSamples
 
 
+# Of a text, what is evaluated on and not calibrated on, at least.
+_HELD_BACK = 1 / 3
 _OP_TYPES = ["MatMul", "Gemm"]
 # Options that are settings of a recipe.
 _RECIPE_SETTINGS = (
     "method", "bits", "block_size", "op_types", "nodes_to_include", "nodes_to_exclude",
-    "node_config", "share_of_8_bits", "quant_format", "accuracy_level",
+    "node_config", "positive_scales", "share_of_8_bits", "quant_format", "accuracy_level",
 )  # fmt: skip
 
 
@@ -63,6 +67,7 @@ def quantize(
     bits: int = 4,
     block_size: int = 32,
     asymmetric: bool = False,
+    positive_scales: bool = False,
     op_types: Annotated[list[str], typer.Option("--op-type")] = _OP_TYPES,
     nodes_to_include: opt.Include = None,
     nodes_to_exclude: opt.Exclude = None,
@@ -91,6 +96,7 @@ def quantize(
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for all of a column.
         asymmetric: Unsigned codes with zero points.
+        positive_scales: For runtimes that refuse negative scales, as TensorRT's parser does.
         op_types: MatMul, Gemm or Gather; repeatable.
         node_config (JSON): {"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.
         share_of_8_bits (SHARE): Of the weights, 0 to 1: those that gain the most from it get 8
@@ -108,6 +114,8 @@ def quantize(
     from ortplugins.quantization.weights.recipe import read_recipe
     from ortplugins.samples.text import TextSamples
 
+    if isinstance(source, TextSamples):
+        source = dataclasses.replace(source, held_back=_HELD_BACK)
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
     if recipe is None and quant_format != "MatMulNBits":
@@ -143,24 +151,36 @@ def quantize(
         with progress_bar() as bar:
             judged = _evaluate(result.path, model, source, bar)
     if format == "json":
-        evaluation = judged if judged is None or isinstance(judged, str) else judged.to_dict()
+        evaluation = judged
+        if judged is not None and not isinstance(judged, str):
+            evaluation = judged.to_dict() | {"held_back": True}
         typer.echo(json.dumps({**result.report.to_dict(), "evaluation": evaluation}))
     elif isinstance(judged, str):
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)
+        typer.echo(f"of {source.text}, which calibration did not read")
 
 
 def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress) -> Any:
-    """Return an Evaluation beside the float model, on the text of the samples, or why not."""
+    """Return an Evaluation beside the float model, on text that was held back, or why not."""
     from ortplugins.evaluation import evaluate
+    from ortplugins.model_io.loading import load_model
+    from ortplugins.model_io.model_folder import model_in
 
-    try:
-        return evaluate(
-            path, floats, text=source.text, tokenizer=source.tokenizer, progress=progress
-        )
-    except (CalibrationError, ModelFileError) as error:  # the model is written all the same
-        return str(error)
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+        rest = Path(folder, "rest.txt")
+        try:
+            inputs = load_model(model_in(floats)).model.graph.inputs
+            rest.write_text(source.rest(inputs), encoding="utf-8")
+            return evaluate(
+                path, floats, text=rest, tokenizer=source.tokenizer, progress=progress
+            )
+        except (
+            CalibrationError,
+            ModelFileError,
+        ) as error:  # the model is written all the same
+            return str(error).replace(str(rest), f"what calibration left of {source.text}")
 
 
 def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:

@@ -38,6 +38,7 @@ class TextSamples:
         chat: Whether each paragraph goes through the chat template as a user's message; it is
             read from ``chat_template.jinja`` or ``tokenizer_config.json`` next to the
             tokenizer.
+        held_back: Share of the windows that are never taken, 0 to 1.
     """
 
     text: str | os.PathLike[str]
@@ -46,19 +47,36 @@ class TextSamples:
     count: int | None = 32
     chat: bool = False
 
+    held_back: float = 0.0
+
     def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[Feed]:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
-        length = feeds.length or self.window
         tokenizer = TextTokenizer(Path(self.tokenizer), self.chat)
-        windows = tokenizer.windows(Path(self.text), length)
-        if len(windows) > 1 and len(windows[-1]) < length:
-            windows.pop()  # a short rest would weigh as much as a full window
-        if self.count is not None and self.count < len(windows):
-            picked = np.linspace(0, len(windows) - 1, self.count).astype(int)
-            windows = [windows[index] for index in picked]
-        feeds.check(windows, tokenizer)
-        return (feeds.feed(ids) for ids in windows)
+        windows = tokenizer.windows(Path(self.text), feeds.length or self.window)
+        taken = [windows[place] for place in self._places(windows)]
+        feeds.check(taken, tokenizer)
+        return (feeds.feed(ids) for ids in taken)
+
+    def rest(self, inputs: Sequence[ir.Value]) -> str:
+        """Return the text that :meth:`feeds` leaves; an empty line for each window taken."""
+        length = TokenFeeds(inputs).length or self.window
+        cut = TextTokenizer(Path(self.tokenizer), self.chat).cut(Path(self.text), length)
+        parts, start = [], 0
+        for place in self._places(cut.windows):
+            first, last = cut.spans[place]
+            parts.append(cut.text[start:first])
+            start = last
+        return "\n\n".join(filter(str.strip, [*parts, cut.text[start:]]))
+
+    def _places(self, windows: Sequence[Sequence[int]]) -> list[int]:
+        """Return which windows of a text are taken: some, spread over it."""
+        count = len(windows)
+        if count > 1 and len(windows[-1]) < len(windows[0]):
+            count -= 1  # a short rest would weigh as much as a full window
+        most = max(1, int(count * (1 - self.held_back)))
+        wanted = most if self.count is None else min(self.count, most)
+        return [int(place) for place in np.linspace(0, count - 1, wanted)]
 
 
 class TokenFeeds:
@@ -103,6 +121,15 @@ class TokenFeeds:
         return feed
 
 
+@dataclasses.dataclass(frozen=True)
+class CutText:
+    """A text, the tokens of its windows, and the first character and the end of each."""
+
+    text: str
+    windows: list[list[int]]
+    spans: list[tuple[int, int]]
+
+
 class TextTokenizer:
     """A tokenizer, and what it puts around a text."""
 
@@ -131,6 +158,10 @@ class TextTokenizer:
         self._render = _chat_template(path) if chat else None
 
     def windows(self, path: Path, length: int, *, closed: bool = True) -> list[list[int]]:
+        """Cut a text into windows of ``length`` tokens; see :meth:`cut`."""
+        return self.cut(path, length, closed=closed).windows
+
+    def cut(self, path: Path, length: int, *, closed: bool = True) -> CutText:
         """Cut a text into windows of ``length`` tokens; the last one may be shorter.
 
         What the tokenizer puts around a text counts; windows that are not closed have no end.
@@ -144,11 +175,13 @@ class TextTokenizer:
         step = length - len(before) - len(after)
         if step < 1:
             raise UsageError(f"a window of {length} tokens has no room for text: give more")
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        if not encoded.ids:
             raise CalibrationError(f"{path}: has no text")
-        parts = (ids[start : start + step] for start in range(0, len(ids), step))
-        return [[*before, *part, *after] for part in parts]
+        parts = [slice(at, at + step) for at in range(0, len(encoded.ids), step)]
+        windows = [[*before, *encoded.ids[part], *after] for part in parts]
+        places = [encoded.offsets[part] for part in parts]
+        return CutText(text, windows, [(part[0][0], part[-1][1]) for part in places])
 
     def encode(self, text: str, length: int) -> list[int]:
         """Return the first ``length`` tokens of a text, those around it included."""

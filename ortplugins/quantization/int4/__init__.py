@@ -193,7 +193,7 @@ def quantize(
         method=method,
         block_size=128 if block_size is None else block_size,
         is_symmetric=not use_zero_point,
-        grid="amax" if method == "rtn" else "extreme",
+        grid="amax" if method == "rtn" else "positive",  # TensorRT reads the result
         rules=rules,
         **options,
     )

@@ -313,7 +313,10 @@ class _Job:
         fitted = stored_scales(scales - slope / np.where(curve > 0, curve, 1), self._form)
         change = fitted - scales
         # Rounded to its type, a scale may be further from the best than it was.
-        return np.where(change * (2 * slope + change * curve) < 0, fitted, scales)
+        better = change * (2 * slope + change * curve) < 0
+        if self._form.grid != "extreme" or not self._form.is_symmetric:
+            better &= fitted > 0
+        return np.where(better, fitted, scales)
 
     def _block(self, rows: Rows) -> int:
         return int(rows[0]) // self._form.size_along(len(self.codes))

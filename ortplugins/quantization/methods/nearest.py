@@ -4,6 +4,7 @@
 Symmetric grids. With e the element of greatest magnitude of a block, sign included,
 
     "extreme"   scale = e / -2**(bits - 1)
+    "positive"  scale = max(greatest / (2**(bits - 1) - 1), least / -2**(bits - 1))
     "amax"      scale = |e| / (2**(bits - 1) - 1)
     codes = clip(rint(w / scale), -2**(bits - 1), 2**(bits - 1) - 1)
 
@@ -18,8 +19,9 @@ Asymmetric grid. With the range [lo, hi] of a block stretched to include 0,
 Without the stretch a block of weights that are all far from 0 has a zero point outside of the
 codes, and clipping that one moves every weight.
 
-Searched scales, of symmetric grids "extreme" below 8 bits: the range is tried at a few ratios,
-each with the scale that then fits its codes best,
+Searched scales, of all grids but "amax", below 8 bits: the range is tried at a few ratios, an
+asymmetric one also with the zero points beside it, each with the scale that then fits its
+codes, less the zero point, best,
 
     scale = sum(|w| q w) / sum(|w| q q)     the least sum of |w| (scale q - w)**2
 
@@ -42,6 +44,7 @@ outside of them are clipped.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,6 +55,7 @@ from ortplugins.errors import QuantizationError
 
 # Of the range of a block; the first of equals wins.
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
+_SHIFTS = (0, -1, 1)  # of a zero point
 # Floats of a strip of a block: what stays in the cache.
 _STRIP = 1 << 16
 
@@ -66,7 +70,7 @@ _MIN_SCALE = {
     "float16": np.float32(np.finfo(np.float16).smallest_subnormal),
 }
 
-_GRIDS = ("extreme", "amax")
+_GRIDS = ("extreme", "positive", "amax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,10 @@ class BlockFormat:
             stands for the whole of K: a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
         grid: Of symmetric codes. ``"extreme"`` maps the element of greatest magnitude, sign
-            included, to ``-2**(bits - 1)``; ``"amax"`` its magnitude to ``2**(bits - 1) - 1``.
+            included, to ``-2**(bits - 1)``; ``"positive"`` has the least positive scale that
+            reaches all elements; ``"amax"`` maps the greatest magnitude to
+            ``2**(bits - 1) - 1``. Scales of ``"amax"``, asymmetric ones as well, are those of
+            the formulas, and never searched.
         scale_type: ``"float32"`` or ``"float16"``, the type that scales are stored in. Codes
             are computed with the scale that is stored.
 
@@ -180,7 +187,7 @@ def search_blocks(
     nearest to ``w / scale``.
     """
     scales, zero_points = block_grid(weight, form)
-    if not form.is_symmetric or form.grid != "extreme" or form.bits == 8:
+    if form.bits == 8 or form.grid == "amax":
         return round_to_grid(weight, scales, zero_points, form), scales, zero_points
     k, n = weight.shape
     size = form.size_along(k)
@@ -192,25 +199,38 @@ def search_blocks(
             columns = slice(left, left + width)
             part = np.ascontiguousarray(weight[rows, columns], np.float32)
             importance = np.abs(part) if energy is None else energy[rows, None]
-            codes[rows, columns], scales[block, columns] = _best_scales(
-                part, scales[block, columns], form, importance
-            )
-    return codes, stored_scales(scales, form), None
+            zeros = None if zero_points is None else zero_points[block, columns]
+            found = _best_scales(part, scales[block, columns], zeros, form, importance)
+            codes[rows, columns], scales[block, columns], best = found
+            if zero_points is not None:
+                zero_points[block, columns] = best.astype(np.uint8)
+    return codes, stored_scales(scales, form), zero_points
 
 
 def _best_scales(
-    block: Floats, scales: Floats, form: BlockFormat, importance: Floats
-) -> tuple[Floats, Floats]:
-    """Return codes ``[rows, n]`` and scales ``[n]`` of a block, from the scales of ratio 1."""
+    block: Floats,
+    scales: Floats,
+    zeros: ZeroPoints | None,
+    form: BlockFormat,
+    importance: Floats,
+) -> tuple[Floats, Floats, Floats]:
+    """Return codes ``[rows, n]``, scales and zero points ``[n]`` of a block.
+
+    The search starts from the scales and zero points of ratio 1.
+    """
+    middle = np.zeros_like(scales) if zeros is None else zeros.astype(np.float32)
+    low, high = np.float32(form.lowest_code), np.float32(form.highest_code)
     # In steps, and of the greatest importance, so that no square overflows.
     steps = block / scales
     importance = importance / np.maximum(importance.max(axis=0), _MIN_SCALE["float32"])
     best, ratios, factors = np.zeros_like(scales), np.ones_like(scales), np.ones_like(scales)
+    chosen = middle
     codes, weighted = np.empty_like(steps), np.empty_like(steps)
-    for ratio in _RATIOS:
+    for ratio, shift in itertools.product(_RATIOS, (0,) if zeros is None else _SHIFTS):
+        zero = np.clip(middle + np.float32(shift), low, high) if shift else middle
         np.multiply(steps, np.float32(1 / ratio), out=codes)
         np.rint(codes, out=codes)
-        np.clip(codes, form.lowest_code, form.highest_code, out=codes)
+        np.clip(codes, low - zero, high - zero, out=codes)
         np.multiply(importance, codes, out=weighted)
         fit = np.einsum("kn,kn->n", weighted, steps)
         energy = np.einsum("kn,kn->n", weighted, codes)
@@ -219,9 +239,11 @@ def _best_scales(
         better = fit * factor > best
         best[better], ratios[better] = (fit * factor)[better], 1 / ratio
         factors[better] = factor[better]
+        chosen = np.where(better, zero, chosen)
     np.rint(steps * ratios, out=codes)
-    np.clip(codes, form.lowest_code, form.highest_code, out=codes)
-    return codes, scales * factors
+    np.clip(codes, low - chosen, high - chosen, out=codes)
+    codes += chosen
+    return codes, scales * factors, chosen
 
 
 def block_grid(
@@ -249,6 +271,9 @@ def block_grid(
         return scales, zero_points.astype(np.uint8)
     if form.grid == "amax":
         end, code = np.maximum(high, -low), form.highest_code
+    elif form.grid == "positive":
+        scales = np.maximum(high / np.float32(form.highest_code), low / form.lowest_code)
+        return stored_scales(scales, form), None
     else:  # a negative scale is right: it turns the grid's longer end to the extreme
         end, code = np.where(high > -low, high, low), form.lowest_code
     return stored_scales(end / np.float32(code), form), None

@@ -11,8 +11,8 @@ Weights are written as the portable QDQ forms that tools exchange:
     Gather(W, i)  ->  Gather(DequantizeLinear(codes[rows, width], ..., axis=1), i)
 
 Scales of another type than the weight's are cast to it. A weight with one scale per column
-gets one-dimensional scales and no block_size. MatMulNBits and GatherBlockQuantized are made
-from these by the fusion's own rules.
+gets one-dimensional scales and no block_size (uint2 along axis 1: one block). MatMulNBits and
+GatherBlockQuantized are made from these by the fusion's own rules.
 
 AWQ multiplies row k of a weight by s[k]; its activation must be divided by s. Best is to do it
 in the constants that the activation comes from (all exact but for one rounding):
@@ -254,8 +254,10 @@ def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.
     real, half = site.tensor.dtype, ir.DataType.FLOAT16
     scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
     shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
-    # A weight with one scale per column has no blocks.
-    by_column = form.block_size == -1
+    # A weight with one scale per column has no blocks; but onnxruntime (1.32) computes wrongly
+    # on uint2 along axis 1, or fails.
+    misread = form.bits == 2 and not form.is_symmetric and stored.k_last
+    by_column = form.block_size == -1 and not misread
     grid = (stored.N,) if by_column else stored.scales.shape
     base = f"{site.weight.name}.{code.name.lower()}_block{form.block_size}"
     base = names.take(f"{base}_transposed" if stored.k_last else base)
@@ -282,7 +284,7 @@ def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.
         inputs[1] = described(cast, real, ir.Shape(grid))
     attributes = {"axis": 1 - axis}
     if not by_column:
-        attributes = {"axis": axis, "block_size": form.block_size}
+        attributes = {"axis": axis, "block_size": form.size_along(stored.K)}
     name = names.take(f"{base}.dequantized")
     node = ir.node("DequantizeLinear", inputs, attributes, name=name)
     graph.insert_before(first, node)

@@ -168,7 +168,6 @@ def quantize(
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen, given)
-    notes += _misfused(plan, chosen)
     # The system's own folder may be memory, or too small; the output has to fit here anyway.
     beside = None if target is None else target.absolute().parent
     with contextlib.ExitStack() as stack:
@@ -325,23 +324,6 @@ def _converted(model: ir.Model, opset: int) -> str:
     finally:
         logger.setLevel(level)
     return "onnx.version_converter gave up" if model.opset_imports.get("", 0) < opset else ""
-
-
-def _misfused(plan: WeightPlan, recipe: Recipe) -> list[str]:
-    """Warn of what onnxruntime's own fusion gets wrong; measured on 1.31 and 1.32."""
-    weights = [weight for group in plan.groups for weight in group.weights]
-    two_bits = [weight for weight in weights if weight.form.bits == 2]
-    layout = recipe.quant_format
-    if layout == "QDQ" and any(weight.N % 4 for weight in two_bits):
-        text = "is wrong on 2-bit weights along axis 0 whose N is not a multiple of 4"
-    elif layout == "QDQ_transposed" and any(
-        weight.form.block_size == -1 and not weight.form.is_symmetric for weight in two_bits
-    ):
-        text = "fails on uint2 weights with a scale per column"
-    else:
-        return []
-    remedy = "the fusion of ortplugins, and quant_format='MatMulNBits', are right"
-    return [f"plain onnxruntime 1.32 {text}; {remedy}"]
 
 
 def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:

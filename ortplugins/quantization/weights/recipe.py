@@ -122,6 +122,7 @@ class Settings(TypedDict, total=False):
     block_size: int
     is_symmetric: bool
     grid: str
+    positive_scales: bool
     op_types: Sequence[str]
     nodes_to_include: Sequence[Pattern] | None
     nodes_to_exclude: Sequence[Pattern]
@@ -152,7 +153,11 @@ class Recipe:
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
-        grid: Of symmetric codes, ``"extreme"`` or ``"amax"``; see :class:`BlockFormat`.
+        grid: Of symmetric codes, ``"extreme"``, ``"positive"`` or ``"amax"``; see
+            :class:`BlockFormat`.
+        positive_scales: Whether ``"positive"`` takes the place of ``"extreme"``, for runtimes
+            that refuse negative scales, as TensorRT's parser does. Blocks lose a code of one
+            sign: a perplexity nearer to that of ``"amax"``.
         op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
         nodes_to_include: Patterns of the nodes to quantise, as :class:`Rule` has them; None
             for all of them.
@@ -190,6 +195,7 @@ class Recipe:
     block_size: int = 32
     is_symmetric: bool = True
     grid: str = "extreme"
+    positive_scales: bool = False
     op_types: Sequence[str] = ("MatMul", "Gemm")
     nodes_to_include: Sequence[Pattern] | None = None
     rules: Sequence[Rule] = ()
@@ -277,7 +283,9 @@ class Recipe:
     @property
     def form(self) -> BlockFormat:
         """Bits, block size and grid where no rule says anything else."""
-        return BlockFormat(self.bits, self.block_size, self.is_symmetric, self.grid)
+        positive = self.positive_scales and self.grid == "extreme"
+        grid = "positive" if positive else self.grid
+        return BlockFormat(self.bits, self.block_size, self.is_symmetric, grid)
 
     @property
     def for_kernels(self) -> bool:
