@@ -58,7 +58,7 @@ _MICROSOFT_KEEPS = frozenset({
 # Other outputs of the same shape.
 _ALSO_KEPT = {"Dropout": (1,), "SkipLayerNormalization": (3,),
               "SkipSimplifiedLayerNormalization": (3,)}  # fmt: skip
-_BROADCASTS = frozenset({
+BROADCASTS = frozenset({
     "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal",
     "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul",
     "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
@@ -87,7 +87,7 @@ def output_shapes(site: Site) -> Sequence[Shape | None]:
         for index in _ALSO_KEPT.get(op_type, ()):
             shapes += [None] * (index - len(shapes)) + [shape]
         return shapes
-    if domain == "" and op_type in _BROADCASTS:
+    if domain == "" and op_type in BROADCASTS:
         if site.opset < 7:  # the attributes broadcast and axis, which onnxruntime refuses
             return []
         inputs = range(len(site.node.inputs))

@@ -8,22 +8,32 @@ sequence.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection
+import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.parameters import axes_of, axis_of, constant
+from rewrite_rules.facts.operator_table import (
+    DOMAINS,
+    NORMS,
+    PER_TOKEN,
+    SKIP_NORMS,
+    PerToken,
+    per_token,
+)
+from rewrite_rules.graph.parameters import axes_of, axis_of, constant, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.trim_padding.token_axes import (
+    BATCH,
     UNFIT,
     Axes,
     Axis,
     Sequence,
+    changed,
     marked,
     plain,
     sequences_of,
@@ -36,17 +46,22 @@ _UNSURE = "takes positions that may be padding: only the first is sure to be rea
 
 # Every token by itself
 
-# Whether a result is zero (or low) at padded positions, from whether its operands are.
-_Join = Callable[[list[bool]], bool]
+_EITHER_ZERO = PerToken(zero=any, low=lambda _: False, packs=False)
+_ALL_KEPT = PerToken(zero=all, low=all, packs=False)
+_NEVER = PerToken(zero=lambda _: False, low=lambda _: False, packs=False)
 
 
-def _never(_: list[bool]) -> bool:
-    return False
+def _joined(flags: list[Sequence], row: PerToken) -> Sequence:
+    zero = row.zero([f.zero for f in flags])
+    return Sequence(
+        zero,
+        row.low([f.low for f in flags]),
+        same=all(f.uniform for f in flags),
+        set_by_mask=not zero and any(f.set_by_mask for f in flags),
+    )
 
 
-def _merged(
-    parts: Collection[Axis], beside: Collection[Sequence], zero: _Join, low: _Join
-) -> Axis:
+def _merged(parts: Collection[Axis], beside: Collection[Sequence], row: PerToken) -> Axis:
     """Return the axis that broadcasting makes; ``beside`` are flags of operands without it."""
     longest = [part for part in parts if part]
     if not longest:
@@ -58,45 +73,53 @@ def _merged(
         if isinstance(factor, Sequence):
             pairs = zip(parts, beside, strict=True)
             flags: list[Any] = [part[i] if part else own for part, own in pairs]
-            result[i] = Sequence(zero([f.zero for f in flags]), low([f.low for f in flags]))
+            result[i] = _joined(flags, row)
     return tuple(result)
 
 
 def _broadcast(
-    operands: Collection[Axes],
-    zero: _Join = _never,
-    low: _Join = _never,
-    beside: Collection[Sequence] = (),
+    operands: Collection[Axes], row: PerToken = _NEVER, beside: Collection[Sequence] = ()
 ) -> Axes:
     rank = max(map(len, operands))
     padded = [((),) * (rank - len(axes)) + axes for axes in operands]
-    beside = beside or [Sequence()] * len(operands)
-    return tuple(_merged(parts, beside, zero, low) for parts in zip(*padded, strict=True))
+    beside = beside or [Sequence(same=True)] * len(operands)
+    return tuple(_merged(parts, beside, row) for parts in zip(*padded, strict=True))
 
 
-def _elementwise(zero: _Join = _never, low: _Join = _never) -> Callable[[Site], Axes]:
+def _elementwise(site: Site) -> Axes:
     """Broadcast; an operand that is 0 everywhere is zero along all axes."""
-
-    def rule(site: Site) -> Axes:
-        present = [i for i in range(len(site.node.inputs)) if site.has(i)]
-        beside = [Sequence(zero=site.is_zero(i)) for i in present]
-        return _broadcast(site.operands(), zero, low, beside)
-
-    return rule
+    present = [i for i in range(len(site.node.inputs)) if site.has(i)]
+    beside = [Sequence(zero=site.is_zero(i), same=True) for i in present]
+    return _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
 
 
-def _keeps_axes(site: Site) -> Axes:
-    return plain(site.operands()[0])
+def _cast(site: Site) -> list[Axes]:
+    """Follow the first operand; no number of another type than float is far below others."""
+    axes, node = site.tokens(), site.node
+    dtype = type_attribute(node, "to") or node.outputs[0].dtype
+    if node.op_type.startswith("Cast") and not (dtype and dtype.is_floating_point()):
+        axes = marked(axes, low=False)
+    return [axes, *[plain(axes)] * (len(node.outputs) - 1)]
+
+
+def _quantized(site: Site) -> Axes:
+    return changed(site.tokens(), Sequence.reduced)
 
 
 def _where(site: Site) -> Axes:
     """Flags follow from the condition's numbers, if they are known."""
-    axes = _elementwise(zero=lambda flags: all(flags[1:]))(site)
+    axes = _elementwise(site)
     condition, one, other = site.evaluated(0), site.stand_in(1), site.stand_in(2)
     if condition is None or one is None or other is None:
         return axes
     chosen = [np.where(*each) for each in zip(condition.arrays, one, other, strict=True)]
-    return flagged(chosen, axes, site.runs)
+    found = flagged(chosen, axes, site.runs)
+    was_set = any(f.set_by_mask for f in sequences_of(*site.tokens(1), *site.tokens(2)))
+    return found if not was_set else changed(found, _set_unless_zero)
+
+
+def _set_unless_zero(factor: Sequence) -> Sequence:
+    return dataclasses.replace(factor, set_by_mask=not factor.zero)
 
 
 # Along axes, under a mask where those hold the sequence
@@ -106,13 +129,14 @@ def _softmax(site: Site) -> Axes:
     axes = site.tokens()
     last_only = site.opset >= 13
     along = range(len(axes))[site.axis(-1 if last_only else 1) :][: 1 if last_only else None]
-    mixes = site.mixes([axes[i] for i in along], "low")
+    others = [axis for i, axis in enumerate(axes) if i not in along]
+    mixes = site.mixes([axes[i] for i in along], "low", others)
     is_log = site.node.op_type == "LogSoftmax"
     inside = [mixes and i in along for i in range(len(axes))]
-    return tuple(
-        marked(axis, zero=here and not is_log, low=here and is_log)
-        for axis, here in zip(axes, inside, strict=True)
-    )
+    beside = _beside(axes, mixes)
+    made = {"zero": False} if is_log else {"zero": True, "low": False, "set_by_mask": False}
+    under = marked(axes, **made)
+    return tuple(under[i] if here else beside[i] for i, here in enumerate(inside))
 
 
 def _product(site: Site, one: Axes, other: Axes) -> Axes:
@@ -123,9 +147,22 @@ def _product(site: Site, one: Axes, other: Axes) -> Axes:
         if site.runs.size(one[-1]) != site.runs.size(other[-2]):
             raise Refusal(UNFIT)
         both = [Sequence()] * len(both)
-    site.mixes([tuple(both)], "zero")
-    lead = _broadcast([one[:-2], other[:-2]], any)
-    return (*lead, marked(one[-2], low=False), marked(other[-1], low=False))
+    rows = tuple(factor for factor in one[-1] if factor == BATCH)
+    mixes = site.mixes([(*rows, *both)], "zero", (*one[:-1], *other[:-2], other[-1]))
+    lead = _broadcast([one[:-2], other[:-2]], _EITHER_ZERO)
+    made = (*lead, one[-2], other[-1])
+    new = _beside(made, mixes)
+    # A row of zeros makes zeros.
+    zero = iter(sequences_of(*made))
+    return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
+
+
+def _beside(axes: Axes, mixes: bool) -> Axes:
+    """Return axes beside those that a node works along, there mixing positions or not.
+
+    The mask may leave no position out where these are padding: how many there are counts.
+    """
+    return plain(axes) if mixes else changed(axes, Sequence.reworked)
 
 
 def _matmul(site: Site) -> Axes:
@@ -149,17 +186,18 @@ def _gemm(site: Site) -> Axes:
 
 def _matmul_nbits(site: Site) -> Axes:
     *rows, last = site.tokens()
-    site.mixes([last])
-    return (*plain(rows), (site.integer("N", 1),))
+    site.mixes([last], beside=rows)
+    return (*changed(rows, Sequence.reworked), (site.integer("N", 1),))
 
 
 def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
     axes = site.tokens()
-    site.mixes([axes[i] for i in gone], flag)
+    others = [axis for i, axis in enumerate(axes) if i not in gone]
+    mixes = site.mixes([axes[i] for i in gone], flag, others)
     keep = site.integer("keepdims", 1)
     return tuple(
         () if i in gone else axis
-        for i, axis in enumerate(plain(axes))
+        for i, axis in enumerate(plain(axes) if mixes else changed(axes, Sequence.reduced))
         if keep or i not in gone
     )
 
@@ -168,7 +206,7 @@ def _reduce(flag: str) -> Rule:
     def rule(site: Site) -> Axes:
         rank, given = len(site.tokens()), site.axes(1)
         if not given and site.integer("noop_with_empty_axes", 0):
-            return plain(site.tokens())
+            return changed(site.tokens(), Sequence.reduced)
         return _reduced(site, axes_of(given or range(rank), rank), flag)
 
     return rule
@@ -209,14 +247,19 @@ def _cumulative_sum(site: Site) -> Axes:
     axes, (number, *_) = site.tokens(), site.constants(1)
     axis = axes[axis_of(number, len(axes))]
     if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
-        site.mixes([axis])
-    return plain(axes)
+        site.mixes([axis], beside=axes)
+    beside = changed(axes, Sequence.reduced)
+    # Where zeros are added, the sum stays.
+    stays = all(factor.zero for factor in sequences_of(axis))
+    summed = changed([axis], lambda f: Sequence(same=stays, set_by_mask=f.set_by_mask))
+    return tuple(summed[0] if own is axis else beside[i] for i, own in enumerate(axes))
 
 
 def _normalization(site: Site) -> Axes:
-    axes = _elementwise()(site)
-    site.mixes(axes[site.axis(-1) :])
-    return axes
+    axes = _elementwise(site)
+    axis = site.axis(-1)
+    site.mixes(axes[axis:], beside=axes[:axis])
+    return changed(axes, Sequence.reworked)
 
 
 # Moving tokens
@@ -250,7 +293,7 @@ def _concat(site: Site) -> Axes:
     if any(sequences_of(axes[axis]) for axes in parts):
         raise Refusal("changes the axis of the sequence")
     made = site.runs.axis(after[axis])
-    joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], all, all)
+    joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], _ALL_KEPT)
     return (*joined[:axis], made, *joined[axis + 1 :])
 
 
@@ -267,6 +310,7 @@ def _split(site: Site) -> list[Axes]:
 def _slice(site: Site) -> Axes:
     axes, (after,) = list(site.tokens()), site.sizes()
     starts, _, along, steps = site.slices()
+    _note_bounds(site, tuple(axes), along)
     for start, axis, step in zip(starts, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
         in_front = start == known(0) and step == 1
@@ -281,6 +325,16 @@ def _slice(site: Site) -> Axes:
     return tuple(axes)
 
 
+def _note_bounds(site: Site, axes: Axes, along: Collection[int]) -> None:
+    bounds = [site.evaluated(1), site.evaluated(2)]
+    for i, axis in enumerate(along):
+        first, last = (
+            [int(array.reshape(-1)[i]) for array in each.arrays] if each else [0]
+            for each in bounds
+        )
+        site.flow.steps.slice(site.runs.size(axes[axis]), first, last)
+
+
 def _gather(site: Site) -> Axes:
     axes, axis = site.tokens(), site.axis(0)
     if _picks_real(site, axes[axis : axis + 1], joined=False):
@@ -288,7 +342,12 @@ def _gather(site: Site) -> Axes:
         return (*axes[:axis], *places, *axes[axis + 1 :])
     if sequences_of(axes[axis]) and (len(axes[axis]) != 1 or not site.is_zero(1)):
         raise Refusal(_UNSURE)
-    return (*axes[:axis], *site.tokens(1), *axes[axis + 1 :])
+    return (*axes[:axis], *_looked_up(site.tokens(1)), *axes[axis + 1 :])
+
+
+def _looked_up(indices: Axes) -> Axes:
+    """Return the axes of rows of a table: row 0 is not 0."""
+    return changed(indices, lambda factor: Sequence(same=factor.uniform))
 
 
 def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
@@ -317,16 +376,18 @@ def _gather_block_quantized(site: Site) -> Axes:
     (after,) = site.sizes()
     if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
         raise Refusal(UNFIT)
-    return (*indices, site.runs.axis(after[-1]))
+    return (*_looked_up(indices), site.runs.axis(after[-1]))
 
 
 def _gather_elements(site: Site) -> Axes:
-    data, indices, axis = plain(site.tokens(0)), plain(site.tokens(1)), site.axis(0)
+    data, indices, axis = site.tokens(0), site.tokens(1), site.axis(0)
     if sequences_of(data[axis]):
         raise Refusal(_UNSURE)
-    if (*data[:axis], *data[axis + 1 :]) != (*indices[:axis], *indices[axis + 1 :]):
+    beside = [(*axes[:axis], *axes[axis + 1 :]) for axes in (data, indices)]
+    if plain(beside[0]) != plain(beside[1]):
         raise Refusal(UNFIT)
-    return indices
+    kept = _broadcast(beside)
+    return (*kept[:axis], *_looked_up(indices[axis : axis + 1]), *kept[axis:])
 
 
 def _gather_nd(site: Site) -> Axes:
@@ -337,21 +398,19 @@ def _gather_nd(site: Site) -> Axes:
         skipped or not _picks_real(site, data[:picked], joined=True)
     ):
         raise Refusal(_UNSURE)
-    return (*indices[:-1], *data[picked:])
+    return (*_looked_up(indices[:-1]), *data[picked:])
 
 
 def _shape(site: Site) -> Evaluated:
     axes = site.tokens()
     span = slice(site.integer("start", 0), site.integer("end", len(axes)))
     sizes = [site.runs.size(axis) for axis in axes][span]
-    return Evaluated(
-        tuple(np.array([n[run] for n in sizes], np.int64) for run in range(len(site.runs)))
-    )
+    return site.counting([np.array(each, np.int64) for each in zip(*sizes, strict=True)])
 
 
 def _size(site: Site) -> Evaluated:
     sizes = site.runs.size(tuple(factor for axis in site.tokens() for factor in axis))
-    return Evaluated(tuple(np.array(size, np.int64) for size in sizes))
+    return site.counting([np.array(size, np.int64) for size in sizes])
 
 
 def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
@@ -359,27 +418,8 @@ def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
 
 
 _STANDARD: dict[str, Rule] = {
-    # Elementwise: what keeps padded positions 0, and far below the others.
-    **_rows(lambda site: site.operands()[0], "Cast CastLike Dropout Identity"),
-    **_rows(
-        _elementwise(zero=all),
-        "Abs Ceil Celu Elu Erf Floor Gelu HardSwish LeakyRelu Mish Relu Round Selu Sign Sin "
-        "Softsign Sqrt Swish Tan Tanh",
-    ),
-    **_rows(
-        _keeps_axes,
-        "Acos Asin Atan BitwiseNot Clip Cos DequantizeLinear Exp HardSigmoid IsInf IsNaN Log "
-        "Neg Not QuantizeLinear Reciprocal Sigmoid Softplus",
-    ),
-    **_rows(
-        _elementwise(),
-        "And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less LessOrEqual "
-        "Max Mean Min Mod Or PRelu Pow Sum Xor",
-    ),
-    "Add": _elementwise(zero=all, low=any),
-    "Sub": _elementwise(zero=all, low=operator.itemgetter(0)),
-    "Mul": _elementwise(zero=any),
-    "Div": _elementwise(zero=operator.itemgetter(0)),
+    **_rows(_cast, "Cast CastLike Dropout Identity"),
+    **_rows(_quantized, "DequantizeLinear QuantizeLinear"),
     "Where": _where,
     # Along axes: which flag leaves padding out.
     **_rows(_softmax, "LogSoftmax Softmax"),
@@ -387,9 +427,6 @@ _STANDARD: dict[str, Rule] = {
     **_rows(_reduce("low"), "ReduceLogSumExp ReduceMax"),
     **_rows(_reduce(""), "ReduceLogSum ReduceMean ReduceMin ReduceProd"),
     **_rows(_arg_reduce, "ArgMax ArgMin"),
-    **_rows(
-        _normalization, "LayerNormalization RMSNormalization SimplifiedLayerNormalization"
-    ),
     "CumSum": _cumulative_sum,
     "Gemm": _gemm,
     "MatMul": _matmul,
@@ -410,13 +447,13 @@ _STANDARD: dict[str, Rule] = {
     "Transpose": _transpose,
 }
 _CONTRIBUTED: dict[str, Rule] = {
-    **_rows(_elementwise(), "BiasGelu FastGelu Gelu QuickGelu"),
-    **_rows(_keeps_axes, "DequantizeLinear QuantizeLinear"),
-    **_rows(_normalization, "SkipLayerNormalization SkipSimplifiedLayerNormalization"),
+    **_rows(_quantized, "DequantizeLinear QuantizeLinear"),
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulNBits": _matmul_nbits,
 }
 RULES: dict[tuple[str, str], Rule] = {
+    **{(domain, name): _elementwise for domain in DOMAINS for name in PER_TOKEN},
+    **{(domain, name): _normalization for domain in DOMAINS for name in NORMS | SKIP_NORMS},
     **{("", op_type): rule for op_type, rule in _STANDARD.items()},
     **{(_MICROSOFT, op_type): rule for op_type, rule in _CONTRIBUTED.items()},
 }

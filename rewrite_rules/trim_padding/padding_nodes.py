@@ -3,26 +3,32 @@
 
     mask [batch, sequence] -> Cast(bool) -> Cast(int32)
          -> ReduceMax over rows               [sequence], 1 where any row is real
-         -> Slice backwards -> Pad by one 0   [sequence + 1], from the end
+         -> Mul by what is asked              all 0 where nothing may be cut
+         -> Slice backwards -> Pad by one     [sequence + 1], from the end
          -> ArgMax                            [1], padded positions at the end
 
 A mask without any real position counts as one without padding: ArgMax takes the first of equal
-numbers. The 0 behind is for a sequence of length 0.
+numbers. What is asked of each batch (:class:`Conditions`):
 
-Where a position that an input chooses is not a real one, nothing is cut: longest is times
-
-    real positions -> GatherElements(the place that is chosen) -> ReduceMin    1 or 0
+    every row has a real position        ReduceMax along rows -> ReduceMin
+    inputs are as large as the mask      Shape -> Max, Min -> Equal
+    positions that inputs choose are real    GatherElements -> ReduceMin
+    no branch of the model changes       length <= longest
 """
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
+from rewrite_rules.facts.operator_table import NORMS, per_token
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import constant_ints, int_attribute
@@ -32,39 +38,67 @@ from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, TokenFlow
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
 _INT64_MIN = np.iinfo(np.int64).min
 _MICROSOFT = "com.microsoft"
-_ELEMENTWISE = frozenset({
-    "Add", "BiasGelu", "Cast", "Clip", "Div", "Dropout", "Elu", "Erf", "Exp", "FastGelu",
-    "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Mul", "Neg", "Pow", "QuickGelu",
-    "Reciprocal", "Relu", "Selu", "Sigmoid", "SkipLayerNormalization",
-    "SkipSimplifiedLayerNormalization", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
-})  # fmt: skip
-_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 # What a product's other inputs are at most: a matrix for MatMul, any constants for the other.
 _PRODUCTS = {"MatMul": 2, "MatMulNBits": 9}
 _ALLOWZERO_SINCE = 14
+_MAX_LENGTH = 1 << 24
 # A region has to save more than its gathers take.
 _MIN_PRODUCTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What is asked of each batch; where one does not hold, nothing is cut.
+
+    Attributes:
+        choices: What has to choose real positions.
+        sizes: Where inputs have the batch, if they do, and the sequence: as the mask's are.
+        longest: Greatest length.
+    """
+
+    choices: collections.abc.Sequence[Choice]
+    sizes: Mapping[ir.Value, tuple[int | None, ...]]
+    longest: int
 
 
 class PaddingNodes:
     """Makes the nodes for one model; :meth:`insert` puts them into it."""
 
     def __init__(
-        self,
-        model: ir.Model,
-        names: FreshNames,
-        mask: ir.Value,
-        multiple: int,
-        choices: list[Choice],
+        self, model: ir.Model, names: FreshNames, mask: ir.Value, multiple: int
     ) -> None:
-        """Count the padding behind the longest row of ``mask``, ``[batch, sequence]``."""
+        """Prepare to keep a multiple of a length, by ``mask``, ``[batch, sequence]``."""
         self._graph = model.graph
+        self._opset = model.opset_imports[""]
         self._names = names
+        self._mask, self._multiple = mask, multiple
         self._before = _NewNodes(model.graph, names)
         self._after = _NewNodes(model.graph, names)
         self._pads: dict[tuple[int, ...], ir.Value] = {}
-        self._choices = choices
-        self._cut = self._count(mask, multiple, model.opset_imports[""])
+        self._cut: ir.Value | None = None
+
+    def count(self, conditions: Conditions, keep_one: bool) -> None:
+        """Count the padding behind the longest row; ``keep_one``: but for one position."""
+        op, integers = self._before, self._before.integers
+        mask, back = self._mask, integers([-1])
+        if conditions.choices:  # a mask of length 1 stands for all positions, here as well
+            mask = op.Expand(mask, op.Shape(conditions.choices[0].source))
+        numbers = op.Cast(op.is_real(mask), to=ir.DataType.INT32)
+        longest = self._greatest(numbers, 0)
+        for holds in self._conditions(conditions, numbers):
+            longest = op.Mul(longest, holds)
+        backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), integers([0]), back)
+        lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
+        behind = op.Pad(backwards, integers([0, 1]), lowest)
+        cut = op.ArgMax(behind, axis=0, keepdims=1)
+        if keep_one:
+            cut = op.Max(op.Sub(cut, integers([1])), integers([0]))
+        if self._multiple > 1:
+            # Cut less, until what is kept is a multiple, or nothing is cut.
+            length = op.Gather(op.Shape(mask), integers([1]), axis=0)
+            more = op.Mod(op.Sub(cut, length), integers([self._multiple]))
+            cut = op.Max(op.Sub(cut, more), integers([0]))
+        self._cut = cut
 
     def cut_input(self, value: ir.Value, axes: list[int]) -> None:
         """Have all readers of an input, but for new nodes, read it without padding."""
@@ -75,41 +109,65 @@ class PaddingNodes:
         for node, index in readers:
             node.replace_input_with(index, cut)
 
-    def pad_output(self, value: ir.Value, axes: list[int]) -> None:
-        """Pad an output to the length that was given; the padding is 0."""
+    def pad_output(self, value: ir.Value, axes: Mapping[int, Sequence]) -> None:
+        """Pad an output to the length that was given.
+
+        What the model has behind the longest row is repeated where that is one value; else
+        the padding is 0.
+        """
         assert value.shape is not None and value.name is not None
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
-        padded = self._after.Pad(value, self._pads_of(value, axes, 1), _outputs=[name])
-        padded.type = value.type
         kept = [None if i in axes else dim for i, dim in enumerate(value.shape)]
-        padded.shape = ir.Shape(kept)
+        repeated = [i for i, behind in axes.items() if behind.same and not behind.zero]
+        zero = [i for i in axes if i not in repeated]
+        padded = value
+        for mode, along in (("edge", repeated), ("constant", zero)):
+            if along:
+                padded = self._after.Pad(padded, self._pads_of(value, along, 1), mode=mode)
+                padded.type, padded.shape = value.type, ir.Shape(kept)
+        padded.name = name
         self._graph.outputs[list(self._graph.outputs).index(value)] = padded
 
     def insert(self) -> None:
         self._graph.insert_before(self._graph[0], self._before.nodes)
         self._graph.extend(self._after.nodes)
 
-    def _count(self, mask: ir.Value, multiple: int, opset: int) -> ir.Value:
-        op, integers = self._before, self._before.integers
-        first, back = integers([0]), integers([-1])
-        if self._choices:  # a mask of length 1 stands for all positions, here as well
-            mask = op.Expand(mask, op.Shape(self._choices[0].source))
-        numbers = op.Cast(op.is_real(mask), to=ir.DataType.INT32)
-        if opset < _ATTRIBUTE_AXES_UNTIL:
-            longest = op.ReduceMax(numbers, axes=[0], keepdims=0)
-        else:
-            longest = op.ReduceMax(numbers, first, keepdims=0)
-        for choice in self._choices:
-            longest = op.Mul(longest, self._is_real(choice, numbers))
-        backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), first, back)
-        cut: ir.Value = op.ArgMax(op.Pad(backwards, integers([0, 1])), axis=0, keepdims=1)
-        if multiple == 1:
-            return cut
-        # Cut less, until what is kept is a multiple, or nothing is cut.
-        length = op.Gather(op.Shape(mask), integers([1]), axis=0)
-        more = op.Mod(op.Sub(cut, length), integers([multiple]))
-        less: ir.Value = op.Max(op.Sub(cut, more), first)
-        return less
+    def _greatest(self, numbers: ir.Value, axis: int) -> Any:
+        if self._opset < _ATTRIBUTE_AXES_UNTIL:
+            return self._before.ReduceMax(numbers, axes=[axis], keepdims=0)
+        return self._before.ReduceMax(numbers, self._before.integers([axis]), keepdims=0)
+
+    def _conditions(self, asked: Conditions, numbers: ir.Value) -> Iterator[Any]:
+        """Yield what is 1 where a condition holds; 0 where it does not."""
+        op = self._before
+        yield op.ReduceMin(self._greatest(numbers, 1), keepdims=1)
+        sizes = op.Shape(self._mask)
+        for rows in (True, False):
+            compared = [
+                self._sizes_at(value, axes, rows)
+                for value, axes in asked.sizes.items()
+                if (axes[0] is not None) == rows
+            ]
+            if compared:
+                own = sizes if rows else op.Gather(sizes, op.integers([1]), axis=0)
+                ends = (own, *compared)
+                if len(ends) > 2:
+                    ends = op.Max(*ends), op.Min(*ends)
+                same = op.Cast(op.Equal(*ends), to=ir.DataType.INT32)
+                yield op.ReduceMin(same, keepdims=1) if rows else same
+        if asked.longest < _MAX_LENGTH:
+            length = op.Gather(sizes, op.integers([1]), axis=0)
+            fits = op.Less(length, op.integers([asked.longest + 1]))
+            yield op.Cast(fits, to=ir.DataType.INT32)
+        for choice in asked.choices:
+            yield self._is_real(choice, numbers)
+
+    def _sizes_at(self, value: ir.Value, axes: tuple[int | None, ...], rows: bool) -> Any:
+        sizes, op = self._before.Shape(value), self._before
+        assert value.shape is not None
+        places = axes[:2] if rows else axes[1:2]
+        whole = list(places) == list(range(len(value.shape)))
+        return sizes if whole else op.Gather(sizes, op.integers(places), axis=0)
 
     def _is_real(self, choice: Choice, numbers: ir.Value) -> ir.Value:
         """1 where every row's chosen position is real, by a mask of 1 and 0; 0 otherwise."""
@@ -127,6 +185,7 @@ class PaddingNodes:
         assert value.shape is not None
         rank, op = len(value.shape), self._before if sign < 0 else self._after
         key = (rank, sign, *axes)
+        assert self._cut is not None
         if key not in self._pads:
             ends = np.zeros(2 * rank, np.int64)
             ends[[rank + axis for axis in axes]] = sign
@@ -142,9 +201,11 @@ class _NewNodes(TapeBuilder):
         self._constants_of, self._names = graph, names
 
     def integers(self, numbers: Any) -> ir.Value:
+        return self.constant(np.array(numbers, np.int64))
+
+    def constant(self, array: Any) -> ir.Value:
         name = self._names.take("trim_padding_number")
-        tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
-        return new_initializer(self._constants_of, tensor)
+        return new_initializer(self._constants_of, ir.Tensor(array, name=name))
 
     def is_real(self, mask: ir.Value) -> Any:
         """Return a mask as bool: any number but 0 is real."""
@@ -188,9 +249,10 @@ def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
         rank = _PRODUCTS[node.op_type]
         fixed = all(v is None or _is_constant(v, flow, rank) for v in others)
         return fixed and _rows_width(first, flow) is not None
-    if node.op_type not in _ELEMENTWISE | _NORMS or first is None:
+    row = per_token(node)
+    if row is None or not row.packs or first is None:
         return False
-    if node.op_type in _NORMS and int_attribute(node, "axis", -1) not in (-1, 2):
+    if node.op_type in NORMS and int_attribute(node, "axis", -1) not in (-1, 2):
         return False
     rows = [_rows_width(value, flow) is not None for value in node.inputs]
     return any(rows) and all(
@@ -200,11 +262,14 @@ def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
 
 
 def _rows_width(value: ir.Value | None, flow: TokenFlow) -> int | None:
-    """D of a value ``[batch, sequence, D]`` that depends on tokens; None of others."""
+    """D of a value ``[batch, sequence, D]`` that depends on tokens; None of others.
+
+    Others are those of which something is known at padded positions: nothing will be.
+    """
     if value is None or isinstance(flow.value(value), Evaluated):
         return None
     match flow.tokens(value).axes:
-        case ((batch,), (Sequence(),), width) if batch == BATCH:
+        case ((batch,), along, width) if batch == BATCH and along == (Sequence(),):
             sizes = [factor for factor in width if isinstance(factor, int)]
             return math.prod(sizes) if len(sizes) == len(width) else None
     return None
@@ -243,7 +308,7 @@ class _Packing:
                     continue
                 self._shaped.setdefault(width, value)
                 node.replace_input_with(i, self._pack(value, width))
-            if node.op_type in _NORMS:
+            if node.op_type in NORMS:
                 node.attributes["axis"] = ir.AttrInt64("axis", -1)
         for value in [value for node in packed for value in node.outputs]:
             self._unpack(value, inside)

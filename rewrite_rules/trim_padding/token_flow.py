@@ -31,6 +31,7 @@ from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dim, Shape, Unknowns, known
 from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.shapes.operator_shapes import output_shapes
+from rewrite_rules.trim_padding.length_steps import LengthSteps
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -66,9 +67,10 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A value whose numbers are known in every run."""
+    """A value whose numbers are known in every run; ``counted``: they count the length."""
 
     arrays: tuple[Array, ...]
+    counted: bool = False
 
 
 Value = Tokens | Evaluated
@@ -105,6 +107,7 @@ class TokenFlow:
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
         choices: What has to choose real positions: where it does not, nothing may be cut.
+        steps: Lengths at which the model computes otherwise.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class TokenFlow:
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
         self.choices: list[Choice] = []
+        self.steps = LengthSteps(runs)
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
@@ -204,13 +208,18 @@ class TokenFlow:
         each = found if isinstance(found, list) else [found] * len(node.outputs)
         return [Tokens(axes, site.exact) for axes in each]
 
-    def _evaluate(self, node: ir.Node, inputs: Iterable[Value | None]) -> list[Value]:
+    def _evaluate(self, node: ir.Node, inputs: Collection[Value | None]) -> list[Value]:
         arrays = [
             v.arrays if isinstance(v, Evaluated) else (None,) * len(self.runs) for v in inputs
         ]
         runs = zip(*arrays, strict=True) if arrays else [()] * len(self.runs)
         results = [self._evaluator.run(node, self.opset, each) for each in runs]
-        return [Evaluated(each) for each in zip(*results, strict=True)]
+        found = [*zip(*results, strict=True)]
+        given = [v if isinstance(v, Evaluated) else None for v in inputs]
+        numbers = [None if v is None else v.arrays for v in given]
+        flags = [v is not None and v.counted for v in given]
+        counted = self.steps.counts(node, numbers, flags, found)
+        return [Evaluated(each, counted) for each in found]
 
     def _changes(self, value: Value | None) -> bool:
         """Whether a value may differ between the two runs of a pair."""
@@ -316,11 +325,23 @@ class Site(node_facts.Site):
         """Return the attribute for an axis of the first input, counted from the front."""
         return axis_of(self.integer("axis", default), len(self.tokens()))
 
-    def mixes(self, axes: Iterable[Axis], flag: str = "") -> bool:
-        """Take down what a node works along; refused unless ``flag`` leaves padding out."""
+    def counting(self, arrays: Iterable[Array]) -> Evaluated:
+        """Return numbers that are sizes of an input."""
+        found = tuple(arrays)
+        return Evaluated(found, self.flow.steps.varies([found]))
+
+    def mixes(self, axes: Iterable[Axis], flag: str = "", beside: Iterable[Axis] = ()) -> bool:
+        """Take down what a node works along; refused unless ``flag`` leaves padding out.
+
+        Along the batch, padded positions of other rows count for those ``beside``.
+        """
+        axes = tuple(axes)
         found = sequences_of(*axes)
         if not all(flag and getattr(one, flag) for one in found):
             raise Refusal("mixes positions, and no mask leaves padding out")
+        left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
+        if any(BATCH in axis for axis in axes) and not self.exact and not left_out:
+            raise Refusal("mixes rows, and no mask leaves their padding out")
         if found:
             self.flow.masked_by.append(self.node)
             self.exact = False
@@ -383,13 +404,15 @@ def flagged(arrays: Collection[Array], axes: Axes, runs: Runs) -> Axes:
     """Mark the sequence factors along which padded positions are zero, or low."""
     arrays = _by_factor(arrays, axes, runs)
     masks = [_real_along(axes, runs, run) for run in range(len(runs))]
-    flags = iter([_flags_of(dim, arrays, masks) for dim in masks[0] or ()])
+    flags = iter([_flags_of(dim, arrays, masks, runs) for dim in masks[0] or ()])
     return tuple(
         tuple(next(flags, f) if isinstance(f, Sequence) else f for f in axis) for axis in axes
     )
 
 
-def _flags_of(dim: int, arrays: list[Array], masks: list[dict[int, Mask] | None]) -> Sequence:
+def _flags_of(
+    dim: int, arrays: list[Array], masks: list[dict[int, Mask] | None], runs: Runs
+) -> Sequence:
     zero = low = True
     for array, real in zip(arrays, masks, strict=True):
         assert real is not None
@@ -397,7 +420,25 @@ def _flags_of(dim: int, arrays: list[Array], masks: list[dict[int, Mask] | None]
         padded = array[np.broadcast_to(others & ~real[dim], array.shape)]
         zero = zero and bool((padded == 0).all())
         low = low and bool((padded <= _LOW).all()) and _is_open(array, real)
-    return Sequence(zero, low)
+    same = _is_same_behind(dim, arrays, runs)
+    changes = any((array != array.take([-1], dim)).any() for array in arrays[::2])
+    return Sequence(zero, low, same, set_by_mask=low or (same and changes and not zero))
+
+
+def _is_same_behind(dim: int, arrays: list[Array], runs: Runs) -> bool:
+    """Whether one value stands at all positions behind the longest row, in both of a pair."""
+    for run in range(0, len(runs), 2):
+        first = runs.behind(run)
+        whole, cut = (
+            array.take(range(first, array.shape[dim]), dim) for array in arrays[run : run + 2]
+        )
+        if not np.array_equal(whole, np.broadcast_to(whole.take([0], dim), whole.shape)):
+            return False
+        if cut.shape[dim]:
+            part = tuple(slice(size) for size in cut.shape)
+            if not np.array_equal(whole[part], cut):
+                return False
+    return True
 
 
 def _is_open(array: Array, real: dict[int, Mask]) -> bool:
@@ -413,18 +454,27 @@ def _is_open(array: Array, real: dict[int, Mask]) -> bool:
 
 
 def _stand_in(axes: Axes, runs: Runs) -> list[Array] | None:
-    """Return 1 but at padded positions of flagged axes; None if that were too much."""
+    """Return numbers with the same flags along each factor; None if that were too much.
+
+    They are 1 at real positions, and unlike each other where nothing is known of padding.
+    """
     factors = [factor for axis in axes for factor in axis]
     result = []
     for run in range(len(runs)):
         array = np.ones([runs.factor(factor)[run] for factor in factors])
         if array.size > _MAX_STAND_IN:
             return None
-        for dim, real in (_real_along(axes, runs, run) or {}).items():
-            factor = factors[dim]
-            assert isinstance(factor, Sequence)
-            if factor.zero or factor.low:
-                padded = np.broadcast_to(~real, array.shape)
-                array[padded] = 0 if factor.zero else -np.inf
+        masks = _real_along(axes, runs, run) or {}
+        for dim, factor in enumerate(factors):
+            if not isinstance(factor, Sequence):
+                continue
+            shape = [-1 if i == dim else 1 for i in range(array.ndim)]
+            unlike = 1.0 + np.arange(array.shape[dim]).reshape(shape)
+            if not factor.uniform:
+                array *= 1 + unlike / 1024
+            if dim in masks and (factor.zero or factor.low):
+                padded = np.broadcast_to(~masks[dim], array.shape)
+                low = -np.inf if factor.same else 2 * _LOW * unlike
+                array = np.where(padded, 0.0 if factor.zero else low, array)
         result.append(array.reshape([runs.size(axis)[run] for axis in axes]))
     return result

@@ -11,7 +11,7 @@ check it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,11 +19,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.remarks import PassContext, Refusal, Trial
+from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.shapes.input_roles import rows_below, tables_below
 from rewrite_rules.trim_padding.operator_rules import RULES
-from rewrite_rules.trim_padding.padding_nodes import PaddingNodes, pack_regions
+from rewrite_rules.trim_padding.padding_nodes import Conditions, PaddingNodes, pack_regions
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     Axis,
@@ -34,6 +36,8 @@ from rewrite_rules.trim_padding.token_axes import (
 from rewrite_rules.trim_padding.token_flow import Evaluated, Stopped, TokenFlow, Tokens, Value
 
 _MODEL = "model"
+# Rows as digits, the length with their padding, and the one that is kept of it.
+_Rows = tuple[tuple[str, ...], int, int]
 _MIN_OPSET = 11  # Pad takes its sizes as an input
 _MASK_TYPES = frozenset({
     ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT32,
@@ -43,13 +47,17 @@ _MASK_TYPES = frozenset({
 _PADDED_TYPES = _MASK_TYPES | {
     ir.DataType.INT8, ir.DataType.UINT32, ir.DataType.UINT64, ir.DataType.FLOAT16,
 }  # fmt: skip
-# Rows of masks without their padding, and the length with it. Positions beyond 128 show what
-# windows of local attention do; shorter ones do for models that end before.
-_SHORT_PAIRS = ((("1" * 8, "111", "00111111", "1001001"), 13), (("1", "1"), 9))
-_LONG_PAIR = (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150)
-_MIDDLE_PAIR = (("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43)
-# Sizes of other dimensions, unlike each other.
-_OTHER_SIZES = (17, 19, 23, 29, 37, 41, 47, 53, 59, 61)
+# Rows of masks without their padding, the length with it and the one that is kept. Positions
+# beyond 128 show what windows of local attention do; shorter ones do for models that end
+# before. Together they lie on both sides of every length between.
+_SHORT_RUNS = ((("1" * 8, "111", "00111111", "1001001"), 13, 8), (("1", "1"), 9, 1))
+_LONG_RUNS = (
+    (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150, 133),
+    (("1" * 10,), 147, 12),
+)
+_MIDDLE_RUNS = ((("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43, 33), (("1" * 10,), 40, 12))
+# Lengths at which the model computes otherwise, beside each of which two runs lie.
+_MAX_STEPS = 12
 # Batches that are tried.
 _LENGTH, _LONG = 24, 160
 # Name, rows of (padding in front, real positions), and whether the batch is a long one.
@@ -67,11 +75,17 @@ _BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Proof:
-    """A mask, and what the model does under it."""
+    """A mask, and what the model does under it.
+
+    Attributes:
+        inputs: What each input is.
+        rows: Where inputs that have the sequence have the batch; None where they have none.
+    """
 
     mask: ir.Value
     flow: TokenFlow
     inputs: Mapping[ir.Value, Value]
+    rows: Mapping[ir.Value, int | None]
 
 
 def trim_padding(
@@ -105,10 +119,11 @@ def trim_padding(
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
         gained += f" and given back to {_names(value for value, _ in outputs)}"
-    for value, _ in outputs:
-        context.remarks.note(
-            str(value.name), "positions behind the longest row are 0 from now on"
-        )
+    for value, at in outputs:
+        if any(not behind.uniform for behind in at.values()):
+            context.remarks.note(
+                str(value.name), "positions behind the longest row are 0 from now on"
+            )
     if packed:
         gained += f"; {packed} nodes run on real tokens only"
     elif pack:
@@ -116,11 +131,15 @@ def trim_padding(
         if proof.flow.choices:
             unpacked = "padding may be pooled: not packed"
         context.remarks.note(_MODEL, unpacked)
-    nodes = PaddingNodes(model, names, proof.mask, multiple, proof.flow.choices)
+    sizes = {v: (proof.rows[v], *axes[v]) for v in inputs if v in proof.rows}
+    asked = Conditions(proof.flow.choices, sizes, proof.flow.steps.longest)
+    repeated = any(one.same and not one.zero for _, at in outputs for one in at.values())
+    nodes = PaddingNodes(model, names, proof.mask, multiple)
+    nodes.count(asked, keep_one=repeated)
     for value in inputs:
-        nodes.cut_input(value, axes[value])
-    for value, where in outputs:
-        nodes.pad_output(value, where)
+        nodes.cut_input(value, list(axes[value]))
+    for value, at in outputs:
+        nodes.pad_output(value, at)
     nodes.insert()
     name_apart(model)
     context.remarks.fired(str(proof.mask.name), gained)
@@ -185,71 +204,110 @@ def _may_be_mask(value: ir.Value) -> bool:
 
 def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
     assert mask.shape is not None
+    roles = _roles(model, mask)
     stopped = None
-    for pair in (_LONG_PAIR, _MIDDLE_PAIR):
-        runs = _runs((*_SHORT_PAIRS, pair), single=mask.shape[0] == 1)
-        inputs = _inputs(model, mask, runs)
+    for runs in (_LONG_RUNS, _MIDDLE_RUNS):
         try:
-            flow = TokenFlow(model, inputs, runs, RULES)
+            return _proof(model, mask, roles, (*_SHORT_RUNS, *runs))
         except Stopped as refusal:
-            stopped = refusal
-            continue
-        if not flow.masked_by:
-            raise Stopped(f"{mask.name!r} masks nothing", 0)
-        return _Proof(mask, flow, inputs)
+            stopped = stopped or refusal
     assert stopped is not None
     raise stopped
 
 
-def _runs(pairs: Iterable[tuple[tuple[str, ...], int]], single: bool) -> Runs:
+def _proof(
+    model: ir.Model, mask: ir.Value, roles: AxisRoles, runs: tuple[_Rows, ...]
+) -> _Proof:
+    """Follow the sequence, with runs on both sides of every length where something changes."""
+    beside = set[float]()
+    counted = [roles.dims(value) or () for value in model.graph.inputs]
+    own = dict.fromkeys(_own(dim) for dims in counted for dim in dims)
+    while True:
+        found = _runs(runs, mask, own)
+        inputs, rows = _inputs(model, mask, roles, found)
+        flow = TokenFlow(model, inputs, found, RULES)
+        if not flow.masked_by:
+            raise Stopped(f"{mask.name!r} masks nothing", 0)
+        steps = {step for step in flow.steps.within if step > 1} - beside
+        if not steps:
+            return _Proof(mask, flow, inputs, rows)
+        beside |= steps
+        if len(beside) > _MAX_STEPS:
+            raise Stopped(f"the model compares its length with {len(beside)} numbers", 0)
+        ends = [(max(1, math.ceil(step) - 1), math.floor(step) + 1) for step in steps]
+        runs += tuple((("1" * kept,), length, kept) for kept, length in ends)
+
+
+def _own(dim: Dim) -> str:
+    """Name the axes of a size that is neither the batch's nor the sequence's."""
+    return f"axis {dim[1]}"
+
+
+def _runs(rows: Iterable[_Rows], mask: ir.Value, own: Iterable[str]) -> Runs:
+    assert mask.shape is not None
     masks = []
-    for rows, length in pairs:
-        batches = [(row,) for row in rows] if single else [rows]
+    for texts, length, kept in rows:
+        batches = [(row,) for row in texts] if mask.shape[0] == 1 else [texts]
         for batch in batches:
-            mask = np.zeros((len(batch), length), np.bool_)
+            array = np.zeros((len(batch), length), np.bool_)
             for i, row in enumerate(batch):
-                mask[i, : len(row)] = [letter == "1" for letter in row]
-            masks.append((mask, max(map(len, batch))))
-    return Runs(masks)
+                array[i, : len(row)] = [letter == "1" for letter in row]
+            masks.append((array, kept - max(map(len, texts)) + max(map(len, batch))))
+    return Runs(masks, own)
 
 
-def _inputs(model: ir.Model, mask: ir.Value, runs: Runs) -> dict[ir.Value, Value]:
-    """What the inputs are: the sequence is known by the name or number of the mask's axis."""
-    assert mask.shape is not None and mask.dtype is not None
-    length = mask.shape[1]
-    others = [value for value in model.graph.inputs if value is not mask]
-    named = any(length in tuple(value.shape or ()) for value in others)
-    sizes = dict[str, int]()
-    free = itertools.cycle(_OTHER_SIZES)
+def _roles(model: ir.Model, mask: ir.Value) -> AxisRoles:
+    """Find out what axes count; a number that the mask has as well may be any."""
+    assert mask.shape is not None
+    numbers = {dim for dim in mask.shape if isinstance(dim, int) and dim != 1}
+    declared = {v: v.shape for v in model.graph.inputs if v.shape is not None}
+    try:
+        for value, shape in declared.items():
+            value.shape = ir.Shape([None if dim in numbers else dim for dim in shape])
+        return AxisRoles(model, [mask])
+    finally:
+        for value, shape in declared.items():
+            value.shape = shape
+
+
+def _inputs(
+    model: ir.Model, mask: ir.Value, roles: AxisRoles, runs: Runs
+) -> tuple[dict[ir.Value, Value], dict[ir.Value, int | None]]:
+    """What the inputs are, and where those have rows that have the mask's sequence."""
+    assert mask.dtype is not None
     dtype = mask.dtype.numpy()
     result: dict[ir.Value, Value] = {
         mask: Evaluated(tuple(array.astype(dtype) for array in runs.masks))
     }
-    for value in others:
-        if value.shape is None or not isinstance(value.type, ir.TensorType):
+    rows = dict[ir.Value, int | None]()
+    mask_rows, length = roles.dims(mask) or ()
+    for value in model.graph.inputs:
+        if value is mask:
+            continue
+        counted = roles.dims(value)
+        if value.shape is None or counted is None or not isinstance(value.type, ir.TensorType):
             result[value] = Tokens(None)
             continue
         axes: list[Axis] = []
-        for i, dim in enumerate(value.shape):
-            symbolic = not isinstance(dim, int)
-            if (named and i and dim == length) or (not named and i == 1 and symbolic):
-                axes.append((Sequence(),))
-            elif i == 0 and symbolic:
-                axes.append((BATCH,))
-            elif isinstance(dim, int):
+        for dim, counts in zip(value.shape, counted, strict=True):
+            if counts[1] and counts in (mask_rows, length):
+                axes.append((BATCH,) if counts == mask_rows else (Sequence(),))
+            elif isinstance(dim, int) and dim > 0:
                 axes.append((dim,) if dim != 1 else ())
             else:
-                axes.append((sizes.setdefault(str(dim), next(free)),))
+                axes.append((_own(counts),))
         result[value] = Tokens(tuple(axes))
-    return result
+        if (Sequence(),) in axes:
+            rows[value] = axes.index((BATCH,)) if (BATCH,) in axes else None
+    return result, rows
 
 
-def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
-    """Where inputs and outputs have the sequence."""
-    result = dict[ir.Value, list[int]]()
+def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, Sequence]]:
+    """Where inputs and outputs have the sequence, and what stands there at padding."""
+    result = dict[ir.Value, dict[int, Sequence]]()
     for value in (*model.graph.inputs, *model.graph.outputs):
         axes = proof.flow.tokens(value).axes or ()
-        found = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+        found = {i: one for i, axis in enumerate(axes) for one in sequences_of(axis)}
         if not found:
             continue
         if any(len(axes[i]) > 1 for i in found):
@@ -259,6 +317,13 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, list[int]]:
             raise Refusal(f"{value.name!r} is of {kind}, which Pad does not take")
         if value.is_graph_input() and value in model.graph.outputs:
             raise Refusal(f"{value.name!r} is an input and an output")
+        computed = isinstance(proof.flow.value(value), Evaluated)
+        for behind in () if value.is_graph_input() else found.values():
+            if not behind.uniform and (computed or behind.set_by_mask):
+                raise Refusal(
+                    f"{value.name!r} is set behind the longest row by the model itself, to "
+                    "different values"
+                )
         if value.shape is None:  # an output of onnxruntime's own operators
             value.shape = ir.Shape([None] * len(axes))
         result[value] = found
@@ -271,14 +336,14 @@ def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
     Where onnxruntime knows that two values are equally large it lets them share a buffer,
     which makes attention's products 1.4 times as slow, and fuses SkipLayerNormalization.
     """
-    batch = flow.runs.batch
+    kept = {flow.runs.batch, *flow.runs.own.values()}
     for value in [value for node in model.graph for value in node.outputs if value.shape]:
         sizes = flow.sizes(flow.values.get(value))
         if sizes is None or value.shape is None or len(sizes) != len(value.shape):
             continue
         value.shape = ir.Shape(
             [
-                dim if len(set(size)) == 1 or size == batch else None
+                dim if len(set(size)) == 1 or size in kept else None
                 for size, dim in zip(sizes, value.shape, strict=True)
             ]
         )
@@ -305,7 +370,7 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
             # With a fixed length the rows reach as far as it lets them.
             row[front : length if count == _LENGTH else front + count] = True
         # As in the proof; nothing is cut.
-        run = Runs([(real, length)])
+        run = Runs([(real, length)], flow.runs.own)
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
             if isinstance(known, Evaluated)
@@ -333,7 +398,9 @@ def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
     axes = known.axes or ()
     result: NDArray[np.bool_] = np.ones([1] * len(axes), np.bool_)
     batch = next((i for i, axis in enumerate(axes) if axis == (BATCH,)), None)
-    for i in (i for i, axis in enumerate(axes) if sequences_of(axis)):
+    for i, axis in enumerate(axes):
+        if all(factor.uniform for factor in sequences_of(axis)):
+            continue
         rows = real.all(axis=0) if batch is None else real if batch < i else real.T
         others = [axis for axis in range(len(axes)) if axis not in (batch, i)]
         result = result & np.expand_dims(rows, others)

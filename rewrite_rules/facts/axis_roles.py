@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: MIT
+"""Which axes of a model count the same thing, and which axis a mask hides: from dataflow.
+
+    Add(x[a, b, 8], y[c, d, 8])      a = c, b = d
+    MatMul(p[.., a], q[b, ..])       a = b
+    Reshape(x[a, b, 8], [c, d, 2, 4])     a b = c d: with a = c, b = d
+    Softmax(scores[a, 12, b, d] + bias)   d = n, where bias is computed from mask[m, n] alone
+
+Neither names nor sizes decide. Each equation holds where the model runs at all, or one of the
+sizes is 1; and a mask hides what its numbers say. Whoever rests a rewrite on them asks for the
+sizes of the inputs at run time, which leaves out the sizes of 1.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import captures
+from rewrite_rules.graph.parameters import int_attribute
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import Dim, Dims, known
+from rewrite_rules.shapes.operator_shapes import BROADCASTS
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+# What only sizes of an input decide; its numbers do not matter.
+_SIZES_ONLY = frozenset({"Shape", "Size"})
+_RESHAPES = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+_SKIP_NORMS = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
+# Nodes through which a mask is followed back from the Softmax that it is made for.
+_MASKS = frozenset({"Add", "Cast", "Div", "Identity", "Max", "Mul", "Sub", "Where"})
+_MAX_FOLLOWED = 16
+_Pair = tuple[Dim, Dim]
+
+
+class AxisRoles:
+    """The axes of the values of a model whose nodes are sorted, by what they count."""
+
+    def __init__(self, model: ir.Model, masks: Collection[ir.Value] = ()) -> None:
+        """Follow the graph; ``masks``, ``[batch, keys]``, may hide keys from a Softmax."""
+        self._shapes = ProvedShapes(model)
+        self._masks = masks
+        self._roots: dict[int, int] = {}
+        # Sizes that follow from those of inputs; of others, each may be 1 in every run.
+        self._followed = {
+            unknown
+            for value in model.graph.inputs
+            for dim in self._shapes.dims(value) or ()
+            for unknown in dim[1]
+        }
+        self._sources: dict[ir.Value, frozenset[ir.Value]] = {}
+        self._pairs: dict[_Pair, None] = {}
+        for node in model.graph:
+            self._note_sources(node)
+            self._pairs.update(dict.fromkeys(self._equations(node)))
+        while sum(self._unify(*pair) for pair in self._pairs):
+            pass  # each may solve others
+
+    def dims(self, value: ir.Value) -> Dims | None:
+        """Return the sizes of a value in the unknowns that stand for all equal ones."""
+        dims = self._shapes.dims(value)
+        return None if dims is None else tuple(map(self._rooted, dims))
+
+    def sources(self, value: ir.Value) -> frozenset[ir.Value]:
+        """Return the inputs whose numbers a value depends on."""
+        if value.is_graph_input():
+            return frozenset([value])
+        return self._sources.get(value, frozenset())
+
+    def _note_sources(self, node: ir.Node) -> None:
+        found = frozenset[ir.Value]()
+        if node.domain or node.op_type not in _SIZES_ONLY:
+            read = (value for value in (*node.inputs, *captures(node)) if value is not None)
+            found = found.union(*map(self.sources, read))
+        for value in node.outputs:
+            self._sources[value] = found
+
+    # Equations
+
+    def _equations(self, node: ir.Node) -> Iterator[_Pair]:
+        """Yield pairs of sizes that are the same where a node runs; malformed nodes none."""
+        inputs = [None if value is None else self._shapes.dims(value) for value in node.inputs]
+        result = self._shapes.dims(node.outputs[0]) if node.outputs else None
+        try:
+            for one, other in self._pairs_of(node, inputs, result):
+                if one != other and self._is_followed(one) and self._is_followed(other):
+                    yield one, other
+        except (Refusal, IndexError):
+            return
+
+    def _pairs_of(
+        self, node: ir.Node, inputs: list[Dims | None], result: Dims | None
+    ) -> Iterable[_Pair]:
+        kind, given = node.op_type, [dims for dims in inputs if dims is not None]
+        if node.domain:
+            return self._broadcast(given[:2]) if kind in _SKIP_NORMS else ()
+        if kind in BROADCASTS:
+            return self._broadcast(given, result)
+        if kind == "Expand" and result is not None and inputs[0] is not None:
+            sizes = self._shapes.numbers(node.inputs[1]) or ()
+            wanted = tuple(size for size in sizes if size is not None)
+            shapes = [inputs[0], wanted] if len(wanted) == len(sizes) else [inputs[0]]
+            return self._broadcast(shapes, result)
+        if kind in ("MatMul", "Gemm") and len(given) >= 2:
+            return self._product(node, given[0], given[1])
+        if kind in _RESHAPES and inputs[0] is not None and result is not None:
+            return self._reshaped(inputs[0], result)
+        if kind == "Concat":
+            return self._beside(given, int_attribute(node, "axis", 0))
+        if kind == "Softmax":
+            return self._hidden_by_masks(node)
+        return ()
+
+    def _broadcast(self, shapes: list[Dims], result: Dims | None = None) -> Iterator[_Pair]:
+        rank = max(map(len, shapes), default=0)
+        for place in range(-rank, 0):
+            sizes = {dims[place] for dims in shapes if -place <= len(dims)} - {known(1)}
+            followed = [size for size in sorted(sizes) if self._is_followed(size)]
+            yield from itertools.pairwise(followed)
+            if result is not None and followed and len(result) == rank:
+                made = result[place]
+                self._followed.update(made[1])
+                yield followed[0], made
+
+    def _product(self, node: ir.Node, one: Dims, other: Dims) -> Iterator[_Pair]:
+        if node.op_type == "Gemm":
+            one = one[::-1] if int_attribute(node, "transA", 0) else one
+            other = other[::-1] if int_attribute(node, "transB", 0) else other
+        yield one[-1], other[-2 if len(other) > 1 else -1]
+        yield from self._broadcast([one[:-2], other[:-2]])
+
+    def _reshaped(self, before: Dims, after: Dims) -> Iterator[_Pair]:
+        product = self._shapes.unknowns.product
+        made = product(after)
+        unknown = [each for each in made[1] if each not in self._followed]
+        if len(unknown) == 1:  # the size that is written as -1
+            self._followed.update(unknown)
+        yield product(before), made
+
+    def _beside(self, shapes: list[Dims], axis: int) -> Iterator[_Pair]:
+        for dims in shapes[1:]:
+            along = axis % len(dims)
+            pairs = enumerate(zip(shapes[0], dims, strict=False))
+            yield from (pair for place, pair in pairs if place != along)
+
+    def _hidden_by_masks(self, node: ir.Node) -> Iterator[_Pair]:
+        """Yield the axis that a Softmax is along, and that of each mask that it is made under.
+
+        Such a mask is all that some operand of the scores depends on. Rows are the first axis.
+        """
+        scores = node.inputs[0]
+        dims = None if scores is None else self._shapes.dims(scores)
+        if scores is None or not dims:
+            return
+        axis = int_attribute(node, "axis", -1) % len(dims) - len(dims)
+        pending, seen = [scores], set[ir.Value]()
+        for value in pending:
+            source, *others = self.sources(value) or (None,)
+            own = self._shapes.dims(value)
+            if source is not None and not others and value is not scores:
+                mask = self._shapes.dims(source)
+                if source in self._masks and mask and own and -axis <= len(own):
+                    if own[axis] != known(1):
+                        yield dims[axis], mask[1]
+                        yield dims[0], mask[0]
+                    continue
+            maker = value.producer()
+            if maker is None or maker.domain or maker.op_type not in _MASKS:
+                continue
+            read = [v for v in maker.inputs if v is not None and v not in seen]
+            seen.update(read)
+            pending += read[: _MAX_FOLLOWED - len(pending)]
+
+    def _is_followed(self, dim: Dim) -> bool:
+        return self._followed.issuperset(dim[1])
+
+    # Solutions
+
+    def _unify(self, one: Dim, other: Dim) -> bool:
+        """Take two sizes for equal; return whether that says that two unknowns are."""
+        counts = [collections.Counter(self._rooted(dim)[1]) for dim in (one, other)]
+        common = counts[0] & counts[1]
+        left = [list((count - common).elements()) for count in counts]
+        if one[0] != other[0] or [len(each) for each in left] != [1, 1]:
+            return False
+        self._roots[max(left)[0]] = min(left)[0]
+        return True
+
+    def _rooted(self, dim: Dim) -> Dim:
+        return dim[0], tuple(sorted(map(self._root, dim[1])))
+
+    def _root(self, unknown: int) -> int:
+        while unknown in self._roots:
+            unknown = self._roots[unknown]
+        return unknown
