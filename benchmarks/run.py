@@ -37,6 +37,7 @@ from benchmarks.sessions.mixed_precision import measure_mixed_precision
 from benchmarks.sessions.olive_tuning import measure_olive_tuning
 from benchmarks.sessions.order_peaks import measure_order_peaks
 from benchmarks.sessions.prepacked import measure_prepacked
+from benchmarks.sessions.processor_time import measure_processor_time
 from benchmarks.sessions.rewrite_speed import measure_rewrite_speed
 from benchmarks.sessions.smollm2_sessions import measure_smollm2
 from benchmarks.sessions.start_cost import measure_start_cost
@@ -47,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "smollm2": measure_smollm2,
     "start_cost": measure_start_cost,
+    "processor_time": measure_processor_time,
     "exactness": measure_exactness,
     "layout_score": measure_layout_score,
     "layout_times": measure_layout_times,
@@ -69,6 +71,7 @@ _WITH_PEERS = "olive_tuning"
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
     "start_cost": "What a start costs beside onnxruntime's own",
+    "processor_time": "Processor time that a start adds to onnxruntime's own, imports included",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "layout_score": "The matrix of weight layouts: what becomes of each",
     "layout_times": "The matrix of weight layouts with default options, beside onnxruntime",

@@ -49,30 +49,43 @@ __all__ = [
     "warm",
 ]
 
-import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from ortplugins._version import __version__
 
-# The names are general, and a program may have a module of its own under them.
-for _package, _module in (("session_options", "lazy_names"), ("rewrite_rules", "remarks")):
-    _found = importlib.util.find_spec(_package)
-    _origin = (_found and _found.origin) or ""
-    _expected = os.path.join(os.path.dirname(_origin), _module + os.path.splitext(_origin)[1])
-    if os.path.isfile(_origin) and not os.path.isfile(_expected):
-        raise ImportError(
-            f"{_origin} hides the package {_package!r} of ortplugins: rename it, or keep its "
-            "folder off sys.path"
-        )
+
+def _check_package(name: str, module: str) -> None:
+    """Raise ImportError if a program has a module of its own under a name of ours."""
+    for folder in sys.path:
+        package = os.path.join(str(folder), name)
+        is_package = os.path.isfile(found := os.path.join(package, "__init__.py"))
+        if is_package and os.path.isfile(os.path.join(package, f"{module}.py")):
+            return
+        if is_package or os.path.isfile(found := f"{package}.py"):
+            raise ImportError(
+                f"{found} hides the package {name!r} of ortplugins: rename it, or keep its "
+                "folder off sys.path"
+            )
+
+
+# Found without importlib.util, which takes as long as the rest of this import.
+_check_package("rewrite_rules", "remarks")
+_check_package("session_options", "lazy_names")
 
 from session_options.lazy_names import lazy_names  # noqa: E402 - once it is found to be ours
 
-if importlib.util.find_spec("onnxruntime") is None:
-    raise ImportError(
-        "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]' or "
-        "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
-    )
+if sys.modules.get("onnxruntime") is not None:  # whoever imports us makes options then
+    import ortplugins.session.recorded_options  # noqa: F401
+else:
+    import importlib.util
+
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ImportError(
+            "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]' or "
+            "'ortplugins[gpu]', or the onnxruntime-* wheel of your hardware."
+        )
 
 if TYPE_CHECKING:
     from ortplugins.cache.warming import warm

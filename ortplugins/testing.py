@@ -35,7 +35,7 @@ from ortplugins.comparison.difference import find_violation
 from ortplugins.comparison.layers import ProfiledNode, profiled_run
 from ortplugins.comparison.models import GivenModel, InputChoice, Inputs, ModelSource
 from ortplugins.errors import ModelFileError, PassError, UsageError
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, CopiedOptions, running_options
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, CopiedOptions, running_options
 from ortplugins.runtime.stock_session import open_model, stock_options
 from rewrite_rules.closest_name import did_you_mean
 from session_options.keys import stored

@@ -22,7 +22,7 @@ import ortplugins.testing as ortplugins_testing
 from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.cache.warming import warm
 from ortplugins.optimization import build
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from session_options import enable_key
 from session_options.keys import stored
 

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import session_options
-from ortplugins.runtime.session_settings import running_options
+from ortplugins.runtime.copied_options import running_options
 from session_options import (
     DqMatMulNBitsFusion,
     OptionError,

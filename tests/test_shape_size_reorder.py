@@ -26,7 +26,7 @@ from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
-from ortplugins.runtime.session_settings import running_options
+from ortplugins.runtime.copied_options import running_options
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes

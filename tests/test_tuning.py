@@ -27,8 +27,8 @@ from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization.request import read_request
 from ortplugins.runtime import machine, session_settings
+from ortplugins.runtime.copied_options import apply_settings, running_options
 from ortplugins.runtime.machine import usable_cores
-from ortplugins.runtime.session_settings import apply_settings, running_options
 from ortplugins.tuning import tune as tuning
 from ortplugins.tuning.changes import AND, changes_for
 from session_options.keys import stored

@@ -8,50 +8,45 @@ exactly takes the long way.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ortplugins.cache.directory import (
+    MANIFEST,
     MODEL,
+    are_unchanged,
     cache_folder,
     recall,
     remember,
     state_of,
 )
 from ortplugins.errors import PassError
+from ortplugins.session.hit import Artifact, fields_of
+from session_options.passes import Pass
 
 if TYPE_CHECKING:
-    import tempfile
-
     from ortplugins.cache.store import ArtifactCache, Entry
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
 
-class Artifact(NamedTuple):
-    """What a session opens; ``model`` is None for the one that the user gave."""
+def find_or_build(request: BuildRequest, text: str | None = None) -> Artifact:
+    """Find the artifact of a request in the cache, or have it built.
 
-    report: Mapping[str, Any]  # as Report.to_dict has it
-    model: str | None = None
-    baked: bool = False
-    settings: Mapping[str, str] = {}  # as Pass.session_settings has them
-    source: Mapping[str, Any] = {}  # what describe_model says of the user's model
-    temporary: tempfile.TemporaryDirectory[str] | None = None  # if the cache cannot be written
-    as_bytes: bool = False  # its data stays where the user has it
-
-
-def find_or_build(request: BuildRequest) -> Artifact:
-    """Find the artifact of a request in the cache, or have it built."""
+    It is kept under the ``text`` of a start, see :mod:`ortplugins.session.hit`, for others
+    like it. Without one, its key is kept under what the request depends on.
+    """
     from ortplugins.cache.build import cache_of, is_usable, look_up
 
     root, started = cache_folder(request.plan.cache_dir), time.time()
-    cache, text = cache_of(request.plan), _text(request)
-    if _can_be_known(request) and (found := recall(root, text)) is not None:
-        entry = cache.find(found[0])
-        if entry is not None:
+    cache = cache_of(request.plan)
+    if text is None and _can_be_known(request):
+        found = recall(root, _text(request))
+        if found is not None and (entry := cache.find(found[0])) is not None:
             return _artifact(entry.folder, entry.manifest, "cache", request)
     entry, content = look_up(request, cache)
     if entry is not None and is_usable(entry, request.plan, warn=True):
@@ -63,8 +58,29 @@ def find_or_build(request: BuildRequest) -> Artifact:
         return artifact
     # The files may have changed since the entry was found, or while it was built.
     if content.key == entry.key and not entry.manifest["provisional"]:
-        remember(root, text, content.states, [entry.key], started)
+        keep_start(
+            request.plan, text or _text(request), artifact, entry, content.states, started
+        )
     return artifact
+
+
+def keep_start(
+    plan: Plan,
+    text: str,
+    artifact: Artifact,
+    entry: Entry | None,
+    states: Mapping[str, str],
+    started: float,
+) -> None:
+    """Keep what a start opened, for the next one that depends on the same text and files."""
+    root = cache_folder(plan.cache_dir)
+    artifact.opened = any(type(item).opened is not Pass.opened for item in plan.passes)
+    report = {**artifact.report, "notes": list(artifact.report["notes"])}
+    folder = None if entry is None else os.fspath(entry.folder)
+    names = [] if entry is None else [MANIFEST, *entry.manifest["files"]]
+    with contextlib.suppress(OSError):  # the entry was removed meanwhile
+        fields = fields_of(artifact, folder, names, json.dumps(report))
+        remember(root, text, states, fields, started)
 
 
 def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
@@ -116,7 +132,7 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
             raise PassError(f"{folder}: was removed as soon as it was built")
         artifact = _artifact(folder, entry.manifest, origin, request)
         keep = is_spare and artifact.model is not None
-        artifact = artifact._replace(temporary=temporary if keep else None)
+        artifact.temporary = temporary if keep else None
         return artifact, None if is_spare else entry
     finally:
         if not keep:
@@ -142,36 +158,39 @@ def _artifact(
     return Artifact(
         report,
         model,
-        bool(manifest["baked"]),
-        settings,
-        manifest["model_given"],
+        baked=bool(manifest["baked"]),
+        settings=settings,
+        source=manifest["model_given"],
         as_bytes=bool(data),
     )
 
 
-def lacks_operators(path: str, plan: Plan) -> bool:
-    """Whether each pass needs an operator that the model's file does not even name."""
+def lacks_operators(path: str, plan: Plan) -> dict[str, str] | None:
+    """Return the state of a model's file that does not name any operator the passes need.
+
+    By its path; None where it names one, or where a pass looks at every model.
+    """
     names = sorted(item.needs_operator for item in plan.passes)
     if plan.hint or not all(names):
-        return False
+        return None
     root, started = cache_folder(plan.cache_dir), time.time()
     text = json.dumps({"lacks": names, "path": path})
-    if recall(root, text) is not None:
-        return True
     import mmap
 
     try:
-        state = state_of(path)
+        states = {path: state_of(path)}
+        if recall(root, text) is not None:
+            return states if are_unchanged(states) else None
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            found = any(content.find(name.encode()) >= 0 for name in names)
+            if any(content.find(name.encode()) >= 0 for name in names):
+                return None
     except (OSError, ValueError):  # whoever loads it says what is wrong
-        return False
-    if not found:
-        remember(root, text, {path: state}, [], started)
-    return not found
+        return None
+    remember(root, text, states, [], started)
+    return states
 
 
 def _can_be_known(request: BuildRequest) -> bool:

@@ -41,7 +41,7 @@ def tune(
         error: Greatest error over the greatest output; 0 for plain onnxruntime's own.
         samples (FILE.npz): Inputs to measure with.
     """
-    from ortplugins.runtime.session_settings import MALLOC_THRESHOLD_KEY
+    from ortplugins.runtime.copied_options import MALLOC_THRESHOLD_KEY
 
     general: dict[str, Any] = {"hint_seconds": seconds, "hint_error": error, "hint_dims": dims}
     if samples is not None:

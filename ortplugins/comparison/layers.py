@@ -27,7 +27,7 @@ from ortplugins.comparison.difference import Difference, differences_of
 from ortplugins.comparison.models import GivenModel, run_both
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization.statistics.collect import detach_tensors
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import NUMPY_TYPES, opened, stock_options, type_of
 from ortplugins.samples.sources import Feed, KeptSamples
 from rewrite_rules.graph.nodes import label

@@ -25,7 +25,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import PassRuns
 from ortplugins.report import Report
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, running_options
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, KeptSamples

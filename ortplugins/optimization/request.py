@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import cpu_features, package_versions, usable_cores
 from ortplugins.runtime.session_settings import (
     ALL_OPTIMIZERS,
-    DATA_FOLDER_KEY,
     DISABLED_OPTIMIZERS_KEY,
     DISABLED_PACKING_KEY,
     PARALLEL_PACKING_KEY,

@@ -15,7 +15,7 @@ from ortplugins.errors import PassError
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
-from ortplugins.runtime.session_settings import apply_settings
+from ortplugins.runtime.copied_options import apply_settings
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import (
     Candidate,

@@ -10,7 +10,7 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, apply_settings
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, apply_settings
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",

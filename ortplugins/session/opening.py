@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 import time
 import weakref
@@ -15,23 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.runtime.session_settings import (
-    PROVIDERS_OF_OPTIONS,
-    CopiedOptions,
-    custom_op_libraries,
-    overrides_dimensions,
-)
-from session_options.caller_warnings import warn_caller
-from session_options.keys import OptionError, stored
-from session_options.passes import NOTHING_TO_DO
-from session_options.plan import Plan, read_plan
+from ortplugins.runtime.copied_options import CopiedOptions
+from ortplugins.session import hit
+from ortplugins.session.recorded_options import Record, record_of
 
 if TYPE_CHECKING:
-    from ortplugins.cache.find_or_build import Artifact
+    from ortplugins.errors import ModelFileError
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
     from session_options.keys import Lookup
+    from session_options.plan import Plan
 
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
 # object would take a start longer than reading the entry.
@@ -56,7 +48,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """What was done to the model, and what not and why."""
         from ortplugins.report import Report
 
-        return Report.from_dict(self._ortplugins_report)
+        return Report.from_dict(whole_report(self._ortplugins_report))
 
     def __init__(
         self,
@@ -78,7 +70,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         self._ortplugins_report = open_session(
             self,
             super().__init__,
-            read_plan,
+            _read_plan,
             path_or_bytes,
             sess_options,
             providers,
@@ -103,7 +95,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             self._ortplugins_report = open_session(
                 self,
                 super().__init__,
-                read_plan,
+                _read_plan,
                 self._model_path or self._model_bytes,
                 self._sess_options_initial,
                 providers,
@@ -127,21 +119,22 @@ def open_session(
     provider_options: Sequence[dict[Any, Any]] | None,
     kwargs: Mapping[str, Any],
     *,
-    opted_in: bool = True,
+    switched: Mapping[str, str] | None = None,
 ) -> ReportDict:
     """Read the options, find or build the artifact, and construct the session on it.
 
-    Arguments may be anything: what onnxruntime refuses it is given, for its own error. No
-    error of ours reaches a caller that has not ``opted_in``, unless the plan is strict.
+    Arguments may be anything: what onnxruntime refuses it is given, for its own error. Where
+    entries were ``switched`` on for sessions of others, no error of ours reaches their
+    callers, unless the plan is strict.
     """
     started = time.perf_counter()
     arguments = path_or_bytes, options, providers, provider_options, kwargs
-    report = _Start(session, construct, *arguments, opted_in=opted_in).open(read_plan)
+    report = _Start(session, construct, *arguments, switched=switched).open(read_plan)
     seconds = time.perf_counter() - started
     if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # below ``ortplugins run``
         from ortplugins.session.run_log import record
 
-        record(report, seconds)
+        record(whole_report(report), seconds)
     _log_start(path_or_bytes, seconds, report)
     return report
 
@@ -164,29 +157,36 @@ class _Start:
         provider_options: Sequence[dict[Any, Any]] | None,
         kwargs: Mapping[str, Any],
         *,
-        opted_in: bool,
+        switched: Mapping[str, str] | None,
     ) -> None:
         self._session, self._construct = session, construct
         self._model, self._options = model, options
         self._providers, self._provider_options = providers, provider_options
-        self._kwargs, self._opted_in = kwargs, opted_in
+        self._kwargs, self._switched = kwargs, switched
+        self._opted_in = switched is None
+        self._text: str | None = None  # of a start that may be known, or is kept
 
     def open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
         """Construct the session, on its artifact where it has one; return the report."""
         are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
             self._options, onnxruntime.SessionOptions
         )
-        plan = read_plan(functools.partial(stored, self._options)) if are_usable else None
+        if not are_usable:
+            self._open_given()
+            return STOCK
+        if (record := record_of(self._options)) is not None:
+            if not self._switched and not any(map(_is_ours, record.entries)):
+                self._open_given()
+                return STOCK
+            if (report := self._open_known(record, read_plan)) is not None:
+                return report
+        started = time.time()
+        plan = read_plan(self._entry)
         if not plan:
             self._open_given()
             return STOCK
-        if (report := _nothing_to_do(self._model, plan)) is not None:
-            try:
-                self._open_given()
-            except Exception:
-                pass  # loading the model says what is wrong with it
-            else:
-                return report
+        if (report := self._open_without_work(plan, started)) is not None:
+            return report
         try:
             given = CopiedOptions(self._options)
             providers = _providers_by_name(self._providers, self._provider_options)
@@ -198,11 +198,85 @@ class _Start:
             return _untouched("external initializers were added to the SessionOptions")
         return self._open_planned(plan, given, providers)
 
+    def _open_known(
+        self, record: Record, read_plan: Callable[[Lookup], Plan]
+    ) -> ReportDict | None:
+        """Construct the session as an earlier start did; None where none is known."""
+        if record.others:
+            return None
+        entries = record.entries
+        others = self._providers, self._provider_options
+        disabled = self._kwargs.get("disabled_optimizers")
+        self._text = hit.text_of_start(
+            self._model, entries, self._switched, self._options, *others, disabled
+        )
+        if self._text is None:
+            return None
+        artifact = hit.find(hit.root_of(entries, self._switched), self._text)
+        if artifact is None:
+            return None
+        try:
+            if artifact.model is None and not artifact.settings:
+                self._open_given()
+            else:
+                given = CopiedOptions(self._options)
+                self._open_artifact(artifact, given)
+                self._finish(given)
+        except Exception:  # whatever it is, who looks closer says it
+            return None
+        if artifact.opened:
+            _call_opened(read_plan(self._entry))
+        return artifact.report
+
+    def _open_without_work(self, plan: Plan, started: float) -> ReportDict | None:
+        """Construct the session where no pass finds its operator; None where one may."""
+        from ortplugins.cache.find_or_build import keep_start, lacks_operators
+        from session_options.passes import NOTHING_TO_DO
+
+        states = None
+        if not (is_ort := _is_ort_format(self._model)):
+            if isinstance(self._model, bytes):
+                return None
+            if (states := lacks_operators(_name_of(self._model), plan)) is None:
+                return None
+        if is_ort:
+            report = _untouched("a model in ORT format was optimised already")
+        else:  # a Report would take milliseconds to import, and nobody may ask for it
+            remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
+            passes = [
+                {"name": item.name, "seconds": 0.0, "remarks": [remark]}
+                for item in plan.passes
+            ]
+            report = {**STOCK, "source": "untouched", "passes": passes, "fired": 0}
+        try:
+            self._open_given()
+        except Exception:
+            return None  # loading the model says what is wrong with it
+        if self._text is not None and states is not None:
+            keep_start(plan, self._text, hit.Artifact(report), None, states, started)
+        return report
+
+    def _entry(self, key: str) -> str | None:
+        """Return an entry of the options, or None when it was never set."""
+        if (record := record_of(self._options)) is not None:
+            return record.entries.get(key)
+        from session_options.keys import stored
+
+        return stored(self._options, key)
+
+    def _finish(self, given: CopiedOptions) -> None:
+        """Do what onnxruntime's constructor does with the arguments it was given."""
+        if int(self._kwargs.get("enable_fallback", 1)) == 1:
+            self._session.enable_fallback()
+        self._present(given)
+
     def _open_planned(
         self, plan: Plan, given: CopiedOptions, providers: Mapping[str, dict[str, str]]
     ) -> ReportDict:
         """Construct the session on what a plan makes of the model, or as it was asked for."""
+        from ortplugins.errors import OrtpluginsWarning
         from ortplugins.optimization.request import read_request
+        from session_options.keys import OptionError
 
         if not isinstance(disabled := self._kwargs.get("disabled_optimizers"), Collection):
             # An iterator would be empty when onnxruntime reads it.
@@ -226,9 +300,7 @@ class _Start:
         if not is_open:
             self._open_given()
             return report
-        if int(self._kwargs.get("enable_fallback", 1)) == 1:
-            self._session.enable_fallback()
-        self._present(given)
+        self._finish(given)
         if report["artifact"]:
             _call_opened(plan)
         return report
@@ -236,6 +308,8 @@ class _Start:
     def _provider_names(self, given: Mapping[str, Any]) -> Sequence[str]:
         """Names of the providers in order, as onnxruntime chooses them when none are given."""
         if not given and _has_providers(self._options):  # which cannot be asked for names
+            from ortplugins.runtime.session_settings import PROVIDERS_OF_OPTIONS
+
             return (PROVIDERS_OF_OPTIONS,)
         names: Sequence[str] = tuple(given) or onnxruntime.get_available_providers()
         return names
@@ -249,7 +323,7 @@ class _Start:
         """
         from ortplugins.cache.find_or_build import discard_if_damaged, find_or_build
 
-        artifact = find_or_build(request)
+        artifact = find_or_build(request, self._text)
         try:
             return self._open_artifact(artifact, given)
         except Exception as error:
@@ -257,13 +331,15 @@ class _Start:
                 return self._find_and_open(request, given, again=True)
             if request.plan.strict:
                 raise
+            from ortplugins.errors import PassError
+
             name = artifact.model or request.name
             raise PassError(f"{name} cannot be opened: {error}") from error
         finally:
             _remove_temporary(artifact, self._session)
 
     def _open_artifact(
-        self, artifact: Artifact, given: CopiedOptions
+        self, artifact: hit.Artifact, given: CopiedOptions
     ) -> tuple[ReportDict, bool]:
         """Open an artifact, and give way to options that it was made without."""
         report = artifact.report
@@ -271,7 +347,8 @@ class _Start:
             if artifact.settings:
                 self._open_with(self._model, given, artifact.settings)
             return report, bool(artifact.settings)
-        added = given.added_initializer(artifact.source["initializers"])
+        known = not artifact.source  # what follows was not set then
+        added = None if known else given.added_initializer(artifact.source["initializers"])
         if added is not None:
             text = f"initializer {added!r} was added to the SessionOptions"
             notes = [*report["notes"], *_untouched(text)["notes"]]
@@ -283,7 +360,7 @@ class _Start:
         written = self._settings_of_written_model(artifact)
         level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
         self._open_with(model, given, artifact.settings, {**written, **level})
-        if artifact.baked and overrides_dimensions(self._session, artifact.source):
+        if artifact.baked and not known and _overrides(self._session, artifact.source):
             if self._options.enable_profiling:
                 os.unlink(self._session.end_profiling())
             self._open_with(model, given, artifact.settings, written)
@@ -291,14 +368,14 @@ class _Start:
             report = {**report, "notes": [*report["notes"], note]}
         return report, True
 
-    def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
+    def _settings_of_written_model(self, artifact: hit.Artifact) -> dict[str, str]:
         """Return what makes ``optimized_model_filepath`` a model with data of its own.
 
         Else it would name the artifact's data, which lies in another folder.
         """
         path = self._options.optimized_model_filepath
         has_data = artifact.as_bytes or os.path.exists(f"{artifact.model}.data")
-        if not path or not has_data or stored(self._options, _WRITTEN_DATA_KEY):
+        if not path or not has_data or self._entry(_WRITTEN_DATA_KEY):
             return {}
         return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
 
@@ -328,6 +405,8 @@ class _Start:
         copied = given.copy({**settings, **faster})
         if _has_providers(self._options) and not _has_providers(copied):
             if settings:
+                from ortplugins.errors import PassError
+
                 raise PassError(f"devices were added to SessionOptions that need {settings}")
             construct_on(self._options)
             return
@@ -337,6 +416,8 @@ class _Start:
             if not settings:
                 construct_on(self._options)
                 return
+            from ortplugins.runtime.session_settings import custom_op_libraries
+
             if not (libraries := custom_op_libraries()):
                 raise
             copied = given.copy({**settings, **faster})
@@ -346,6 +427,9 @@ class _Start:
 
     def _open_untouched(self, error: Exception) -> ReportDict:
         """Construct the session that was asked for, as no better one can be had; say so."""
+        from ortplugins.errors import MissingFileError, ModelFileError, PassError
+        from session_options.keys import OptionError
+
         try:
             self._open_given()
         except Exception as refused:
@@ -380,7 +464,7 @@ def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     return both(*error.args)
 
 
-def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession) -> None:
+def _remove_temporary(artifact: hit.Artifact, session: onnxruntime.InferenceSession) -> None:
     """Remove the folder of an artifact that is in no cache.
 
     POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so
@@ -390,24 +474,26 @@ def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession)
         try:
             artifact.temporary.cleanup()
         except OSError:
+            import shutil
+
             remove = functools.partial(shutil.rmtree, ignore_errors=True)
             weakref.finalize(session._sess, remove, artifact.temporary.name)
 
 
-def _nothing_to_do(
-    path_or_bytes: str | bytes | os.PathLike[str], plan: Plan
-) -> ReportDict | None:
-    """Return the report of a start that needs no artifact; None where one has to be found."""
-    if _is_ort_format(path_or_bytes):
-        return _untouched("a model in ORT format was optimised already")
-    from ortplugins.cache.find_or_build import lacks_operators
+def _read_plan(entry: Lookup) -> Plan:
+    from session_options.plan import read_plan
 
-    if isinstance(path_or_bytes, bytes) or not lacks_operators(_name_of(path_or_bytes), plan):
-        return None
-    # A Report would take milliseconds to import, and nobody may ask for it.
-    remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
-    passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
-    return {**STOCK, "source": "untouched", "passes": passes}
+    return read_plan(entry)
+
+
+def _is_ours(key: str) -> bool:
+    return key.startswith("ortplugins.")
+
+
+def _overrides(session: onnxruntime.InferenceSession, described: Mapping[str, Any]) -> bool:
+    from ortplugins.runtime.session_settings import overrides_dimensions
+
+    return overrides_dimensions(session, described)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
@@ -433,7 +519,7 @@ def _log_start(
     from ortplugins.report import Report
 
     name = _name_of(path_or_bytes)
-    logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(report))
+    logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(whole_report(report)))
 
 
 def _call_opened(plan: Plan) -> None:
@@ -442,6 +528,9 @@ def _call_opened(plan: Plan) -> None:
         try:
             item.opened()
         except Exception as error:
+            from ortplugins.errors import OrtpluginsWarning, PassError
+            from session_options.caller_warnings import warn_caller
+
             text = f"pass {item.name!r}: opened: {type(error).__name__}: {error}"
             if plan.strict:
                 raise PassError(text) from error
@@ -450,9 +539,23 @@ def _call_opened(plan: Plan) -> None:
 
 def untouched_report(reason: str) -> ReportDict:
     """Warn that the untouched model runs, and return the report that says so."""
+    from ortplugins.errors import OrtpluginsWarning
+    from session_options.caller_warnings import warn_caller
+
     report = _untouched(reason)
     warn_caller(report["notes"][0], OrtpluginsWarning)
     return report
+
+
+def whole_report(report: ReportDict) -> ReportDict:
+    """Return a report with the part of it that a start which was known leaves as JSON."""
+    if (stored := report.get("stored")) is None:
+        return report
+    import json
+
+    whole = json.loads(stored)
+    changed = {name: report[name] for name in ("source", "artifact")}
+    return {**whole, **changed, "notes": [*whole["notes"], *report["notes"]]}
 
 
 def _untouched(reason: str) -> ReportDict:

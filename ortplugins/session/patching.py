@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins.report import Report
-from ortplugins.session.opening import open_session, untouched_report
+from ortplugins.session.opening import open_session, untouched_report, whole_report
 from session_options import OptionError, Pass, Plan, enable_key
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
@@ -211,13 +211,13 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
                 providers,
                 provider_options,
                 kwargs,
-                opted_in=False,
+                switched=switched,
             )
         finally:
             _working.now = False
         if problems:
             (report,) = problems
-        self.ortplugins_report = Report.from_dict(report)
+        self.ortplugins_report = Report.from_dict(whole_report(report))
 
     _replacements[__init__] = original
     return __init__

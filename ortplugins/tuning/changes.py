@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
+from ortplugins.runtime.copied_options import MALLOC_THRESHOLD_KEY
 from ortplugins.runtime.machine import usable_cores
 from ortplugins.runtime.session_settings import (
     DISABLED_OPTIMIZERS_KEY,
     DISABLED_PACKING_KEY,
-    MALLOC_THRESHOLD_KEY,
     PARALLEL_PACKING_KEY,
 )
 

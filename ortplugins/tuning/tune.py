@@ -46,8 +46,9 @@ from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
 from ortplugins.report import Tried
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import machine, process_memory, usable_cores
-from ortplugins.runtime.session_settings import DATA_FOLDER_KEY, PROVIDERS_OF_OPTIONS
+from ortplugins.runtime.session_settings import PROVIDERS_OF_OPTIONS
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.tuning.changes import AND, Change, changes_for, combined
 from ortplugins.tuning.workloads import Workload, workloads
