@@ -71,7 +71,7 @@ _WITH_PEERS = "olive_tuning"
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
     "start_cost": "What a start costs beside onnxruntime's own",
-    "processor_time": "Processor time that a start adds to onnxruntime's own, imports included",
+    "processor_time": "Processor time that a start adds to onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "layout_score": "The matrix of weight layouts: what becomes of each",
     "layout_times": "The matrix of weight layouts with default options, beside onnxruntime",

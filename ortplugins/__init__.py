@@ -88,7 +88,6 @@ else:
         )
 
 if TYPE_CHECKING:
-    from ortplugins.cache.warming import warm
     from ortplugins.comparison.compare import Comparison, compare
     from ortplugins.errors import (
         MissingFileError,
@@ -101,6 +100,7 @@ if TYPE_CHECKING:
     from ortplugins.report import Report
     from ortplugins.session.opening import InferenceSession
     from ortplugins.session.patching import disable, enable, enabled
+    from ortplugins.session.warming import warm
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from ortplugins.weight_only_quantization import WeightOnlyQuantization
     from session_options import (
@@ -125,7 +125,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "session_options": __all__,  # all that are not named below
-        "ortplugins.cache.warming": ("warm",),
+        "ortplugins.session.warming": ("warm",),
         "ortplugins.comparison.compare": ("Comparison", "compare"),
         "ortplugins.errors": (
             "MissingFileError",

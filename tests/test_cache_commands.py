@@ -25,9 +25,9 @@ from builders.sessions import CPU, check, files, options, save, source, start
 
 import ortplugins
 from ortplugins.cache.store import ArtifactCache, Entry, prune
-from ortplugins.cache.warming import warm
 from ortplugins.cli.cache import parse_age
 from ortplugins.cli.options import parse_size
+from ortplugins.session.warming import warm
 
 CASE = DequantizedMatMul(512, 512, 32)
 NOBODY = 65534

@@ -20,9 +20,9 @@ from builders.text_models import model_of, normal
 import ortplugins
 import ortplugins.testing as ortplugins_testing
 from ortplugins.cache.store import ArtifactCache, Entry
-from ortplugins.cache.warming import warm
 from ortplugins.optimization import build
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
+from ortplugins.session.warming import warm
 from session_options import enable_key
 from session_options.keys import stored
 

@@ -19,8 +19,8 @@ from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
-from ortplugins.cache import find_or_build as finding
 from ortplugins.optimization import request
+from ortplugins.session import find_or_build as finding
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored

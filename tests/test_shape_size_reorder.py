@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
-from ortplugins.cache.find_or_build import find_or_build
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import running_options
+from ortplugins.session.find_or_build import find_or_build
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes

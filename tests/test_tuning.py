@@ -22,13 +22,13 @@ from builders.sessions import CPU, save, start
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins.cache.warming import warm
 from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization.request import read_request
 from ortplugins.runtime import machine, session_settings
 from ortplugins.runtime.copied_options import apply_settings, running_options
 from ortplugins.runtime.machine import usable_cores
+from ortplugins.session.warming import warm
 from ortplugins.tuning import tune as tuning
 from ortplugins.tuning.changes import AND, changes_for
 from session_options.keys import stored

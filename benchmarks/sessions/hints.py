@@ -18,10 +18,10 @@ from benchmarks.models.minilm import float_minilm
 from benchmarks.models.real_nets import held_out_nets, real_nets
 from benchmarks.sessions.mixed_precision import int8_minilm
 from examples.smollm2 import demo
-from ortplugins.cache.warming import warm
 from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
 from ortplugins.quantization import quantize
 from ortplugins.report import Report
+from ortplugins.session.warming import warm
 from ortplugins.tuning.changes import AND
 from session_options.plan import entries_of
 

@@ -82,8 +82,8 @@ def prepare_artifact(_: Any, source: str, cache: str) -> float:
     import onnxruntime
 
     import ortplugins
-    from ortplugins.cache.find_or_build import find_or_build
     from ortplugins.optimization.request import read_request
+    from ortplugins.session.find_or_build import find_or_build
 
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(), cache_dir=cache)

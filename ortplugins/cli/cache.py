@@ -125,8 +125,8 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
 @_command("explain")
 def explain_miss(model: opt.Model, start: SessionStart) -> None:
     """Show what a session on the CPU finds, or what of its key differs; exit with 1 then."""
-    from ortplugins.cache.warming import explain_miss
     from ortplugins.report import Report
+    from ortplugins.session.warming import explain_miss
 
     found = explain_miss(model, **start)
     if found.is_present and found.nearest is not None:
@@ -219,8 +219,8 @@ def warm(
     Args:
         models (MODEL): An .onnx file.
     """
-    from ortplugins.cache.warming import expected_bytes
-    from ortplugins.cache.warming import warm as build
+    from ortplugins.session.warming import expected_bytes
+    from ortplugins.session.warming import warm as build
 
     if PrepackedWeights.name in start["passes"]:
         for model in models:

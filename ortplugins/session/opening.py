@@ -230,7 +230,7 @@ class _Start:
 
     def _open_without_work(self, plan: Plan, started: float) -> ReportDict | None:
         """Construct the session where no pass finds its operator; None where one may."""
-        from ortplugins.cache.find_or_build import keep_start, lacks_operators
+        from ortplugins.session.find_or_build import keep_start, lacks_operators
         from session_options.passes import NOTHING_TO_DO
 
         states = None
@@ -321,7 +321,7 @@ class _Start:
 
         An artifact that was damaged in the cache is built again, once.
         """
-        from ortplugins.cache.find_or_build import discard_if_damaged, find_or_build
+        from ortplugins.session.find_or_build import discard_if_damaged, find_or_build
 
         artifact = find_or_build(request, self._text)
         try:

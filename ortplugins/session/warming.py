@@ -15,12 +15,12 @@ from typing import Any
 import onnxruntime
 
 from ortplugins.cache.build import cache_of, session_key_content
-from ortplugins.cache.find_or_build import find_or_build
 from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
+from ortplugins.session.find_or_build import find_or_build
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, stored
 from session_options.plan import entries_of, read_plan
