@@ -22,7 +22,7 @@ from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import KeptSamples
 from ortplugins.samples.text import TextSamples, _chat_template
-from rewrite_rules.shapes.input_roles import counted_tokens
+from rewrite_rules.facts.token_rows import TokenRows
 
 
 def feeds_of(model: onnx.ModelProto, folder: Path, **options):
@@ -383,7 +383,7 @@ def test_padding_never_counts_in_statistics():
     (feed,) = feeds()
     assert feed["input_ids"].tolist() == [[0, 3, 4, 5, 1] + [0] * 7]
     assert feed["attention_mask"].tolist() == [[1] * 5 + [0] * 7]
-    counted = counted_tokens(graph.graph.inputs, feed)
+    counted = TokenRows(graph).real("x", (1, 12, 8), feed)
     assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
 
     samples = KeptSamples([feed], graph, scratch=Path())

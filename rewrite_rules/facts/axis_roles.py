@@ -14,6 +14,7 @@ sizes of the inputs at run time, which leaves out the sizes of 1.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
@@ -40,9 +41,15 @@ class AxisRoles:
     """The axes of the values of a model whose nodes are sorted, by what they count."""
 
     def __init__(self, model: ir.Model, masks: Collection[ir.Value] = ()) -> None:
-        """Follow the graph; ``masks``, ``[batch, keys]``, may hide keys from a Softmax."""
-        self._shapes = ProvedShapes(model)
+        """Follow the graph; ``masks``, ``[batch, keys]``, may hide keys from a Softmax.
+
+        A number that a mask declares says nothing of an input that declares it, too.
+        """
+        with _opened(model.graph.inputs, masks):
+            self._shapes = ProvedShapes(model)
         self._masks = masks
+        # What is joined along an axis, by its size.
+        self._parts: dict[Dim, list[Dim]] = {}
         self._roots: dict[int, int] = {}
         # Sizes that follow from those of inputs; of others, each may be 1 in every run.
         self._followed = {
@@ -63,6 +70,13 @@ class AxisRoles:
         """Return the sizes of a value in the unknowns that stand for all equal ones."""
         dims = self._shapes.dims(value)
         return None if dims is None else tuple(map(self._rooted, dims))
+
+    def last_part(self, total: Dim) -> Dim | None:
+        """Return the last of the sizes that are joined to one: the new tokens of all."""
+        for made, parts in self._parts.items():
+            if self._rooted(made) == self._rooted(total):
+                return self._rooted(parts[-1])
+        return None
 
     def sources(self, value: ir.Value) -> frozenset[ir.Value]:
         """Return the inputs whose numbers a value depends on."""
@@ -109,7 +123,9 @@ class AxisRoles:
         if kind in _RESHAPES and inputs[0] is not None and result is not None:
             return self._reshaped(inputs[0], result)
         if kind == "Concat":
-            return self._beside(given, int_attribute(node, "axis", 0))
+            axis = int_attribute(node, "axis", 0)
+            self._note_parts(given, result, axis)
+            return self._beside(given, axis)
         if kind == "Softmax":
             return self._hidden_by_masks(node)
         return ()
@@ -145,6 +161,14 @@ class AxisRoles:
             along = axis % len(dims)
             pairs = enumerate(zip(shapes[0], dims, strict=False))
             yield from (pair for place, pair in pairs if place != along)
+
+    def _note_parts(self, shapes: list[Dims], result: Dims | None, axis: int) -> None:
+        if result is None or any(len(dims) != len(result) for dims in shapes):
+            return
+        parts = [dims[axis] for dims in shapes]
+        if all(map(self._is_followed, parts)) and result[axis][1]:
+            self._followed.update(result[axis][1])
+            self._parts[result[axis]] = parts
 
     def _hidden_by_masks(self, node: ir.Node) -> Iterator[_Pair]:
         """Yield the axis that a Softmax is along, and that of each mask that it is made under.
@@ -196,3 +220,18 @@ class AxisRoles:
         while unknown in self._roots:
             unknown = self._roots[unknown]
         return unknown
+
+
+@contextlib.contextmanager
+def _opened(inputs: Iterable[ir.Value], masks: Iterable[ir.Value]) -> Iterator[None]:
+    """Leave out the numbers of masks from the declared shapes of inputs, for a while."""
+    numbers = {dim for mask in masks for dim in mask.shape or () if isinstance(dim, int)}
+    declared = {value: value.shape for value in inputs if value.shape is not None}
+    try:
+        for value, shape in declared.items():
+            opened = [None if dim in numbers - {1} else dim for dim in shape]
+            value.shape = ir.Shape(opened)
+        yield
+    finally:
+        for value, shape in declared.items():
+            value.shape = shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,24 +193,6 @@ def made_up_values(
     else:
         array = rng.integers(0, rows_below(value) or _IDS, shape)
     return array.astype(dtype.numpy())
-
-
-def counted_tokens(
-    inputs: Sequence[ir.Value], feed: Mapping[str, npt.NDArray[Any]]
-) -> npt.NDArray[np.bool_] | None:
-    """Return which new tokens are not padding, ``[batch, sequence]``; None where none is."""
-    mask, length = None, None
-    for value in inputs:
-        role, array = role_of(value), feed.get(value.name or "")
-        if array is None or array.ndim != 2:
-            continue
-        if role.kind is Kind.MASK and role.axes[-1] == "total":
-            mask = array.astype(bool)
-        elif role.kind is Kind.IDS:
-            length = array.shape[1]
-    if mask is None or not length or mask.all():
-        return None
-    return mask[:, -length:]
 
 
 def cache_sizes(value: ir.Value, shapes: ProvedShapes) -> dict[str, int]:

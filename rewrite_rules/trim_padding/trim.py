@@ -204,7 +204,7 @@ def _may_be_mask(value: ir.Value) -> bool:
 
 def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
     assert mask.shape is not None
-    roles = _roles(model, mask)
+    roles = AxisRoles(model, [mask])
     stopped = None
     for runs in (_LONG_RUNS, _MIDDLE_RUNS):
         try:
@@ -254,20 +254,6 @@ def _runs(rows: Iterable[_Rows], mask: ir.Value, own: Iterable[str]) -> Runs:
                 array[i, : len(row)] = [letter == "1" for letter in row]
             masks.append((array, kept - max(map(len, texts)) + max(map(len, batch))))
     return Runs(masks, own)
-
-
-def _roles(model: ir.Model, mask: ir.Value) -> AxisRoles:
-    """Find out what axes count; a number that the mask has as well may be any."""
-    assert mask.shape is not None
-    numbers = {dim for dim in mask.shape if isinstance(dim, int) and dim != 1}
-    declared = {v: v.shape for v in model.graph.inputs if v.shape is not None}
-    try:
-        for value, shape in declared.items():
-            value.shape = ir.Shape([None if dim in numbers else dim for dim in shape])
-        return AxisRoles(model, [mask])
-    finally:
-        for value, shape in declared.items():
-            value.shape = shape
 
 
 def _inputs(

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common
@@ -41,7 +40,7 @@ from ortplugins.quantization.statistics.accumulator import (
 )
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed, KeptSamples, feed_bytes
-from rewrite_rules.shapes.input_roles import counted_tokens
+from rewrite_rules.facts.token_rows import TokenRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,8 @@ def collect(
     # Bad ones are reported before hours of work.
     calibration.samples.read_all()
     detached = model.clone()
-    source = _Source(detached, detach_tensors(detached, calibration.scratch), calibration)
+    folder = detach_tensors(detached, calibration.scratch)
+    source = _Source(detached, folder, calibration, TokenRows(detached))
     sizes = _measure(source, [request.name for group in groups for request in group])
     named = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     order = {name: place for place, name in enumerate(named)}
@@ -99,6 +99,7 @@ class _Source:
     model: ir.Model  # without large tensors
     folder: Path  # above the files of these
     calibration: Calibration
+    rows: TokenRows
 
     def part(
         self, names: Sequence[str], *, shapes: bool = False
@@ -121,17 +122,17 @@ def _measure(source: _Source, names: Sequence[str]) -> dict[str, _Size]:
     inputs, samples = source.model.graph.inputs, source.calibration.samples
     largest = samples.largest()
     shapes = source.part(names, shapes=True)(largest, "the largest sample")
-    part_of_largest = 0.0
+    part_of_largest = dict.fromkeys(names, 0.0)
     for feed in samples:
-        counted = counted_tokens(inputs, feed)
-        real = 1.0 if counted is None else float(counted.mean())
-        part_of_largest += real * feed_bytes(feed) / max(1, feed_bytes(largest))
+        part = feed_bytes(feed) / max(1, feed_bytes(largest))
+        for name in part_of_largest:
+            part_of_largest[name] += part * source.rows.share(name, feed)
     given = {value.name for value in inputs}  # which are there anyway
     found = {}
     for name, shape in shapes:
         rows = math.prod(shape[:-1].tolist())
         nbytes = 0 if name in given else math.prod(shape.tolist()) * 4
-        found[name] = _Size(nbytes, rows * (samples.count or 0), rows * part_of_largest)
+        found[name] = _Size(nbytes, rows * (samples.count or 0), rows * part_of_largest[name])
     return found
 
 
@@ -143,7 +144,7 @@ def _accumulate(
     of: int,
 ) -> dict[str, StatisticsAccumulator]:
     """Go through the samples once for some activations; nothing else is held afterwards."""
-    samples, inputs = source.calibration.samples, source.model.graph.inputs
+    samples = source.calibration.samples
     accumulators = {
         r.name: StatisticsAccumulator(r, max(1, round(sizes[r.name].tokens / r.gram_tokens)))
         for r in batch
@@ -158,7 +159,7 @@ def _accumulate(
                 number * total + index, total * of, f"calibration, pass {number + 1} of {of}"
             )
             arrays = fetch(feed, f"sample {index}")
-            rows = without_padding(arrays, counted_tokens(inputs, feed))
+            rows = without_padding(arrays, source.rows, feed)
             _update_all(accumulators, rows, index)
     return accumulators
 
@@ -204,14 +205,13 @@ def _batches(
 
 
 def without_padding(
-    arrays: Iterable[tuple[str, npt.NDArray[Any]]], counted: npt.NDArray[np.bool_] | None
+    arrays: Iterable[tuple[str, npt.NDArray[Any]]], rows: TokenRows, feed: Feed
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Leave the rows of padding out of activations; those without a row per token stay."""
     for name, array in arrays:
-        if counted is not None and array.ndim > 2 and array.shape[:2] == counted.shape:
-            array = array[counted]
-        elif counted is not None and array.ndim == 2 and len(array) == counted.size:
-            array = array[counted.reshape(-1)]
+        real = rows.real(name, array.shape, feed)
+        if real is not None:
+            array = array[real]
         if array.size:
             yield name, array
 

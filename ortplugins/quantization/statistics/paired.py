@@ -40,8 +40,8 @@ from ortplugins.quantization.statistics.collect import (
     without_padding,
 )
 from ortplugins.samples.sources import Feed
+from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
-from rewrite_rules.shapes.input_roles import counted_tokens
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +64,7 @@ class PairedModels:
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         self._model = model.clone()
         self._folder = detach_tensors(self._model, self._scratch)
+        self._rows = TokenRows(self._model)
         self._nodes = list(self._model.graph)
         self.places: dict[str, int] = {}
         self._last_reads: dict[str, int] = {}
@@ -105,8 +106,7 @@ class PairedModels:
                 both = [
                     (name, self._value(m, index, name, feed)) for m in (_FLOAT, _QUANTIZED)
                 ]
-                counted = counted_tokens(self._model.graph.inputs, feed)
-                rows = [each for _, each in without_padding(both, counted)]
+                rows = [each for _, each in without_padding(both, self._rows, feed)]
                 if not rows:
                     continue
                 larger = max(unit_for(float(abs(each).max())) for each in rows)
