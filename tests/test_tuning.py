@@ -12,14 +12,16 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import as_json, printed
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import CPU, save, start
-from builders.text_models import proto_of
+from builders.text_models import model_of, proto_of
 
 import ortplugins
 from ortplugins.measurement import measure as harness
@@ -415,6 +417,29 @@ def test_custom_operators(found, library, tmp_path, monkeypatch):
     unmeasured = "only what is safe is taken: measuring processes cannot open it"
     assert (unmeasured in note) is not found
     assert ("is not a registered function" in note) is not found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries are found in /proc")
+@pytest.mark.parametrize("other", [None, ortplugins.PrepackedWeights()])
+def test_artifacts_with_custom_operators(other, library, tmp_path):
+    """Copies of options lack them, and some artifacts need settings of their own."""
+    codes, scales, _ = DequantizedMatMul(64, 64, 32).arrays()
+    text = """g (float[rows, 64] x) => (float[rows, 64] y) {
+        w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)
+        hidden = MatMul(x, w)
+        three = tests.Three(hidden)
+        y = Add(hidden, three)
+    }"""
+    model = model_of(text, {"codes": codes.astype(ml_dtypes.int4), "scales": scales})
+    model.opset_imports["tests"] = 1
+    ir.save(model, tmp_path / "model.onnx")
+    for expected in ("built", "cache"):
+        so = onnxruntime.SessionOptions()
+        so.register_custom_ops_library(library)
+        ortplugins.configure(so, ortplugins.DqMatMulNBitsFusion(), *([other] if other else []))
+        session = start(tmp_path / "model.onnx", so)
+        assert session.ortplugins_report.source == expected
+        assert session.run(None, {"x": np.zeros((1, 64), np.float32)})[0][0, 0] == 3
 
 
 def tried(hint: str, session: Mapping[str, str], *operators: str) -> set[str]:
