@@ -67,16 +67,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
                 warning and the untouched model runs.
         """
-        self._ortplugins_report = open_session(
-            self,
-            super().__init__,
-            _read_plan,
-            path_or_bytes,
-            sess_options,
-            providers,
-            provider_options,
-            kwargs,
-        )
+        given = path_or_bytes, sess_options, providers, provider_options
+        start = Start(self, super().__init__, given, kwargs)
+        self._ortplugins_report = start.open(_read_plan)
 
     def set_providers(
         self,
@@ -90,56 +83,18 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         if self._ortplugins_report["source"] == "stock":
             super().set_providers(providers, provider_options)
             return
-        falls_back = self._enable_fallback
+        model = self._model_path or self._model_bytes
+        given = model, self._sess_options_initial, providers, provider_options
+        reads_config, falls_back = int(self._read_config_from_model), self._enable_fallback
+        kwargs = {"enable_fallback": 0, "read_config_from_model": reads_config}
         try:
-            self._ortplugins_report = open_session(
-                self,
-                super().__init__,
-                _read_plan,
-                self._model_path or self._model_bytes,
-                self._sess_options_initial,
-                providers,
-                provider_options,
-                {
-                    "enable_fallback": 0,
-                    "read_config_from_model": int(self._read_config_from_model),
-                },
-            )
+            start = Start(self, super().__init__, given, kwargs)
+            self._ortplugins_report = start.open(_read_plan)
         finally:
             self._enable_fallback = falls_back
 
 
-def open_session(
-    session: onnxruntime.InferenceSession,
-    construct: Callable[..., None],
-    read_plan: Callable[[Lookup], Plan],
-    path_or_bytes: Any,
-    options: Any,
-    providers: Sequence[Any] | None,
-    provider_options: Sequence[dict[Any, Any]] | None,
-    kwargs: Mapping[str, Any],
-    *,
-    switched: Mapping[str, str] | None = None,
-) -> ReportDict:
-    """Read the options, find or build the artifact, and construct the session on it.
-
-    Arguments may be anything: what onnxruntime refuses it is given, for its own error. Where
-    entries were ``switched`` on for sessions of others, no error of ours reaches their
-    callers, unless the plan is strict.
-    """
-    started = time.perf_counter()
-    arguments = path_or_bytes, options, providers, provider_options, kwargs
-    report = _Start(session, construct, *arguments, switched=switched).open(read_plan)
-    seconds = time.perf_counter() - started
-    if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # below ``ortplugins run``
-        from ortplugins.session.run_log import record
-
-        record(whole_report(report), seconds)
-    _log_start(path_or_bytes, seconds, report)
-    return report
-
-
-class _Start:
+class Start:
     """What a session was asked for, and the ways to construct it.
 
     onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
@@ -151,23 +106,34 @@ class _Start:
         self,
         session: onnxruntime.InferenceSession,
         construct: Callable[..., None],
-        model: Any,
-        options: Any,
-        providers: Sequence[Any] | None,
-        provider_options: Sequence[dict[Any, Any]] | None,
+        given: tuple[Any, Any, Any, Any],
         kwargs: Mapping[str, Any],
-        *,
-        switched: Mapping[str, str] | None,
+        switched: Mapping[str, str] | None = None,
     ) -> None:
+        """Take onnxruntime's constructor and its arguments, which may be anything.
+
+        Where entries were ``switched`` on for sessions of others, no error of ours reaches
+        their callers, unless the plan is strict.
+        """
         self._session, self._construct = session, construct
-        self._model, self._options = model, options
-        self._providers, self._provider_options = providers, provider_options
+        (self._model, self._options), self._providers = given[:2], given[2:]
         self._kwargs, self._switched = kwargs, switched
-        self._opted_in = switched is None
         self._text: str | None = None  # of a start that may be known, or is kept
 
     def open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
-        """Construct the session, on its artifact where it has one; return the report."""
+        """Construct the session, and log it; return the report."""
+        started = time.perf_counter()
+        report = self._open(read_plan)
+        seconds = time.perf_counter() - started
+        if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # ``ortplugins run``
+            from ortplugins.session.run_log import record
+
+            record(whole_report(report), seconds)
+        _log_start(self._model, seconds, report)
+        return report
+
+    def _open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
+        """Construct the session, on its artifact where it has one."""
         are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
             self._options, onnxruntime.SessionOptions
         )
@@ -189,7 +155,7 @@ class _Start:
             return report
         try:
             given = CopiedOptions(self._options)
-            providers = _providers_by_name(self._providers, self._provider_options)
+            providers = _providers_by_name(*self._providers)
         except Exception as error:  # most likely no session can be made of them
             self._open_given()
             return _untouched(f"SessionOptions or providers cannot be read: {error}")
@@ -205,10 +171,9 @@ class _Start:
         if record.others:
             return None
         entries = record.entries
-        others = self._providers, self._provider_options
         disabled = self._kwargs.get("disabled_optimizers")
         self._text = hit.text_of_start(
-            self._model, entries, self._switched, self._options, *others, disabled
+            self._model, entries, self._switched, self._options, *self._providers, disabled
         )
         if self._text is None:
             return None
@@ -221,7 +186,7 @@ class _Start:
             else:
                 given = CopiedOptions(self._options)
                 self._open_artifact(artifact, given)
-                self._finish(given)
+                self._present(given)
         except Exception:  # whatever it is, who looks closer says it
             return None
         if artifact.opened:
@@ -264,12 +229,6 @@ class _Start:
 
         return stored(self._options, key)
 
-    def _finish(self, given: CopiedOptions) -> None:
-        """Do what onnxruntime's constructor does with the arguments it was given."""
-        if int(self._kwargs.get("enable_fallback", 1)) == 1:
-            self._session.enable_fallback()
-        self._present(given)
-
     def _open_planned(
         self, plan: Plan, given: CopiedOptions, providers: Mapping[str, dict[str, str]]
     ) -> ReportDict:
@@ -293,14 +252,14 @@ class _Start:
         try:
             report, is_open = self._find_and_open(request, given)
         except Exception as error:
-            is_theirs = isinstance(error, OptionError) and self._opted_in
+            is_theirs = isinstance(error, OptionError) and self._switched is None
             if plan.strict or is_theirs or isinstance(error, OrtpluginsWarning):
                 raise
             return self._open_untouched(error)
         if not is_open:
             self._open_given()
             return report
-        self._finish(given)
+        self._present(given)
         if report["artifact"]:
             _call_opened(plan)
         return report
@@ -381,8 +340,7 @@ class _Start:
 
     def _open_given(self) -> None:
         """Construct the session that was asked for."""
-        others = self._providers, self._provider_options
-        self._construct(self._model, self._options, *others, **self._kwargs)
+        self._construct(self._model, self._options, *self._providers, **self._kwargs)
 
     def _open_with(
         self,
@@ -393,37 +351,30 @@ class _Start:
     ) -> None:
         """Construct the session with settings that it needs, and some that it can do without.
 
-        Copies lack operators of libraries and added devices, which the user's own options
-        have.
+        Copies lack operators of libraries and added devices, which the user's options have.
         """
-
-        def construct_on(options: onnxruntime.SessionOptions) -> None:
-            others = self._providers, self._provider_options
-            kwargs = {**self._kwargs, "enable_fallback": 0}
-            self._construct(model, options, *others, **kwargs)
-
         copied = given.copy({**settings, **faster})
-        if _has_providers(self._options) and not _has_providers(copied):
-            if settings:
-                from ortplugins.errors import PassError
-
-                raise PassError(f"devices were added to SessionOptions that need {settings}")
-            construct_on(self._options)
-            return
+        lacks_devices = _has_providers(self._options) and not _has_providers(copied)
+        if lacks_devices and settings:
+            raise RuntimeError("devices of SessionOptions cannot be copied")
         try:
-            construct_on(copied)
+            self._open_alone(model, self._options if lacks_devices else copied)
         except Exception:
             if not settings:
-                construct_on(self._options)
+                self._open_alone(model, self._options)
                 return
             from ortplugins.runtime.session_settings import custom_op_libraries
 
             if not (libraries := custom_op_libraries()):
                 raise
-            copied = given.copy({**settings, **faster})
             for library in libraries:
                 copied.register_custom_ops_library(library)
-            construct_on(copied)
+            self._open_alone(model, copied)
+
+    def _open_alone(self, model: str | bytes, options: onnxruntime.SessionOptions) -> None:
+        """Construct a session on a model, and on no other where that fails."""
+        kwargs = {**self._kwargs, "enable_fallback": 0}
+        self._construct(model, options, *self._providers, **kwargs)
 
     def _open_untouched(self, error: Exception) -> ReportDict:
         """Construct the session that was asked for, as no better one can be had; say so."""
@@ -433,7 +384,7 @@ class _Start:
         try:
             self._open_given()
         except Exception as refused:
-            if self._opted_in and isinstance(error, ModelFileError):
+            if self._switched is None and isinstance(error, ModelFileError):
                 raise _as_both(error, refused) from refused
             raise  # the caller may expect this very error
         if isinstance(error, MissingFileError):  # its data may come from elsewhere
@@ -443,10 +394,12 @@ class _Start:
         return untouched_report(text)
 
     def _present(self, given: CopiedOptions) -> None:
-        """Have the session name the model and the options that its caller gave.
+        """Have the session name what its caller gave, and fall back as it would.
 
         Packages look for files beside the model; stock ``set_providers`` opens it again.
         """
+        if int(self._kwargs.get("enable_fallback", 1)) == 1:
+            self._session.enable_fallback()
         is_bytes = isinstance(self._model, bytes)
         self._session._model_path = None if is_bytes else os.fspath(self._model)
         self._session._model_bytes = self._model if is_bytes else None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins.report import Report
-from ortplugins.session.opening import open_session, untouched_report, whole_report
+from ortplugins.session.opening import Start, untouched_report, whole_report
 from session_options import OptionError, Pass, Plan, enable_key
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
@@ -202,17 +202,9 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
 
         _working.now = True
         try:
-            report = open_session(
-                self,
-                functools.partial(original, self),
-                read_plan,
-                path_or_bytes,
-                options,
-                providers,
-                provider_options,
-                kwargs,
-                switched=switched,
-            )
+            given = path_or_bytes, options, providers, provider_options
+            start = Start(self, functools.partial(original, self), given, kwargs, switched)
+            report = start.open(read_plan)
         finally:
             _working.now = False
         if problems:
