@@ -227,19 +227,6 @@ def test_a_reader_is_pulled_once_and_its_arrays_are_its_own(tmp_path, memory_byt
     assert len(list(tmp_path.glob("*.npz"))) == {0: 3, 50: 2, 1 << 20: 0}[memory_bytes]
 
 
-def test_rewinding_keeps_nothing(tmp_path):
-    reader = Reader([sample(), sample()])
-    samples = kept(reader, tmp_path, memory_bytes=0, rewind=True)
-    assert [len(list(samples)) for _ in range(3)] == [2, 2, 2]
-    assert reader.rewinds == 2
-    assert not list(tmp_path.iterdir())
-    reader.feeds = reader.feeds[:1]
-    with pytest.raises(CalibrationError, match="gave 2 samples, and 1 after rewind"):
-        list(samples)
-    with pytest.raises(CalibrationError, match=r"a list has no rewind\(\)"):
-        kept([sample()], tmp_path, rewind=True)
-
-
 def test_files_hold_a_sample_or_a_stack_of_them(tmp_path):
     np.savez(tmp_path / "one.npz", **sample())
     stack = {name: np.stack([array] * 3) for name, array in sample().items()}

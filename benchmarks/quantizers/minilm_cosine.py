@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.models.corpus import CACHE
 from benchmarks.models.minilm import embeddings, feeds, float_minilm, sentences
 from ortplugins.quantization import quantize
-from ortplugins.quantization.weights.recipe import Settings
 
-_METHODS: Mapping[str, Settings] = {
+_METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"method": name} for name in ("rtn", "awq_lite", "awq_full", "gptq", "awq_gptq")},
     "rtn, asymmetric": {"method": "rtn", "is_symmetric": False},
     "gptq, asymmetric": {"method": "gptq", "is_symmetric": False},

@@ -243,8 +243,6 @@ class KeptSamples:
     again); later, the copies are replayed. Beyond ``memory_bytes`` copies go to files in
     ``scratch``, which has to stay as long as this object is used. An iterator that was given
     up half-way costs nothing: the next one replays and reads on from there.
-
-    With ``rewind`` the largest is kept alone: a new iteration calls the reader's ``rewind()``.
     """
 
     def __init__(
@@ -254,28 +252,17 @@ class KeptSamples:
         *,
         scratch: Path,
         memory_bytes: int = 64 << 20,
-        rewind: bool = False,
     ) -> None:
         """Check the source's kind; no sample is read."""
-        self._source, self._model = source, model
         self._scratch, self._free = scratch, memory_bytes
         self._fresh: Iterator[Feed] | None = checked_feeds(source, model)
         self._kept: list[Feed | tuple[Path, dict[str, np.dtype[Any]]]] = []
         self._largest = (-1, 0)  # bytes, index
         self._failure: CalibrationError | None = None
         self.count: int | None = None  # until the source has come to its end
-        self.rewinds = rewind
-        if rewind and not callable(getattr(source, "rewind", None)):
-            raise CalibrationError(
-                f"rewind is asked for, but a {type(source).__name__} has no rewind(): add it, "
-                "or let samples be kept"
-            )
 
     def __iter__(self) -> Iterator[Feed]:
         """Yield every sample, in the source's order."""
-        if self.rewinds:
-            yield from self._from_the_start()
-            return
         index = 0
         while index < len(self._kept) or self._pull():
             yield self._load(index)
@@ -283,19 +270,12 @@ class KeptSamples:
 
     def read_all(self) -> int:
         """Read the source to its end and return how many samples it has."""
-        if self.rewinds:
-            return sum(1 for _ in self)
         while self._pull():
             pass
         return len(self._kept)
 
     def largest(self) -> Feed:
-        """Return the sample of most bytes among those read, at least one; for planning memory.
-
-        Where samples are rewound it is that of all, and kept.
-        """
-        if self.rewinds and not self._kept:
-            self.read_all()
+        """Return the sample of most bytes among those read, at least one."""
         return self._load(self._largest[1]) if self._kept else next(iter(self))
 
     def _load(self, index: int) -> Feed:
@@ -337,26 +317,6 @@ class KeptSamples:
             np.savez(path, allow_pickle=False, **arrays)
             self._kept.append((path, {name: array.dtype for name, array in feed.items()}))
         return True
-
-    def _from_the_start(self) -> Iterator[Feed]:
-        if self._fresh is None:
-            self._source.rewind()  # type: ignore[union-attr]  # looked at in __init__
-            fresh = checked_feeds(self._source, self._model)
-        else:
-            fresh, self._fresh = self._fresh, None
-        count = 0
-        for feed in fresh:
-            count += 1
-            if self.count is None and feed_bytes(feed) > self._largest[0]:
-                self._largest = feed_bytes(feed), 0
-                self._kept = [{name: np.array(array) for name, array in feed.items()}]
-            yield feed
-        if self.count is not None and count != self.count:
-            raise CalibrationError(
-                f"the calibration reader gave {self.count} samples, and {count} after "
-                "rewind(): a pass must see what the last one saw"
-            )
-        self.count = count
 
 
 def feed_bytes(feed: Feed) -> int:

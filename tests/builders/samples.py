@@ -9,19 +9,15 @@ import tokenizers
 
 
 class Reader:
-    """Gives samples one by one, again after rewind(), and counts the calls."""
+    """Gives samples one by one and counts the calls."""
 
     def __init__(self, feeds: Iterable[Mapping[str, npt.NDArray]]) -> None:
-        self.feeds, self.pulls, self.rewinds = feeds, 0, 0
+        self.feeds, self.pulls = feeds, 0
         self.left = iter(feeds)
 
     def get_next(self) -> Mapping[str, npt.NDArray] | None:
         self.pulls += 1
         return next(self.left, None)
-
-    def rewind(self) -> None:
-        self.rewinds += 1
-        self.left = iter(self.feeds)
 
 
 def write_tokenizer(path: Path, words: Sequence[str]) -> None:

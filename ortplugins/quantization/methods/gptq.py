@@ -63,6 +63,8 @@ from ortplugins.quantization.methods.nearest import (
 
 Doubles = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
+# A weight's block, its target, feedback within it, cost of its rows; see _round_rows.
+_Block = tuple[Floats, Floats, Floats, Floats, BlockFormat]
 
 # Ranges to try for a block. Above 1, too: the errors of its rows move others beyond the range
 # that they had when its scale was chosen.
@@ -142,40 +144,40 @@ class Gptq:
         size = form.size_along(len(self._energy))
         if self._factored is None or self._factored[0] != size:
             self._factored = None  # before there are two
-            turns = self._turns(size)
-            self._factored = size, turns, *self._factor(np.concatenate(turns))
+            order = self._block_order(size)
+            self._factored = size, order, *self._factor(np.concatenate(order))
         return self._factored[1:]
 
     def quantize(
-        self, weight: npt.NDArray[Any], form: BlockFormat, lacking: Floats | None = None
+        self, weight: npt.NDArray[Any], form: BlockFormat, residual: Floats | None = None
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
         """Quantise a weight ``[K, N]``, or some of its columns; in threads once H is factored.
 
-        ``lacking`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
+        ``residual`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """
         size, ratios = form.size_along(len(weight)), self._options.ratios
-        turns, feedback, cost = self.factor(form)
-        if lacking is not None:
-            weight = weight + self._solve(np.concatenate(turns), feedback, cost, lacking)
+        order, feedback, cost = self.factor(form)
+        if residual is not None:
+            weight = weight + self._solve(np.concatenate(order), feedback, cost, residual)
         width = max(64, _STRIP // (min(size, len(weight)) * len(ratios)))
-        job = _Job(weight, form, turns, width)
-        job.visit(ratios, feedback, cost)
+        result = _Result(weight, form, width)
+        result.round_blocks(order, ratios, feedback, cost)
         # A block that is all of the rows has no others to make up for.
-        for _ in range(self._options.revisits if len(turns) > 1 else 0):
-            for rows in turns:
-                job.revisit(rows, *self._block(rows, job.errors))
-        return job.codes, job.scales, job.zero_points
+        for _ in range(self._options.revisits if len(order) > 1 else 0):
+            for rows in order:
+                result.revisit(rows, *self._block(rows, result.errors))
+        return result.codes, result.scales, result.zero_points
 
-    def _turns(self, size: int) -> list[Rows]:
+    def _block_order(self, size: int) -> list[Rows]:
         """Return the rows of each block, in the order in which they are rounded."""
         energy = self._energy
         rows = np.arange(len(energy))
-        turns = [rows[start : start + size] for start in range(0, len(rows), size)]
+        blocks = [rows[start : start + size] for start in range(0, len(rows), size)]
         if self._options.order == "energy":
-            turns = [turn[np.argsort(-energy[turn], kind="stable")] for turn in turns]
-            turns.sort(key=lambda turn: -float(energy[turn].mean()))  # stable
-        return turns
+            blocks = [block[np.argsort(-energy[block], kind="stable")] for block in blocks]
+            blocks.sort(key=lambda block: -float(energy[block].mean()))  # stable
+        return blocks
 
     def _factor(self, order: Rows) -> tuple[Doubles, Floats]:
         """Factor H with its rows and columns in this order."""
@@ -234,15 +236,13 @@ class Gptq:
         return hessian
 
 
-class _Job:
-    """A weight and its result in the making: codes, scales, zero points, errors D."""
+class _Result:
+    """Codes, scales, zero points and errors D of a weight, block by block."""
 
-    def __init__(
-        self, weight: npt.NDArray[Any], form: BlockFormat, turns: Sequence[Rows], width: int
-    ) -> None:
-        """Start; a turn is the rows of a block; ``width`` columns are visited at a time."""
+    def __init__(self, weight: npt.NDArray[Any], form: BlockFormat, width: int) -> None:
+        """Start; ``width`` columns are worked on at a time."""
         k, n = weight.shape
-        self._weight, self._form, self._turns = weight, form, turns
+        self._weight, self._form = weight, form
         self._strips = [slice(left, min(left + width, n)) for left in range(0, n, width)]
         grid = form.blocks(k), n
         self.codes: Codes = np.empty((k, n), form.code_dtype)
@@ -250,11 +250,13 @@ class _Job:
         self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
         self.errors: Floats = np.empty((k, n), np.float32)
 
-    def visit(self, ratios: Sequence[float], feedback: Doubles, cost: Floats) -> None:
+    def round_blocks(
+        self, order: Sequence[Rows], ratios: Sequence[float], feedback: Doubles, cost: Floats
+    ) -> None:
         """Quantise the blocks in their order, each given those before; H as factored."""
-        errors: Floats = np.empty(self.codes.shape, np.float32)  # in the order of the turns
+        errors: Floats = np.empty(self.codes.shape, np.float32)  # in this order
         start = 0
-        for rows in self._turns:
+        for rows in order:
             stop = start + len(rows)
             own = feedback[start:stop, start:stop].astype(np.float32)
             moved = settled = feedback[start:stop, :start].astype(np.float32) @ errors[:start]
@@ -264,25 +266,30 @@ class _Job:
                 settled = unit.astype(np.float32) @ moved
             for columns in self._strips:
                 part = self._part(rows, columns)
-                target = part - moved[:, columns]
+                given = part, part - moved[:, columns], own, cost[start:stop], self._form
                 # What the block would be if it were not rounded: that decides its range.
                 free = part - settled[:, columns]
-                scales, zeros = candidate_grids(free, ratios, self._form)
-                given = part, target, own, cost[start:stop], self._form
-                if len(scales) > 1:
-                    _, losses = _round_rows(*given, scales, zeros)
-                    best = losses.argmin(axis=0)[None]
-                    scales = np.take_along_axis(scales, best, 0)
-                    zeros = None if zeros is None else np.take_along_axis(zeros, best, 0)
-                codes = np.empty(part.shape, self._form.code_dtype)
-                # Again, with the best alone: cheaper than to keep the codes of all.
-                done, _ = _round_rows(*given, scales, zeros, codes)
-                block = self._block(rows)
-                self.codes[rows, columns], self.scales[block, columns] = codes, scales[0]
-                if self.zero_points is not None and zeros is not None:
-                    self.zero_points[block, columns] = zeros[0]
-                self.errors[rows, columns] = errors[start:stop, columns] = done[:, 0]
+                grid = _best_grid(given, *candidate_grids(free, ratios, self._form))
+                errors[start:stop, columns] = self._store(rows, columns, given, *grid)
             start = stop
+
+    def _store(
+        self,
+        rows: Rows,
+        columns: slice,
+        given: _Block,
+        scales: Floats,
+        zeros: ZeroPoints | None,
+    ) -> Floats:
+        """Round the rows of a block on one grid, store what that gives; return D."""
+        codes = np.empty(given[0].shape, self._form.code_dtype)
+        errors, _ = _round_rows(*given, scales, zeros, codes)
+        block = self._block(rows)
+        self.codes[rows, columns], self.scales[block, columns] = codes, scales[0]
+        if self.zero_points is not None and zeros is not None:
+            self.zero_points[block, columns] = zeros[0]
+        self.errors[rows, columns] = errors[:, 0]
+        return errors[:, 0]
 
     def revisit(self, rows: Rows, hessian: Floats, slopes: Floats) -> None:
         """Choose the codes and then the scale of a block again, given all others."""
@@ -323,6 +330,21 @@ class _Job:
 
     def _part(self, rows: Rows, columns: slice) -> Floats:
         return np.ascontiguousarray(self._weight[rows, columns], np.float32)
+
+
+def _best_grid(
+    given: _Block, scales: Floats, zeros: ZeroPoints | None
+) -> tuple[Floats, ZeroPoints | None]:
+    """Return the grid ``[1, n]``, of several, whose codes lose least for each column.
+
+    Codes are not kept for all grids: it is cheaper to round on the best one again.
+    """
+    if len(scales) == 1:
+        return scales, zeros
+    _, losses = _round_rows(*given, scales, zeros)
+    best = losses.argmin(axis=0)[None]
+    chosen = None if zeros is None else np.take_along_axis(zeros, best, 0)
+    return np.take_along_axis(scales, best, 0), chosen
 
 
 def _factor_in_place(hessian: Doubles) -> None:

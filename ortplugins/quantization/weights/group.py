@@ -223,6 +223,10 @@ class _GroupWork:
                 gram = gram / scales
                 gram /= scales[:, None]
         self._tokens, self._gram = tokens, gram
+        self._sample = tokens
+        if tokens is not None and len(tokens) > _ERROR_TOKENS:
+            # A weight with several inputs has the tokens of one after those of the other.
+            self._sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
         self._float_tokens, self._drift = task.map("float_tokens"), task.map("drift")
         self._feedback = None
         if gram is not None and "gptq" in steps:
@@ -253,69 +257,74 @@ class _GroupWork:
 
     def quantize(self, task: WeightTask) -> tuple[WeightErrors, ...]:
         """Quantise one weight, for each of its outputs, strip by strip of the columns."""
-        matrix = _matrix(task)
         if self._feedback is not None:
             self._feedback.factor(task.outputs[0].form)
-        sample = self._tokens
-        if sample is not None and len(sample) > _ERROR_TOKENS:
-            # A weight with several inputs has the tokens of one after those of the other.
-            sample = sample[np.linspace(0, len(sample) - 1, _ERROR_TOKENS).astype(int)]
-        sinks = [_Sink(output) for output in task.outputs]
-        given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
-        # A choice rests on it, so on all tokens.
-        hessian = self._gram if len(sinks) > 1 else None
-        channel_scales = self.channel_scales
+        work = _WeightWork(task)
+        by_rows = "gptq" in self._task.steps
+        with concurrent.futures.ThreadPoolExecutor(self._task.threads) as pool:
+            strips = _strips(work.matrix, by_rows)
+            sums = np.sum(list(pool.map(functools.partial(self._strip, work), strips)), axis=0)
+        return tuple(
+            sink.close(each, measured=self._sample is not None)
+            for sink, each in zip(work.sinks, sums, strict=True)
+        )
 
-        def quantize_strip(columns: slice) -> npt.NDArray[np.float64]:
-            strip = _checked(matrix[:, columns], task.name)
-            scaled = strip if channel_scales is None else strip * channel_scales[:, None]
-            product = wanted = None if sample is None else sample @ scaled
+    def _strip(self, work: _WeightWork, columns: slice) -> npt.NDArray[np.float64]:
+        """Quantise columns for each output; return the sums of :meth:`_measure` for each."""
+        name = work.task.name
+        strip = _checked(work.matrix[:, columns], name)
+        scales = self.channel_scales
+        scaled = strip if scales is None else strip * scales[:, None]
+        rows = []
+        for number, sink in enumerate(work.sinks):
+            form = sink.stored.form
+            try:
+                if work.given:
+                    quantized = _columns(work.given, columns)
+                elif number:
+                    quantized = search_blocks(scaled, form)
+                else:
+                    quantized = self._codes(strip, scaled, form)
+            except QuantizationError as error:
+                raise QuantizationError(
+                    f"weight {name!r} cannot be quantised: {error}"
+                ) from error
+            sink.write(columns, *quantized)
+            difference = dequantize_blocks(*quantized, form)
+            difference -= scaled
+            # A choice between outputs rests on the error, so on all tokens.
+            rows.append(self._measure(strip, scaled, difference, len(work.sinks) > 1))
+        return np.array(rows)
+
+    def _measure(
+        self, strip: Floats, scaled: Floats, difference: Floats, of_all_tokens: bool
+    ) -> list[float]:
+        """Return squares: of errors and the weight, of errors and the product for each token.
+
+        The last of five is the product's error again, or tr(D^T H D) of all tokens.
+        """
+        error = wanted_square = added = 0.0
+        if self._sample is not None:
+            product = wanted = self._sample @ scaled
             if self._float_tokens is not None:
                 wanted = self._float_tokens @ strip
-            # Squares of: error and weight, error and product for each token; the error added.
-            sums = np.zeros((len(sinks), 5))
-            for number, (sink, row) in enumerate(zip(sinks, sums, strict=True)):
-                form = sink.stored.form
-                try:
-                    if given:
-                        quantized = _columns(given, columns)
-                    elif number:
-                        quantized = search_blocks(scaled, form)
-                    else:
-                        quantized = self._codes(strip, scaled, form)
-                except QuantizationError as error:
-                    raise QuantizationError(
-                        f"weight {task.name!r} cannot be quantised: {error}"
-                    ) from error
-                sink.write(columns, *quantized)
-                difference = dequantize_blocks(*quantized, form)
-                difference -= scaled
-                if sample is not None and product is not None and wanted is not None:
-                    added = _square(sample @ difference + (product - wanted)) / len(sample)
-                    row[2:4] = added, _square(wanted) / len(sample)
-                    if hessian is not None:
-                        added = float(np.vdot(difference, hessian @ difference))
-                    row[4] = added * self._unit**2
-                if channel_scales is not None:
-                    difference /= channel_scales[:, None]
-                row[:2] = _square(difference), _square(strip)
-            return sums
-
-        with concurrent.futures.ThreadPoolExecutor(self._task.threads) as pool:
-            parts = pool.map(quantize_strip, _strips(matrix, "gptq" in self._task.steps))
-            sums = np.sum(list(parts), axis=0)
-        return tuple(
-            sink.close(each, measured=sample is not None)
-            for sink, each in zip(sinks, sums, strict=True)
-        )
+            count = len(self._sample)
+            error = _square(self._sample @ difference + (product - wanted)) / count
+            wanted_square, added = _square(wanted) / count, error
+            if of_all_tokens and self._gram is not None:
+                added = float(np.vdot(difference, self._gram @ difference))
+        if self.channel_scales is not None:
+            difference /= self.channel_scales[:, None]
+        squares = [_square(difference), _square(strip), error, wanted_square]
+        return [*squares, added * self._unit**2]
 
     def _codes(self, strip: Floats, scaled: Floats, form: BlockFormat) -> Quantized:
         """Quantise columns, as they are and scaled, by the group's method."""
         if self._feedback is not None:
-            lacking = None if self._drift is None else self._drift @ strip
-            if lacking is not None and self.channel_scales is not None:
-                lacking /= self.channel_scales[:, None]
-            return self._feedback.quantize(scaled, form, lacking)
+            residual = None if self._drift is None else self._drift @ strip
+            if residual is not None and self.channel_scales is not None:
+                residual /= self.channel_scales[:, None]
+            return self._feedback.quantize(scaled, form, residual)
         if "clip" in self._task.steps:
             assert self._gram is not None
             ratios = self._task.recipe.clip_ratios
@@ -329,6 +338,15 @@ class _GroupWork:
             return search_blocks(scaled, form, np.diagonal(self._gram))
         assert self._tokens is not None
         return search_blocks(scaled, form, np.square(self._tokens).mean(axis=0))
+
+
+class _WeightWork:
+    """A weight at work, and where its outputs go."""
+
+    def __init__(self, task: WeightTask) -> None:
+        self.task, self.matrix = task, _matrix(task)
+        self.sinks = [_Sink(output) for output in task.outputs]
+        self.given = task.given and task.given.load(task.outputs[0].form.is_symmetric)
 
 
 def _columns(given: Quantized, columns: slice) -> Quantized:

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import onnx_ir as ir
 
@@ -42,7 +42,7 @@ from ortplugins.quantization.weights.plan import (
     plan_weights,
     reported,
 )
-from ortplugins.quantization.weights.recipe import METHODS, Recipe, Settings, read_recipe
+from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.sources import KeptSamples
@@ -58,7 +58,6 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 # can hold the codes.
 _OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
 _MICROSOFT_IR_VERSION = 10
-_STEPS = 1000  # of the progress of a run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +85,6 @@ def quantize(
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     max_calibration_memory: int = 1 << 30,
-    rewind: bool = False,
     external_data: bool | None = None,
     overwrite: bool = False,
     executor: concurrent.futures.Executor | None = None,
@@ -94,7 +92,7 @@ def quantize(
     run_folder: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> QuantizeResult:
     """Quantise the constant matrices of a model; activations stay in float.
 
@@ -116,8 +114,6 @@ def quantize(
         max_calibration_memory: Bytes that activations and their statistics may take at once,
             and then the work on weights in threads; what does not fit is watched in further
             passes over the samples, and worked on later.
-        rewind: Whether further passes may rewind the reader; else samples are kept, in memory
-            and beyond 64 MiB on disk.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``output`` may exist.
@@ -129,12 +125,12 @@ def quantize(
             and another method need not watch the activations again; it is made, can be deleted
             at any time, and holds K x K floats for each activation. Needs a path as model.
         dry_run: Only report what would be quantised, and to how many bytes.
-        progress: Called as the run goes on, with steps done, steps of the whole run, and what
-            is being done.
+        progress: Called as calibration, the work on weights and saving go on, with steps done,
+            steps of that stage, and what is being done.
         settings: What the recipe is to have instead: fields of :class:`Recipe` by name, such
             as ``method``, ``bits`` and ``block_size``. ``node_config``, ``{pattern: {"bits":
-            8}}``, and ``nodes_to_exclude``, patterns of nodes that stay in float, add rules:
-            those of later entries win. Patterns are those of :class:`Rule`.
+            8}}``, and ``nodes_to_exclude``, patterns of what stays in float, add rules: those
+            of later entries win. Patterns are those of :class:`Rule`.
 
     Returns:
         Path, report and model.
@@ -177,17 +173,14 @@ def quantize(
             run = stack.enter_context(RunFolder.opened(run_folder))
         place = Path(os.path.abspath(work_dir)) if work_dir else run.path or beside
         scratch = Path(stack.enter_context(scratch_within(place)))
-        stages = _Stages(progress, _costs(plan, chosen))
         watched = any(group.activations for group in plan.groups)
         if watched and (chosen.needs_statistics or calibration_data_reader is not None):
             calibration = Calibration(
-                KeptSamples(
-                    calibration_data_reader, loaded.model, scratch=scratch, rewind=rewind
-                ),
+                KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
                 scratch,
                 calibration_providers,
                 max_calibration_memory,
-                stages.of("calibration"),
+                progress or (lambda done, total, what: None),
             )
         if run_folder is not None:
             run.identify(files, calibration)
@@ -199,7 +192,7 @@ def quantize(
             executor=executor,
             max_memory=max_calibration_memory,
             run=run,
-            progress=stages.of("codes"),
+            progress=progress,
         )
         notes += _unpacked(report, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
@@ -215,7 +208,7 @@ def quantize(
             loaded.model,
             inline=not external_data,
             overwrite=overwrite,
-            progress=stages.of("saving"),
+            progress=progress,
         )
         if folder is None:
             save(target)
@@ -224,48 +217,6 @@ def quantize(
                 save(staged)
             loaded = load_model(target := folder.written_model)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
-
-
-class _Stages:
-    """One progress for all stages of a run, by time; they may take turns, or be left out."""
-
-    def __init__(self, show: Progress | None, costs: Mapping[str, float]) -> None:
-        """Start before the first stage; their costs are in their order, in any unit."""
-        whole = sum(costs.values()) or 1
-        self._shares = {stage: cost / whole for stage, cost in costs.items()}
-        self._show, self._done = show, dict.fromkeys(costs, 0.0)
-        self._steps = 0
-
-    def of(self, stage: str) -> Progress:
-        """Return what a stage reports its own progress to."""
-
-        def show(done: int, total: int, what: str) -> None:
-            self._done[stage] = max(self._done[stage], done / (total or 1))
-            run, later = 0.0, False
-            for each, share in reversed(self._shares.items()):
-                # A stage that was not reached before a later one was not needed.
-                run += share * (self._done[each] or later)
-                later = later or self._done[each] > 0
-            self._steps = max(self._steps, int(_STEPS * run))
-            if self._show is not None:
-                self._show(self._steps, _STEPS, what)
-
-        return show
-
-
-def _costs(plan: WeightPlan, recipe: Recipe) -> dict[str, float]:
-    """Return about what stages take, relative to each other: measured on SmolLM2-135M.
-
-    As many samples as are usual are read; each weight is worked on by its own method.
-    """
-    costs = {"calibration": 0.0, "codes": 0.0, "saving": 0.0}
-    for group in plan.groups:
-        steps = METHODS[group.method]
-        costs["calibration"] += group.elements * (8 if steps else 0)
-        rounds = 1 + recipe.quantized_inputs + (recipe.share_of_8_bits > 0)
-        costs["codes"] += group.elements * (10 * rounds if steps else 0.3)
-        costs["saving"] += group.elements * 0.2
-    return costs
 
 
 def _folder_of(

@@ -19,7 +19,7 @@ import enum
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import onnx_ir as ir
 
@@ -45,6 +45,7 @@ ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 _FORM = ("bits", "block_size", "is_symmetric")
+_SHORT_FORMS = ("node_config", "nodes_to_exclude")  # of rules
 # Patterns that no name is needed for.
 _HEAD, _TABLE, _ROUTER = ":head", ":table", ":router"
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
@@ -109,37 +110,6 @@ class Rule:
         return any(matches(self.nodes, name) for name in site.names)
 
 
-class Settings(TypedDict, total=False):
-    """Settings by name: the fields of :class:`Recipe`, and two short forms of rules.
-
-    ``node_config`` is ``{pattern: {"bits": 8, ...}}``, rules by pattern, and
-    ``nodes_to_exclude`` patterns of nodes that stay in float. Both come after the recipe's
-    own rules.
-    """
-
-    method: str
-    bits: int
-    block_size: int
-    is_symmetric: bool
-    grid: str
-    positive_scales: bool
-    op_types: Sequence[str]
-    nodes_to_include: Sequence[Pattern] | None
-    nodes_to_exclude: Sequence[Pattern]
-    node_config: Mapping[Any, Mapping[str, Any]] | None
-    rules: Sequence[Rule]
-    share_of_8_bits: float
-    quant_format: str | enum.Enum
-    half_scales: bool
-    fuse_tables: bool
-    accuracy_level: int | None
-    alphas: Sequence[float] | None
-    clip_ratios: Sequence[float] | None
-    fold_scales: bool
-    gptq: GptqOptions
-    quantized_inputs: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How the weights of a model are quantised.
@@ -161,7 +131,8 @@ class Recipe:
         op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
         nodes_to_include: Patterns of the nodes to quantise, as :class:`Rule` has them; None
             for all of them.
-        rules: What some nodes get instead, in order: later rules win over earlier ones.
+        rules: What some nodes get instead, in order: later rules win over earlier ones. A
+            mapping, as in a file, of patterns to settings or ``"float"`` will do.
         share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits, rounded to nearest:
             those whose codes add the most error to outputs. 0.03 of them make 4.6 bits per
             weight out of 4.5. Needs samples.
@@ -181,7 +152,7 @@ class Recipe:
         clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
         fold_scales: Whether those scales may be folded into the constants that an activation
             comes from; else a Mul takes them out again.
-        gptq: Damping, order and searches of GPTQ.
+        gptq: Damping, order and searches of GPTQ; a mapping of its options will do.
         quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too: weights
             are quantised one after the other, for the inputs that they get in the quantised
             model. It takes about twice as long.
@@ -198,7 +169,7 @@ class Recipe:
     positive_scales: bool = False
     op_types: Sequence[str] = ("MatMul", "Gemm")
     nodes_to_include: Sequence[Pattern] | None = None
-    rules: Sequence[Rule] = ()
+    rules: Sequence[Rule] | Mapping[Any, Any] = ()
     share_of_8_bits: float = 0.0
     quant_format: str | enum.Enum = "QDQ"
     half_scales: bool = False
@@ -212,6 +183,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quant_format", _format_name(self.quant_format))
+        object.__setattr__(self, "rules", _rules(self.rules))
+        gptq: Any = self.gptq
+        if not isinstance(gptq, GptqOptions):
+            gptq = GptqOptions(**_mapping("gptq", gptq, GptqOptions))
+            object.__setattr__(self, "gptq", gptq)
         _check_method(self.method)
         if isinstance(self.op_types, str):
             raise QuantizationError(f"op_types is {self.op_types!r}: a list is expected")
@@ -263,19 +239,22 @@ class Recipe:
                 f"{_KERNEL_BLOCK_SIZES} is expected"
             )
 
-    def with_settings(self, settings: Settings) -> Recipe:
-        """Return the recipe with other settings; raise TypeError for one that is not known."""
+    def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with other fields, and rules from two short forms of them.
+
+        Raises:
+            TypeError: If a setting is not known; names the closest.
+        """
+        known = [*(field.name for field in dataclasses.fields(self)), *_SHORT_FORMS]
         for name in settings:
-            if name not in Settings.__annotations__:
-                hint = did_you_mean(name, Settings.__annotations__)
-                raise TypeError(f"unknown setting {name!r}{hint}")
-        fields: dict[str, Any] = dict(settings)
-        config = fields.pop("node_config", None) or {}
-        excluded = fields.pop("nodes_to_exclude", ())
+            if name not in known:
+                raise TypeError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+        fields = dict(settings)
+        config, excluded = (fields.pop(name, None) or () for name in _SHORT_FORMS)
         _check_patterns("nodes_to_exclude", excluded)
         rules = [
-            *fields.pop("rules", self.rules),
-            *(Rule.of(pattern, given) for pattern, given in config.items()),
+            *_rules(fields.pop("rules", self.rules)),
+            *_rules(config),
             *(Rule(pattern, keep_float=True) for pattern in excluded),
         ]
         return dataclasses.replace(self, rules=tuple(rules), **fields)
@@ -344,6 +323,13 @@ class Recipe:
     def _changed(form: BlockFormat, rule: Rule) -> BlockFormat:
         given = {name: getattr(rule, name) for name in _FORM}
         return dataclasses.replace(form, **{k: v for k, v in given.items() if v is not None})
+
+
+def _rules(given: Any) -> tuple[Rule, ...]:
+    """Return rules, or those of patterns and their settings."""
+    if isinstance(given, Mapping):
+        return tuple(Rule.of(pattern, settings) for pattern, settings in given.items())
+    return tuple(given)
 
 
 def _check_keys(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
@@ -461,12 +447,9 @@ def _load(path: Path) -> Any:
 
 def _recipe_of(content: Any) -> Recipe:
     fields = _mapping("a recipe", content, Recipe)
-    if "gptq" in fields:
-        fields["gptq"] = GptqOptions(**_mapping("gptq", fields["gptq"], GptqOptions))
-    rules = fields.get("rules") or {}
-    if not isinstance(rules, dict):
+    if not isinstance(fields.get("rules", {}), dict | None):
         raise QuantizationError("rules: a mapping, pattern to settings, is expected")
-    fields["rules"] = tuple(Rule.of(str(nodes), given) for nodes, given in rules.items())
+    fields["rules"] = fields.get("rules") or {}
     try:
         return Recipe(**fields)
     except (TypeError, AttributeError) as error:

@@ -99,30 +99,56 @@ def quantize_graph(
             )
             quantize, cores = _WithinMemory(max_memory), os.cpu_count() or 1
         work = _Work(plan, recipe, scratch, calibration, run, executor, quantize, cores)
-        first, second = plan.groups, []
-        if calibration is not None and recipe.quantized_inputs:
-            # With one place in the graph to quantise them at, and a method for it.
-            alone = (group for group in plan.groups if len(group.activations) == 1)
-            second = [group for group in alone if "gptq" in METHODS[group.method]]
-            if not recipe.share_of_8_bits:  # which is decided by what a first round finds
-                first = [group for group in plan.groups if group not in second]
-
-        def rounds() -> Iterator[Group]:
-            yield from work.run(first)
-            if recipe.share_of_8_bits:
-                _choose_more_bits(first, recipe.share_of_8_bits)
-            again = [group for group in second if "gptq" in METHODS[group.method]]
-            if calibration is not None and again:
-                yield from work.run_in_order(again, PairedModels(plan.model, calibration))
-
-        left = total = sum(group.elements for group in (*first, *second))
-        for group in rounds():
-            left -= group.elements
-            if progress is not None:
-                progress(total - left, total, group.weights[0].sites[0].label)
+        schedule = _schedule(plan, recipe, calibration)
+        done = _Counter(progress, schedule)
+        for group in work.run(schedule.at_once):
+            done.add(group)
+        if recipe.share_of_8_bits:
+            _choose_more_bits(schedule.at_once, recipe.share_of_8_bits)
+        # What no token reaches is done.
+        in_order = [group for group in schedule.in_order if METHODS[group.method]]
+        if calibration is not None and in_order:
+            models = PairedModels(plan.model, calibration)
+            for group in work.run_in_order(in_order, models):
+                done.add(group)
         if calibration is not None:
             _note_unreached(plan)
     return _rewrite(plan, recipe)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """Groups that are quantised for inputs of the float model, and then of the quantised."""
+
+    at_once: list[Group]
+    in_order: list[Group]
+
+
+def _schedule(plan: WeightPlan, recipe: Recipe, calibration: Calibration | None) -> _Schedule:
+    """Decide which groups wait for those before them in the graph."""
+    if calibration is None or not recipe.quantized_inputs:
+        return _Schedule(plan.groups, [])
+    # With one place in the graph to quantise them at, and a method for it.
+    alone = (group for group in plan.groups if len(group.activations) == 1)
+    in_order = [group for group in alone if "gptq" in METHODS[group.method]]
+    if recipe.share_of_8_bits:  # which is decided by what the float model's inputs find
+        return _Schedule(plan.groups, in_order)
+    return _Schedule([group for group in plan.groups if group not in in_order], in_order)
+
+
+class _Counter:
+    """Reports how many elements of weights are done."""
+
+    def __init__(self, show: Progress | None, schedule: _Schedule) -> None:
+        self._show, self._done = show, 0
+        groups = (*schedule.at_once, *schedule.in_order)
+        self._total = sum(group.elements for group in groups)
+
+    def add(self, group: Group) -> None:
+        """Report that a group is done."""
+        self._done += group.elements
+        if self._show is not None:
+            self._show(self._done, self._total, group.weights[0].sites[0].label)
 
 
 def _note_unreached(plan: WeightPlan) -> None:
