@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from builders.coverage import pairwise
 from builders.same_numbers import (
@@ -720,13 +721,95 @@ def test_symbolic_sizes_that_double(tmp_path):
     assert len(optimised(saved(proto, tmp_path), None, "float").report.fired) == 1
 
 
-def test_a_sparse_initializer_is_not_lost(tmp_path):
+@pytest.mark.parametrize("places", [[5, 0], [[0, 5], [0, 0]]])
+@pytest.mark.parametrize("node", [False, True])
+def test_sparse_constants_are_read(tmp_path, places, node):
     proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
-    values, indices = tensor("sparse", [3.0], np.float32), tensor("sparse_i", [5], np.int64)
-    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [1, N]))
+    values, where = tensor("sparse", [3, 2], np.float32), tensor("places", places, np.int64)
+    sparse = helper.make_sparse_tensor(values, where, [1, N])
+    if node:
+        made = helper.make_node("Constant", [], ["sparse"], sparse_value=sparse)
+        proto.graph.node.insert(0, made)
+    else:
+        proto.graph.sparse_initializer.append(sparse)
     path = saved(proto, tmp_path)
     assert optimised(path, tmp_path / "out.onnx", "float").report.fired
     same_numbers(path, tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize(
+    ("places", "dims"),
+    [([9 * N], [1, N]), ([-1], [1, N]), ([0, 1], [1, N]), ([0], [1 << 40, N])],
+)
+def test_a_damaged_sparse_constant_is_named(tmp_path, places, dims):
+    proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
+    values, where = tensor("sparse", [3], np.float32), tensor("places", places, np.int64)
+    sparse = onnx.SparseTensorProto(values=values, indices=where, dims=dims)
+    proto.graph.sparse_initializer.append(sparse)
+    with pytest.raises(ModelFileError, match="not a valid ONNX model"):
+        optimised(saved(proto, tmp_path), None, "float")
+
+
+MAP = onnx.TypeProto()
+MAP.map_type.key_type = T.INT64
+MAP.map_type.value_type.tensor_type.elem_type = T.FLOAT
+
+
+@pytest.mark.parametrize("kind", ["output", "input"])
+@pytest.mark.parametrize("passes", ["dq_matmulnbits_fusion", "shape_size_reorder"])
+def test_maps_cost_the_rest_of_the_model_nothing(tmp_path, kind, passes):
+    """Classifiers of scikit-learn end in ZipMap, pipelines begin with DictVectorizer."""
+    more = [tensor("one", [1.0], np.float32)]
+    proto = written(f"{LINEAR}  r = Relu (y)  z = Shape (r)", outputs=["y", "z"],
+                    tensors=[codes(), scales(), *more])  # fmt: skip
+    proto.graph.output[1].ClearField("type")
+    domain, keys = "ai.onnx.ml", list(range(N))
+    proto.opset_import.append(helper.make_opsetid(domain, 3))
+    feeds = {"x": np.ones((3, K), np.float32)}
+    if kind == "output":
+        proto.graph.node.append(
+            helper.make_node("ZipMap", ["r"], ["m"], domain=domain, classlabels_int64s=keys)
+        )
+        kinds = onnx.TypeProto()
+        kinds.sequence_type.elem_type.CopyFrom(MAP)
+        proto.graph.output.append(onnx.ValueInfoProto(name="m", type=kinds))
+    else:
+        proto.graph.node.append(
+            helper.make_node("DictVectorizer", ["record"], ["m"], domain=domain,
+                             int64_vocabulary=keys))  # fmt: skip
+        proto.graph.input.append(onnx.ValueInfoProto(name="record", type=MAP))
+        proto.graph.output.append(helper.make_tensor_value_info("m", T.FLOAT, None))
+        feeds["record"] = {0: 1.0, 2: 5.0}  # type: ignore[assignment]
+    path = saved(proto, tmp_path)
+    options = ort.SessionOptions()
+    options.add_session_config_entry(f"ortplugins.enable_{passes}", "1")
+    options.add_session_config_entry("ortplugins.strict", "1")
+    options.add_session_config_entry("ortplugins.dq_matmulnbits_fusion.accuracy_level", "0")
+    ours = ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert ours.ortplugins_report.fired
+    stock = session(str(path))
+    assert [(v.name, v.type) for v in ours.get_outputs()] == [
+        (v.name, v.type) for v in stock.get_outputs()
+    ]
+    for a, b in zip(ours.run(None, feeds), stock.run(None, feeds), strict=True):
+        if isinstance(a, list):
+            assert [row.keys() for row in a] == [row.keys() for row in b]
+            a, b = ([list(row.values()) for row in rows] for rows in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "strings", [{"value_string": "é"}, {"value_strings": ["漢", "b"] * 20}]
+)
+def test_strings_that_are_not_ascii(tmp_path, strings):
+    proto = linear()
+    proto.graph.node.append(helper.make_node("Constant", [], ["words"], **strings))
+    proto.graph.output.append(helper.make_tensor_value_info("words", T.STRING, None))
+    path = saved(proto, tmp_path)
+    assert optimised(path, tmp_path / "out.onnx", "float").report.fired
+    a, b = (session(str(p)).run(["words"], {"x": np.ones((1, K), np.float32)})[0].tolist()
+            for p in (path, tmp_path / "out.onnx"))  # fmt: skip
+    assert a == b
 
 
 @pytest.mark.parametrize(

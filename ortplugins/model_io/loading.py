@@ -18,6 +18,7 @@ import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.model_io.data_in_place import data_file, data_folders
+from ortplugins.model_io.map_types import keep_types, set_types_aside, to_proto
 from rewrite_rules.graph.nodes import all_nodes, normalize_domains
 
 if TYPE_CHECKING:
@@ -136,26 +137,27 @@ def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
 def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
     try:
         _make_dense(proto)
+        types = set_types_aside(proto, _all_graphs(proto))
         model = ir.from_proto(proto)
     except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
         raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
     normalize_domains(model)
+    keep_types(model, types)
     return model
 
 
 def _make_dense(proto: onnx.ModelProto) -> None:
     """Replace sparse initializers and constants by dense ones, as onnxruntime does."""
-    for owner in (proto.graph, *proto.functions):
-        for graph in proto_graphs(owner):
-            if sparse := getattr(graph, "sparse_initializer", ()):
-                graph.initializer.extend(map(_dense, sparse))
-                del graph.sparse_initializer[:]
-            for attribute in (item for node in graph.node for item in node.attribute):
-                if attribute.name == "sparse_value":
-                    dense = _dense(attribute.sparse_tensor)
-                    attribute.Clear()
-                    attribute.name, attribute.type = "value", attribute.TENSOR
-                    attribute.t.CopyFrom(dense)
+    for graph in _all_graphs(proto):
+        if sparse := getattr(graph, "sparse_initializer", ()):
+            graph.initializer.extend(map(_dense, sparse))
+            del graph.sparse_initializer[:]
+        for attribute in (item for node in graph.node for item in node.attribute):
+            if attribute.name == "sparse_value":
+                dense = _dense(attribute.sparse_tensor)
+                attribute.Clear()
+                attribute.name, attribute.type = "value", attribute.TENSOR
+                attribute.t.CopyFrom(dense)
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
@@ -165,11 +167,32 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     indices = numpy_helper.to_array(sparse.indices)
     if math.prod(sparse.dims) * values.itemsize > _MAX_PROTO_BYTES:
         raise ValueError(f"sparse tensor {sparse.values.name!r} has shape {[*sparse.dims]}")
+    if (indices < 0).any() or len(indices) != values.size:
+        raise ValueError(f"sparse tensor {sparse.values.name!r} has no valid indices")
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 1:  # of elements in order; else each has a row
         indices = np.stack(np.unravel_index(indices, dense.shape), 1)
     dense[tuple(indices.T)] = values
     return numpy_helper.from_array(dense, sparse.values.name)
+
+
+def _all_graphs(
+    proto: onnx.ModelProto,
+) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    for owner in (proto.graph, *proto.functions):
+        yield from proto_graphs(owner)
+
+
+def load_result(path: Path) -> ir.Model:
+    """Return the model of a file that was made here; external tensors stay in theirs."""
+    import onnx
+
+    proto = onnx.load(os.fspath(path), load_external_data=False)
+    types = set_types_aside(proto, _all_graphs(proto))
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, os.path.dirname(path))
+    keep_types(model, types)
+    return model
 
 
 def proto_graphs(
@@ -323,4 +346,4 @@ def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
 
 def same_kind(given: ModelLike, result: ir.Model) -> Any:
     """Return the result as a ModelProto where one was given."""
-    return result if is_path(given) or isinstance(given, ir.Model) else ir.to_proto(result)
+    return result if is_path(given) or isinstance(given, ir.Model) else to_proto(result)

@@ -21,6 +21,7 @@ from ortplugins.model_io.loading import (
     relocated,
     stored_bytes,
 )
+from ortplugins.model_io.map_types import has_kept_types, to_proto
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
 
 # Tensors of fewer bytes stay inside the .onnx file.
@@ -158,7 +159,10 @@ def save_with_data(
             check_absent([data], overwrite)
             _write_tensors(to_write, Path(scratch), data.name, progress)
         try:
-            ir.save(model, Path(scratch, output.name))
+            if has_kept_types(model):
+                Path(scratch, output.name).write_bytes(to_proto(model).SerializeToString())
+            else:
+                ir.save(model, Path(scratch, output.name))
         except OSError:
             raise
         except Exception as error:  # a name that is not UTF-8, an attribute without a type

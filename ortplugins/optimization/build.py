@@ -23,7 +23,7 @@ from ortplugins.model_io.data_in_place import (
     new_bytes,
     place,
 )
-from ortplugins.model_io.loading import LoadedModel
+from ortplugins.model_io.loading import LoadedModel, load_result
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
@@ -184,7 +184,7 @@ def _optimized(
         model, baked = bake(path, settings, placed and placed.folder), True
     except PassError as error:
         notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
-        model, baked = ir.load(path), False
+        model, baked = load_result(path), False
     if placed is not None:
         place(model, placed)
     return model, baked

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import PassError
+from ortplugins.model_io.loading import load_result
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.session_settings import OptimizerSettings
 
@@ -56,14 +57,14 @@ def bake(
             disabled_optimizers=[*settings.disabled, *SLOW_OPTIMIZERS],
             enable_fallback=0,
         )
-        baked = ir.load(target)
+        baked = load_result(target)
     except Exception as error:
         raise PassError(
             f"onnxruntime did not optimise {source.name} offline: {error}"
         ) from error
     finally:
         target.unlink(missing_ok=True)
-    give_shapes_back(ir.load(source), baked)
+    give_shapes_back(load_result(source), baked)
     return baked
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import onnx_ir.passes.common
 
+from ortplugins.model_io.map_types import has_kept_types
 from rewrite_rules.shapes.proved_shapes import unify_dimension_names
 
 
@@ -39,6 +40,8 @@ def infer_shapes(model: ir.Model) -> None:
 
     Done on the user's graph, before it holds operators that onnx does not know.
     """
+    if has_kept_types(model):
+        return
     kinds = (value.type for graph in model.graphs() for value in graph.inputs)
     if any(not isinstance(kind, _TENSORS) for kind in kinds) or any(
         node.op_type in _SEQUENCES for node in model.graph.all_nodes()

@@ -13,6 +13,8 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.remarks import Refusal
 
+# Attributes of a Constant; onnx_ir fails on strings that are not ASCII.
+_NUMBERS = {"value", "value_float", "value_floats", "value_int", "value_ints"}
 # Longer lists are not shapes or axes.
 _MAX_INTS = 64
 
@@ -101,6 +103,7 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
         or node.domain
         or len(node.attributes) != 1
         or len(node.outputs) != 1
+        or not node.attributes.keys() <= _NUMBERS
     ):
         return None
     # Kept: onnx_ir makes a tensor, or checks one by a slow protocol, at each call.

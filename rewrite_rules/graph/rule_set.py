@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.optimizer import basic_constant_propagation
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import label, remove_unused
+from rewrite_rules.graph.nodes import is_constant, label, remove_unused
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Remarks
 
 
@@ -43,7 +43,7 @@ class DispatchingRuleSet(RewriteRuleSet):
         The engine's own method looks at every output of the graph for each node that it
         removes, and copies all names for each subgraph.
         """
-        basic_constant_propagation(model.graph)
+        _mark_constants(model.graph)
         count = self._apply_to_graph_or_function(model, model.graph, verbose=None)
         for function in model.functions.values():
             count += self._apply_to_graph_or_function(model, function, verbose=None)
@@ -52,6 +52,15 @@ class DispatchingRuleSet(RewriteRuleSet):
         if count:
             name_apart(model)
         return count
+
+
+def _mark_constants(graph: ir.Graph) -> None:
+    """Give outputs of Constant nodes their values, which patterns may ask for, and types."""
+    for node in graph:
+        tensor = constant(node.outputs[0]) if is_constant(node) and node.outputs else None
+        if tensor is not None:
+            node.outputs[0].shape = ir.Shape(tensor.shape.numpy())
+            node.outputs[0].dtype = tensor.dtype
 
 
 class _Dispatch(RewriteRule):
