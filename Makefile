@@ -11,7 +11,7 @@ SOURCES := $(PACKAGES) tests benchmarks examples
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
-	@echo "make test-exhaustive  every layout, bad input and a long fuzz (6 minutes)"
+	@echo "make test-exhaustive  every layout, bad input and long fuzzes (25 minutes)"
 	@echo "make test-strength  breaks the code in one place at a time: the nearest tests notice (10 minutes)"
 	@echo "make test-mutations  5,000 mutants of models, rewritten and compared (40 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
@@ -48,10 +48,11 @@ check: $(VENV)/.installed-dev
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# What make test samples: all layouts of the matrix and of exporters, all bad inputs, a long fuzz.
+# What make test samples: all layouts of the matrix and of exporters, all bad inputs, long fuzzes.
 test-exhaustive: $(VENV)/.installed-dev
 	ORTPLUGINS_EXHAUSTIVE=1 ORTPLUGINS_FUZZ=20 $(BIN)/python -m pytest -n 2 --dist loadgroup \
-	  tests/test_layout_matrix.py tests/test_bad_input.py tests/test_fuzz.py
+	  tests/test_layout_matrix.py tests/test_bad_input.py tests/test_fuzz.py \
+	  tests/test_shape_fuzz.py
 
 # Each line of tests/strength/mutations.txt, in a copy of the project.
 test-strength: $(VENV)/.installed-dev

@@ -18,16 +18,11 @@ repeats one damaged file.
 import collections
 import contextlib
 import dataclasses
-import faulthandler
-import multiprocessing
 import os
 import random
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +35,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import STORAGE
 from builders.layout_matrix import Quantized, attribute_text, layout_cases
+from builders.limited_child import CRASHED, SECONDS, Child, limited
 from builders.same_numbers import (
     TooSlow,
     feeds_of,
@@ -62,9 +58,6 @@ TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))
 FIRST_SEED = int(os.environ.get("ORTPLUGINS_FUZZ_SEED", "0"))
 CHAINS = 200
 FILES = 300
-# Of processor time for one damaged file; a child that takes four times as long dies.
-SECONDS = 5
-ADDRESS_SPACE = 6 << 30
 
 T = onnx.TensorProto
 
@@ -451,36 +444,6 @@ def look_at(seed: int, folder: Path, call: Callable[..., Any]) -> Iterator[str]:
     original = call(run_original, path) if output.exists() else None
     if original not in (None, CRASHED) and (complaint := call(compare, output, *original)):
         yield complaint
-
-
-CRASHED = "the process crashed or hung"
-
-
-class Child:
-    """Calls functions in a process with limits, in another one after a crash."""
-
-    def __init__(self) -> None:
-        self.pool = self._started()
-
-    def __call__(self, function: Callable[..., Any], *arguments: object) -> Any:
-        try:
-            return self.pool.submit(limited, function, *arguments).result()
-        except BrokenProcessPool:
-            self.pool = self._started()
-            return CRASHED
-
-    def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
-def limited(function: Callable[..., Any], *arguments: object) -> Any:
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.dump_traceback_later(4 * SECONDS, exit=True)
-    try:
-        return function(*arguments)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("part", range(2))

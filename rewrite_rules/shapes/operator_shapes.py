@@ -137,7 +137,7 @@ def _reshape(site: Site) -> Sequence[Shape]:
 
 def _squeeze(site: Site) -> Sequence[Shape]:
     dims, axes = site.dims(0), site.axes(1)
-    if axes is None:
+    if not axes:  # an empty list, too, stands for all axes of size 1
         if any(dim[1] for dim in dims):
             return []
         return [tuple(dim for dim in dims if dim[0] != 1)]
@@ -236,7 +236,10 @@ def _gather_block_quantized(site: Site) -> Sequence[Shape]:
     axis = axis_of(site.integer("gather_axis", 0), len(dims))
     quantized = axis_of(site.integer("quantize_axis", 1), len(dims))
     rest = list(dims)
-    if site.input(0).dtype is ir.DataType.UINT8:  # codes of less than a byte are packed
+    tensor = constant(site.input(0))
+    if tensor is None:
+        return []
+    if tensor.dtype is ir.DataType.UINT8:  # codes of less than a byte are packed
         packed = site.unknowns.product((dims[-1], known(8 // site.integer("bits", 4))))
         rest[-1] = packed if quantized == len(dims) - 1 else site.unknowns.fresh_dim()
     return [(*rest[:axis], *site.dims(1), *rest[axis + 1 :])] if axis != quantized else []
@@ -404,7 +407,7 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
     for i, dim in enumerate(dims[2:]):
         reach = dilations[i] * (kernel[i] - 1)
         size: Dim | None = None
-        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER") and dilations[i] == 1:
             if strides[i] == 1:
                 size = site.unknowns.inferred(dim)
             elif not dim[1]:
@@ -413,8 +416,8 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
             change = pads[i] + pads[i + rank] - reach
             if strides[i] == 1 and change == 0:
                 size = site.unknowns.inferred(dim)
-            elif not dim[1]:
-                size = known(max((dim[0] + change - 1) // strides[i] + 1, 0))
+            elif not dim[1] and dim[0] + change > 0:
+                size = known((dim[0] + change - 1) // strides[i] + 1)
         result.append(site.unknowns.remembered(key, i, dim) if size is None else size)
     return tuple(result)
 

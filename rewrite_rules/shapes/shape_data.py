@@ -225,7 +225,7 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Shape": _shape,
     "Size": lambda site: Integers((site.facts.count(site.input(0)),), ()),
     "Slice": _slice,
-    "Squeeze": lambda site: _moved(site, lambda p: p.squeeze(site.axes(1))),
+    "Squeeze": lambda site: _moved(site, lambda p: p.squeeze(site.axes(1) or None)),
     "Sub": _elementwise(lambda _, x, y: None if x[1] or y[1] else known(x[0] - y[0])),
     "Unsqueeze": _unsqueeze,
     "Transpose": lambda site: _moved(site, lambda p: p.transpose(site.ints("perm"))),
