@@ -51,6 +51,17 @@ CONSTANTS = {
     "double": np.ones((8, 1, 1)),
     "sizes": np.array([1, 8, 1, 1]),
 }
+CONSTANTS |= {
+    "lines": normal(32, 1, 7),
+    "lines3": normal(32, 1, 3),
+    "pairs": normal(32, 2, 7),
+    "b32": normal(32),
+    "step": np.int64(5),
+    "frame": np.int64(12),
+    "window": np.hanning(20).astype(np.float32),
+    "power": np.hanning(1024).astype(np.float32),
+}
+_FRAMES = "Transpose Conv Transpose Reshape"
 POOLED = "p = GlobalAveragePool(a) q = Conv(p, w, b) gate = HardSigmoid(q)"
 SWISH = "t = Add(a, three) u = Clip(t, zero, six) p = Mul(a, u)"
 
@@ -164,6 +175,23 @@ FIRES = {
         "t = Add(x, three) u = Clip(t, zero, six) s = Div(u, six) y = Mul(x, s)",
         "HardSigmoid Mul",
     ),
+    # Along one axis.
+    "depthwise along one axis": Case(
+        """a = Conv<group = 32, pads = [4, 2], dilations = [2], strides = [3]>(x, lines, b32)
+        y = Mul(a, two)""",
+        "Unsqueeze Conv Squeeze",
+        x=("N", 32, 40),
+    ),
+    "depthwise along one axis, padded by rule": Case(
+        'y = Conv<group = 32, auto_pad = "SAME_UPPER", kernel_shape = [7]>(x, lines)',
+        "Unsqueeze Conv Squeeze",
+        x=("N", 32, 40),
+        opset=11,
+    ),
+    "frames": Case("y = STFT(x, step, window)", _FRAMES, x=("N", 100, 1)),
+    "frames of both sides": Case(
+        "y = STFT<onesided = 0>(x, step, , frame)", _FRAMES, x=("N", 100, 1)
+    ),
     # Others.
     "two scales": Case(
         "a = Mul(x, c) d = Div(a, c4) e = Relu(d) y = Conv(e, w)", "Mul Relu Conv"
@@ -245,6 +273,17 @@ STAYS = {
         "",
     ),
     "a gate as large as its input": Case("g = Relu(x) d = Mul(x, g) y = Add(x, d)", ""),
+    "a short kernel along one axis": Case(
+        "y = Conv<group = 32>(x, lines3)", "", x=("N", 32, 40)
+    ),
+    "groups of two along one axis": Case(
+        "y = Conv<group = 32>(x, pairs)", "", x=("N", 64, 40)
+    ),
+    "frames of a power of two": Case("y = STFT(x, step, power)", "", x=("N", 2000, 1)),
+    "frames of complex numbers": Case(
+        "y = STFT<onesided = 0>(x, step, window)", "", x=("N", 100, 2)
+    ),
+    "frames of an unknown kind": Case("y = STFT(x, step, window)", "", x=("N", 100, "H")),
     "a product in double": Case("a = Conv(x, w) d = Cast<to = 11>(a) y = Mul(d, double)", ""),
 }
 CONSTANTS["single"] = normal(1, 8, 1, 1)

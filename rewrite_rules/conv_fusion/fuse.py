@@ -16,17 +16,18 @@ from rewrite_rules.conv_fusion.fold_rules import (
     normalizing_rules,
 )
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
+from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.graph.nodes import drop_copies, label, made_by, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 
 # What the rules end in, and what has to be there for any of them to gain.
-_ANCHORS = frozenset({"Clip", "Conv", "ConvTranspose", "Gemm", "MatMul", "Min"})
+_ANCHORS = frozenset({"Clip", "Conv", "ConvTranspose", "Gemm", "MatMul", "Min", "STFT"})
 _SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
 _CLIPS = frozenset({"Clip", "Min"})
 # Folds make room for others; chains are shorter.
 _MAX_ROUNDS = 50
-_MIN_OPSET = 9  # BatchNormalization without "spatial"
+_MIN_OPSET = 7  # constants broadcast as they do in numpy
 
 
 def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
@@ -34,6 +35,10 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
     graphs = {node.graph for node in model.graph.all_nodes()}
     nodes = [*model.graph.all_nodes()]
     if _ANCHORS.isdisjoint(node.op_type for node in nodes):
+        return
+    if (opset := model.opset_imports.get("", 0)) < _MIN_OPSET:
+        reason = f"opset {opset} is too old: convert the model to opset {_MIN_OPSET} or newer"
+        context.remarks.refused("model", reason)
         return
     model.graph.sort()
     drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
@@ -43,8 +48,9 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
         if not _apply(model, rules, graphs):
             break
         drop_copies(node for node in model.graph.all_nodes() if node.op_type == "Identity")
-    if context.cpu_only and model.opset_imports.get("", 0) >= _MIN_OPSET:
-        _apply(model, normalizing_rules(folding), graphs)
+    if context.cpu_only:
+        forms = (DepthwiseLine.rule(folding), FourierFrames.rule(folding))
+        _apply(model, [*normalizing_rules(folding), *forms], graphs)
     remove_unused(model)
     present = {*model.graph.all_nodes()}
     for node, reason in folding.refused.items():

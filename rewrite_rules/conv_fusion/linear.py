@@ -187,7 +187,7 @@ class Linears:
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
         """Emit the node, on another input if one is given."""
         node, weight = linear.node, linear.weight
-        inputs = [node.inputs[0] if x is None else x, self._new_weight(weight)]
+        inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
         attributes: dict[str, Any] = {**node.attributes}
         has_bias = node.op_type != "MatMul" and (
             bool(linear.bias.any()) or input_of(node, 2) is not None
@@ -242,7 +242,8 @@ class Linears:
         stored = tensor.numpy().astype(np.float64).reshape(-1)
         return np.array(np.broadcast_to(stored, outputs))
 
-    def _new_weight(self, weight: Weight) -> ir.Value:
+    def new_weight(self, weight: Weight, shape: tuple[int, ...] | None = None) -> ir.Value:
+        """Register the scaled weight; in another shape, if one is given."""
         tensor = weight.value.const_value
         assert tensor is not None
         name = self._names.take(f"{weight.value.name}.folded")
@@ -250,23 +251,28 @@ class Linears:
         def rounded() -> Iterator[NDArray[np.float32]]:
             return (piece.astype(np.float32) for _, piece in weight.pieces())
 
-        shape = tuple(tensor.shape.numpy())
-        made = self._register(weight, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
+        shape = shape or tuple(tensor.shape.numpy())
+        made = _register(weight.graph, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
         self._weights[made] = weight
         return made
 
     def _new_bias(self, linear: Linear) -> ir.Value:
-        name = self._names.take(f"{linear.weight.value.name}.bias")
-        tensor = ir.Tensor(linear.bias.astype(np.float32), name=name)
-        made = self._register(linear.weight, tensor)
+        name = f"{linear.weight.value.name}.bias"
+        made = self.new_constant(linear.weight.graph, name, linear.bias)
         self._biases[made] = linear.bias
         return made
 
-    def _register(self, weight: Weight, tensor: ir.TensorProtocol) -> ir.Value:
-        """Make an initializer; none is shared, as what reads it may be folded once more."""
-        made = new_initializer(weight.graph, tensor)
-        made.type, made.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-        return made
+    def new_constant(self, graph: ir.Graph, name: str, array: Float64) -> ir.Value:
+        """Register a float32 constant."""
+        tensor = ir.Tensor(array.astype(np.float32), name=self._names.take(name))
+        return _register(graph, tensor)
+
+
+def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """Make an initializer; none is shared, as what reads it may be folded once more."""
+    made = new_initializer(graph, tensor)
+    made.type, made.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    return made
 
 
 def may_read_padding(node: ir.Node) -> bool:
