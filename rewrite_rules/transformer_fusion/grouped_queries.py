@@ -36,7 +36,7 @@ class GroupQueries(RewriteRuleClassBase):
         self._facts = facts
         self._remarks = remarks
         self._heads: RepeatedHeads | None = None
-        self._counts: dict[object, tuple[ir.Value, ir.Value]] = {}
+        self._counts: dict[object, tuple[ir.Value, ...]] = {}
 
     def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
         return op.MatMul(left, right, _outputs=["out"])
@@ -61,24 +61,25 @@ class GroupQueries(RewriteRuleClassBase):
         heads, node = self._heads, producer(out)
         rows, columns = self._facts.dims(left), self._facts.dims(right)
         assert heads is not None and rows is not None and columns is not None
-        query_heads, before = heads.groups * heads.repeats, [0] * (len(rows) - 3)
+        query_heads = heads.groups * heads.repeats
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
-        # Reshape cannot infer a size of an empty tensor.
-        key = (node.graph, rows[-2], heads.repeats)
+        # Reshape cannot infer a size of an empty tensor, and onnxruntime lets it infer one that
+        # alone is not a number.
+        key = (node.graph, rows[:-3], rows[-2], heads.repeats)
         if key not in self._counts:
-            queries = op.Shape(left, start=-2, end=-1)
-            self._counts[key] = queries, op.Mul(queries, ints(op, heads.repeats))
-        queries, count = self._counts[key]
-        grouped = op.Reshape(left, ints(op, *before, heads.groups, count, inner))
+            before, queries = op.Shape(left, end=-3), op.Shape(left, start=-2, end=-1)
+            self._counts[key] = before, queries, op.Mul(queries, ints(op, heads.repeats))
+        before, queries, count = self._counts[key]
+        grouped = op.Reshape(left, ints(op, before, heads.groups, count, inner))
         product = op.MatMul(grouped, once, _name=node.name)
         self._remarks.fired(
             label(node),
             f"{heads.repeats} query heads share each of {heads.groups} heads of "
             f"{heads.source.name!r}",
         )
-        return op.Reshape(product, ints(op, *before, query_heads, queries, width))
+        return op.Reshape(product, ints(op, before, query_heads, queries, width))
 
     def _read(self, left: ir.Value, right: ir.Value) -> RepeatedHeads | None:
         rows, columns = self._facts.dims(left), self._facts.dims(right)
