@@ -154,7 +154,7 @@ def rms_norm(
     square: str, inverse: str, weight: str, change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
     """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
-    text = f"""n (float[B, S, 8] a, float[B, S, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
+    text = f"""n (float[2, 3, 8] a, float[2, 3, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
     <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
      float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
         x = Add(a, b)
@@ -276,7 +276,19 @@ WEIGHT = "float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}"
         # The kernel wants a weight for each element of the axis, and does not broadcast one.
         (norm, WEIGHT, "float[1] weight = {3}", "ReduceMean"),
         # A sum that broadcasts has no kernel.
-        (norm, "float[B, S, 8] b)", "float[8] b)", "SimplifiedLayerNormalization"),
+        (norm, "float[2, 3, 8] b)", "float[8] b)", "SimplifiedLayerNormalization"),
+        # Names of dimensions are no sizes: one of the terms may be broadcast.
+        (norm, "float[2, 3, 8] b)", "float[B, S, 8] b)", "SimplifiedLayerNormalization"),
+        (norm, "float[2, 3, 8] a,", "float[B, S, 8] a,", "SimplifiedLayerNormalization"),
+        # A weight that makes the last axis longer, and constants that add axes.
+        (
+            norm,
+            "float[2, 3, 8] a, float[2, 3, 8] b",
+            "float[2, 3, 1] a, float[2, 3, 1] b",
+            "ReduceMean",
+        ),
+        (norm, "float epsilon = {1e-6}", "float[1, 1, 1, 1] epsilon = {1e-6}", "ReduceMean"),
+        (norm, "float epsilon = {1e-6}", "float epsilon = {-1}", "ReduceMean"),
         (gelu, "half = {0.5}", "half = {0.25}", "Tanh"),
         (gelu, "cubic = {0.044715}", "cubic = {0.044}", "Tanh"),
         (gelu, "root = {0.7978845834732056}", "root = {0.798}", "Tanh"),

@@ -96,6 +96,10 @@ class ProvedShapes(Facts):
         """Note that another value stands for one: it has the same shape."""
         self._shapes[other] = self.shape(value)
 
+    def note(self, value: ir.Value, shape: Dims) -> None:
+        """Note the shape of a value, which whoever writes the node knows."""
+        self._shapes[value] = shape
+
     def sizes(self, value: ir.Value) -> tuple[int, ...] | None:
         """Return the shape of a value as numbers; None where a dimension is not known."""
         shape = self.shape(value)

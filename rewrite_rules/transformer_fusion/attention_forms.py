@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import producer
+from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
@@ -17,7 +18,10 @@ from rewrite_rules.transformer_fusion.head_layout import (
     ints,
     is_transposed_heads,
     rows,
+    same_tokens,
+    token_dims,
 )
+from rewrite_rules.transformer_fusion.masks import GroupedLayout, Mask
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 _MICROSOFT = "com.microsoft"
@@ -27,13 +31,17 @@ OPSET_23 = "ortplugins.opset23"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Attention:
-    """``softmax(scale q k' + mask) v``, where query heads share key and value heads.
+    """``softmax(scale q k' + masks) v``, where query heads share key and value heads.
 
     Attributes:
         query: ``[B, H, S, D]``, before it is scaled.
         read_keys, read_values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
-        mask: What is added to the scores; None for nothing.
+        masks: What is added to the scores, in this ``layout``.
         heads, groups, size: H, G, D.
+        guarded: Whether weights that are NaN, of a token that sees nothing, count as 0.
+        cached: Whether keys and values are caches, to which all forms add the new ones.
+        mask: The sum of the masks for ``[B, H, S, T]``; None for nothing. ``full_mask`` has a
+            row for each query and a column for each key, ``repeated_mask`` r times the rows.
         joins: Whether a form returns the new cache as well, made of the old one.
     """
 
@@ -41,11 +49,17 @@ class Attention:
     query: ir.Value
     read_keys: RepeatedHeads
     read_values: RepeatedHeads
-    mask: ir.Value | None
+    masks: tuple[Mask, ...]
+    layout: GroupedLayout
     scale: float
     heads: int
     groups: int
     size: int
+    guarded: bool
+    cached: bool
+    mask: ir.Value | None = None
+    full_mask: ir.Value | None = None
+    repeated_mask: ir.Value | None = None
     joins: bool = False
 
     @property
@@ -57,6 +71,55 @@ class Attention:
     def values(self) -> ir.Value:
         """The values, as they are read."""
         return self.read_values.source
+
+    @property
+    def tokens(self) -> tuple[Dim, Dim]:
+        """B and S."""
+        dims = token_dims(self.query, self.facts)
+        assert dims is not None
+        return dims
+
+    @property
+    def key_count(self) -> Dim:
+        """T."""
+        dims = self.facts.dims(self.keys)
+        assert dims is not None
+        return dims[self.read_keys.length_axis]
+
+    @property
+    def one_batch(self) -> bool:
+        """Whether queries, keys and values are proved to have one batch."""
+        return all(self.same_tokens(heads)[0] for heads in self.both)
+
+    @property
+    def appends_tokens(self) -> bool:
+        """Whether a cache is proved to get a key and a value for each query."""
+        return all(self.same_tokens(heads) == (True, True) for heads in self.both)
+
+    @property
+    def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:
+        """How keys and values are read."""
+        return self.read_keys, self.read_values
+
+    def new(self, heads: RepeatedHeads) -> ir.Value:
+        """Return the heads of keys or values, of a cache those that are appended."""
+        source = producer(heads.source).inputs[1] if self.cached else heads.source
+        assert source is not None
+        return source
+
+    def same_tokens(self, heads: RepeatedHeads) -> tuple[bool, bool]:
+        """Whether keys or values are proved to have B and S of the queries."""
+        return same_tokens(self.query, self.new(heads), self.facts)
+
+    @property
+    def of_tokens(self) -> ir.Value:
+        """Heads of the new tokens: values, which are seldom more than split, where proved."""
+        values = self.read_values
+        return self.new(values) if self.same_tokens(values) == (True, True) else self.query
+
+    def new_sizes(self, op: Any, heads: RepeatedHeads) -> list[Any]:
+        """Emit B and the length of keys or values, of a cache those that are appended."""
+        return batch_and_length(op, self.new(heads), self.facts)
 
     def sizes(self, op: Any) -> list[Any]:
         """Emit B and S."""
@@ -72,7 +135,7 @@ class Attention:
         query, both = op.Reshape(in_order(self.query), sizes), (self.keys, self.values)
         attributes = {"scale": self.scale, "_domain": OPSET_23}
         if mask is None:
-            keys, values = (self._cache(op, whole, one=True) for whole in both)
+            keys, values = (self._cache(op, heads, one=True) for heads in self.both)
             mixed = op.MatMul(self._weights(op, self._scores(op, query, keys)), values)
         elif self.joins:
             past = [producer(whole).inputs[0] for whole in both]
@@ -87,24 +150,26 @@ class Attention:
         return self._results(attended, keys, values)
 
     def any_tokens(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H * D]`` for any number of tokens."""
+        """Emit ``[B, S, H * D]`` by nodes that broadcast as those of the model do."""
         heads, groups = self.heads, self.groups
         query = self._split(op, self.query, heads)
-        held, values = (self._cache(op, one) for one in (self.keys, self.values))
+        held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
             return self._results(self._merged(op, mixed), held, values)
         keys, tokens = op.Shape(held, start=2, end=3), self.sizes(op)[1]
         count = op.Mul(tokens, ints(op, heads // groups))
-        # Reshape cannot infer a size of an empty tensor, and where one size alone is not a
-        # number, onnxruntime lets it be inferred: B or S may be 0.
-        batch = op.Shape(query, start=0, end=1)
-        rows = op.Reshape(query, ints(op, batch, groups, count, self.size))
-        each = op.Reshape(self._scores(op, rows, held), ints(op, batch, heads, tokens, keys))
-        grouped = op.Reshape(self._weights(op, each), ints(op, batch, groups, count, keys))
-        mixed = op.MatMul(grouped, values)
-        each = op.Reshape(mixed, ints(op, batch, heads, tokens, self.size))
-        return self._results(self._merged(op, each), held, values)
+
+        def reshape(value: Any, *sizes: int | ir.Value) -> Any:
+            # Reshape cannot infer a size of an empty tensor, and where one size alone is not a
+            # number, onnxruntime lets it be inferred: B or S may be 0.
+            return op.Reshape(value, ints(op, op.Shape(value, start=0, end=1), *sizes))
+
+        rows = reshape(query, groups, count, self.size)
+        each = reshape(self._scores(op, rows, held), heads, tokens, keys)
+        grouped = reshape(self._weights(op, each), groups, count, keys)
+        mixed = reshape(op.MatMul(grouped, values), heads, tokens, self.size)
+        return self._results(self._merged(op, mixed), held, values)
 
     def by_kernel(
         self, op: Any, last: ir.Value, total: ir.Value, cached: bool = False
@@ -134,34 +199,31 @@ class Attention:
         )
         return self._results(attended, keys, values)
 
+    def by_prompt(self, op: Any) -> list[Any]:
+        """Emit ``[B, S, H * D]`` of a prompt by GroupQueryAttention."""
+        batch, length = self.sizes(op)
+        total = op.Cast(length, to=ir.DataType.INT32)
+        last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
+        return self.by_kernel(op, op.Expand(last, batch), total)
+
     def whole(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose."""
-        both = (self.read_keys, self.read_values)
         attributes = {"scale": self.scale, "_domain": OPSET_23}
-        if any(not (heads.split or is_transposed_heads(heads.source)) for heads in both):
+        mask = self.full_mask
+        if any(not (heads.split or is_transposed_heads(heads.source)) for heads in self.both):
             # A cache is not laid out anew.
-            stored = [
-                op.Transpose(heads.source, perm=SPLIT_HEADS) if heads.split else heads.source
-                for heads in both
-            ]
-            return [
-                self._merged(op, op.Attention(self.query, *stored, self.mask, **attributes))
-            ]
+            stored = [self._stored(op, heads) for heads in self.both]
+            return [self._merged(op, op.Attention(self.query, *stored, mask, **attributes))]
         width = self.groups * self.size
         attended = op.Attention(
             self._rows(op, self.query, self.heads),
-            *(rows(op, heads.source, self.facts, width, heads.split) for heads in both),
-            self.mask,
+            *(rows(op, heads.source, self.facts, width, heads.split) for heads in self.both),
+            mask,
             q_num_heads=self.heads,
             kv_num_heads=self.groups,
             **attributes,
         )
         return [attended]
-
-    def nothing(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H * D]`` of zeros: what no tokens get, and what no keys add up to."""
-        sizes = ints(op, *self.sizes(op), self.heads * self.size)
-        return [op.Expand(op.Constant(value_float=0.0), sizes)]
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
         return rows(op, split, self.facts, heads * self.size)
@@ -169,18 +231,27 @@ class Attention:
     def _merged(self, op: Any, mixed: ir.Value) -> Any:
         """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``."""
         split = op.Transpose(mixed, perm=SPLIT_HEADS)
-        return op.Reshape(split, ints(op, 0, 0, self.heads * self.size))
+        # A mask of a larger batch is an error where the batch is known to be that of all.
+        sizes = self.sizes(op) if self.one_batch else (0, 0)
+        return op.Reshape(split, ints(op, *sizes, self.heads * self.size))
 
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
         return [mixed, keys, values] if self.joins else [mixed]
 
-    def _cache(self, op: Any, whole: ir.Value, one: bool = False) -> Any:
+    def _stored(self, op: Any, heads: RepeatedHeads) -> Any:
+        """Emit ``[B, G, T, D]`` of keys or values, or take them as they are."""
+        source = heads.source
+        return op.Transpose(source, perm=SPLIT_HEADS) if heads.split else source
+
+    def _cache(self, op: Any, heads: RepeatedHeads, one: bool = False) -> Any:
         """Emit ``[B, G, T, D]`` of past and new tokens, or take it as it is."""
+        if not self.cached:
+            return self._split(op, self._stored(op, heads), self.groups)
         if not self.joins:
-            return whole
-        past, new = producer(whole).inputs
+            return heads.source
+        past, new = producer(heads.source).inputs
         assert new is not None
-        new = self._one_new(op, whole) if one else self._split(op, new, self.groups)
+        new = self._one_new(op, heads.source) if one else self._split(op, new, self.groups)
         return op.Concat(past, new, axis=2)
 
     def _one_new(self, op: Any, whole: ir.Value) -> Any:
@@ -204,4 +275,7 @@ class Attention:
 
     def _weights(self, op: Any, scores: ir.Value) -> Any:
         total = scores if self.mask is None else op.Add(scores, self.mask)
-        return op.Softmax(total, axis=-1)
+        weights = op.Softmax(total, axis=-1)
+        if not self.guarded:
+            return weights
+        return op.Where(op.IsNaN(weights), op.Constant(value_float=0.0), weights)

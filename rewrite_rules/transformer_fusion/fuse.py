@@ -15,10 +15,13 @@ from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
+from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
+    Result,
+    Written,
     multiplied_weights,
     note_kernels,
     refuse_the_rest,
@@ -30,7 +33,7 @@ from rewrite_rules.transformer_fusion.equal_values import (
     share_nodes,
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
-from rewrite_rules.transformer_fusion.masks import read_mask
+from rewrite_rules.transformer_fusion.masks import observe
 from rewrite_rules.transformer_fusion.norms_and_activations import (
     GELU_ENDS,
     MAX_NORM_STEPS,
@@ -83,9 +86,10 @@ def fuse_transformer(
         drop_copies((*nodes["Cast"], *nodes["Concat"]))
         share_constants(model)
         share_nodes(model.graph)
-        _fuse_attention(model, nodes, shapes, options, context)
+        rows = _fuse_attention(model, nodes, shapes, options, context)
         # Of a model that was converted, all nodes are others.
         nodes = _by_operator(model)
+        shapes = _shapes_behind(model, rows)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
     rules, candidates = list[RewriteRule](), set[ir.Node]()
@@ -97,10 +101,10 @@ def fuse_transformer(
         # Those that attention writes repeat nothing.
         candidates.update(products)
     if options.norms and context.cpu_only:
-        rules += [*RmsNorm.rule(remarks).commute(), SkipNorm.rule(remarks)]
+        rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
         candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
     if options.activations and context.cpu_only and nodes["Tanh"]:
-        rules += (TanhGelu.rule(remarks, *end) for end in GELU_ENDS)
+        rules += (TanhGelu.rule(shapes, remarks, *end) for end in GELU_ENDS)
         candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
     kind = "SimplifiedLayerNormalization"
     _apply(model, rules, lambda node: node in candidates or node.op_type == kind, remarks)
@@ -132,8 +136,8 @@ def _fuse_attention(
     shapes: ProvedShapes,
     options: TransformerOptions,
     context: PassContext,
-) -> None:
-    """Fuse rotary embeddings, then attention; both are read by what they compute."""
+) -> list[Result]:
+    """Fuse rotary embeddings, then attention; return its results and what has their sizes."""
     remarks = context.remarks
     try:
         inputs = DecoderInputs(model)
@@ -141,8 +145,8 @@ def _fuse_attention(
         if options.kv_cache == _SHARED:
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.refused("model", f"rotary and attention: {refusal}")
-        return
-    computed, joined = NodeEvaluator(), list[tuple[ir.Value, ir.Value]]()
+        return []
+    computed, written = NodeEvaluator(), Written()
     fold_scalars(model, computed)
     runs = {
         run: GraphEvaluator(
@@ -159,15 +163,17 @@ def _fuse_attention(
     shared = SharedCache(model, inputs) if is_shared else None
     if options.attention:
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
-        masks = functools.cache(functools.partial(read_mask, runs))
-        rules += [FuseAttention.rule(shapes, masks, remarks, standard, joined, shared)]
+        masks = functools.cache(functools.partial(observe, runs))
+        rules += [FuseAttention.rule(shapes, masks, remarks, standard, written, shared)]
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
     _apply(model, rules, lambda node: node in ends and node.graph is model.graph, remarks)
     if options.attention:
-        if shared is not None and joined:
-            shared.replace_sizes(whole for whole, _ in joined)
-        for whole, made in joined:
+        if shared is not None and written.caches:
+            shared.replace_sizes(whole for whole, _ in written.caches)
+        for whole, made in written.caches:
+            if not whole.is_graph_output():
+                continue  # another attention that reads it has replaced it
             made.type, made.shape, name = whole.type, whole.shape, whole.name
             whole.replace_all_uses_with(made, replace_graph_outputs=True)
             whole.name, made.name = None, name
@@ -176,12 +182,28 @@ def _fuse_attention(
         refuse_the_rest(model.graph, weighted, remarks)
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
-        shared.check((made for _, made in joined), next(refused, "it is not attention"))
-    # Of the forms with a cache it is known which runs they are faster in.
-    timed = any("attention: Attention" in remark.reason for remark in remarks)
+        shared.check(
+            (made for _, made in written.caches), next(refused, "it is not attention")
+        )
     _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
-        context.trials.extend(inputs.trials(_BOUND, timed, row_by_row=shared is not None))
+        # Of the forms with a cache it is known which runs they are faster in.
+        trials = inputs.trials(_BOUND, written.uncached, row_by_row=shared is not None)
+        context.trials.extend(trials)
+    return written.results
+
+
+def _shapes_behind(model: ir.Model, results: Iterable[Result]) -> ProvedShapes:
+    """Return what is proved of a model in which attention is an If, which hides its shape."""
+    shapes = ProvedShapes(model, on_demand=True)
+    # Of a model that was converted, all values are others.
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    for result in results:
+        source, made = values.get(result.tokens.name), values.get(result.rows.name)
+        dims = None if source is None else shapes.dims(source)
+        if made is not None and dims is not None:
+            shapes.note(made, (dims[0], dims[result.axis], known(result.width)))
+    return shapes
 
 
 def _apply(

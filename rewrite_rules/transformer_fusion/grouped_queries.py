@@ -65,8 +65,8 @@ class GroupQueries(RewriteRuleClassBase):
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
-        # Reshape cannot infer a size of an empty tensor, and onnxruntime lets it infer one that
-        # alone is not a number.
+        # Reshape cannot infer a size of an empty tensor, and onnxruntime lets it infer the one
+        # that is not a number.
         key = (node.graph, rows[:-3], rows[-2], heads.repeats)
         if key not in self._counts:
             before, queries = op.Shape(left, end=-3), op.Shape(left, start=-2, end=-1)

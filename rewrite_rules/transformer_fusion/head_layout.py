@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import made_by, producer
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 SPLIT_HEADS = (0, 2, 1, 3)
@@ -47,11 +47,39 @@ def in_order(heads: ir.Value) -> ir.Value:
 
 def batch_and_length(op: Any, heads: ir.Value, facts: ProvedShapes) -> list[Any]:
     """Emit B and S of ``[B, H, S, D]``, from what is split into heads where that is known."""
-    source = split = unsplit(heads)
-    if split is not heads and count_heads(split, facts):
-        source = producer(split).inputs[0]  # type: ignore[assignment]
-    length = 2 if split is heads else 1
+    source, length = tokens_of(heads, facts)
     return [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
+
+
+def token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
+    """Return what is proved of :func:`batch_and_length`; None where the rank is not known."""
+    source, length = tokens_of(heads, facts)
+    dims = facts.dims(source)
+    return None if dims is None else (dims[0], dims[length])
+
+
+def same_tokens(one: ir.Value, other: ir.Value, facts: ProvedShapes) -> tuple[bool, bool]:
+    """Whether B and S of two ``[B, H, S, D]`` are proved to be the same.
+
+    Either as they are, or as what is split into heads: a run in which these differ splits
+    other heads, and fails.
+    """
+    dims = [facts.dims(heads, 4) for heads in (one, other)]
+    pairs = [[None if each is None else (each[0], each[2]) for each in dims]]
+    pairs.append([token_dims(heads, facts) for heads in (one, other)])
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    same = [any(a[axis] == b[axis] for a, b in known) for axis in (0, 1)]
+    return same[0], same[1]
+
+
+def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:
+    """Return what has a row for each text, and its axis of the tokens."""
+    split = unsplit(heads)
+    if split is heads:
+        return heads, 2
+    source = producer(split).inputs[0] if count_heads(split, facts) else split
+    assert source is not None
+    return source, 1
 
 
 def rows(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How scores of query heads are laid out; what a mask lets them see, found by computing it.
+"""How scores of query heads are laid out; what a mask hides in made-up runs.
 
 Query heads may be grouped in the graph, so that no key is repeated:
 
@@ -22,7 +22,7 @@ from rewrite_rules.facts.made_up_batches import Run
 from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
-from rewrite_rules.shapes.evaluator import Array, GraphEvaluator
+from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import ints
 
@@ -46,6 +46,11 @@ class GroupedLayout:
         """How many axes scores have."""
         return 4 + self.own_axis
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether query heads are rows of the head that they share."""
+        return self.repeats > 1 and not self.own_axis
+
     def dims(self, shape: Dims, name: str | None) -> tuple[Dim | None, ...]:
         """Return the sizes of a mask for ``[B, H, S, T]``; None for what a run tells."""
         if len(shape) > self.rank:
@@ -58,16 +63,10 @@ class GroupedLayout:
         return (*shape[:2], *shape[3:])
 
     def array(self, mask: Array) -> Array:
-        """Return the mask for ``[B, H, S, T]``; refused if it differs within a group."""
+        """Return the mask for ``[B, H, S, T]``, of the first query head of each group."""
         if self.own_axis:
             return mask[:, :, 0]
-        if self.repeats == 1 or mask.shape[2] % self.repeats:
-            return mask
-        batch, heads, rows, keys = mask.shape
-        each = mask.reshape(batch, heads, self.repeats, rows // self.repeats, keys)
-        if not np.array_equal(each, np.broadcast_to(each[:, :, :1], each.shape)):
-            raise Refusal("the mask differs from head to head")
-        return each[:, :, 0]
+        return mask if self.repeats == 1 else mask[:, :, : mask.shape[2] // self.repeats]
 
     def emit(self, op: Any, mask: ir.Value) -> ir.Value:
         """Emit the mask for ``[B, H, S, T]``."""
@@ -112,13 +111,16 @@ class Mask:
     lowest: float | None = None
     hides: bool = True
 
-    def added(self, op: Any, missing: int) -> Any:
-        """Emit what is added, with that many more axes."""
-        value: Any = self.value
-        if self.lowest is not None:
-            numbers = [op.Constant(value_float=number) for number in (self.lowest, 0.0)]
-            value = op.Where(value, *numbers[:: 1 if self.hides else -1])
-        return op.Unsqueeze(value, ints(op, *range(missing))) if missing else value
+    def added(self, op: Any, missing: int, total: ir.Value | None) -> Any:
+        """Emit what is added, with that many more axes, after a total of other masks."""
+        value: Any = (
+            op.Unsqueeze(self.value, ints(op, *range(missing))) if missing else self.value
+        )
+        if self.lowest is None:
+            return value if total is None else op.Add(total, value)
+        shown = op.Constant(value_float=0.0) if total is None else total
+        numbers = [op.Constant(value_float=self.lowest), shown]
+        return op.Where(value, *numbers[:: 1 if self.hides else -1])
 
     def computed(self, array: Array, rank: int) -> Array:
         """Return what is added, given the tensor."""
@@ -129,51 +131,44 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskSight:
-    """What a mask was seen to do.
+class Observed:
+    """What a mask did in made-up runs, which suggests a form and decides nothing.
 
     Attributes:
         kind: For remarks: "padding", "causal", "sliding window of 6", or what it is instead.
-        causal: Whether no token sees a later one.
-        full: Whether it has a row for each new token and a column for each key.
-        infinite: Whether it holds -inf, of which Softmax makes NaN where nothing is seen.
-        blind: Whether a token sees nothing, so that nodes mix all values, and kernels do not.
+        causal: Whether no token saw a later one.
     """
 
     kind: str
     causal: bool
-    full: bool
-    infinite: bool
-    blind: bool = False
 
 
-def read_mask(
+def observe(
     runs: Mapping[Run, GraphEvaluator], mask: Mask, layout: GroupedLayout
-) -> MaskSight:
-    """Return what a mask of scores does in made-up runs, or raise CannotEvaluate."""
-    arrays = {
-        run: layout.array(mask.computed(each.array(mask.value), layout.rank))
-        for run, each in runs.items()
-    }
-    return _sight(arrays)
+) -> Observed | None:
+    """Return what a mask of scores does in made-up runs; None where it can't be computed."""
+    try:
+        arrays = {
+            run: layout.array(mask.computed(each.array(mask.value), layout.rank))
+            for run, each in runs.items()
+        }
+    except CannotEvaluate:
+        return None
+    return _observed(arrays)
 
 
-def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
-    full = causal = plain = padding = True
-    blind = False
-    infinite = any(np.isneginf(array).any() for array in arrays.values())
+def _observed(arrays: Mapping[Run, Array]) -> Observed:
+    causal = plain = padding = True
     windows = set()
     for run, array in arrays.items():
         total = run.past + run.length
-        full &= array.ndim == 4 and array.shape[2:] == (run.length, total)
         try:
             added = np.broadcast_to(array, (run.batch, array.shape[1], run.length, total))
         except (IndexError, ValueError):
-            return MaskSight("other keys", False, False, infinite)
+            return Observed("other keys", False)
         kept = run.kept()
-        # Rows of padding see whatever the exporter found handy.
+        # What padding sees is whatever the exporter found handy.
         sees = np.asarray(np.all(added > _LOW, axis=1))[kept[:, run.past :]]
-        blind |= not sees.any(axis=1).all()
         key = np.arange(total)[None]
         query = np.broadcast_to(np.arange(run.past, total), (run.batch, run.length))
         query = query[kept[:, run.past :]][:, None]
@@ -187,9 +182,7 @@ def _sight(arrays: Mapping[Run, Array]) -> MaskSight:
     longest, most = (max(sizes) for sizes in zip(*windows, strict=True))
     windowed = longest < most and all(reach == min(longest, size) for reach, size in windows)
     if not causal:
-        kind = "padding" if padding else "not causal"
-    elif not plain:
-        kind = "causal, with a bias"
-    else:
-        kind = f"sliding window of {longest}" if windowed else "causal"
-    return MaskSight(kind, causal, full, infinite, blind)
+        return Observed("padding" if padding else "not causal", False)
+    if not plain:
+        return Observed("causal, with a bias", True)
+    return Observed(f"sliding window of {longest}" if windowed else "causal", True)

@@ -18,6 +18,7 @@ Erf and Sigmoid itself.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,10 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
-from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
 from rewrite_rules.remarks import Remarks
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _MICROSOFT = "com.microsoft"
 # Types of SimplifiedLayerNormalization on a CPU, and whether there is one with a sum, too.
@@ -47,8 +49,9 @@ MAX_TANH_STEPS = 3
 class RmsNorm(RewriteRuleClassBase):
     """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
         super().__init__(remove_nodes=False)
+        self._facts = facts
         self._remarks = remarks
 
     def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
@@ -74,16 +77,19 @@ class RmsNorm(RewriteRuleClassBase):
     ) -> MatchResult:
         """Check the axis, the shapes of the constants and the types."""
         result = MatchResult()
-        tensor, small = constant(weight), constant(epsilon)
-        reduce = producer(mean)
-        if tensor is None or len(tensor.shape.numpy()) != 1 or tensor.size == 1:
-            return result.fail("the weight is not a constant vector", weight)
-        if small is None or small.size != 1:
+        small, reduce, dims = constant(epsilon), producer(mean), self._facts.dims(x)
+        if not dims or self._facts.dims(weight) != dims[-1:] or constant(weight) is None:
+            return result.fail("the weight is not a constant for the last axis", weight)
+        if small is None or small.size != 1 or not 0 <= small.numpy().item() < math.inf:
             return result.fail("epsilon is not a constant", epsilon)
+        if self._facts.shape(out) != dims:
+            return result.fail("a constant adds axes", out)
         attribute = reduce.attributes.get("axes")
         stored = constant_ints(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
         axes = [*(stored or ())] if attribute is None else [*attribute.as_ints()]
-        if axes != [-1] or not int_attribute(reduce, "keepdims", 1):
+        last = (-1, len(dims or ()) - 1)
+        keeps = int_attribute(reduce, "keepdims", 1)
+        if len(axes) != 1 or axes[0] not in last or not keeps:
             return result.fail("the mean is not over the last axis", reduce)
         if _source(x, out) is None or out.dtype not in _KERNELS:
             return result.fail("no kernel has its type", x)
@@ -114,10 +120,11 @@ def _any_of(tag: str, *patterns: Any) -> Any:
 
 def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
     """What is normalised, before a Cast that only makes the computation wider."""
-    maker = x.producer()
-    if maker is not None and maker.op_type == "Cast" and maker.inputs[0] is not None:
+    maker = made_by(x, "Cast")
+    if maker is not None and maker.inputs[0] is not None:
         before = maker.inputs[0]
-        if before.dtype is not None and before.dtype == out.dtype:
+        types = before.dtype, x.dtype
+        if before.dtype == out.dtype and types == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
             return before
     return x if x.dtype is not None and x.dtype == out.dtype else None
 
@@ -125,8 +132,9 @@ def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
 class SkipNorm(RewriteRuleClassBase):
     """``SimplifiedLayerNormalization(a + b)``, with the sum as a second result."""
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
         super().__init__(remove_nodes=False)
+        self._facts = facts
         self._remarks = remarks
 
     def pattern(self, op, a, b, weight):  # type: ignore[no-untyped-def]
@@ -136,7 +144,13 @@ class SkipNorm(RewriteRuleClassBase):
         return normal, total
 
     def check(  # type: ignore[override]
-        self, context: MatchContext, a: ir.Value, b: ir.Value, normal: ir.Value, **_: object
+        self,
+        context: MatchContext,
+        a: ir.Value,
+        b: ir.Value,
+        weight: ir.Value,
+        normal: ir.Value,
+        **_: object,
     ) -> MatchResult:
         """Check that the kernel takes the sizes, and that only the norm is read."""
         result, node = MatchResult(), producer(normal)
@@ -146,10 +160,12 @@ class SkipNorm(RewriteRuleClassBase):
             return result.fail("the norm is not over the last axis in float32", node)
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
             return result.fail("its mean or deviation is read", node)
-        # Sizes that differ only in a run make the kernel fail; it never broadcasts in silence.
-        shape = a.shape
-        if shape is None or shape != b.shape or len(shape) != 3 or shape.has_unknown_dim():
+        # The kernel's results have the shape of its first input.
+        dims = self._facts.dims(a, 3)
+        if dims is None or dims != self._facts.dims(b):
             return result.fail("the terms are not known to have one shape [B, S, D]", node)
+        if self._facts.dims(weight) != dims[-1:]:
+            return result.fail("the weight is not for the last axis", node)
         return result
 
     def rewrite(
@@ -168,8 +184,11 @@ class SkipNorm(RewriteRuleClassBase):
 class TanhGelu(RewriteRuleClassBase):
     """``0.5 * x * (1 + tanh(...)) -> FastGelu(x)``."""
 
-    def __init__(self, remarks: Remarks, factors: Callable[..., Any], order: int) -> None:
+    def __init__(
+        self, facts: ProvedShapes, remarks: Remarks, factors: Callable[..., Any], order: int
+    ) -> None:
         super().__init__()
+        self._facts = facts
         self._remarks = remarks
         self._factors = factors
         self._order = order

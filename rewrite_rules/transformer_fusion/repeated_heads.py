@@ -61,6 +61,11 @@ class RepeatedHeads:
     split: bool = False
     scalings: tuple[tuple[ir.Node, int], ...] = ()
 
+    @property
+    def length_axis(self) -> int:
+        """The axis of ``source`` that counts keys."""
+        return 1 if self.split else 2
+
 
 def read_repeated_heads(
     operand: ir.Value, facts: ProvedShapes, once: bool = False

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: MIT
+"""What each run decides: which form computes attention, by what its mask hides.
+
+Kernels are other nodes than those of the model where a token sees nothing: nodes mix all
+values then, or make NaN. GroupQueryAttention hides later tokens, whatever the mask says. Both
+are asked of the mask, once in each run for all layers that share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import TapeBuilder
+
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.transformer_fusion.attention_forms import Attention
+from rewrite_rules.transformer_fusion.head_layout import in_order, ints
+
+# Added to a score, it hides it: no two scores are as far apart as these numbers.
+_HIDDEN, _VISIBLE = -1e8, -5e7
+
+Build = Callable[[Any], Sequence[ir.Value]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What a run says of a cached attention, each a bool.
+
+    Attributes:
+        one: There are rows, of one token each, and each of them sees something.
+        kernel: The mask is that of a prompt, and hides all later tokens.
+        plain: It hides nothing else.
+    """
+
+    one: ir.Value
+    kernel: ir.Value
+    plain: ir.Value
+
+
+def either(
+    op: Any,
+    condition: ir.Value,
+    then: Build,
+    other: Build,
+    name: str | None = None,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+) -> Sequence[ir.Value]:
+    """Emit an If of two forms; what they read from outside, they capture."""
+    then_branch, else_branch = (_branch(build, dtype) for build in (then, other))
+    branches = {"then_branch": then_branch, "else_branch": else_branch, "_name": name}
+    made = op.If(condition, **branches, _outputs=len(then_branch.outputs))
+    return made if len(then_branch.outputs) > 1 else [made]
+
+
+def _branch(build: Build, dtype: ir.DataType) -> ir.Graph:
+    op = TapeBuilder()
+    outputs = build(op)
+    for output in outputs:
+        output.dtype = dtype
+    return ir.Graph([], outputs, nodes=op.nodes, name="attention")
+
+
+class Conditions:
+    """Emits questions; layers that ask the same share the answers."""
+
+    def __init__(self) -> None:
+        self._answers: dict[object, Answers] = {}
+        self._fits: dict[object, ir.Value] = {}
+
+    def of_cached(self, op: Any, found: Attention) -> Answers:
+        """Emit which form takes the tokens of attention with a cache."""
+        unproved = [each for each in found.both if found.same_tokens(each) != (True, True)]
+        key = found.mask, found.tokens[1], *(each.source for each in unproved)
+        if key not in self._answers:
+            batch, length = found.sizes(op)
+            some = op.Less(ints(op, 0), batch)
+            for heads in unproved:
+                pairs = zip(found.new_sizes(op, heads), (batch, length), strict=True)
+                some = functools.reduce(op.And, itertools.starmap(op.Equal, pairs), some)
+            if found.mask is None:
+                one = op.And(op.Equal(length, ints(op, 1)), some)
+                no = _false(op)
+                self._answers[key] = Answers(one, no, no)
+            else:
+                self._answers[key] = _ask(op, found.mask, length, some)
+        return self._answers[key]
+
+    def of_standard(self, op: Any, found: Attention) -> ir.Value | None:
+        """Emit whether the standard operator computes the same; None where that is proved."""
+        batches = [found.same_tokens(each)[0] or each.source for each in found.both]
+        count = found.facts.count
+        key = found.mask, found.tokens, found.key_count, *batches, count(found.query)
+        if key not in self._fits:
+            unproved = _unproved(op, found)
+            fits = functools.reduce(op.And, unproved) if unproved else None
+            mask = found.mask
+            if mask is not None and fits is not None:
+                (fits,) = either(
+                    op, fits, lambda op: [_sees(op, mask)], lambda op: [_false(op)],
+                    dtype=ir.DataType.BOOL,
+                )  # fmt: skip
+            elif mask is not None:
+                fits = _sees(op, mask)
+            if fits is None:
+                return None
+            self._fits[key] = fits
+        return self._fits[key]
+
+
+def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
+    """Emit an int32 0, by a node that fails where the mask shows what the kernel hides.
+
+    A cache in buffers leaves no other form. Rows of a mask may be those of several query heads
+    in turn, which the kernel takes for alike.
+    """
+    mask, repeated, repeats = found.mask, found.repeated_mask, found.layout.repeats
+    assert mask is not None
+    rows, columns = (_size(op, mask, axis) for axis in (2, 3))
+    first = op.Add(op.Sub(columns, rows), ints(op, 1))
+    later = op.Trilu(_shown(op, mask), op.Squeeze(first), upper=1)
+    wrong = op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
+    if repeated is not mask:
+        same = op.Equal(op.Tile(mask, ints(op, 1, 1, repeats, 1)), repeated)
+        differs = op.ReduceMax(op.Cast(op.Not(same), to=ir.DataType.FLOAT), keepdims=0)
+        wrong = op.Max(wrong, differs)
+    zero = op.Constant(value=ir.tensor([0], ir.DataType.INT32))
+    checked: ir.Value = op.Gather(zero, op.Cast(wrong, to=ir.DataType.INT64), _name=name)
+    return checked
+
+
+def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
+    rows, columns = (_size(op, mask, axis) for axis in (2, 3))
+    # The standard operator wants a column for each key; one alone may stand for all.
+    wide = op.And(op.Less(ints(op, 1), columns), some)
+    is_one = op.And(op.Equal(op.Mul(length, rows), ints(op, 1)), wide)
+
+    def one(op: Any) -> Sequence[ir.Value]:
+        return [_sees(op, mask), _false(op), _false(op)]
+
+    def several(op: Any) -> Sequence[ir.Value]:
+        square = op.And(op.Equal(rows, length), op.Equal(columns, length))
+        is_prompt = op.And(op.And(square, op.Less(ints(op, 0), length)), some)
+        return either(op, is_prompt, prompt, nothing, dtype=ir.DataType.BOOL)
+
+    def prompt(op: Any) -> Sequence[ir.Value]:
+        hides = _all_hidden(op, op.Trilu(_shown(op, mask), op.Constant(value_int=1), upper=1))
+        added = op.ReduceL1(op.Trilu(mask, upper=0), keepdims=0)
+        plain = op.Equal(added, op.Constant(value_float=0.0))
+        return [_false(op), op.And(hides, _sees(op, mask)), plain]
+
+    def nothing(op: Any) -> Sequence[ir.Value]:
+        return [_false(op) for _ in range(3)]
+
+    return Answers(*either(op, is_one, one, several, dtype=ir.DataType.BOOL))
+
+
+def _unproved(op: Any, found: Attention) -> list[ir.Value]:
+    """Emit the questions for sizes that the standard operator wants, unless proved."""
+    facts, keys, mask = found.facts, found.read_keys, found.full_mask
+    batch, length = found.sizes(op)
+    asked = list[ir.Value]()
+    if not all(map(number, map(facts.count, (found.query, keys.source)))):
+        read = [in_order(value) for value in (found.query, keys.source)]
+        asked.append(op.Cast(op.Mul(*map(op.Size, read)), to=ir.DataType.BOOL))
+    for heads in found.both:
+        if not found.same_tokens(heads)[0]:
+            asked.append(op.Equal(batch, found.new_sizes(op, heads)[0]))
+    dims = None if mask is None else facts.dims(mask, 4)
+    if mask is not None and dims is not None:
+        if dims[0] not in ((1, ()), found.tokens[0]):
+            asked.append(op.LessOrEqual(_size(op, mask, 0), batch))
+        if dims[2] != found.tokens[1]:
+            asked.append(op.Equal(_size(op, mask, 2), length))
+        if dims[3] != found.key_count:
+            count = _size(op, keys.source, keys.length_axis)
+            asked.append(op.Equal(_size(op, mask, 3), count))
+    return asked
+
+
+def _size(op: Any, value: ir.Value, axis: int) -> Any:
+    return op.Shape(value, start=axis, end=axis + 1)
+
+
+def _shown(op: Any, mask: ir.Value) -> Any:
+    """Emit which scores a mask does not hide; NaN hides none."""
+    return op.Not(op.LessOrEqual(mask, op.Constant(value_float=_HIDDEN)))
+
+
+def _all_hidden(op: Any, shown: ir.Value) -> Any:
+    most = op.ReduceMax(op.Cast(shown, to=ir.DataType.FLOAT), keepdims=0)
+    return op.Equal(most, op.Constant(value_float=0.0))
+
+
+def _sees(op: Any, mask: ir.Value) -> Any:
+    """Emit whether each row of a mask shows a score; there are rows and columns."""
+    shown = op.Greater(mask, op.Constant(value_float=_VISIBLE))
+    counts = op.ReduceSum(op.Cast(shown, to=ir.DataType.FLOAT), ints(op, -1))
+    return op.Greater(op.ReduceMin(counts, keepdims=0), op.Constant(value_float=0.0))
+
+
+def _false(op: Any) -> Any:
+    return op.Constant(value=ir.tensor(False))

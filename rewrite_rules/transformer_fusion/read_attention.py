@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: MIT
+"""Reads attention from the nodes that a pattern found; refuses by name what is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import made_by, producer
+from rewrite_rules.graph.parameters import int_attribute
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.attention_forms import Attention
+from rewrite_rules.transformer_fusion.head_layout import (
+    SPLIT_HEADS,
+    count_heads,
+    unsplit,
+)
+from rewrite_rules.transformer_fusion.masks import GroupedLayout, read_grouped_layout
+from rewrite_rules.transformer_fusion.repeated_heads import (
+    RepeatedHeads,
+    before_unsqueeze,
+    read_repeated_heads,
+)
+from rewrite_rules.transformer_fusion.scores import Scores, factor, read_scores, unscaled
+
+# What a Reshape may ask for instead of a size.
+INFERRED, _COPIED = (-1, ()), (0, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The values that the pattern binds; ``guarded``: weights that are NaN become 0."""
+
+    softmax: ir.Value
+    mixed: ir.Value
+    out: ir.Value
+    guarded: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """What is read so far: queries before they are scaled, keys, values and their layouts.
+
+    ``keys_apart``, ``values_apart``: heads have an axis to be repeated on.
+    """
+
+    match: Match
+    facts: ProvedShapes
+    scores: Scores
+    query: ir.Value
+    keys: RepeatedHeads
+    values: RepeatedHeads
+    keys_apart: bool
+    values_apart: bool
+    layout: GroupedLayout
+    scale: float
+
+    @property
+    def heads(self) -> int | None:
+        """H: the MatMul wants as many as keys have, where they have more than one."""
+        dims = self.facts.dims(self.query, len(SPLIT_HEADS))
+        asked = None if dims is None else number(dims[1])
+        asked = asked or count_heads(unsplit(self.query), self.facts, exact=False)
+        shared = self.keys.groups * self.keys.repeats * self.layout.repeats
+        found = asked if shared == 1 else shared
+        return found if dims is not None and asked in (None, found) else None
+
+    @property
+    def size(self) -> int | None:
+        """D."""
+        return _number(self.facts, self.keys.source)
+
+
+def read_attention(match: Match, facts: ProvedShapes) -> Attention:
+    """Return the attention whose result is transposed; a Refusal for anything else."""
+    parts = _read_parts(match, facts)
+    for applies, reason in _REFUSALS:
+        if applies(parts):
+            raise Refusal(reason.format(parts.query))
+    heads, size, keys = parts.heads, parts.size, parts.keys
+    assert heads is not None and size is not None
+    found = Attention(
+        facts, parts.query, keys, parts.values, parts.scores.masks, parts.layout,
+        parts.scale, heads, keys.groups, size, match.guarded, cached=True,
+    )  # fmt: skip
+    found = dataclasses.replace(found, cached=_is_cached(found))
+    _check_masks(parts, found.cached)
+    return found
+
+
+def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
+    scores = read_scores(producer(match.softmax).inputs[0])
+    if scores is None:
+        raise Refusal(f"{match.softmax.name!r} is not of scaled scores and masks")
+    (keys, keys_apart), (values, values_apart) = (
+        _heads(operand, what, facts)
+        for operand, what in (
+            (scores.product.inputs[1], "keys"),
+            (producer(match.mixed).inputs[1], "values"),
+        )
+    )
+    if not keys.transposed or values.transposed:
+        raise Refusal("keys or values are laid out in another way")
+    query, scale, _ = unscaled(scores.product.inputs[0])
+    assert query is not None
+    layout = GroupedLayout()
+    if keys.repeats == 1:
+        query, layout = read_grouped_layout(query, keys.groups, facts)
+        inner, more, _ = unscaled(query)
+        assert inner is not None
+        query, scale = inner, scale * more
+    scale *= scores.scale
+    for node, index in keys.scalings:
+        scale *= factor(node, index)
+    return _Parts(
+        match, facts, scores, query, keys, values, keys_apart, values_apart, layout, scale
+    )
+
+
+def _heads(
+    operand: ir.Value | None, what: str, facts: ProvedShapes
+) -> tuple[RepeatedHeads, bool]:
+    """Read the heads of an operand, and whether they have an axis to be repeated on."""
+    assert operand is not None
+    source = before_unsqueeze(operand, facts)
+    heads = read_repeated_heads(source or operand, facts, once=True)
+    if heads is None:
+        raise Refusal(f"{what} {operand.name!r} are not known to be [B, H, T, D]")
+    return heads, source is not None
+
+
+def _are_read_elsewhere(parts: _Parts) -> bool:
+    """Whether scores or weights are, which would be computed twice."""
+    match = parts.match
+    reshaped = producer(match.out).inputs[0] is not match.mixed  # to the sizes of its Shape
+    weights = producer(match.mixed).inputs[0]
+    assert weights is not None
+    reads = [(weights, 1), (match.softmax, 1 + match.guarded), (match.mixed, 1 + reshaped)]
+    reads += [(value, 1) for value in parts.scores.steps]
+    return any(value.is_graph_output() or len(value.uses()) > count for value, count in reads)
+
+
+def _sizes_differ(parts: _Parts) -> bool:
+    other = _number(parts.facts, parts.values.source)
+    keys, values = parts.keys, parts.values
+    return parts.size is None or (parts.size, keys.groups) != (other, values.groups)
+
+
+def _check_masks(parts: _Parts, cached: bool) -> None:
+    """Refuse masks of unknown axes, and with a cache those of the heads of a group."""
+    for mask in parts.scores.masks:
+        shape, name = parts.facts.dims(mask.value), mask.value.name
+        if shape is None:
+            raise Refusal(f"the axes of mask {name!r} are not known")
+        dims = parts.layout.dims(shape, name)
+        if cached and parts.heads != parts.keys.groups and number(dims[1]) != 1:
+            raise Refusal(f"mask {name!r} may differ from head to head")
+
+
+def _moves_heads(parts: _Parts) -> bool:
+    """Whether ``[B, H, S, D]`` is not transposed as it is, for the batch of all inputs."""
+    node, shape = (
+        producer(producer(parts.match.out).inputs[0]),
+        parts.facts.dims(parts.query, 4),
+    )
+    if node.op_type == "MatMul":
+        return parts.layout.repeats != 1
+    wanted = () if shape is None else ((parts.heads, ()), *shape[2:])
+    return not asks_for(parts.facts, node, *((size, INFERRED) for size in wanted))
+
+
+def asks_for(facts: ProvedShapes, reshape: ir.Node, *wanted: Sequence[object]) -> bool:
+    """Whether a Reshape asks for the batch of all inputs, then for sizes among others."""
+    is_reshape = reshape.op_type == "Reshape"
+    asked = facts.numbers(reshape.inputs[1]) if is_reshape else None
+    if asked is None or len(asked) != 1 + len(wanted):
+        return False
+    batch, *rest = asked
+    # The batch of another input counts as this one's; a number does not.
+    known = bool(batch and (batch[1] or batch == _COPIED))
+    return all(map(operator.contains, wanted, rest)) and (known or INFERRED not in rest)
+
+
+_REFUSALS: tuple[tuple[Callable[[_Parts], bool], str], ...] = (
+    (lambda parts: bool(parts.values.scalings), "the values are scaled"),
+    (
+        lambda parts: parts.keys.repeats != parts.values.repeats,
+        "keys and values are repeated differently",
+    ),
+    (
+        lambda parts: {parts.keys_apart, parts.values_apart} != {parts.layout.own_axis},
+        "keys, values and queries are grouped differently",
+    ),
+    (
+        lambda parts: parts.query.dtype != ir.DataType.FLOAT,
+        "computes in {0.dtype}, not in float32",
+    ),
+    (_are_read_elsewhere, "its scores or weights are read elsewhere"),
+    (_sizes_differ, "keys and values are not known to have heads of one size"),
+    (lambda parts: parts.heads is None, "how many heads {0.name!r} has is not known"),
+    (_moves_heads, "the result is laid out in another way"),
+)
+
+
+def _number(facts: ProvedShapes, heads: ir.Value) -> int | None:
+    """The last axis of heads, D."""
+    shape = facts.dims(heads, len(SPLIT_HEADS))
+    return None if shape is None else number(shape[-1])
+
+
+def _is_cached(found: Attention) -> bool:
+    """Whether keys and values are inputs that come back, longer, as outputs."""
+    return all(_appends(made_by(whole, "Concat")) for whole in (found.keys, found.values))
+
+
+def _appends(node: ir.Node | None) -> bool:
+    """Whether a node appends to an input, ``[B, G, T, D]``, that comes back as an output."""
+    if node is None or len(node.inputs) != 2 or int_attribute(node, "axis", 0) not in (2, -2):
+        return False
+    past = node.inputs[0]
+    return past is not None and past.is_graph_input() and node.outputs[0].is_graph_output()
