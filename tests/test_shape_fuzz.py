@@ -43,7 +43,7 @@ def test_every_operator_of_the_table_is_drawn():
     tables = {
         "": (
             *operator_shapes._KEEPS,
-            *operator_shapes._BROADCASTS,
+            *operator_shapes.BROADCASTS,
             *operator_shapes._STANDARD,
         ),
         "com.microsoft.": (*operator_shapes._MICROSOFT_KEEPS, *operator_shapes._CONTRIBUTED),
